@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+namespace nb = nanobind;
+NB_MODULE(_native, m) { m.doc() = "everstep kernels"; }

@@ -1,0 +1,1 @@
+"""One per node: starts, watches and stops processes."""

@@ -1,0 +1,286 @@
+"""What the brain is told (events) and what it wants done (instructions).
+
+Every event is journaled with ``seq`` and ``at``; the brain's state is the fold of its events. The shell answers a
+request with the ``Reply`` instruction that handling its event returned. Members say things more than once and in
+any order after a reconnect: every event is harmless when repeated.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Address, MemberKey, Role
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Plan
+
+# ---------------------------------------------------------------- events
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=False):
+    """Base. ``at``: seconds since the epoch, from the shell's clock; never goes back (the shell sees to it)."""
+
+    at: float
+
+
+class MasterStarted(Event, frozen=True, tag="master_started"):
+    """A master took over the journal. Its incarnation numbers its leases and fences older masters."""
+
+    incarnation: Incarnation
+    spec: JobSpec
+
+
+class NodeJoined(Event, frozen=True, tag="node_joined"):
+    """An agent said hello (also after a reconnect or a master restart), with what it runs now."""
+
+    node: NodeId
+    host: str  # address by which other nodes reach its processes; "" on one machine
+    worker_places: int  # how many workers it takes; 0: as many as the job wants
+    ps_places: int
+    running: tuple[tuple[Role, Slot, Incarnation, int], ...] = ()  # role, slot, incarnation, pid
+
+
+class NodeLost(Event, frozen=True, tag="node_lost"):
+    node: NodeId
+    reason: str
+
+
+class MemberJoined(Event, frozen=True, tag="member_joined"):
+    """A worker or ps said hello (also after a reconnect). A worker tells which leases it holds."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    pid: int
+    address: Address | None = None
+    leases: tuple[Lease, ...] = ()
+
+
+class MemberSilent(Event, frozen=True, tag="member_silent"):
+    """No heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    silent_s: float
+    lost: bool
+
+
+class MemberHeard(Event, frozen=True, tag="member_heard"):
+    """A suspect member was heard again."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+
+
+class ProcessExited(Event, frozen=True, tag="process_exited"):
+    """An agent saw a process end. ``status``: exit code, or minus the signal's number. ``error``: the script's
+    own last line where it raised (then the job fails), else ""."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    status: int
+    error: str = ""
+
+
+class PlanRegistered(Event, frozen=True, tag="plan_registered"):
+    """A worker wants to train on this dataset. Idempotent; a different plan under the same name is refused."""
+
+    worker: Slot
+    incarnation: Incarnation
+    plan: Plan
+
+
+class ShardAsked(Event, frozen=True, tag="shard_asked"):
+    """A worker wants its next shard of ``dataset``, in epochs below ``until_epoch``. ``ask`` counts this worker's
+    requests: asking again with the same number gets the same answer."""
+
+    worker: Slot
+    incarnation: Incarnation
+    dataset: int
+    until_epoch: int
+    ask: int
+
+
+class ShardDone(Event, frozen=True, tag="shard_done"):
+    """Every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an
+    acknowledgement of a dead incarnation does not count, and the shard is reopened."""
+
+    worker: Slot
+    incarnation: Incarnation
+    shard: ShardKey
+    lease: LeaseNo
+    servers: tuple[tuple[Slot, Incarnation], ...]
+    skipped: tuple[tuple[int, int], ...] = ()  # [lo, hi) whose gradients were not finite (policy: skip)
+
+
+class ShardReturned(Event, frozen=True, tag="shard_returned"):
+    """A worker gives a shard back unfinished (clean leave, lease refused)."""
+
+    worker: Slot
+    incarnation: Incarnation
+    shard: ShardKey
+    lease: LeaseNo
+    reason: str
+
+
+class LeaseExpired(Event, frozen=True, tag="lease_expired"):
+    """A live worker made no progress on a shard for ``idle_s`` seconds."""
+
+    shard: ShardKey
+    lease: LeaseNo
+    idle_s: float
+
+
+class ScaleAsked(Event, frozen=True, tag="scale_asked"):
+    role: Role
+    count: int
+
+
+class StopAsked(Event, frozen=True, tag="stop_asked"):
+    reason: str
+
+
+BrainEvent = (
+    MasterStarted
+    | NodeJoined
+    | NodeLost
+    | MemberJoined
+    | MemberSilent
+    | MemberHeard
+    | ProcessExited
+    | PlanRegistered
+    | ShardAsked
+    | ShardDone
+    | ShardReturned
+    | LeaseExpired
+    | ScaleAsked
+    | StopAsked
+)
+
+# ---------------------------------------------------------------- answers (inside a Reply)
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a request can be answered with."""
+
+
+class Welcome(Answer, frozen=True, tag="welcome"):
+    """You are a member. ``placement`` is None until every ps has said hello: ask again with a hello."""
+
+    master_incarnation: Incarnation
+    placement: Placement | None
+    revoked: tuple[LeaseNo, ...] = ()  # leases you told of that are no longer yours
+
+
+class Fenced(Answer, frozen=True, tag="fenced"):
+    """You have been replaced; end now, change nothing."""
+
+    reason: str
+
+
+class Registered(Answer, frozen=True, tag="registered"):
+    dataset: int  # number of the plan, the first part of its shard keys
+
+
+class Refused(Answer, frozen=True, tag="refused"):
+    """The user must change something; ``error`` is the one line to show."""
+
+    error: str
+
+
+class Granted(Answer, frozen=True, tag="granted"):
+    lease: Lease
+
+
+class Wait(Answer, frozen=True, tag="wait"):
+    """Nothing to hand out now, but the epoch is not over: a shard may come back."""
+
+    retry_after_s: float
+
+
+class EndOfData(Answer, frozen=True, tag="end_of_data"):
+    """Every shard of every epoch below ``until_epoch`` is done."""
+
+
+class Ok(Answer, frozen=True, tag="ok"):
+    """Taken; nothing more to say."""
+
+
+AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok
+
+# ---------------------------------------------------------------- instructions
+
+
+class Instruction(msgspec.Struct, frozen=True, tag=True):
+    """Base of what the brain wants done. Doing one twice is harmless."""
+
+
+class Reply(Instruction, frozen=True, tag="reply"):
+    """Answer the request that caused the event being handled."""
+
+    answer: AnswerType
+
+
+class StartProcess(Instruction, frozen=True, tag="start_process"):
+    """The agent of ``node`` starts this process, unless it runs it already."""
+
+    node: NodeId
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    decision: Decision
+
+
+class StopProcess(Instruction, frozen=True, tag="stop_process"):
+    """The agent of ``node`` ends this process: SIGTERM, then SIGKILL after ``grace_s`` seconds."""
+
+    node: NodeId
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    grace_s: float
+    decision: Decision
+
+
+class PublishPlacement(Instruction, frozen=True, tag="publish_placement"):
+    """Tell every worker and ps the new map."""
+
+    placement: Placement
+    decision: Decision
+
+
+class ReleaseShards(Instruction, frozen=True, tag="release_shards"):
+    """Every ps may forget the watermarks of these shards (and must refuse them for ever)."""
+
+    shards: tuple[ShardKey, ...]
+
+
+class RevokeLease(Instruction, frozen=True, tag="revoke_lease"):
+    """Tell the worker that this lease is no longer its own."""
+
+    member: MemberKey
+    lease: LeaseNo
+    decision: Decision
+
+
+class Note(Instruction, frozen=True, tag="note"):
+    """A line for people: display, event log, ``everstep explain``."""
+
+    member: str  # "worker:1", "" for the job as a whole
+    decision: Decision
+
+
+class FinishJob(Instruction, frozen=True, tag="finish_job"):
+    """The job is over. ``exit_code`` 0: done; else ``error`` says why in one line."""
+
+    exit_code: int
+    error: str
+
+
+InstructionType = Reply | StartProcess | StopProcess | PublishPlacement | ReleaseShards | RevokeLease | Note | FinishJob

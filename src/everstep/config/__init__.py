@@ -1,0 +1,1 @@
+"""The job spec: loading, checking, origins of values."""

@@ -1,0 +1,32 @@
+"""The job spec: every setting of a job with its unit, default and reason."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training run, as in ``job.yaml`` (all fields optional there; flags win over the file)."""
+
+    name: str = "job"
+    script: str = ""  # path of the training script
+    args: tuple[str, ...] = ()  # its arguments
+    workers: int = 1
+    ps: int = 1
+    consistency: Literal["async"] = "async"
+    seed: int = 0
+    run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory
+    buckets: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
+    bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
+    tls: Literal["all", "control"] = "all"  # between nodes: everything, or only the control plane
+    nonfinite: Literal["raise", "skip"] = "raise"  # what to do with a batch whose gradient has NaN or Inf
+    max_restarts: int = 10  # of one slot in a row without a shard done between them; then the job gives up
+    quarantine_after: int = 4  # workers lost in a row on one shard before it is set aside
+    skip_quarantined: bool = False  # true: finish without quarantined shards; false: they fail the job
+    lease_s: float = 120.0  # without progress for so long, a shard is taken back from a live worker
+    suspect_after_s: float = 3.0  # silence before a member is shown as suspect
+    lost_after_s: float = 8.0  # silence before it is declared lost and replaced
+    threads_per_worker: int = 0  # OMP_NUM_THREADS of a worker; 0: cores of the node / workers on it, at least 1
+    preload: tuple[str, ...] = ()  # more modules for the warm template to import

@@ -1,0 +1,73 @@
+"""One tree of errors, split by who must act. Each ends the command with its exit code.
+
+A message is one line: what, with the value, and what to do about it.
+Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure gave up, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+
+class EverstepError(Exception):
+    """Base of all errors that everstep raises on purpose. ``str(error)`` is one line for a person."""
+
+    exit_code = 3
+
+
+class UserError(EverstepError):
+    """The user can fix it: the script, the spec, a flag, a file."""
+
+    exit_code = 2
+
+
+class ScriptError(UserError):
+    """The training script failed, or used the API in a way that cannot work."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """job.yaml, a flag or an environment variable is wrong."""
+
+
+class DataError(UserError):
+    """A data file, column or value is wrong."""
+
+
+class NonFiniteGradientError(ScriptError):
+    """A gradient holds NaN or Inf; nothing of its batch was applied."""
+
+
+class PlatformError(EverstepError):
+    """The machine or the platform: a port in use, no disk space, no permission."""
+
+    exit_code = 4
+
+
+class FencedError(EverstepError):
+    """This process was replaced; whatever it still wants to change is refused."""
+
+    exit_code = 4
+
+
+class WireError(EverstepError):
+    """A peer broke the protocol, or could not prove that it knows the job's secret."""
+
+    exit_code = 4
+
+
+class DeadlineError(EverstepError):
+    """Something did not answer in time; says what, and for how long it was asked."""
+
+    exit_code = 4
+
+
+class ServerLostError(EverstepError):
+    """A parameter server is gone and nothing protects what it held."""
+
+    exit_code = 4
+
+
+class InternalError(EverstepError):
+    """An invariant of everstep itself is broken; please report it with the run directory."""
+
+    exit_code = 3

@@ -1,0 +1,1 @@
+"""The shell round the brain: server, journal, timers."""

@@ -1,0 +1,89 @@
+"""Tables: what a row is, how it begins and how it is updated."""
+
+from __future__ import annotations
+
+import zlib
+from enum import StrEnum
+
+import msgspec
+
+from everstep.ids import TableId
+
+
+class OptimizerKind(StrEnum):
+    SGD = "sgd"  # state: dim floats if momentum > 0, else none
+    ADAGRAD = "adagrad"  # state: dim
+    ROWWISE_ADAGRAD = "rowwise_adagrad"  # state: 1
+    ADAM = "adam"  # state: 2 dim + 1 (the row's own step count, as float32)
+    ADAMW = "adamw"  # as adam, decoupled weight decay
+    FTRL = "ftrl"  # state: 2 dim (z, n)
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """An optimizer that runs on the ps. Formulas as in torch.optim (FTRL: McMahan et al., KDD 2013).
+
+    Each row has its own step count (lazy Adam): a row that no batch touches is not decayed. For a dense table,
+    where every push touches every row, this is exactly torch's Adam.
+    """
+
+    kind: OptimizerKind
+    lr: float
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
+    l1: float = 0.0  # ftrl
+    l2: float = 0.0  # ftrl
+    beta: float = 1.0  # ftrl
+
+    def state_floats(self, dim: int) -> int:
+        """Optimizer state of one row, in float32s."""
+        match self.kind:
+            case OptimizerKind.SGD:
+                return dim if self.momentum > 0 else 0
+            case OptimizerKind.ADAGRAD:
+                return dim
+            case OptimizerKind.ROWWISE_ADAGRAD:
+                return 1
+            case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+                return 2 * dim + 1
+            case OptimizerKind.FTRL:
+                return 2 * dim
+
+
+class InitKind(StrEnum):
+    CONSTANT = "constant"  # a
+    UNIFORM = "uniform"  # in [a, b)
+    NORMAL = "normal"  # mean a, standard deviation b (sum of eight 16-bit uniforms: bit-exact everywhere)
+
+
+class InitSpec(msgspec.Struct, frozen=True):
+    """How a row begins: a pure function of (seed, table, key, column), whoever creates it and whenever."""
+
+    kind: InitKind = InitKind.CONSTANT
+    a: float = 0.0
+    b: float = 0.0
+
+
+class TableSpec(msgspec.Struct, frozen=True):
+    """A named set of rows ``key (int64) -> float32[dim]``."""
+
+    name: str
+    dim: int
+    optimizer: OptimizerSpec
+    init: InitSpec = InitSpec()
+    rows: int | None = None  # None: no vocabulary, any int64 is a key
+    dense: bool = False  # rows of a flattened tensor; every push touches all of them
+
+    @property
+    def id(self) -> TableId:
+        return table_id(self.name)
+
+
+def table_id(name: str) -> TableId:
+    """A table's id from its name alone, so that processes agree without asking anyone."""
+    return TableId(zlib.crc32(name.encode()))

@@ -1,0 +1,1 @@
+"""Readings, the event log, the summary."""

@@ -1,0 +1,1 @@
+"""Frames, messages, authentication, deadlines, the one retry helper."""

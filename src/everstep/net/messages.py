@@ -1,0 +1,394 @@
+"""Every message that crosses a process boundary.
+
+Control plane (agents, workers, ps, commands <-> master): ``Call`` carries a request and expects a ``Return`` with the
+same ``id``; ``Order`` comes from the master unasked, needs no answer, and is harmless when repeated or lost (what it
+asks for is said again at the next hello). Data plane (workers <-> ps): one request, one answer, in order, per
+connection; arrays travel behind the header, or in the connection's shared-memory arena.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.brain.events import AnswerType
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.model.member import Address, Role
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Plan, Token
+from everstep.model.table import TableSpec
+
+# ---------------------------------------------------------------- control plane: requests
+
+
+class Request(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a client asks the master."""
+
+
+class HelloNode(Request, frozen=True, tag="hello_node"):
+    """An agent's first word on every connection."""
+
+    node: NodeId
+    host: str
+    worker_places: int
+    ps_places: int
+    running: tuple[tuple[Role, Slot, Incarnation, int], ...]
+
+
+class HelloMember(Request, frozen=True, tag="hello_member"):
+    """A worker's or ps's first word on every connection. Answer: Welcome | Fenced."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    pid: int
+    address: Address | None = None
+    leases: tuple[Lease, ...] = ()
+
+
+class Beat(Request, frozen=True, tag="beat"):
+    """Sent every second by members and agents. ``progress``: next position by lease. Not journaled.
+
+    Answer: Ok | Fenced."""
+
+    progress: tuple[tuple[LeaseNo, int], ...] = ()
+    readings: dict[str, float] = {}  # samples (count so far), samples_per_s, loss, rss_bytes, cpu_s, ...
+    values: dict[str, float] = {}  # what the script reported (job.report), newest
+
+
+class Exited(Request, frozen=True, tag="exited"):
+    """An agent saw a process end (see brain.events.ProcessExited). Answer: Ok."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    status: int
+    error: str = ""
+
+
+class Register(Request, frozen=True, tag="register"):
+    """Answer: Registered | Refused | Fenced."""
+
+    plan: Plan
+
+
+class AskShard(Request, frozen=True, tag="ask_shard"):
+    """Answer: Granted | Wait | EndOfData | Fenced."""
+
+    dataset: int
+    until_epoch: int
+    ask: int
+
+
+class Done(Request, frozen=True, tag="done"):
+    """Answer: Ok (taken, or taken before) | Refused (the lease is not current) | Fenced."""
+
+    shard: ShardKey
+    lease: LeaseNo
+    servers: tuple[tuple[Slot, Incarnation], ...]
+    skipped: tuple[tuple[int, int], ...] = ()
+
+
+class GiveBack(Request, frozen=True, tag="give_back"):
+    """Answer: Ok | Fenced."""
+
+    shard: ShardKey
+    lease: LeaseNo
+    reason: str
+
+
+class Report(Request, frozen=True, tag="report"):
+    """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
+
+    values: dict[str, float]
+
+
+class Scale(Request, frozen=True, tag="scale"):
+    """From ``everstep scale``. Answer: Ok | Refused."""
+
+    role: Role
+    count: int
+
+
+class Stop(Request, frozen=True, tag="stop"):
+    """From ``everstep stop`` or the agent. Answer: Ok."""
+
+    reason: str
+
+
+class GetStatus(Request, frozen=True, tag="get_status"):
+    """Answer: StatusReport."""
+
+
+RequestType = (
+    HelloNode | HelloMember | Beat | Exited | Register | AskShard | Done | GiveBack | Report | Scale | Stop | GetStatus
+)
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    pid: int
+    state: str
+    restarts: int = 0
+    shard: str = ""  # what a worker works on: "train e0 #12"
+    samples_per_s: float = 0.0
+    rss_bytes: int = 0
+
+
+class EpochStatus(msgspec.Struct, frozen=True):
+    dataset: str
+    epoch: int
+    epochs: int  # known so far
+    shards: int
+    todo: int
+    doing: int
+    done: int
+    samples: int
+    samples_done: int
+
+
+class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
+    """Everything that ``everstep status`` and the display show."""
+
+    job: str
+    phase: str  # starting | training | finishing | done | failed | stopped
+    at: float
+    started_at: float
+    master_incarnation: Incarnation
+    members: tuple[MemberStatus, ...]
+    epochs: tuple[EpochStatus, ...]
+    samples_done: int
+    samples_per_s: float
+    values: dict[str, float]
+    failures: dict[str, int]  # worker, ps, master, node
+    batches_retried: int
+    exit_code: int | None = None
+    error: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    request: RequestType
+
+
+class Return(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    answer: AnswerType | StatusReport
+
+
+# ---------------------------------------------------------------- control plane: orders from the master
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Base of what the master tells a client unasked."""
+
+
+class Start(Order, frozen=True, tag="start"):
+    """To an agent: start this process unless you run it already."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+
+
+class End(Order, frozen=True, tag="end"):
+    """To an agent: SIGTERM the process, SIGKILL after ``grace_s`` seconds."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    grace_s: float
+
+
+class NewPlacement(Order, frozen=True, tag="new_placement"):
+    placement: Placement
+
+
+class Release(Order, frozen=True, tag="release"):
+    """To a ps: forget these shards, refuse them for ever."""
+
+    shards: tuple[ShardKey, ...]
+
+
+class Revoke(Order, frozen=True, tag="revoke"):
+    lease: LeaseNo
+
+
+class Finish(Order, frozen=True, tag="finish"):
+    """To everyone: the job is over; a ps writes its final cut, an agent stops its processes and leaves."""
+
+    exit_code: int
+    error: str
+
+
+class News(Order, frozen=True, tag="news"):
+    """To agents with a display: an event for people, and the newest status now and then."""
+
+    at: float
+    member: str
+    text: str
+
+
+OrderType = Start | End | NewPlacement | Release | Revoke | Finish | News
+
+# ---------------------------------------------------------------- data plane: worker -> ps
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Unix sockets only: the client's memfd (sealed against shrinking) rides along as SCM_RIGHTS; offsets in later
+    messages are into it. Sent again when the client's arena grew. Answer: Taken."""
+
+    size_bytes: int
+
+
+class Declare(msgspec.Struct, frozen=True, tag="declare"):
+    """Make these tables exist. Idempotent; a different spec under the same name is Bad."""
+
+    tables: tuple[TableSpec, ...]
+
+
+class OpenShard(msgspec.Struct, frozen=True, tag="open"):
+    """Raise the shard's fence to ``lease`` in every bucket of this ps. Answer: Opened | Closed."""
+
+    shard: ShardKey
+    start: int
+    lease: LeaseNo
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one table in one message. ``keys``: int64[n], unique, grouped by bucket ascending.
+
+    ``keys_at``/``rows_at``: byte offsets into the arena when ``shm``, else into the frame's body (a pull's rows:
+    into the answer's body). ``rows``: float32[n, dim]: values of a pull or put, gradients of a push."""
+
+    table: TableId
+    n: int
+    keys_at: int
+    rows_at: int
+    lr: float = -1.0  # push only: learning rate of this update; < 0: the table's own
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull"):
+    """Rows by key. ``create``: rows not there yet are made (training) or only computed (evaluation).
+
+    Answer: Pulled | Moved | Bad."""
+
+    version: int
+    parts: tuple[Part, ...]
+    shm: bool
+    create: bool = True
+
+
+class Push(msgspec.Struct, frozen=True, tag="push"):
+    """Gradients of the samples ``[token.lo, token.hi)``: one message per ps and batch, for all its buckets (also
+    those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
+    all. ``skipped``: no rows, the watermarks move, the audit says so. Answer: Pushed | Moved | Bad."""
+
+    version: int
+    token: Token
+    parts: tuple[Part, ...]
+    shm: bool
+    buckets: bytes = b""
+    skipped: bool = False
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """Initial rows (a dense tensor, pretrained embeddings): a key that exists keeps what it has. Answer: Taken."""
+
+    version: int
+    part: Part
+    shm: bool
+    last: bool  # true with the last piece: the table counts as initialised from now on
+
+
+class Scan(msgspec.Struct, frozen=True, tag="scan"):
+    """Read a table piece by piece (state_dict, export): up to ``limit`` rows of one bucket from ``slot`` on.
+
+    Answer: Scanned, body = keys int64[n] then values float32[n, dim] then, if ``state``, float32[n, state]."""
+
+    table: TableId
+    bucket: int
+    slot: int
+    limit: int
+    state: bool = False
+
+
+class Stat(msgspec.Struct, frozen=True, tag="stat"):
+    """Numbers of this ps. Answer: PsStats."""
+
+
+DataRequest = Attach | Declare | OpenShard | Pull | Push | Put | Scan | Stat
+
+# ---------------------------------------------------------------- data plane: answers
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """Done; nothing more to say."""
+
+
+class Declared(msgspec.Struct, frozen=True, tag="declared"):
+    """``initialised``: per table, whether its initial rows are already there (see Put)."""
+
+    incarnation: Incarnation
+    initialised: tuple[bool, ...]
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """Watermarks int64[len(buckets)] of the shard at this ps, buckets ascending, both little-endian bytes."""
+
+    incarnation: Incarnation
+    buckets: bytes  # int32
+    watermarks: bytes  # int64
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """The lease is fenced by a later one, or the shard was released: give it up."""
+
+    reason: str
+
+
+class Pulled(msgspec.Struct, frozen=True, tag="pulled"):
+    """Rows are in the arena, or in the body in the order of the parts."""
+
+
+class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
+    """Counts over the addressed buckets. ``gap``: the lowest watermark of those that answered "gap" (they need
+    ``[gap, lo)`` first), -1 if none. ``fenced``: this lease is over (also: shard not open, incarnation wrong).
+    ``nonfinite``: id of the table whose gradient has NaN or Inf, -1 if none; nothing was applied then."""
+
+    applied: int
+    repeats: int
+    gap: int = -1
+    fenced: bool = False
+    nonfinite: int = -1
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Your placement map is old (or newer than mine: ask again shortly)."""
+
+    version: int
+
+
+class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
+    n: int
+    next_slot: int  # -1: the bucket's last row was in this piece
+
+
+class PsStats(msgspec.Struct, frozen=True, tag="ps_stats"):
+    rows: dict[str, int]
+    bytes: int
+    pushes: int
+    pulls: int
+    busy_s: float
+
+
+class Bad(msgspec.Struct, frozen=True, tag="bad"):
+    """The request was wrong; ``error`` is one line. The connection stays usable."""
+
+    error: str
+
+
+DataAnswer = Taken | Declared | Opened | Closed | Pulled | Pushed | Moved | Scanned | PsStats | Bad

@@ -1,0 +1,1 @@
+"""Where processes come from."""

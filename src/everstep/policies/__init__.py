@@ -1,0 +1,1 @@
+"""Pure choices over facts."""

@@ -1,0 +1,1 @@
+"""Virtual clock, network and faults round the same brain and protocol."""

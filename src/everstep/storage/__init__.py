@@ -1,0 +1,1 @@
+"""Durable bytes: chained logs, atomic files, checksums."""

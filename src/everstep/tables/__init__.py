@@ -1,0 +1,1 @@
+"""The worker side of tables: protocol, routing, prefetch."""
