@@ -1,0 +1,652 @@
+"""The worker's side of the exactly-once protocol, as a pure machine: no sockets, threads, clock or tensors.
+
+Theory
+------
+A bucket applies a push of ``[lo, hi)`` if and only if ``lo`` is its watermark for that shard and no later lease has
+opened the shard. So a worker can never harm by pushing twice, late, or what somebody else pushed before; all it has
+to see to is that nothing is *missing*. It does so with four rules:
+
+1. **Open first.** A granted lease is opened at every ps (this fences older leases and returns the watermarks), and
+   nothing is computed for it before all have answered.
+2. **Reconcile.** Buckets may be at different watermarks ``v0 < v1 < ... < vk`` (the last owner died between its ps).
+   Each *ragged* interval ``[vi, vi+1)`` is recomputed and pushed only to the buckets behind; from ``vk`` on everybody
+   gets everything. Batch boundaries may therefore change at any moment, also in the middle of a shard.
+3. **In order.** Pushes to one ps go in the order of their ranges. What is not acknowledged is sent again (a repeat is
+   acknowledged as such); an answer "gap", or a ps in a new life, leads back to rule 1 with the same lease.
+4. **Done last.** "done" goes to the master only when every ps of the map has acknowledged up to the shard's end, and
+   names the lives (incarnations) of those ps. "fenced" or "closed" ends a lease: it is dropped and given back.
+
+One lease goes through::
+
+    OPENING --all opened--> ACTIVE --all acknowledged--> REPORTED --Ok--> gone (finished)
+       ^                      |           any state: fenced, closed, revoked, refused --> gone (dropped)
+       +---- gap, new life ---+           leave() --> gone (given back)
+
+Driving it
+----------
+Every input returns a list of actions for the driver. The driver owns sockets, time and gradients::
+
+    begin -> AskShard -> answered -> SendOpen* -> opened* -> next_work -> computed -> SendPush* -> pushed* -> SendDone
+          -> done_answered -> AskShard ... -> answered(EndOfData) -> Finished
+
+* ``next_work`` hands out batches in order; compute them in that order and call ``computed`` (also for those that turn
+  out stale, see ``current``). Neighbours may be merged before (``Work.join``: gradient accumulation).
+* Keep a batch's gradients until its ``Settled``: they may be needed again.
+* A connection that was lost and works again, or an answer that took too long: ``lost(ps)`` or ``master_lost()``; what
+  is still owed is said again. Any answer may come twice or late; one that nothing waits for is ignored.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from itertools import pairwise
+
+import msgspec
+
+from everstep.brain.events import Answer, EndOfData, Fenced, Granted, Ok, Refused, Wait
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Token
+from everstep.net.messages import Opened, Pushed
+
+# ---------------------------------------------------------------- work
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``buckets``.
+
+    ``buckets``: by ps slot the bitmap for ``Push.buckets`` (little-endian bits; b"" = all buckets of that ps); a ps
+    that is not in it has applied these samples already and gets nothing. ``retried``: somebody computed them before.
+    """
+
+    lease: Lease
+    lo: int
+    hi: int
+    buckets: dict[Slot, bytes]
+    life: int  # of the lease: grows with each reopening; work of an older one is stale
+    retried: bool = False
+
+    @property
+    def key(self) -> tuple[LeaseNo, int, int, int]:
+        """Names this work among all of a worker's."""
+        return self.lease.no, self.life, self.lo, self.hi
+
+    def joins(self, later: Work) -> bool:
+        """Whether ``later`` can be computed and pushed together with this one (gradient accumulation)."""
+        return (
+            later.lease.no == self.lease.no
+            and later.life == self.life
+            and later.lo == self.hi
+            and later.buckets == self.buckets
+        )
+
+    def join(self, later: Work) -> Work:
+        """One work of both. Raises ValueError if they do not join."""
+        if not self.joins(later):
+            raise ValueError(f"{self!r} and {later!r} cannot be pushed together")
+        return Work(self.lease, self.lo, later.hi, self.buckets, self.life, self.retried or later.retried)
+
+
+# ---------------------------------------------------------------- actions
+
+
+class Action(msgspec.Struct, frozen=True, gc=False):
+    """Base of what the machine wants done. Doing one twice is harmless."""
+
+
+class AskShard(Action, frozen=True, gc=False):
+    """Call the master (``messages.AskShard``); bring its answer to ``answered``."""
+
+    dataset: int
+    until_epoch: int
+    ask: int
+
+
+class AskLater(Action, frozen=True, gc=False):
+    """Nothing to do now: call ``ask_again(ask)`` in ``after_s`` seconds."""
+
+    ask: int
+    after_s: float
+
+
+class SendOpen(Action, frozen=True, gc=False):
+    """Send ``messages.OpenShard`` to ``ps``; bring the answer to ``opened`` or ``closed``."""
+
+    ps: Slot
+    lease: Lease
+
+
+class SendPush(Action, frozen=True):
+    """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.buckets = bitmap``; answer to ``pushed``.
+
+    ``skipped``: no gradients, only the watermarks move."""
+
+    ps: Slot
+    work: Work
+    token: Token
+    bitmap: bytes
+    skipped: bool = False
+
+
+class SendDone(Action, frozen=True):
+    """Call the master (``messages.Done``); bring its answer to ``done_answered``."""
+
+    lease: Lease
+    servers: tuple[tuple[Slot, Incarnation], ...]
+    skipped: tuple[tuple[int, int], ...] = ()
+
+
+class SendGiveBack(Action, frozen=True, gc=False):
+    """Call the master (``messages.GiveBack``); when answered, ``given_back``."""
+
+    lease: Lease
+    reason: str
+
+
+class Settled(Action, frozen=True):
+    """The gradients of ``work`` are not needed any more. ``applied``: by every ps addressed; else it was given up."""
+
+    work: Work
+    applied: bool
+
+
+class Drop(Action, frozen=True, gc=False):
+    """This lease is over before its shard was done; nothing of it counts for this worker."""
+
+    lease: Lease
+    reason: str
+
+
+class Halt(Action, frozen=True, gc=False):
+    """This worker has been replaced, or must not go on: end, change nothing."""
+
+    reason: str
+
+
+class Finished(Action, frozen=True, gc=False):
+    """Nothing is left to do: the data ended, or everything was given back after ``leave``."""
+
+
+# ---------------------------------------------------------------- the machine
+
+
+class _State(IntEnum):
+    OPENING = 0
+    ACTIVE = 1
+    REPORTED = 2
+
+
+class _Sent:
+    """A computed work and the ps that have not acknowledged it."""
+
+    __slots__ = ("skipped", "waiting", "work")
+
+    def __init__(self, work: Work, waiting: dict[Slot, Token], skipped: bool) -> None:
+        self.work, self.waiting, self.skipped = work, waiting, skipped
+
+
+class _Held:
+    """A lease in this worker's hands."""
+
+    __slots__ = (
+        "everyone",
+        "furthest",
+        "handed",
+        "lease",
+        "life",
+        "opened",
+        "position",
+        "ragged",
+        "sent",
+        "skipped",
+        "state",
+    )
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.state = _State.OPENING
+        self.life = 0
+        self.opened: dict[Slot, tuple[Incarnation, Sequence[int], Sequence[int]]] = {}
+        self.everyone: dict[Slot, bytes] = {}
+        self.ragged: list[tuple[int, int, dict[Slot, bytes]]] = []  # last one is next
+        self.position = lease.start  # next to hand out once nothing is ragged
+        self.furthest = lease.start  # computed up to here before, by anyone
+        self.handed = 0  # samples handed out, not yet computed
+        self.sent: dict[tuple[int, int], _Sent] = {}  # in order of their ranges
+        self.skipped: list[tuple[int, int]] = []
+
+    def left(self) -> int:
+        """Samples not handed out yet."""
+        return self.lease.stop - self.position + sum(hi - lo for lo, hi, _ in self.ragged)
+
+
+class WorkerProtocol:
+    """See the top of this file.
+
+    ``window``: at most so many batches computed but not acknowledged before ``next_work`` says None. ``ask_ahead``: the
+    next shard is asked for when at most so many batches of the current one are left to hand out (0: only at its end),
+    so that it is open by the time it is needed.
+    """
+
+    def __init__(
+        self, *, worker: Slot, incarnation: Incarnation, batch_samples: int, window: int = 2, ask_ahead: int = 2
+    ) -> None:
+        if batch_samples < 1 or window < 1:
+            raise ValueError(f"batch_samples and window must be at least 1, not {batch_samples} and {window}")
+        self.worker, self.incarnation = worker, incarnation
+        self.batch_samples, self.window, self.ask_ahead = batch_samples, window, int(ask_ahead)
+        self.retried = 0  # batches computed again: ragged intervals and what was lost on the way
+        self.shards_done = 0
+        self.halted = ""
+        self._dataset, self._until = -1, 0
+        self._asked = 0  # number of the newest request
+        self._asking = False  # it has no final answer yet
+        self._waiting = False  # it was answered "wait"
+        self._ended = self._leaving = self._finished = False
+        self._version = -1
+        self._buckets = 0
+        self._owned: dict[Slot, tuple[int, ...]] = {}
+        self._servers: dict[Slot, Incarnation] = {}
+        self._held: dict[LeaseNo, _Held] = {}  # in the order in which they are worked on
+        self._returning: dict[LeaseNo, tuple[Lease, str]] = {}
+        self._unacknowledged = 0
+
+    def __repr__(self) -> str:
+        held = " ".join(f"{h.lease.shard:x}[{h.lease.start}:{h.lease.stop}]{h.state.name}" for h in self._held.values())
+        return f"<worker:{self.worker} #{self.incarnation} ask={self._asked} {held}>"
+
+    # ------------------------------------------------------------ facts for the driver
+
+    def held(self) -> tuple[Lease, ...]:
+        """All leases in hand: for the hello after a reconnect."""
+        return tuple(h.lease for h in self._held.values())
+
+    def progress(self) -> tuple[tuple[LeaseNo, int], ...]:
+        """By lease, the first position that not every ps has acknowledged: for the beat."""
+        out = []
+        for no, held in self._held.items():
+            if held.sent:
+                at = next(iter(held.sent))[0]
+            elif held.ragged:
+                at = held.ragged[-1][0]
+            else:
+                at = held.position - held.handed
+            out.append((no, at))
+        return tuple(out)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Batches computed and not acknowledged by every ps."""
+        return self._unacknowledged
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def current(self, work: Work) -> bool:
+        """Whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says Settled)."""
+        held = self._held.get(work.lease.no)
+        return held is not None and held.life == work.life and held.state is _State.ACTIVE
+
+    def set_batch_samples(self, batch_samples: int) -> None:
+        """From the next ``next_work`` on. Any number at any moment is fine."""
+        if batch_samples < 1:
+            raise ValueError(f"batch_samples must be at least 1, not {batch_samples}")
+        self.batch_samples = batch_samples
+
+    # ------------------------------------------------------------ inputs: the master
+
+    def begin(self, dataset: int, until_epoch: int) -> list[Action]:
+        """Work on ``dataset`` until every epoch below ``until_epoch`` is done. Again after Finished: the next loop."""
+        self._dataset, self._until = dataset, until_epoch
+        self._ended = self._finished = self._leaving = False
+        return self._more()
+
+    def placement(self, placement: Placement) -> list[Action]:
+        """The map. A ps in a new life, or with other buckets, reopens what is in hand. Older maps are ignored."""
+        if placement.version < self._version:
+            return []
+        servers = {s.slot: s.incarnation for s in placement.servers}
+        if placement.version == self._version and servers == self._servers:
+            return []
+        owned: dict[Slot, list[int]] = {s: [] for s in servers}
+        for bucket, slot in enumerate(placement.owner):
+            owned.setdefault(slot, []).append(bucket)
+        self._owned = {s: tuple(b) for s, b in owned.items() if b}
+        self._servers = {s: i for s, i in servers.items() if s in self._owned}
+        self._version, self._buckets = placement.version, placement.buckets
+        out: list[Action] = []
+        for held in self._held.values():
+            if held.state is not _State.REPORTED:
+                self._open(held, out)
+        return out
+
+    def ask_again(self, ask: int) -> list[Action]:
+        """The time of an ``AskLater`` has come."""
+        if not (self._asking and self._waiting and ask == self._asked):
+            return []
+        self._waiting = False
+        return [AskShard(self._dataset, self._until, self._asked)]
+
+    def answered(self, ask: int, answer: Answer) -> list[Action]:
+        """The answer to an ``AskShard``: Granted, Wait, EndOfData or Fenced."""
+        if not self._asking or ask != self._asked:
+            return []
+        out: list[Action] = []
+        if isinstance(answer, Granted):
+            self._asking = self._waiting = False
+            lease = answer.lease
+            if lease.no in self._held or lease.no in self._returning:
+                return self._more()
+            for held in [h for h in self._held.values() if h.lease.shard == lease.shard]:
+                self._drop(held, "the shard was granted anew", out)
+            if self._leaving:
+                self._give_back(lease, "leaving", out)
+                return out
+            self._held[lease.no] = held = _Held(lease)
+            self._open(held, out)
+            out += self._more()
+        elif isinstance(answer, Wait):
+            self._waiting = True
+            out.append(AskLater(ask, answer.retry_after_s))
+        elif isinstance(answer, EndOfData):
+            self._asking = self._waiting = False
+            self._ended = True
+            self._finish(out)
+        elif isinstance(answer, Fenced):
+            return self.fenced(answer.reason)
+        return out
+
+    def done_answered(self, lease: LeaseNo, answer: Answer) -> list[Action]:
+        """The answer to a ``SendDone``: Ok (the shard is finished), Refused (the lease was not current), Fenced."""
+        held = self._held.get(lease)
+        if isinstance(answer, Fenced):
+            return self.fenced(answer.reason)
+        if held is None or held.state is not _State.REPORTED:
+            return []
+        out: list[Action] = []
+        if isinstance(answer, Ok):
+            del self._held[lease]
+            self.shards_done += 1
+        elif isinstance(answer, Refused):
+            self._drop(held, answer.error, out)
+        # What we waited for may have been our own shard.
+        out += self.ask_again(self._asked) if self._waiting else self._more()
+        self._finish(out)
+        return out
+
+    def given_back(self, lease: LeaseNo) -> list[Action]:
+        """A ``SendGiveBack`` was answered."""
+        self._returning.pop(lease, None)
+        out: list[Action] = []
+        self._finish(out)
+        return out
+
+    def revoked(self, lease: LeaseNo) -> list[Action]:
+        """The master took this lease back (``Revoke`` order, or ``Welcome.revoked``)."""
+        out: list[Action] = []
+        held = self._held.get(lease)
+        if held is not None:
+            self._drop(held, "revoked by the master", out)
+            out += self._more()
+        self._returning.pop(lease, None)
+        self._finish(out)
+        return out
+
+    def fenced(self, reason: str) -> list[Action]:
+        """The master says that this worker was replaced."""
+        out: list[Action] = []
+        for held in list(self._held.values()):
+            self._drop(held, reason, out)
+        self._returning.clear()
+        self._asking = self._waiting = False
+        self._ended = self._finished = True
+        self.halted = reason or "fenced"
+        out.append(Halt(self.halted))
+        return out
+
+    def master_lost(self) -> list[Action]:
+        """The connection to the master works again, or an answer is overdue: says again what it owes us."""
+        out: list[Action] = []
+        if self._asking and not self._waiting:
+            out.append(AskShard(self._dataset, self._until, self._asked))
+        out += [self._done(h) for h in self._held.values() if h.state is _State.REPORTED]
+        out += [SendGiveBack(lease, reason) for lease, reason in self._returning.values()]
+        return out
+
+    def leave(self, reason: str) -> list[Action]:
+        """Give back what is not finished and end; shards whose "done" is on its way are waited for."""
+        self._leaving = True
+        out: list[Action] = []
+        for held in [h for h in self._held.values() if h.state is not _State.REPORTED]:
+            self._drop(held, reason, out)
+            self._give_back(held.lease, reason, out)
+        if self._waiting:  # nothing was granted, so nothing can come of it
+            self._asking = self._waiting = False
+        self._finish(out)
+        return out
+
+    # ------------------------------------------------------------ inputs: the ps
+
+    def opened(
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
+    ) -> list[Action]:
+        """A ps opened the shard. ``buckets`` ascending and, aligned with them, their ``watermarks``."""
+        held = self._held.get(lease)
+        if held is None or held.state is not _State.OPENING or self._servers.get(ps) != incarnation:
+            return []
+        if tuple(buckets) != self._owned[ps]:  # it moves buckets: a new map, or a repeated open, is on its way
+            return []
+        held.opened[ps] = (incarnation, buckets, watermarks)
+        if len(held.opened) < len(self._servers):
+            return []
+        self._reconcile(held)
+        held.state = _State.ACTIVE
+        out: list[Action] = []
+        self._report(held, out)
+        out += self._more()
+        return out
+
+    def closed(self, ps: Slot, lease: LeaseNo, reason: str) -> list[Action]:
+        """A ps refused to open: a later lease did, or the shard is over."""
+        return self._over(lease, reason)
+
+    def pushed(self, ps: Slot, token: Token, answer: Pushed) -> list[Action]:
+        """The answer of ``ps`` to the push with ``token``."""
+        held = self._held.get(token.lease)
+        sent = held.sent.get((token.lo, token.hi)) if held is not None else None
+        # A late answer from before a reopening may match a token of now (same range, same life of the ps). It holds:
+        # watermarks only grow, so the buckets addressed now are among those that were addressed then.
+        if held is None or sent is None or sent.waiting.get(ps) != token:
+            return []
+        if answer.nonfinite >= 0:
+            return [Halt(f"the gradient of samples {token.lo}..{token.hi} holds NaN or Inf (table {answer.nonfinite})")]
+        if answer.fenced:
+            return self._over(token.lease, f"ps:{ps} says that the lease is over")
+        out: list[Action] = []
+        if answer.gap >= 0:
+            self._open(held, out)
+            return out
+        del sent.waiting[ps]
+        if not sent.waiting:
+            del held.sent[token.lo, token.hi]
+            self._unacknowledged -= 1
+            out.append(Settled(sent.work, True))
+            if not held.sent:
+                self._report(held, out)
+        return out
+
+    def lost(self, ps: Slot) -> list[Action]:
+        """The connection to ``ps`` works again, or an answer is overdue: opens and pushes it owes us, in order."""
+        out: list[Action] = []
+        for held in self._held.values():
+            if held.state is _State.OPENING:
+                if ps in self._servers and ps not in held.opened:
+                    out.append(SendOpen(ps, held.lease))
+                continue
+            for sent in held.sent.values():
+                token = sent.waiting.get(ps)
+                if token is not None:
+                    out.append(SendPush(ps, sent.work, token, sent.work.buckets[ps], sent.skipped))
+        return out
+
+    # ------------------------------------------------------------ work
+
+    def next_work(self) -> Work | None:
+        """The next batch to compute, or None: wait for an answer (or the data is at its end, see ``finished``)."""
+        if self._unacknowledged >= self.window or not self._servers:
+            return None
+        for held in self._held.values():
+            if held.state is not _State.ACTIVE:
+                if held.state is _State.OPENING:
+                    return None  # in order: the shard behind it waits too
+                continue
+            if held.ragged:
+                lo, end, buckets = held.ragged[-1]
+                hi = min(end, lo + self.batch_samples)
+                if hi == end:
+                    held.ragged.pop()
+                else:
+                    held.ragged[-1] = (hi, end, buckets)
+            elif held.position < held.lease.stop:
+                lo = held.position
+                held.position = hi = min(held.lease.stop, lo + self.batch_samples)
+                buckets = held.everyone
+            else:
+                continue
+            held.handed += hi - lo
+            retried = lo < held.furthest
+            self.retried += retried
+            return Work(held.lease, lo, hi, buckets, held.life, retried)
+        return None
+
+    def more(self) -> list[Action]:
+        """Call after ``next_work``: asks for the next shard when the current one is about to run out."""
+        return self._more()
+
+    def computed(self, work: Work, skipped: bool = False) -> list[Action]:
+        """``work`` (possibly joined of several) is computed; ``skipped``: its gradients are not finite and dropped."""
+        held = self._held.get(work.lease.no)
+        if held is None or held.life != work.life or held.state is not _State.ACTIVE:
+            return [Settled(work, False)]
+        held.handed -= work.hi - work.lo
+        held.furthest = max(held.furthest, work.hi)
+        if skipped and (work.lo, work.hi) not in held.skipped:
+            held.skipped.append((work.lo, work.hi))
+        waiting = {ps: self._token(work, held.opened[ps][0]) for ps in work.buckets}
+        held.sent[work.lo, work.hi] = _Sent(work, waiting, skipped)
+        self._unacknowledged += 1
+        return [SendPush(ps, work, token, work.buckets[ps], skipped) for ps, token in waiting.items()]
+
+    # ------------------------------------------------------------ inside
+
+    def _token(self, work: Work, ps_incarnation: Incarnation) -> Token:
+        return Token(work.lease.shard, work.lo, work.hi, work.lease.no, ps_incarnation, self.worker, self.incarnation)
+
+    def _more(self) -> list[Action]:
+        """Ask for a shard if there is too little left to do."""
+        if self._asking or self._dataset < 0 or self._ended or self._leaving:
+            return []
+        left = 0
+        for held in self._held.values():
+            if held.state is _State.OPENING:
+                return []
+            left += held.left()
+        if left > self.ask_ahead * self.batch_samples or (left and not self.ask_ahead):
+            return []
+        self._asked += 1
+        self._asking, self._waiting = True, False
+        return [AskShard(self._dataset, self._until, self._asked)]
+
+    def _open(self, held: _Held, out: list[Action]) -> None:
+        """Forget all positions of this lease and open it (again) everywhere."""
+        held.state = _State.OPENING
+        held.life += 1
+        held.handed = 0
+        held.opened.clear()
+        held.ragged = []
+        self._forget(held, out)
+        out += [SendOpen(ps, held.lease) for ps in self._servers]
+
+    def _forget(self, held: _Held, out: list[Action]) -> None:
+        self._unacknowledged -= len(held.sent)
+        out += [Settled(sent.work, False) for sent in held.sent.values()]
+        held.sent = {}
+
+    def _reconcile(self, held: _Held) -> None:
+        """Turn the watermarks of all buckets into ragged intervals and a common position."""
+        levels = sorted({max(w, held.lease.start) for _, _, marks in held.opened.values() for w in marks})
+        held.everyone = dict.fromkeys(held.opened, b"")
+        held.position = min(levels[-1], held.lease.stop)
+        held.furthest = max(held.furthest, held.position)
+        held.ragged = []
+        for lo, hi in pairwise(levels):
+            behind: dict[Slot, bytes] = {}
+            for ps, (_, buckets, marks) in held.opened.items():
+                late = [b for b, w in zip(buckets, marks, strict=True) if w <= lo]
+                if len(late) == len(buckets):
+                    behind[ps] = b""
+                elif late:
+                    behind[ps] = bitmap(late, self._buckets)
+            held.ragged.append((lo, hi, behind))
+        held.ragged.reverse()
+
+    def _report(self, held: _Held, out: list[Action]) -> None:
+        """Say "done" if nothing of this shard is left to hand out, to compute or to acknowledge."""
+        if held.position >= held.lease.stop and not held.ragged and not held.handed and not held.sent:
+            held.state = _State.REPORTED
+            out.append(self._done(held))
+
+    def _done(self, held: _Held) -> SendDone:
+        servers = tuple(sorted((ps, opened[0]) for ps, opened in held.opened.items()))
+        return SendDone(held.lease, servers, tuple(sorted(held.skipped)))
+
+    def _over(self, lease: LeaseNo, reason: str) -> list[Action]:
+        out: list[Action] = []
+        held = self._held.get(lease)
+        if held is not None and held.state is not _State.REPORTED:
+            self._drop(held, reason, out)
+            self._give_back(held.lease, reason, out)
+            out += self._more()
+        return out
+
+    def _drop(self, held: _Held, reason: str, out: list[Action]) -> None:
+        self._forget(held, out)
+        del self._held[held.lease.no]
+        out.append(Drop(held.lease, reason))
+
+    def _give_back(self, lease: Lease, reason: str, out: list[Action]) -> None:
+        self._returning[lease.no] = (lease, reason)
+        out.append(SendGiveBack(lease, reason))
+
+    def _finish(self, out: list[Action]) -> None:
+        over = self._ended or (self._leaving and not self._asking)
+        if over and not self._finished and not self._held and not self._returning:
+            self._finished = True
+            out.append(Finished())
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
+    """``Push.buckets`` for these buckets: little-endian bits, bit b = bucket b."""
+    bits = 0
+    for b in buckets:
+        bits |= 1 << b
+    return bits.to_bytes((n_buckets + 7) // 8, "little")
+
+
+def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
+    """The buckets and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
+    buckets, marks = array("i"), array("q")
+    buckets.frombytes(message.buckets)
+    marks.frombytes(message.watermarks)
+    return buckets.tolist(), marks.tolist()
+
+
+def shards_held(protocol: WorkerProtocol) -> tuple[ShardKey, ...]:
+    """The shards in hand, in the order in which they are worked on."""
+    return tuple(lease.shard for lease in protocol.held())
