@@ -1,0 +1,177 @@
+"""What a freshly forked worker does: become a clean process, run the user's script as ``__main__``, tell its error."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from everstep.errors import EverstepError, ScriptError, UserError
+
+if TYPE_CHECKING:
+    from everstep.agent.template import Fork
+
+LOG_MARK = "--- everstep: "
+"""Begins the lines that everstep itself writes into a worker's log."""
+ERROR_MARK = LOG_MARK + "the script failed"
+
+
+class WorkerError(msgspec.Struct, frozen=True):
+    """Why a worker's script ended, in ``logs/worker-N.error.json``.
+
+    ``line``: one line with its place. ``text``: the traceback from the script's first frame on, "" where the line
+    says it all. ``exit_code``: what the job shall end with."""
+
+    incarnation: int
+    line: str
+    text: str
+    exit_code: int
+
+
+def run_worker(request: Fork) -> NoReturn:
+    """In the forked child: never returns. Exit status 0: the script ended by itself."""
+    _become(request)
+    sys.argv = list(request.argv)
+    script = Path(request.argv[0])
+    code = 0
+    try:
+        _run_script(script)
+    except SystemExit as exit_:
+        code = _exit_status(exit_)
+        if code:
+            what = exit_.code if isinstance(exit_.code, str) else f"the script ended itself with exit code {code}"
+            _tell(request, WorkerError(request.incarnation, f"{what} ({_place(exit_, script)})", "", 1))
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:
+        code = _failed(request, error, script)
+    code = _leave(request, code, script)
+    os._exit(code)
+
+
+def _become(request: Fork) -> None:
+    for signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signo, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{LOG_MARK}worker {request.slot} #{request.incarnation} started {now} pid {os.getpid()}", flush=True)
+    for name, value in request.env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.chdir(request.cwd)
+    # a new process would have drawn these for itself; torch's and the job's own seeds are set by everstep.join
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(request.threads)
+
+
+def _run_script(script: Path) -> None:
+    """As ``python script``: a fresh ``__main__``, the script's directory first on the path."""
+    path = str(script)
+    sys.path.insert(0, str(script.resolve().parent))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    sys.modules["__main__"] = main
+    code = compile(script.read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _failed(request: Fork, error: BaseException, script: Path) -> int:
+    """Tell it; the exit status. Errors of the infrastructure (a server lost, fenced) are not the script's."""
+    text = "".join(_trim(error, script).format())
+    print(f"{ERROR_MARK}\n{text}", end="", file=sys.stderr, flush=True)
+    if isinstance(error, EverstepError) and error.exit_code == 4:
+        return 4
+    place = _place(error, script)
+    if isinstance(error, UserError) and not isinstance(error, ScriptError):
+        _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
+        return error.exit_code
+    if isinstance(error, EverstepError):
+        _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
+        return error.exit_code
+    last = traceback.format_exception_only(error)[-1].strip()
+    _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1))
+    return 1
+
+
+def _trim(error: BaseException, script: Path) -> traceback.TracebackException:
+    """The traceback without our own frames above the script's first."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
+        tb = tb.tb_next
+    return traceback.TracebackException(type(error), error, tb)
+
+
+def _place(error: BaseException, script: Path) -> str:
+    """``file:line`` of the innermost frame in the script's directory."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    here = str(script.resolve().parent)
+    place = script.name
+    tb = error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if name == str(script) or (name.startswith(here + os.sep) and "site-packages" not in name):
+            place = f"{Path(name).name}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return place
+
+
+def _exit_status(exit_: SystemExit) -> int:
+    if exit_.code is None:
+        return 0
+    return exit_.code & 0xFF if isinstance(exit_.code, int) else 1
+
+
+def _tell(request: Fork, error: WorkerError) -> None:
+    path = Path(request.error)
+    fresh = path.with_suffix(".new")
+    with contextlib.suppress(OSError):
+        fresh.write_bytes(msgspec.json.encode(error))
+        fresh.replace(path)
+
+
+def _leave(request: Fork, code: int, script: Path) -> int:
+    """What the interpreter does at its end; an error of everstep in there counts as the script's."""
+    hook = sys.unraisablehook
+    raised: list[BaseException] = []
+
+    def remember(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, EverstepError):
+            raised.append(unraisable.exc_value)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = remember
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
+    atexit._run_exitfuncs()
+    if raised and code == 0:
+        code = _failed(request, raised[0], script)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
