@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.brain.events import AnswerType
+from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
@@ -120,9 +121,31 @@ class GetStatus(Request, frozen=True, tag="get_status"):
     """Answer: StatusReport."""
 
 
+class GetSpec(Request, frozen=True, tag="get_spec"):
+    """From an agent that joins from another node. Answer: SpecReport."""
+
+
 RequestType = (
-    HelloNode | HelloMember | Beat | Exited | Register | AskShard | Done | GiveBack | Report | Scale | Stop | GetStatus
+    HelloNode
+    | HelloMember
+    | Beat
+    | Exited
+    | Register
+    | AskShard
+    | Done
+    | GiveBack
+    | Report
+    | Scale
+    | Stop
+    | GetStatus
+    | GetSpec
 )
+
+
+class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
+    """The job as it was started."""
+
+    spec: JobSpec
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
@@ -176,7 +199,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 class Return(msgspec.Struct, frozen=True, array_like=True):
     id: int
-    answer: AnswerType | StatusReport
+    answer: AnswerType | StatusReport | SpecReport
 
 
 # ---------------------------------------------------------------- control plane: orders from the master
