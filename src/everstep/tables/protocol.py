@@ -244,7 +244,8 @@ class WorkerProtocol:
         self._asked = 0  # number of the newest request
         self._asking = False  # it has no final answer yet
         self._waiting = False  # it was answered "wait"
-        self._ended = self._leaving = self._finished = False
+        self._ended = self._finished = False
+        self._leaving = ""  # why
         self._version = -1
         self._buckets = 0
         self._owned: dict[Slot, tuple[int, ...]] = {}
@@ -301,7 +302,8 @@ class WorkerProtocol:
     def begin(self, dataset: int, until_epoch: int) -> list[Action]:
         """Work on ``dataset`` until every epoch below ``until_epoch`` is done. Again after Finished: the next loop."""
         self._dataset, self._until = dataset, until_epoch
-        self._ended = self._finished = self._leaving = False
+        self._ended = self._finished = False
+        self._leaving = ""
         return self._more()
 
     def placement(self, placement: Placement) -> list[Action]:
@@ -343,7 +345,7 @@ class WorkerProtocol:
             for held in [h for h in self._held.values() if h.lease.shard == lease.shard]:
                 self._drop(held, "the shard was granted anew", out)
             if self._leaving:
-                self._give_back(lease, "leaving", out)
+                self._give_back(lease, self._leaving, out)
                 return out
             self._held[lease.no] = held = _Held(lease)
             self._open(held, out)
@@ -418,7 +420,7 @@ class WorkerProtocol:
 
     def leave(self, reason: str) -> list[Action]:
         """Give back what is not finished and end; shards whose "done" is on its way are waited for."""
-        self._leaving = True
+        self._leaving = reason or "leaving"
         out: list[Action] = []
         for held in [h for h in self._held.values() if h.state is not _State.REPORTED]:
             self._drop(held, reason, out)
@@ -622,7 +624,7 @@ class WorkerProtocol:
         out.append(SendGiveBack(lease, reason))
 
     def _finish(self, out: list[Action]) -> None:
-        over = self._ended or (self._leaving and not self._asking)
+        over = self._ended or (bool(self._leaving) and not self._asking)
         if over and not self._finished and not self._held and not self._returning:
             self._finished = True
             out.append(Finished())
