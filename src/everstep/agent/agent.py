@@ -1,0 +1,712 @@
+"""One node's agent: starts what the master orders, keeps it apart, tells what ended, leaves nothing behind.
+
+One loop in the main thread owns every process (the kernel ties a child's life to the thread that started it). It
+waits on pidfds, the template's socketpair and a wake-up socket; the control client's thread, the reporter and signal
+handlers only put work in its queue.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import heapq
+import itertools
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from everstep.agent.budget import RestartBudget
+from everstep.agent.rundir import remove_sockets
+from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
+from everstep.agent.worker import WorkerError
+from everstep.brain.events import AnswerType
+from everstep.config.spec import JobSpec
+from everstep.errors import DeadlineError, EverstepError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Role
+from everstep.net.messages import (
+    Beat,
+    End,
+    Exited,
+    Finish,
+    HelloNode,
+    News,
+    OrderType,
+    RequestType,
+    SpecReport,
+    Start,
+    StatusReport,
+    Stop,
+)
+from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn
+
+WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
+PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
+KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
+STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
+MASTER_GONE_S = 600.0  # an agent on another node without a master for so long gives up
+_FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
+
+
+class Control(Protocol):
+    """What the agent needs of ``net.control.ControlClient``."""
+
+    def call(self, request: RequestType, timeout_s: float = ...) -> AnswerType | StatusReport | SpecReport: ...
+
+    def close(self) -> None: ...
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the job ended. ``detail``: the failed script's traceback, and which log holds more."""
+
+    exit_code: int
+    error: str = ""
+    detail: str = ""
+    log: str = ""
+
+
+class Running(msgspec.Struct):
+    """One process that the master ordered, until its end is acknowledged."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    pid: int = 0  # 0: asked of the template, not forked yet
+    pidfd: int = -1
+    process: Process | None = None  # a ps; workers are the template's children
+    status: int | None = None  # ended, but the master has not taken note yet
+    ending: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}:{self.slot}"
+
+
+class Agent:
+    """``run`` returns when the job is over and every process that this agent started has ended.
+
+    ``connect(hello, on_order, beat)`` makes the control connection. ``say(text)`` shows a line to people."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: Path,
+        node: NodeId,
+        connect: Callable[[Agent], Control],
+        say: Callable[[str], None],
+        *,
+        keeps_master: bool,
+        host: str = "",
+        worker_places: int = 0,
+        ps_places: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.run_dir = run_dir.resolve()
+        self.node = node
+        self.host = host
+        self.worker_places = worker_places
+        self.ps_places = ps_places
+        self.client: Control | None = None
+        self.outcome: Outcome | None = None
+        self._connect = connect
+        self._say = say
+        self._keeps_master = keeps_master
+        self._script = Path(spec.script).resolve()
+        self._lock = threading.Lock()  # guards _running against the hello of the client's thread
+        self._running: dict[tuple[Role, Slot], Running] = {}
+        self._newest: dict[tuple[Role, Slot], Incarnation] = {}
+        self._master: Process | None = None
+        self._master_budget = RestartBudget()
+        self._template: WarmTemplate | None = None
+        self._template_budget = RestartBudget(limit=5)
+        self._template_started_at = 0.0
+        self._first_error: tuple[Running, WorkerError] | None = None
+        self._asked_to_stop = False
+        self._leaving = False
+        self._closed = False
+        self._parent_fd = -1
+        self._heard_at = time.monotonic()
+        self._work: collections.deque[Callable[[], None]] = collections.deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_no = itertools.count()
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.setblocking(False)
+        self._wake_w.setblocking(False)
+        self._reports: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._log_path = self.run_dir / "logs" / "agent.log"
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> Outcome:
+        """Until the job is over here. Call it in the main thread. Leaves no process behind, whatever happens."""
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
+        reporter = threading.Thread(target=self._report_loop, name="agent-reports", daemon=True)
+        self._watch_parent()
+        old_handlers = self._take_signals()
+        try:
+            if self._keeps_master:
+                self._start_master()
+            self._start_template()
+            self.client = self._connect(self)
+            reporter.start()
+            while not self._finished():
+                self._turn()
+            assert self.outcome is not None
+            return self.outcome
+        finally:
+            self._kill_all()
+            self._reports.put(None)
+            if self.client is not None:
+                self.client.close()
+            for signo, handler in old_handlers.items():
+                signal.signal(signo, handler)
+            self._closed = True
+            self._selector.close()
+            self._wake_r.close()
+            self._wake_w.close()
+            if self._parent_fd >= 0:
+                os.close(self._parent_fd)
+            remove_sockets(self.run_dir)
+
+    def _turn(self) -> None:
+        timeout = None
+        if self._timers:
+            timeout = max(0.0, self._timers[0][0] - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+        while self._work:
+            self._work.popleft()()
+
+    def _finished(self) -> bool:
+        if not self._leaving:
+            return False
+        with self._lock:
+            alive = any(r.status is None for r in self._running.values())
+        return not alive and self._master is None
+
+    def post(self, job: Callable[[], None]) -> None:
+        """From any thread or signal handler: the loop does it soon."""
+        self._work.append(job)
+        with contextlib.suppress(OSError):
+            self._wake_w.send(b"x")
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_r.recv(4096)
+
+    def _after(self, delay_s: float, job: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_no), job))
+
+    def log(self, text: str) -> None:
+        """A line in logs/agent.log."""
+        stamp = time.strftime("%H:%M:%S") + f".{int(time.time() * 1000) % 1000:03d}"
+        with contextlib.suppress(OSError), self._log_path.open("a") as out:
+            out.write(f"{stamp} {text}\n")
+
+    def _tell(self, text: str) -> None:
+        self.log(text)
+        self._say(text)
+
+    # ------------------------------------------------------------ signals
+
+    def _take_signals(self) -> Mapping[signal.Signals, Any]:
+        old: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return old
+        for signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signo == signal.SIGHUP and signal.getsignal(signo) == signal.SIG_IGN:
+                continue  # nohup: stays after the terminal
+            old[signo] = signal.signal(signo, lambda s, _: self.post(lambda: self._interrupted(s)))
+        return old
+
+    def _watch_parent(self) -> None:
+        """Whoever started us is gone: stop. Not under nohup, nor where the parent is init."""
+        parent = os.getppid()
+        if parent <= 1 or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            return
+        with contextlib.suppress(OSError):
+            self._parent_fd = os.pidfd_open(parent)
+            self._selector.register(self._parent_fd, selectors.EVENT_READ, self._parent_ended)
+
+    def _parent_ended(self) -> None:
+        self._selector.unregister(self._parent_fd)
+        self._tell("the process that started this one is gone: stopping (start it with nohup to have it stay)")
+        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self.stop("parent gone")
+
+    def _interrupted(self, signo: int) -> None:
+        name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal closed"}
+        why = name.get(signal.Signals(signo), str(signo))
+        if self._asked_to_stop or (self._leaving and signo == signal.SIGINT):
+            self._tell("stopping at once")
+            self._outcome_unless_known(Outcome(130, "interrupted"))
+            self._leave()
+            self._kill_all()
+            return
+        again = "; again to stop at once" if signo == signal.SIGINT else ""
+        self._tell(f"{why}: stopping{again}")
+        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self.stop(why)
+
+    def stop(self, reason: str) -> None:
+        """Ask the master to end the job (this node alone where the master is elsewhere); go on without its word
+        after ``STOP_ANSWER_S``. Loop thread only."""
+        if self._asked_to_stop:
+            return
+        self._asked_to_stop = True
+        if not self._keeps_master:
+            self._leave()
+            return
+        self._reports.put(lambda: self._ask_stop(reason))
+        self._after(STOP_ANSWER_S, self._leave)
+
+    def _ask_stop(self, reason: str) -> None:
+        if self.client is not None:
+            with contextlib.suppress(EverstepError):
+                self.client.call(Stop(reason), timeout_s=STOP_ANSWER_S)
+
+    # ------------------------------------------------------------ the master
+
+    def _start_master(self) -> None:
+        if self._leaving:
+            return
+        log = self.run_dir / "logs" / "master.log"
+        env = {**os.environ, "EVERSTEP_RUN_DIR": str(self.run_dir), "EVERSTEP_NODE": self.node}
+        self._master = spawn("master", python_argv("everstep.master", str(self.run_dir)), log, env=env)
+        self._selector.register(self._master, selectors.EVENT_READ, self._master_ended)
+        self.log(f"master started, pid {self._master.pid}")
+
+    def _master_ended(self) -> None:
+        master = self._master
+        if master is None:
+            return
+        status = master.reap()
+        if status is None:
+            return
+        self._selector.unregister(master)
+        master.close()
+        self._master = None
+        lived_s = time.monotonic() - master.started_at
+        self.log(f"master ended: {describe_status(status)} after {lived_s:.1f} s")
+        if self._leaving:
+            return
+        if status == 0:  # its Finish order may have died on the way to us
+            code, error = _read_summary(self.run_dir)
+            self._finish(code, error)
+            return
+        if status in _FINAL_STATUS:
+            line = last_error_line(self.run_dir / "logs" / "master.log")
+            self._finish(status, line or f"the master gave up; see {self.run_dir}/logs/master.log")
+            return
+        pause_s = self._master_budget.died(lived_s)
+        if pause_s is None:
+            line = last_error_line(self.run_dir / "logs" / "master.log", any_line=True)
+            why = f" ({line})" if line else ""
+            self._finish(
+                4,
+                f"the master died {self._master_budget.deaths} times in a row, last: {describe_status(status)}{why}; "
+                f"see {self.run_dir}/logs/master.log",
+            )
+            return
+        self._tell(f"master lost ({describe_status(status)}); restarting it, training goes on")
+        self._after(pause_s, self._start_master)
+
+    # ------------------------------------------------------------ the template
+
+    def _start_template(self) -> None:
+        if self._leaving:
+            return
+        self._template_started_at = time.monotonic()
+        self._template = template = WarmTemplate(self.run_dir, self._script, self.spec.preload)
+        self._selector.register(template.conn, selectors.EVENT_READ, self._template_spoke)
+        self.log(f"template started, pid {template.process.pid}")
+        for entry in list(self._running.values()):
+            if entry.role == Role.WORKER and entry.pid == 0 and entry.status is None:
+                self._ask_fork(entry)
+
+    def _template_spoke(self) -> None:
+        template = self._template
+        if template is None:
+            return
+        packet = template.receive()
+        if packet is None:
+            self._template_lost(template)
+        elif isinstance(packet, Ready):
+            self._template_budget.deaths = 0
+            failed = f"; not preloaded: {', '.join(packet.failed)}" if packet.failed else ""
+            self.log(f"template ready after {packet.seconds:.2f} s of imports{failed}")
+        elif isinstance(packet, Forked):
+            self._forked(packet)
+        elif isinstance(packet, Ended):
+            entry = self._running.get((Role.WORKER, Slot(packet.slot)))
+            if entry is not None and entry.incarnation == packet.incarnation:
+                self._ended(entry, packet.status)
+
+    def _template_lost(self, template: WarmTemplate) -> None:
+        self._template = None
+        self._selector.unregister(template.conn)
+        template.close()
+        template.process.signal(signal.SIGKILL)
+        template.process.wait(KILL_AFTER_S)
+        status = template.process.reap()
+        template.process.close()
+        words = describe_status(status if status is not None else -signal.SIGKILL)
+        if self._leaving:
+            self.log(f"template ended: {words}")
+        pause_s = self._template_budget.died(time.monotonic() - self._template_started_at if template.ready else 0.0)
+        for entry in list(self._running.values()):
+            if entry.role == Role.WORKER and entry.pid and entry.status is None:
+                # the kernel kills them with their parent; see to it before telling anyone that they are gone
+                send_signal(entry.pidfd, signal.SIGKILL)
+                ended(entry.pidfd, KILL_AFTER_S)
+                self._ended(entry, -signal.SIGKILL)
+        if self._leaving:
+            for entry in list(self._running.values()):
+                if entry.role == Role.WORKER and entry.status is None:
+                    self._ended(entry, -signal.SIGKILL)
+            return
+        if pause_s is None:
+            self._finish(4, f"the template died again and again ({words}); see {self.run_dir}/logs/template.log")
+            return
+        self._tell(f"template lost ({words}) and its workers with it; restarting")
+        self._after(pause_s, self._start_template)
+
+    def _ask_fork(self, entry: Running) -> None:
+        if self._template is None:
+            return  # asked again when the next template is there
+        logs = self.run_dir / "logs"
+        threads = self._threads()
+        pinned = "OMP_NUM_THREADS" in os.environ and not self.spec.threads_per_worker
+        request = Fork(
+            slot=entry.slot,
+            incarnation=entry.incarnation,
+            env={
+                "EVERSTEP_RUN_DIR": str(self.run_dir),
+                "EVERSTEP_SLOT": str(entry.slot),
+                "EVERSTEP_INCARNATION": str(entry.incarnation),
+                "EVERSTEP_NODE": self.node,
+                "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"] if pinned else str(threads),
+                "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),
+                "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS"),
+            },
+            argv=(str(self._script), *self.spec.args),
+            log=str(logs / f"worker-{entry.slot}.log"),
+            error=str(error_path(self.run_dir, entry.slot)),
+            cwd=str(Path.cwd()),
+            threads=threads,
+        )
+        try:
+            self._template.fork(request)
+        except OSError as error:
+            self.log(f"{entry.name}: the template does not take orders: {error}")  # its end is noticed by the loop
+
+    def _threads(self) -> int:
+        if self.spec.threads_per_worker:
+            return self.spec.threads_per_worker
+        pinned = os.environ.get("OMP_NUM_THREADS", "")
+        if pinned.isdigit() and int(pinned) > 0:
+            return int(pinned)
+        workers = max(1, self.worker_places or self.spec.workers)
+        return max(1, len(os.sched_getaffinity(0)) // workers)
+
+    def _forked(self, packet: Forked) -> None:
+        entry = self._running.get((Role.WORKER, Slot(packet.slot)))
+        pidfd = -1
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(packet.pid)
+        if entry is None or entry.incarnation != packet.incarnation or entry.status is not None:
+            if pidfd >= 0:  # replaced or cancelled while the template was busy
+                send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+            return
+        with self._lock:
+            entry.pid, entry.pidfd = packet.pid, pidfd
+        self.log(f"{entry.name} #{entry.incarnation} forked, pid {entry.pid}")
+        if entry.ending and pidfd >= 0:
+            send_signal(pidfd, signal.SIGTERM)
+
+    # ------------------------------------------------------------ orders
+
+    def on_order(self, order: OrderType) -> None:
+        """From the control client's thread."""
+        self.post(lambda: self._obey(order))
+
+    def _obey(self, order: OrderType) -> None:
+        self._heard_at = time.monotonic()
+        match order:
+            case Start():
+                self._start(order)
+            case End():
+                self._end(order)
+            case Finish():
+                self._finish(order.exit_code, order.error)
+            case News() if not self._keeps_master:
+                self._say(f"{order.member}: {order.text}" if order.member else order.text)
+            case _:
+                pass
+
+    def _start(self, order: Start) -> None:
+        """Unless it runs already, or ran: then its end is told once more."""
+        if self._leaving:
+            return
+        key = (order.role, order.slot)
+        newest = self._newest.get(key, 0)
+        if order.incarnation <= newest:
+            old = self._running.get(key)
+            if old is None and order.incarnation == newest:
+                self.log(f"{order.role}:{order.slot} #{order.incarnation} ordered again after its end")
+            return
+        old = self._running.get(key)
+        if old is not None and old.status is None:
+            self.log(f"{old.name} #{old.incarnation} is replaced by #{order.incarnation}: killing it")
+            self._kill(old)
+        entry = Running(order.role, order.slot, order.incarnation)
+        with self._lock:
+            self._running[key] = entry
+            self._newest[key] = order.incarnation
+        if order.role == Role.WORKER:
+            error_path(self.run_dir, order.slot).unlink(missing_ok=True)
+            self._ask_fork(entry)
+        elif order.role == Role.PS:
+            self._spawn_ps(entry)
+
+    def _spawn_ps(self, entry: Running) -> None:
+        args = [str(self.run_dir), str(entry.slot), str(entry.incarnation), self.node]
+        if self.host:
+            args += ["--host", self.host]
+        log = self.run_dir / "logs" / f"ps-{entry.slot}.log"
+        env = {**os.environ, "EVERSTEP_RUN_DIR": str(self.run_dir), "EVERSTEP_NODE": self.node}
+        process = spawn(entry.name, python_argv("everstep.ps", *args), log, env=env)
+        with self._lock:
+            entry.process, entry.pid, entry.pidfd = process, process.pid, process.fileno()
+        self._selector.register(process, selectors.EVENT_READ, lambda: self._ps_ended(entry))
+        self.log(f"{entry.name} #{entry.incarnation} started, pid {entry.pid}")
+
+    def _ps_ended(self, entry: Running) -> None:
+        process = entry.process
+        status = process.reap() if process is not None else None
+        if process is None or status is None:
+            return
+        self._selector.unregister(process)
+        process.close()
+        entry.process, entry.pidfd = None, -1
+        self._ended(entry, status)
+
+    def _end(self, order: End) -> None:
+        entry = self._running.get((order.role, order.slot))
+        if entry is None or entry.incarnation != order.incarnation or entry.status is not None or entry.ending:
+            return
+        self._terminate(entry, order.grace_s)
+
+    def _terminate(self, entry: Running, grace_s: float) -> None:
+        """SIGTERM now, SIGKILL after ``grace_s`` seconds."""
+        entry.ending = True
+        if entry.pid == 0:
+            self._ended(entry, -signal.SIGTERM)  # never forked; should it come yet, it is killed at once
+            return
+        if entry.pidfd >= 0:
+            send_signal(entry.pidfd, signal.SIGTERM)
+        self._after(grace_s, lambda: self._kill(entry))
+
+    def _kill(self, entry: Running) -> None:
+        if entry.status is not None:
+            return
+        if entry.pid == 0:
+            self._ended(entry, -signal.SIGKILL)
+        elif entry.pidfd >= 0:
+            send_signal(entry.pidfd, signal.SIGKILL)
+
+    def _ended(self, entry: Running, status: int) -> None:
+        """A process is gone: remember it until the master has taken note."""
+        if entry.status is not None:
+            return
+        with self._lock:
+            entry.status = status
+        if entry.role == Role.WORKER and entry.pidfd >= 0:
+            os.close(entry.pidfd)
+            entry.pidfd = -1
+        error = ""
+        if entry.role == Role.WORKER and status != 0:
+            found = read_worker_error(self.run_dir, entry)
+            if found is not None:
+                error = found.line
+                if self._first_error is None:
+                    self._first_error = (entry, found)
+        self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
+        report = Exited(entry.role, entry.slot, entry.incarnation, status, error)
+        self._reports.put(lambda: self._report(entry, report))
+
+    # ------------------------------------------------------------ reports
+
+    def _report_loop(self) -> None:
+        while (job := self._reports.get()) is not None:
+            job()
+
+    def _report(self, entry: Running, report: Exited) -> None:
+        """Until the master has it (it may be restarting); harmless when said twice."""
+        while not self._closed:
+            assert self.client is not None
+            try:
+                self.client.call(report, timeout_s=10.0)
+                break
+            except DeadlineError:
+                if self._leaving:
+                    return
+            except EverstepError as error:
+                self.log(f"report of {entry.name} refused: {error}")
+                return
+        with self._lock:
+            if self._running.get((entry.role, entry.slot)) is entry:
+                del self._running[entry.role, entry.slot]
+        self.post(lambda: None)
+
+    def hello(self) -> HelloNode:
+        """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
+        with self._lock:
+            running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
+        return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running)
+
+    def beat(self) -> Beat:
+        self._heard_at = time.monotonic()
+        return Beat(readings={"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)})
+
+    def on_fenced(self, reason: str) -> None:
+        """Another agent took this node's place."""
+        self.post(lambda: self._finish(4, f"this agent was replaced: {reason}"))
+
+    # ------------------------------------------------------------ the end
+
+    def _outcome_unless_known(self, outcome: Outcome) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+
+    def _finish(self, exit_code: int, error: str) -> None:
+        """The job is over (said by the master, or because there can be no master)."""
+        if self.outcome is None:
+            detail = log = ""
+            if exit_code and self._first_error is not None and self._first_error[1].line in error:
+                entry, found = self._first_error
+                exit_code, detail = found.exit_code, found.text
+                error = f"{entry.name}: {found.line}"
+                log = str(self.run_dir / "logs" / f"worker-{entry.slot}.log")
+            self.outcome = Outcome(exit_code, error, detail, log)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End every process: workers now, ps when they have written their final cut, the master last."""
+        if self._leaving:
+            return
+        self._leaving = True
+        self._outcome_unless_known(Outcome(130, "interrupted"))
+        assert self.outcome is not None
+        self.log(f"leaving: exit code {self.outcome.exit_code} {self.outcome.error}".rstrip())
+        has_master = self._keeps_master and self._master is not None
+        for entry in list(self._running.values()):
+            if entry.status is None and entry.role == Role.WORKER:
+                self._terminate(entry, WORKER_GRACE_S)
+            elif entry.status is None:
+                self._after(PS_GRACE_S if has_master else 0.0, partial(self._terminate, entry, KILL_AFTER_S))
+        if self._keeps_master:
+            self._after(PS_GRACE_S + KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGTERM))
+            self._after(PS_GRACE_S + 2 * KILL_AFTER_S + 2.0, lambda: self._end_master(signal.SIGKILL))
+        self.post(lambda: None)
+
+    def _end_master(self, signo: int) -> None:
+        if self._master is not None:
+            self._master.signal(signo)
+
+    def _kill_all(self) -> None:
+        """SIGKILL whatever this agent started, and see that it is gone."""
+        for entry in list(self._running.values()):
+            if entry.status is None:
+                self._kill(entry)
+                if entry.process is not None:
+                    entry.process.wait(KILL_AFTER_S)
+                    entry.process.reap()
+                elif entry.pidfd >= 0:
+                    ended(entry.pidfd, KILL_AFTER_S)
+        if self._template is not None:
+            template, self._template = self._template, None
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(template.conn)
+            template.close()
+            if not (template.ready and template.process.wait(1.0)):
+                template.process.signal(signal.SIGKILL)
+                template.process.wait(KILL_AFTER_S)
+            template.process.reap()
+            template.process.close()
+            for entry in list(self._running.values()):
+                if entry.role == Role.WORKER:
+                    self._ended(entry, -signal.SIGKILL)
+        if self._master is not None:
+            self._end_master(signal.SIGKILL)
+            self._master.wait(KILL_AFTER_S)
+            if not self._closed:
+                self._master_ended()
+
+    def __repr__(self) -> str:
+        return f"<agent of {self.node}: {len(self._running)} processes{' leaving' if self._leaving else ''}>"
+
+
+def describe_status(status: int) -> str:
+    """``signal 9 (SIGKILL)`` or ``exit code 1``."""
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {-status} ({signal.Signals(-status).name})"
+        return f"signal {-status}"
+    return f"exit code {status}"
+
+
+def error_path(run_dir: Path, slot: int) -> Path:
+    return run_dir / "logs" / f"worker-{slot}.error.json"
+
+
+def read_worker_error(run_dir: Path, entry: Running) -> WorkerError | None:
+    """What the script of this incarnation raised, if it did."""
+    try:
+        found = msgspec.json.decode(error_path(run_dir, entry.slot).read_bytes(), type=WorkerError)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.incarnation == entry.incarnation else None
+
+
+def last_error_line(log: Path, any_line: bool = False) -> str:
+    """The last line that begins with ``everstep:`` among the last ones of a log; "" if there is none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - 8192))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        if line.startswith("everstep: "):
+            return line.removeprefix("everstep: ")
+    if any_line:
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return ""
+
+
+class _Summary(msgspec.Struct):
+    exit_code: int | None = None
+    error: str = ""
+
+
+def _read_summary(run_dir: Path) -> tuple[int, str]:
+    try:
+        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
+    except (OSError, msgspec.MsgspecError):
+        return 4, f"the master ended without a word; see {run_dir}/logs/master.log"
+    return summary.exit_code or 0, summary.error
