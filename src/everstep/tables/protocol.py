@@ -286,6 +286,16 @@ class WorkerProtocol:
     def finished(self) -> bool:
         return self._finished
 
+    @property
+    def asked(self) -> int:
+        """Number of the newest request for a shard."""
+        return self._asked
+
+    @property
+    def asking(self) -> bool:
+        """Whether it has no final answer yet."""
+        return self._asking
+
     def current(self, work: Work) -> bool:
         """Whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says Settled)."""
         held = self._held.get(work.lease.no)
