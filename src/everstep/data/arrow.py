@@ -1,0 +1,247 @@
+"""Parquet, Arrow and CSV files. Small sources are decoded once and held; big Parquet is read by row group."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+
+from everstep.data.columns import (
+    Array,
+    Batch,
+    ColumnsLike,
+    Fill,
+    Group,
+    TextKeys,
+    arrow_to_numpy,
+    batch_dtype,
+    fill_of,
+    is_text,
+    one_line,
+    parse_columns,
+    schema_of,
+    stack,
+    wanted,
+)
+from everstep.data.order import WINDOW_CHUNKS, Int64s
+from everstep.data.source import ArraySource, Source
+from everstep.errors import DataError
+
+_CACHE_GROUPS: Final = 2 * WINDOW_CHUNKS + 2
+"""Row groups kept decoded: two windows of the shuffle (a worker crosses from one to the next) and a spare."""
+
+
+def decode(
+    table: pa.Table, groups: Sequence[Group], fill: Fill, where: str, keys: TextKeys, text: set[str]
+) -> dict[str, Array]:
+    """All columns that ``groups`` need, by name; names of text columns are added to ``text``."""
+    out: dict[str, Array] = {}
+    for name in wanted(groups):
+        column = table.column(name)
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if is_text(kind):
+            text.add(name)
+        out[name] = arrow_to_numpy(name, column, fill_of(fill, name), where, keys)
+    return out
+
+
+def table_source(table: pa.Table, columns: ColumnsLike, fill: Fill, where: str, fingerprint: str = "") -> ArraySource:
+    """A source over a table in memory."""
+    if table.num_rows == 0:
+        raise DataError(f"{where}: no rows")
+    groups = parse_columns(columns, table.column_names, where)
+    text: set[str] = set()
+    return ArraySource(stack(groups, decode(table, groups, fill, where, TextKeys(), text), text, where), fingerprint)
+
+
+def open_tables(files: list[Path], kind: str, columns: ColumnsLike, fill: Fill) -> Source:
+    """Arrow or CSV files, held in memory. Columns that are not asked for are not kept."""
+    parts: list[dict[str, Array]] = []
+    groups: list[Group] = []
+    keys, text = TextKeys(), set[str]()
+    for file in files:
+        table = _read_csv(file) if kind == "csv" else _read_arrow(file)
+        if len(set(table.column_names)) < table.num_columns:
+            raise DataError(f"{str(file)!r} has two columns of the same name")
+        groups = parse_columns(columns, table.column_names, str(file))
+        if table.num_rows:
+            parts.append(decode(table, groups, fill, str(file), keys, text))
+    if not parts:
+        raise DataError(f"{str(files[0])!r}: no rows")
+    return ArraySource(stack(groups, _join(parts, files), text, str(files[0])), _fingerprint(files, columns))
+
+
+def _read_csv(file: Path) -> pa.Table:
+    delimiter = "\t" if ".tsv" in file.suffixes else ","
+    try:
+        return pacsv.read_csv(file, parse_options=pacsv.ParseOptions(delimiter=delimiter))
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{str(file)!r} is no readable CSV file: {one_line(error)}") from None
+
+
+def _read_arrow(file: Path) -> pa.Table:
+    with pa.memory_map(str(file)) as mapped:
+        try:
+            return pa.ipc.open_file(mapped).read_all()
+        except pa.ArrowInvalid as first:
+            mapped.seek(0)
+            try:
+                return pa.ipc.open_stream(mapped).read_all()
+            except pa.ArrowInvalid:
+                raise DataError(f"{str(file)!r} is no readable Arrow file: {one_line(first)}") from None
+
+
+def _join(parts: list[dict[str, Array]], files: Sequence[Path]) -> dict[str, Array]:
+    out: dict[str, Array] = {}
+    for name in parts[0]:
+        pieces = [part[name] for part in parts]
+        types = {piece.dtype for piece in pieces}
+        if len(types) > 1:
+            raise DataError(
+                f"column {name!r} holds integers or text in one file and floats in another of {str(files[0])!r}, ..."
+            )
+        out[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return out
+
+
+def _fingerprint(files: Sequence[Path], columns: ColumnsLike, rows: int = 0) -> str:
+    """Names and sizes, not full paths: another node may keep the same files elsewhere."""
+    shown = dict(columns) if isinstance(columns, Mapping) else columns
+    text = ";".join(f"{file.name}:{file.stat().st_size}" for file in files) + f"|{rows}|{shown!r}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+# ---- Parquet ------------------------------------------------------------------------------------------------
+
+
+def open_parquet(files: list[Path], columns: ColumnsLike, fill: Fill, memory_bytes: int) -> Source:
+    """Held in memory when the decoded columns take at most ``memory_bytes``, else read by row group."""
+    metas = [_metadata(file) for file in files]
+    schemas = [meta.schema.to_arrow_schema() for meta in metas]
+    rows = sum(meta.num_rows for meta in metas)
+    if rows == 0:
+        raise DataError(f"{str(files[0])!r}: no rows")
+    groups: list[Group] = []
+    row_bytes = 0
+    for file, schema in zip(files, schemas, strict=True):
+        groups = parse_columns(columns, schema.names, str(file))
+        row_bytes = max(row_bytes, _row_bytes(schema, groups, str(file)))
+    if columns is None and any(schema.names != schemas[0].names for schema in schemas):
+        groups = parse_columns(None, schemas[0].names, str(files[0]))
+        for file, schema in zip(files, schemas, strict=True):
+            parse_columns(schemas[0].names, schema.names, str(file))
+    source = ParquetSource(files, metas, groups, fill, _fingerprint(files, columns, rows))
+    return source.in_memory() if rows * row_bytes <= memory_bytes else source
+
+
+def _metadata(file: Path) -> Any:
+    try:
+        return pq.read_metadata(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{str(file)!r} is no readable Parquet file: {one_line(error)}") from None
+
+
+def _row_bytes(schema: pa.Schema, groups: Sequence[Group], where: str) -> int:
+    total = 0
+    for name in wanted(groups):
+        kind = schema.field(name).type
+        rule = batch_dtype(kind)
+        if rule is None:
+            raise DataError(f"{where}: column {name!r} has type {kind}, which has no rule; leave it out with columns=")
+        total += rule[0].itemsize * rule[1]
+    return total
+
+
+class ParquetSource:
+    """Parquet files read by row group; the last ``_CACHE_GROUPS`` decoded row groups are kept."""
+
+    def __init__(
+        self, files: Sequence[Path], metas: Sequence[Any], groups: Sequence[Group], fill: Fill, fingerprint: str
+    ) -> None:
+        self._files, self._groups, self._fill, self._fingerprint = list(files), list(groups), fill, fingerprint
+        self._places: list[tuple[int, int]] = []  # row group -> (file, row group of the file)
+        sizes: list[int] = []
+        for number, meta in enumerate(metas):
+            for group in range(meta.num_row_groups):
+                if meta.row_group(group).num_rows:
+                    self._places.append((number, group))
+                    sizes.append(meta.row_group(group).num_rows)
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.chunk = max(sizes)
+        self._names = wanted(groups)
+        self._text_columns = [
+            [n for n in self._names if is_text(m.schema.to_arrow_schema().field(n).type)] for m in metas
+        ]
+        self._keys, self._text = TextKeys(), set[str]()
+        self._cache: OrderedDict[int, Batch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def schema(self) -> dict[str, str]:
+        return schema_of(self._load(0))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        return f"<ParquetSource {len(self):,} rows in {len(self._places)} row groups of {len(self._files)} files>"
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def read(self, indices: Int64s) -> Batch:
+        place = np.searchsorted(self._starts, indices, side="right") - 1
+        order = np.argsort(place, kind="stable")
+        groups, first = np.unique(place[order], return_index=True)
+        out: Batch = {}
+        for group, rows in zip(groups.tolist(), np.split(order, first[1:]), strict=True):
+            part = self._load(group)
+            within = indices[rows] - self._starts[group]
+            for key, array in part.items():
+                if key not in out:
+                    out[key] = np.empty((len(indices), *array.shape[1:]), array.dtype)
+                out[key][rows] = array[within]
+        if not out:
+            out = {key: array[:0] for key, array in self._load(0).items()}
+        return out
+
+    def in_memory(self) -> ArraySource:
+        """All rows decoded, as an ArraySource."""
+        parts = []
+        for number, file in enumerate(self._files):
+            try:
+                table = pq.ParquetFile(file, read_dictionary=self._text_columns[number]).read(self._names)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise DataError(f"{str(file)!r} is no readable Parquet file: {one_line(error)}") from None
+            if table.num_rows:
+                parts.append(decode(table, self._groups, self._fill, str(file), self._keys, self._text))
+        columns = _join(parts, self._files)
+        return ArraySource(stack(self._groups, columns, self._text, str(self._files[0])), self._fingerprint)
+
+    def _load(self, group: int) -> Batch:
+        with self._lock:
+            part = self._cache.get(group)
+            if part is not None:
+                self._cache.move_to_end(group)
+                return part
+            number, inner = self._places[group]
+            where = str(self._files[number])
+            try:
+                # Opened anew: a kept handle per file would bind thousands of them for a big directory.
+                with pq.ParquetFile(where, read_dictionary=self._text_columns[number]) as file:
+                    table = file.read_row_group(inner, self._names)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise DataError(f"{where!r}: row group {inner} is not readable: {one_line(error)}") from None
+            columns = decode(table, self._groups, self._fill, where, self._keys, self._text)
+            part = self._cache[group] = stack(self._groups, columns, self._text, where)
+            while len(self._cache) > _CACHE_GROUPS:
+                self._cache.popitem(last=False)
+            return part

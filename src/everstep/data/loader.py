@@ -1,0 +1,125 @@
+"""The loader: a source cut, ordered and read as torch batches. Reads any range of positions; holds no progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.data.columns import ColumnsLike, Fill
+from everstep.data.order import Int64s, sample_seeds, shuffled, window_shuffled
+from everstep.data.plan import make_plan
+from everstep.data.source import MEMORY_BYTES, DatasetSource, Source, open_source
+from everstep.data.split import Split, parse_split
+from everstep.errors import DataError
+from everstep.model.shard import Plan
+
+TensorBatch = dict[str, torch.Tensor]
+Transform = Callable[[TensorBatch], TensorBatch]
+
+
+class Loader:
+    """Samples of ``source`` for ``epochs`` epochs; the same order for the same seed, however many workers read it.
+
+    - ``split="90/10"`` holds out a fixed, seeded share (``split_seed``; not the training seed, so that runs with
+      different seeds are tested on the same rows); ``eval_batches`` reads it.
+    - ``columns``: names, or ``{"dense": ["a", "b"], "label": "y"}``; a list becomes one [rows, len] tensor.
+    - ``transform(batch)`` is applied to each batch of tensors, in training and evaluation; it must treat rows
+      independently, for a range may be read again in other cuts.
+    - ``seeds=True`` adds ``batch["seeds"]``, int64 [rows]: a seed for each (sample, epoch), for augmentation.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        split: str | float | None = None,
+        split_seed: int = 0,
+        columns: ColumnsLike = None,
+        fill: Fill = None,
+        transform: Transform | None = None,
+        seeds: bool = False,
+        name: str = "train",
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise DataError(f"epochs={epochs!r} of loader {name!r}: must be a whole number of at least 1")
+        self.name, self.batch_size, self.epochs = name, batch_size, epochs
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        share = parse_split(split)
+        self.source: Source = open_source(source, columns, fill=fill, memory_bytes=memory_bytes)
+        self.transform = transform
+        self._seeds = seeds
+        self._split = Split(len(self.source), share, split_seed)
+        if self._split.train < 1:
+            raise DataError(f"split={split!r} of {len(self.source):,} rows leaves no rows to train on")
+        if share < 1.0 and self._split.test < 1:
+            raise DataError(f"split={split!r} of {len(self.source):,} rows leaves no rows to test on")
+        self._plan = make_plan(
+            name, self._split.train, batch_size, seed, drop_last, f"{self.source.fingerprint()}-{share:g}-{shuffle:d}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Loader {self.name!r} {self._plan.samples:,} samples x {self.epochs} epochs, batch {self.batch_size}>"
+
+    @property
+    def samples(self) -> int:
+        """Positions of an epoch: training samples, after drop-last."""
+        return self._plan.samples
+
+    @property
+    def test_samples(self) -> int:
+        """Samples held out by the split."""
+        return self._split.test
+
+    def plan(self) -> Plan:
+        return self._plan
+
+    def indices(self, epoch: int, lo: int, hi: int) -> Int64s:
+        """Rows of the source (int64 [hi - lo]) at positions ``[lo, hi)`` of ``epoch``."""
+        if not 0 <= lo <= hi <= self._plan.samples:
+            raise DataError(f"positions [{lo}, {hi}) of loader {self.name!r}, which has {self._plan.samples:,} samples")
+        positions = np.arange(lo, hi, dtype=np.int64)
+        # The whole training side is permuted, also where drop-last reads only the head of it: each epoch drops others.
+        n = self._split.train
+        if self.shuffle and self.source.chunk:
+            positions = window_shuffled(positions, n, self.source.chunk, self.seed, epoch)
+        elif self.shuffle:
+            positions = shuffled(positions, n, self.seed, epoch)
+        return self._split.train_samples(positions)
+
+    def read(self, epoch: int, lo: int, hi: int) -> TensorBatch:
+        """The samples at positions ``[lo, hi)`` of ``epoch``: key -> tensor [hi - lo, ...], int64 or float32."""
+        return self._batch(self.indices(epoch, lo, hi), epoch)
+
+    def eval_batches(self, batch_size: int | None = None) -> Iterator[TensorBatch]:
+        """The held-out side once, in a fixed order, in batches of ``batch_size`` (default: the training one)."""
+        size = self.batch_size if batch_size is None else batch_size
+        if size < 1:
+            raise DataError(f"batch_size={size} for evaluation: must be at least 1")
+        if self._split.test < 1:
+            raise DataError(f'loader {self.name!r} holds no rows out; give split="90/10"')
+        for lo in range(0, self._split.test, size):
+            ranks = np.arange(lo, min(lo + size, self._split.test), dtype=np.int64)
+            yield self._batch(self._split.test_samples(ranks), 0)
+
+    def _batch(self, rows: Int64s, epoch: int) -> TensorBatch:
+        seeds = sample_seeds(rows, self.seed, epoch) if self._seeds or self._seeded() else None
+        if seeds is not None and isinstance(self.source, DatasetSource):
+            arrays = self.source.read(rows, seeds)
+        else:
+            arrays = self.source.read(rows)
+        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        if seeds is not None and self._seeds:
+            batch["seeds"] = torch.from_numpy(seeds)
+        return batch if self.transform is None else self.transform(batch)
+
+    def _seeded(self) -> bool:
+        return isinstance(self.source, DatasetSource) and self.source.seeded
