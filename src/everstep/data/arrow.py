@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from everstep.data.columns import (
     Array,
     Batch,
     ColumnsLike,
+    Dtypes,
     Fill,
     Group,
     TextKeys,
@@ -53,16 +54,18 @@ def decode(
     return out
 
 
-def table_source(table: pa.Table, columns: ColumnsLike, fill: Fill, where: str, fingerprint: str = "") -> ArraySource:
+def table_source(
+    table: pa.Table, columns: ColumnsLike, dtypes: Dtypes, fill: Fill, where: str, fingerprint: str = ""
+) -> ArraySource:
     """A source over a table in memory."""
     if table.num_rows == 0:
         raise DataError(f"{where}: no rows")
-    groups = parse_columns(columns, table.column_names, where)
+    groups = parse_columns(columns, table.column_names, where, dtypes)
     text: set[str] = set()
     return ArraySource(stack(groups, decode(table, groups, fill, where, TextKeys(), text), text, where), fingerprint)
 
 
-def open_tables(files: list[Path], kind: str, columns: ColumnsLike, fill: Fill) -> Source:
+def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtypes, fill: Fill) -> Source:
     """Arrow or CSV files, held in memory. Columns that are not asked for are not kept."""
     parts: list[dict[str, Array]] = []
     groups: list[Group] = []
@@ -71,12 +74,12 @@ def open_tables(files: list[Path], kind: str, columns: ColumnsLike, fill: Fill) 
         table = _read_csv(file) if kind == "csv" else _read_arrow(file)
         if len(set(table.column_names)) < table.num_columns:
             raise DataError(f"{str(file)!r} has two columns of the same name")
-        groups = parse_columns(columns, table.column_names, str(file))
+        groups = parse_columns(columns, table.column_names, str(file), dtypes)
         if table.num_rows:
             parts.append(decode(table, groups, fill, str(file), keys, text))
     if not parts:
         raise DataError(f"{str(files[0])!r}: no rows")
-    return ArraySource(stack(groups, _join(parts, files), text, str(files[0])), _fingerprint(files, columns))
+    return ArraySource(stack(groups, _join(parts, files), text, str(files[0])), _fingerprint(files, groups))
 
 
 def _read_csv(file: Path) -> pa.Table:
@@ -112,9 +115,9 @@ def _join(parts: list[dict[str, Array]], files: Sequence[Path]) -> dict[str, Arr
     return out
 
 
-def _fingerprint(files: Sequence[Path], columns: ColumnsLike, rows: int = 0) -> str:
+def _fingerprint(files: Sequence[Path], groups: Sequence[Group], rows: int = 0) -> str:
     """Names and sizes, not full paths: another node may keep the same files elsewhere."""
-    shown = dict(columns) if isinstance(columns, Mapping) else columns
+    shown = [(g.key, g.names, g.stacked, g.dtype) for g in groups]
     text = ";".join(f"{file.name}:{file.stat().st_size}" for file in files) + f"|{rows}|{shown!r}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -122,7 +125,7 @@ def _fingerprint(files: Sequence[Path], columns: ColumnsLike, rows: int = 0) -> 
 # ---- Parquet ------------------------------------------------------------------------------------------------
 
 
-def open_parquet(files: list[Path], columns: ColumnsLike, fill: Fill, memory_bytes: int) -> Source:
+def open_parquet(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> Source:
     """Held in memory when the decoded columns take at most ``memory_bytes``, else read by row group."""
     metas = [_metadata(file) for file in files]
     schemas = [meta.schema.to_arrow_schema() for meta in metas]
@@ -132,13 +135,13 @@ def open_parquet(files: list[Path], columns: ColumnsLike, fill: Fill, memory_byt
     groups: list[Group] = []
     row_bytes = 0
     for file, schema in zip(files, schemas, strict=True):
-        groups = parse_columns(columns, schema.names, str(file))
+        groups = parse_columns(columns, schema.names, str(file), dtypes)
         row_bytes = max(row_bytes, _row_bytes(schema, groups, str(file)))
     if columns is None and any(schema.names != schemas[0].names for schema in schemas):
-        groups = parse_columns(None, schemas[0].names, str(files[0]))
+        groups = parse_columns(None, schemas[0].names, str(files[0]), dtypes)
         for file, schema in zip(files, schemas, strict=True):
             parse_columns(schemas[0].names, schema.names, str(file))
-    source = ParquetSource(files, metas, groups, fill, _fingerprint(files, columns, rows))
+    source = ParquetSource(files, metas, groups, fill, _fingerprint(files, groups, rows))
     return source.in_memory() if rows * row_bytes <= memory_bytes else source
 
 

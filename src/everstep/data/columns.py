@@ -33,6 +33,8 @@ ArrowColumn = Any  # pyarrow.ChunkedArray, whose stubs are partial
 FillValue = float | int | str
 Fill = FillValue | Mapping[str, FillValue] | None
 ColumnsLike = Sequence[str] | Mapping[str, str | Sequence[str]] | None
+Dtypes = Mapping[str, str] | None
+"""Batch key -> ``"float32"`` or ``"int64"``, where the rules' own choice is not what the model wants."""
 
 _INT64_MAX: Final = (1 << 63) - 1
 
@@ -44,14 +46,18 @@ def text_key(value: str | bytes) -> int:
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows]."""
+    """One entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows].
+
+    ``dtype``: the type demanded, or an empty string.
+    """
 
     key: str
     names: tuple[str, ...]
     stacked: bool
+    dtype: str = ""
 
 
-def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str) -> list[Group]:
+def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str, dtypes: Dtypes = None) -> list[Group]:
     """What a batch holds: all columns, those named, or ``{"dense": ["a", "b"], "label": "y"}``.
 
     DataError for a column that is not there, with the nearest name.
@@ -77,7 +83,13 @@ def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str) ->
         for name in group.names:
             if name not in known:
                 raise missing_column(name, names, where)
-    return groups
+    keys = [group.key for group in groups]
+    for key, dtype in (dtypes or {}).items():
+        if key not in keys:
+            raise DataError(f"{where}: dtypes names {key!r}, but a batch has {', '.join(keys)}")
+        if dtype not in ("int64", "float32"):
+            raise DataError(f"{where}: dtypes[{key!r}]={dtype!r}: expected 'int64' or 'float32'")
+    return [msgspec.structs.replace(g, dtype=dtypes.get(g.key, "")) for g in groups] if dtypes else groups
 
 
 def missing_column(name: str, names: Sequence[str], where: str) -> DataError:
@@ -262,10 +274,12 @@ def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[
     texts = set(text)
     out: Batch = {}
     for group in groups:
-        if not group.stacked:
-            out[group.key] = columns[group.names[0]]
-            continue
         parts = [columns[name] for name in group.names]
+        for name, part in zip(group.names, parts, strict=True):
+            _check_dtype(group, name, part, name in texts, where)
+        if not group.stacked:
+            out[group.key] = parts[0].astype(group.dtype or parts[0].dtype, copy=False)
+            continue
         floats = [name for name, part in zip(group.names, parts, strict=True) if part.dtype == np.float32]
         words = [name for name in group.names if name in texts]
         if floats and words:
@@ -277,7 +291,7 @@ def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[
             if part.ndim > 2:
                 raise DataError(f"{where}: column {name!r} of group {group.key!r} has {part.ndim} axes, at most 2 fit")
         width = sum(1 if part.ndim == 1 else part.shape[1] for part in parts)
-        block = np.empty((len(parts[0]), width), np.float32 if floats else np.int64)
+        block = np.empty((len(parts[0]), width), group.dtype or (np.float32 if floats else np.int64))
         at = 0
         for part in parts:
             step = 1 if part.ndim == 1 else part.shape[1]
@@ -285,6 +299,13 @@ def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[
             at += step
         out[group.key] = block
     return out
+
+
+def _check_dtype(group: Group, name: str, part: Array, text: bool, where: str) -> None:
+    if group.dtype == "int64" and part.dtype != np.int64:
+        raise DataError(f"{where}: column {name!r} of {group.key!r} holds floats, where int64 was asked for")
+    if group.dtype == "float32" and text:
+        raise DataError(f"{where}: column {name!r} of {group.key!r} holds text, where float32 was asked for")
 
 
 def schema_of(batch: Mapping[str, Array]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.data.columns import ColumnsLike, Fill
+from everstep.data.columns import ColumnsLike, Dtypes, Fill
 from everstep.data.order import Int64s, sample_seeds, shuffled, window_shuffled
 from everstep.data.plan import make_plan
 from everstep.data.source import MEMORY_BYTES, DatasetSource, Source, open_source
@@ -26,6 +26,7 @@ class Loader:
     - ``split="90/10"`` holds out a fixed, seeded share (``split_seed``; not the training seed, so that runs with
       different seeds are tested on the same rows); ``eval_batches`` reads it.
     - ``columns``: names, or ``{"dense": ["a", "b"], "label": "y"}``; a list becomes one [rows, len] tensor.
+    - ``dtypes``: ``{"dense": "float32"}`` where the rules' own choice (integers are int64) is not what is wanted.
     - ``transform(batch)`` is applied to each batch of tensors, in training and evaluation; it must treat rows
       independently, for a range may be read again in other cuts.
     - ``seeds=True`` adds ``batch["seeds"]``, int64 [rows]: a seed for each (sample, epoch), for augmentation.
@@ -43,6 +44,7 @@ class Loader:
         split: str | float | None = None,
         split_seed: int = 0,
         columns: ColumnsLike = None,
+        dtypes: Dtypes = None,
         fill: Fill = None,
         transform: Transform | None = None,
         seeds: bool = False,
@@ -54,7 +56,7 @@ class Loader:
         self.name, self.batch_size, self.epochs = name, batch_size, epochs
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         share = parse_split(split)
-        self.source: Source = open_source(source, columns, fill=fill, memory_bytes=memory_bytes)
+        self.source: Source = open_source(source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes)
         self.transform = transform
         self._seeds = seeds
         self._split = Split(len(self.source), share, split_seed)

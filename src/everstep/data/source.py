@@ -18,6 +18,7 @@ from everstep.data.columns import (
     Array,
     Batch,
     ColumnsLike,
+    Dtypes,
     Fill,
     TextKeys,
     numpy_to_batch,
@@ -104,7 +105,7 @@ class DatasetSource:
 
     chunk = 0
 
-    def __init__(self, dataset: Any, columns: ColumnsLike = None) -> None:
+    def __init__(self, dataset: Any, columns: ColumnsLike = None, dtypes: Dtypes = None) -> None:
         self._dataset = dataset
         self._where = f"dataset {type(dataset).__name__}"
         try:
@@ -117,7 +118,7 @@ class DatasetSource:
             raise DataError(f"{self._where} is empty")
         self._keys = TextKeys()
         first = self._collate([dataset[0]])
-        self._groups = parse_columns(columns, first, self._where)
+        self._groups = parse_columns(columns, first, self._where, dtypes)
         self._text: frozenset[str] = frozenset()
         self.schema = schema_of(stack(self._groups, first, self._text, self._where))
 
@@ -164,9 +165,9 @@ class DatasetSource:
         return numpy_to_batch(name, array, self._where, self._keys)
 
 
-def arrays_source(arrays: Mapping[str, Array], columns: ColumnsLike, where: str) -> ArraySource:
+def arrays_source(arrays: Mapping[str, Array], columns: ColumnsLike, dtypes: Dtypes, where: str) -> ArraySource:
     """A source over arrays of any type (first axis = rows); converted once, grouped as ``columns`` says."""
-    groups = parse_columns(columns, arrays, where)
+    groups = parse_columns(columns, arrays, where, dtypes)
     keys = TextKeys()
     sizes = {name: _rows(name, arrays[name], where) for name in wanted(groups)}
     if len(set(sizes.values())) > 1:
@@ -232,42 +233,52 @@ def kind_of(path: Path) -> str:
 
 
 def open_source(
-    spec: Any, columns: ColumnsLike = None, *, fill: Fill = None, memory_bytes: int = MEMORY_BYTES
+    spec: Any,
+    columns: ColumnsLike = None,
+    *,
+    dtypes: Dtypes = None,
+    fill: Fill = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Source:
     """A Source over whatever the user has; DataError, in one line, for everything that cannot be read.
 
     ``columns``: names, or ``{key: name | [names]}`` where a list becomes one stacked [rows, len] array.
+    ``dtypes``: ``{key: "float32" | "int64"}``, for a dense group of integers, or to insist on ids.
     ``fill``: what stands for nulls of files (one value, or per column); without it nulls are an error.
     """
     if isinstance(spec, Source) and not hasattr(spec, "__getitem__"):
-        if columns is not None:
-            raise DataError("columns= cannot change a source that is already open; give it to open_source")
+        if columns is not None or dtypes is not None:
+            raise DataError(
+                "columns= and dtypes= cannot change a source that is already open; give them to open_source"
+            )
         return spec
     if isinstance(spec, str | Path):
-        return _open_files(find_files(spec), columns, fill, memory_bytes)
+        return _open_files(find_files(spec), columns, dtypes, fill, memory_bytes)
     if type(spec).__module__.startswith("pyarrow") and hasattr(spec, "column_names"):
         from everstep.data.arrow import table_source
 
-        return table_source(spec, columns, fill, "table")
+        return table_source(spec, columns, dtypes, fill, "table")
     if isinstance(spec, np.ndarray):
-        return arrays_source({"0": spec}, columns, "array")
+        return arrays_source({"0": spec}, columns, dtypes, "array")
     if isinstance(spec, Mapping):
-        return arrays_source(spec, columns, "arrays")
+        return arrays_source(spec, columns, dtypes, "arrays")
     if isinstance(spec, list | tuple):
         if not spec:
             raise DataError("an empty list is no data source")
         if all(isinstance(item, str | Path) for item in spec):
-            return _open_files([file for item in spec for file in find_files(item)], columns, fill, memory_bytes)
+            return _open_files(
+                [file for item in spec for file in find_files(item)], columns, dtypes, fill, memory_bytes
+            )
         if isinstance(spec, tuple) and all(hasattr(item, "shape") for item in spec):
-            return arrays_source({str(i): item for i, item in enumerate(spec)}, columns, "arrays")
+            return arrays_source({str(i): item for i, item in enumerate(spec)}, columns, dtypes, "arrays")
     if hasattr(spec, "__getitem__") or hasattr(spec, "__getitems__"):
-        return DatasetSource(spec, columns)
+        return DatasetSource(spec, columns, dtypes)
     raise DataError(
         f"cannot read samples from {type(spec).__name__}: give a path, a table, arrays or a map-style dataset"
     )
 
 
-def _open_files(files: list[Path], columns: ColumnsLike, fill: Fill, memory_bytes: int) -> Source:
+def _open_files(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> Source:
     kinds = {kind_of(file) for file in files}
     for file in files:
         if not kind_of(file):
@@ -278,18 +289,18 @@ def _open_files(files: list[Path], columns: ColumnsLike, fill: Fill, memory_byte
         raise DataError(f"one source, several kinds of files: {', '.join(sorted(kinds))}; give one kind")
     kind = kinds.pop()
     if kind == "numpy":
-        return _open_numpy(files, columns)
+        return _open_numpy(files, columns, dtypes)
     from everstep.data import arrow
 
     try:
         if kind == "parquet":
-            return arrow.open_parquet(files, columns, fill, memory_bytes)
-        return arrow.open_tables(files, kind, columns, fill)
+            return arrow.open_parquet(files, columns, dtypes, fill, memory_bytes)
+        return arrow.open_tables(files, kind, columns, dtypes, fill)
     except OSError as error:
         raise DataError(f"cannot read {str(files[0])!r}: {error}") from None
 
 
-def _open_numpy(files: list[Path], columns: ColumnsLike) -> Source:
+def _open_numpy(files: list[Path], columns: ColumnsLike, dtypes: Dtypes) -> Source:
     if len(files) > 1:
         raise DataError(f"{len(files)} NumPy files: give one .npz, or a dict of arrays")
     where = str(files[0])
@@ -302,4 +313,4 @@ def _open_numpy(files: list[Path], columns: ColumnsLike) -> Source:
         raise DataError(f"{where!r} is no readable NumPy file: {text}") from None
     except Exception as error:  # a broken zip has its own class
         raise DataError(f"{where!r} is no readable NumPy file: {error}") from None
-    return arrays_source(arrays, columns, where)
+    return arrays_source(arrays, columns, dtypes, where)
