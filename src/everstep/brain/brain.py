@@ -1,0 +1,825 @@
+"""The master's pure core: ``handle(event) -> list[Instruction]``.
+
+Theory. The state is the fold of the events; nothing here reads a clock, draws a number or waits. Three rules carry
+the exactly-once protocol:
+
+1. *Fencing.* A slot's incarnation grows with every process started for it. Whatever an older one says is answered
+   with ``Fenced`` and changes nothing. A shard's lease number grows with every grant; ``done`` counts only for the
+   current lease, and only if every ps acknowledged in its present life.
+2. *Nothing is lost.* A lease ends in exactly one of: done, returned, its worker lost, expired, or reopened because a
+   ps that acknowledged is dead. All but the first put the shard back at the head of TODO. An epoch begins only when
+   every shard of the one before is done (or set aside, named).
+3. *Everything may be said twice.* Members repeat themselves after each reconnect; a restart of the master changes
+   no member and no lease.
+
+The shell journals an event, calls ``handle``, waits until the event is durable, and only then lets anyone see an
+instruction. Instructions that matter carry the ``Decision`` behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import msgspec
+
+from everstep.brain.events import (
+    BrainEvent,
+    EndOfData,
+    Fenced,
+    FinishJob,
+    Granted,
+    InstructionType,
+    LeaseExpired,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    Note,
+    Ok,
+    PlanRegistered,
+    ProcessExited,
+    PublishPlacement,
+    Refused,
+    Registered,
+    ReleaseShards,
+    Reply,
+    RevokeLease,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StartProcess,
+    StopAsked,
+    StopProcess,
+    Wait,
+    Welcome,
+)
+from everstep.brain.job import Job, Phase
+from everstep.brain.members import Members, Node, Seat, set_state
+from everstep.brain.placement import acknowledged_by_all, first_placement, places_of, refreshed
+from everstep.brain.shards import RELEASE_BATCH, RELEASED_REMEMBERED, Dataset, Epoch, Held, Shards
+from everstep.ids import Incarnation, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import MemberState, Role
+from everstep.model.placement import Placement
+from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
+from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
+from everstep.policies.restarts import is_poison, may_restart
+
+SNAPSHOT_VERSION = 1
+STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
+DONE_REMEMBERED = 8  # leases that counted, by worker: a repeated report is answered Ok again
+WAIT_MIN_S = 0.05
+WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a second
+_SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
+
+_OK = Reply(Ok())
+_END = Reply(EndOfData())
+
+
+class State(msgspec.Struct, kw_only=True):
+    """All that the brain knows; a snapshot is this, encoded."""
+
+    version: int = SNAPSHOT_VERSION
+    job: Job = msgspec.field(default_factory=Job)
+    members: Members = msgspec.field(default_factory=Members)
+    shards: Shards = msgspec.field(default_factory=Shards)
+    placement: Placement | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)
+
+
+class Brain:
+    """See the top of this file. ``state`` is for reading; only ``handle`` changes it."""
+
+    __slots__ = ("_handlers", "job", "members", "shards", "state")
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = state if state is not None else State()
+        self.job = self.state.job
+        self.members = self.state.members
+        self.shards = self.state.shards
+        handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
+            MasterStarted: self._master_started,
+            NodeJoined: self._node_joined,
+            NodeLost: self._node_lost,
+            MemberJoined: self._member_joined,
+            MemberSilent: self._member_silent,
+            MemberHeard: self._member_heard,
+            ProcessExited: self._process_exited,
+            PlanRegistered: self._plan_registered,
+            ShardAsked: self._shard_asked,
+            ShardDone: self._shard_done,
+            ShardReturned: self._shard_returned,
+            LeaseExpired: self._lease_expired,
+            ScaleAsked: self._scale_asked,
+            StopAsked: self._stop_asked,
+        }
+        self._handlers = handlers
+
+    def __repr__(self) -> str:
+        s = self.shards
+        return (
+            f"<brain {self.job!r} {len(self.members.workers)} workers, {len(s.leases)} leases, {s.samples_done} done>"
+        )
+
+    # ------------------------------------------------------------ the contract
+
+    def handle(self, event: BrainEvent) -> list[InstructionType]:
+        """Take one event in; return what to do, a ``Reply`` (if any) first."""
+        return self._handlers[type(event)](event)
+
+    def snapshot(self) -> bytes:
+        return _encoder.encode(self.state)
+
+    @classmethod
+    def restore(cls, snapshot: bytes) -> Brain:
+        """The brain of ``snapshot()``. Raises ``msgspec.ValidationError`` on bytes that are none (of this version)."""
+        state = _decoder.decode(snapshot)
+        if state.version != SNAPSHOT_VERSION:
+            raise msgspec.ValidationError(f"snapshot version {state.version}, this everstep reads {SNAPSHOT_VERSION}")
+        return cls(state)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.state.placement
+
+    @property
+    def leases(self) -> dict[ShardKey, Held]:
+        """Current leases by shard; for reading."""
+        return self.shards.leases
+
+    def validate(self) -> None:
+        """Assert the invariants. One pass over everything: for tests, the simulator, and after a restart."""
+        self.shards.validate()
+        by_worker: dict[Slot, list[ShardKey]] = {}
+        for held in self.shards.leases.values():
+            by_worker.setdefault(held.worker, []).append(held.shard)
+            seat = self.members.workers.get(held.worker)
+            assert seat is not None, f"lease of worker:{held.worker}, who is nobody"
+            assert seat.member.incarnation == held.incarnation, f"lease {held.no} of a fenced process of {seat!r}"
+            assert seat.running, f"lease {held.no} of {seat!r}"
+            assert held.no >> LEASE_COUNTER_BITS <= self.job.master_incarnation, f"lease {held.no} of a later master"
+        for slot, seat in self.members.workers.items():
+            assert sorted(seat.held) == sorted(by_worker.get(slot, [])), f"{seat!r} and the leases disagree"
+            assert slot == seat.member.slot and seat.member.role is Role.WORKER
+        for slot, seat in self.members.servers.items():
+            assert slot == seat.member.slot and seat.member.role is Role.PS and not seat.held
+        placement = self.state.placement
+        if placement is not None:
+            known = {place.slot for place in placement.servers}
+            assert len(placement.owner) == self.job.spec.buckets and set(placement.owner) <= known
+
+    # ------------------------------------------------------------ master and nodes
+
+    def _master_started(self, e: MasterStarted) -> list[InstructionType]:
+        job = self.job
+        if e.incarnation <= job.master_incarnation:
+            return []
+        first = job.master_incarnation == 0
+        job.master_incarnation = e.incarnation
+        job.leases = 0
+        out: list[InstructionType] = []
+        if first:
+            job.spec = e.spec
+            job.started_at = e.at
+            job.workers_wanted = e.spec.workers
+            why = f"{e.spec.workers} workers, {e.spec.ps} ps, {e.spec.buckets} buckets"
+            out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
+        else:
+            job.master_failures += 1
+            inputs: dict[str, str | int | float | bool] = {
+                "incarnation": e.incarnation,
+                "leases": len(self.shards.leases),
+            }
+            out.append(
+                Note(
+                    "master",
+                    Decision(
+                        "restarted",
+                        "the last master ended; its journal was replayed",
+                        inputs,
+                        ("restart the members: they kept training and hold their leases",),
+                    ),
+                )
+            )
+        if job.over:
+            out.append(FinishJob(cast(int, job.exit_code), job.error))
+        return out
+
+    def _node_joined(self, e: NodeJoined) -> list[InstructionType]:
+        job, members = self.job, self.members
+        node = members.nodes.get(e.node)
+        out: list[InstructionType] = [_OK]
+        if node is None:
+            node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
+            if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
+                node.brought = e.worker_places
+                for slot in range(job.workers_wanted, job.workers_wanted + e.worker_places):
+                    members.homes[Slot(slot)] = e.node
+                job.workers_wanted += e.worker_places
+            places = e.worker_places if e.worker_places else "any number of"
+            out.append(Note(e.node, Decision("node joined", f"it has {places} places for workers", {"host": e.host})))
+        else:
+            if not node.alive:
+                out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
+            node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
+        runs: set[tuple[Role, Slot, Incarnation]] = set()
+        for role, slot, incarnation, pid in e.running:
+            seat = members.of(role).get(slot)
+            if seat is not None and incarnation > seat.member.incarnation:
+                out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+                seat = members.adopt(role, slot, incarnation, e.node, e.at)
+            if (
+                job.over
+                or seat is None
+                or incarnation < seat.member.incarnation
+                or not seat.running
+                or seat.member.node != e.node
+            ):
+                now = f"#{seat.member.incarnation} {seat.member.state}" if seat is not None else "nobody's"
+                why = Decision("stop", "the job is over" if job.over else f"it was replaced: the slot is {now}")
+                out.append(StopProcess(e.node, role, slot, incarnation, 0.0, why))
+                continue
+            runs.add((role, slot, incarnation))
+            seat.member.pid = pid or seat.member.pid
+        if job.over:
+            out.append(FinishJob(cast(int, job.exit_code), job.error))
+            return out
+        for seat in members.on(e.node):
+            member = seat.member
+            if not seat.running or (member.role, member.slot, member.incarnation) in runs:
+                continue
+            if member.state is MemberState.STARTING and not seat.stopping:
+                why = Decision("start", "it was ordered before, and its agent does not run it")
+                out.append(StartProcess(e.node, member.role, member.slot, member.incarnation, why))
+            else:
+                out += self._gone(seat, e.at, "its agent no longer runs it", {"node": e.node})
+                if job.over:
+                    return out
+        return out + self._fill(e.at)
+
+    def _node_lost(self, e: NodeLost) -> list[InstructionType]:
+        node = self.members.nodes.get(e.node)
+        if node is None or not node.alive:
+            return []
+        node.alive = False
+        if self.job.over:
+            return []
+        self.job.node_failures += 1
+        seats = [seat for seat in self.members.on(e.node) if seat.running]
+        out: list[InstructionType] = [
+            Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
+        ]
+        for seat in seats:
+            out += self._gone(seat, e.at, f"its node {e.node} was lost: {e.reason}", {"node": e.node}, node_lost=True)
+            if self.job.over:
+                return out
+        return out + self._fill(e.at)
+
+    def _fill(self, at: float) -> list[InstructionType]:
+        """Start a process in every slot that wants one and finds a place."""
+        if self.job.over:
+            return []
+        out: list[InstructionType] = []
+        for slot in map(Slot, range(self.job.spec.ps)):
+            seat = self.members.servers.get(slot)
+            if seat is None or seat.waiting:
+                out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps"))
+        for slot in map(Slot, range(self.job.workers_wanted)):
+            seat = self.members.workers.get(slot)
+            if seat is None or seat.waiting:
+                out += self._start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"))
+        return out
+
+    def _start(self, role: Role, slot: Slot, at: float, why: Decision) -> list[InstructionType]:
+        """Start a new process in this slot, or let the slot wait for a node with a place."""
+        members = self.members
+        rooms = members.rooms(role)
+        home = members.homes.get(slot) if role is Role.WORKER else None
+        node = choose_worker_node(rooms, home) if role is Role.WORKER else choose_ps_node(rooms)
+        seat = members.of(role).get(slot)
+        if node is None:
+            if seat is None or seat.waiting:
+                return []
+            seat.waiting = True
+            return [Note(str(seat.member.key), Decision("waiting", "no node has a free place for it", {"slot": slot}))]
+        seat = members.fill(role, slot, node, at)
+        return [StartProcess(node, role, slot, seat.member.incarnation, why)]
+
+    # ------------------------------------------------------------ members
+
+    def _member_joined(self, e: MemberJoined) -> list[InstructionType]:
+        members, job = self.members, self.job
+        seat = members.of(e.role).get(e.slot)
+        if seat is None:
+            return [Reply(Fenced(f"{e.role}:{e.slot} is not a member of this job"))]
+        out: list[InstructionType] = []
+        if e.incarnation > seat.member.incarnation:
+            out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+            seat = members.adopt(e.role, e.slot, e.incarnation, e.node, e.at)
+        member = seat.member
+        if e.incarnation < member.incarnation or not seat.running:
+            return [_fenced(e.role, e.slot, e.incarnation, seat)]
+        new = member.state is MemberState.STARTING
+        set_state(seat, MemberState.ALIVE, e.at)
+        member.pid, member.node = e.pid, e.node
+        moved = e.address is not None and e.address != member.address
+        member.address = e.address if e.address is not None else member.address
+        if e.role is Role.PS:
+            out += self._place(seat, moved or new, e.at)
+        revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
+        if new:
+            out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", {"pid": e.pid})))
+        welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, self.state.placement, revoked))]
+        if e.role is Role.PS and self.shards.released:
+            out.append(ReleaseShards(tuple(self.shards.released[-RELEASED_REMEMBERED:])))
+        return welcome + out
+
+    def _confirm(self, seat: Seat, lease: Lease) -> bool:
+        """Whether this lease, which the worker says it holds, is its own (from now on)."""
+        held = self.shards.leases.get(lease.shard)
+        member = seat.member
+        if held is not None:
+            return held.no == lease.no and held.worker == member.slot and held.incarnation == member.incarnation
+        if member.role is not Role.WORKER or self.job.over or not self.shards.can_adopt(lease):
+            return False
+        master, counter = lease.no >> LEASE_COUNTER_BITS, lease.no & ((1 << LEASE_COUNTER_BITS) - 1)
+        if master > self.job.master_incarnation:
+            return False
+        if master == self.job.master_incarnation:
+            self.job.leases = max(self.job.leases, counter)
+        self.shards.adopt(lease, member.slot, member.incarnation)
+        seat.held.append(lease.shard)
+        return True
+
+    def _place(self, seat: Seat, changed: bool, at: float) -> list[InstructionType]:
+        """A ps said hello: make the first map once all have, or tell of its new life."""
+        servers = [s.member for s in self.members.servers.values() if s.running and s.member.address is not None]
+        old = self.state.placement
+        if old is None:
+            missing = [
+                slot
+                for slot in map(Slot, range(self.job.spec.ps))
+                if (s := self.members.servers.get(slot)) is None
+                or s.member.state is MemberState.STARTING
+                or not s.running
+                or s.member.address is None
+            ]
+            if missing:
+                return []
+            placement = first_placement(self.job.spec.buckets, servers)
+            why = Decision(
+                "place buckets", f"all {len(servers)} ps have joined; bucket b goes to ps b mod {len(servers)}"
+            )
+            if self.job.phase is Phase.STARTING:
+                self.job.phase = Phase.TRAINING
+        else:
+            if not changed or places_of(servers) == old.servers:
+                return []
+            placement = refreshed(old, servers)
+            why = Decision("publish the map again", f"{seat.member.key} is at a new address or in a new life")
+        self.state.placement = placement
+        return [PublishPlacement(placement, why)]
+
+    def _member_silent(self, e: MemberSilent) -> list[InstructionType]:
+        seat = self.members.current(e.role, e.slot, e.incarnation)
+        if seat is None or self.job.over:
+            return []
+        if not e.lost:
+            if seat.member.state is not MemberState.ALIVE:
+                return []
+            set_state(seat, MemberState.SUSPECT, e.at)
+            reason = f"no heartbeat for {e.silent_s:.1f} s"
+            inputs: dict[str, str | int | float | bool] = {"silent_s": round(e.silent_s, 3)}
+            rejected = (f"replace it now: it may only be slow (lost after {self.job.spec.lost_after_s:g} s)",)
+            return [Note(str(seat.member.key), Decision("suspect", reason, inputs, rejected))]
+        member = seat.member
+        reason = f"no heartbeat for {e.silent_s:.1f} s"
+        stop = StopProcess(
+            member.node,
+            member.role,
+            member.slot,
+            member.incarnation,
+            0.0,
+            Decision("stop", f"it was declared lost ({reason}); it must not come back to life"),
+        )
+        return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)})]
+
+    def _member_heard(self, e: MemberHeard) -> list[InstructionType]:
+        seat = self.members.current(e.role, e.slot, e.incarnation)
+        if seat is None or seat.member.state is not MemberState.SUSPECT:
+            return []
+        silent_s = e.at - seat.member.since
+        set_state(seat, MemberState.ALIVE, e.at)
+        return [Note(str(seat.member.key), Decision("heard again", f"{silent_s:.1f} s after it was suspected"))]
+
+    def _process_exited(self, e: ProcessExited) -> list[InstructionType]:
+        seat = self.members.current(e.role, e.slot, e.incarnation)
+        if seat is None:
+            return [_OK]  # an older life, or said before: its end is known
+        if self.job.over:
+            set_state(seat, MemberState.LEFT, e.at)
+            return [_OK, *self._drop_leases(seat, e.at, "")]
+        reason = exit_words(e.status)
+        inputs: dict[str, str | int | float | bool] = {"exit_status": e.status}
+        if e.error:
+            inputs["error"] = e.error
+        if e.role is Role.PS:
+            return [_OK, *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs)]
+        if e.status == 0 and not seat.stopping:
+            out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
+            set_state(seat, MemberState.LEFT, e.at)
+            seat.finished, seat.streak = True, 0
+            out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
+            return out + self._finish_if_all_left()
+        if e.error and not seat.stopping:
+            set_state(seat, MemberState.LEFT, e.at)
+            out = [_OK, *self._drop_leases(seat, e.at, "its script failed")]
+            why = Decision("fail the job", "the script raised an error", inputs, ("restart it: it would raise again",))
+            out.append(Note(str(seat.member.key), why))
+            return [*out, self._fail(1, f"the script failed in {seat.member.key}: {e.error}")]
+        return [_OK, *self._gone(seat, e.at, reason, inputs)]
+
+    def _gone(
+        self,
+        seat: Seat,
+        at: float,
+        reason: str,
+        inputs: dict[str, str | int | float | bool],
+        node_lost: bool = False,
+    ) -> list[InstructionType]:
+        """A process is no more, or counts as such. Take its leases back and fill the slot again."""
+        if seat.member.role is Role.PS:
+            return self._ps_gone(seat, at, reason, inputs)
+        member = seat.member
+        if seat.stopping:
+            return self._stopped(seat, at)
+        self.job.worker_failures += 1
+        seat.losses += 1
+        if not node_lost:
+            seat.streak += 1
+        blamed = seat.held[0] if seat.held and not node_lost else None
+        inputs = {**inputs, "incarnation": member.incarnation}
+        if seat.held:
+            inputs["shards"] = ", ".join(self.shards.name(key) for key in seat.held)
+        set_state(seat, MemberState.LOST, at)
+        out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
+        out += self._drop_leases(seat, at, f"{member.key} was lost")
+        if blamed is not None:
+            out += self._blame(blamed, member.key)
+            if self.job.over:
+                return out
+        if not may_restart(seat.streak, self.job.spec.max_restarts):
+            error = (
+                f"{member.key} was lost {seat.streak} times in a row without finishing a shard (last: {reason}); "
+                f"gave up after max_restarts={self.job.spec.max_restarts}: see logs/worker-{member.slot}.log"
+            )
+            return [*out, self._fail(4, error)]
+        why = Decision(
+            "restart",
+            f"it was lost: {reason}",
+            {**inputs, "in_a_row": seat.streak, "max_restarts": self.job.spec.max_restarts},
+            ("go on without it: its share of the machine would idle", "wait for it: it is fenced and cannot count"),
+        )
+        if member.slot < self.job.workers_wanted:
+            out += self._start(Role.WORKER, member.slot, at, why)
+        return out + self._finish_if_all_left()
+
+    def _stopped(self, seat: Seat, at: float) -> list[InstructionType]:
+        """A worker that was asked to leave has left; how it ended does not matter."""
+        out = self._drop_leases(seat, at, "its worker was scaled in")
+        set_state(seat, MemberState.LEFT, at)
+        seat.stopping = False
+        out.append(Note(str(seat.member.key), Decision("left", "scaled in")))
+        if seat.member.slot < self.job.workers_wanted:
+            why = Decision("start", "the job was scaled out again while it was leaving")
+            return out + self._start(Role.WORKER, seat.member.slot, at, why)
+        return out + self._finish_if_all_left()
+
+    def _ps_gone(
+        self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool]
+    ) -> list[InstructionType]:
+        """Without protection the loss of a ps is the end, unless it held nothing yet."""
+        job, member, placement = self.job, seat.member, self.state.placement
+        set_state(seat, MemberState.LOST, at)
+        job.ps_failures += 1
+        seat.losses += 1
+        seat.streak += 1
+        out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
+        if placement is None:
+            if "error" not in inputs and may_restart(seat.streak, min(3, job.spec.max_restarts)):
+                why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
+                return out + self._start(Role.PS, member.slot, at, why)
+            return [*out, self._fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
+        lost = len(placement.owned_by(member.slot))
+        error = (
+            f"{member.key} was lost ({reason}) and with it {lost} of {placement.buckets} buckets, which nothing "
+            "protects; trust nothing of the run directory beyond the last export"
+        )
+        why = Decision(
+            "fail the job", error, {**inputs, "buckets_lost": lost}, ("go on without its rows: results would be wrong",)
+        )
+        return [*out, Note(str(member.key), why), self._fail(4, error)]
+
+    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+        """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
+        out: list[InstructionType] = []
+        positions: dict[int, int] = {}
+        for key in seat.held:
+            number = split_key(key)[0]
+            position = positions.get(number, 0)
+            positions[number] = position + 1
+            held = self.shards.take_back(key, position)
+            if reason:
+                out.append(self._returned_note(seat, held, reason))
+        seat.held = []
+        seat.granted = {}
+        return out
+
+    def _returned_note(self, seat: Seat, held: Held, reason: str) -> Note:
+        inputs: dict[str, str | int | float | bool] = {
+            "shard": self.shards.name(held.shard),
+            "lease": held.no,
+            "start": held.start,
+            "stop": held.stop,
+        }
+        return Note(
+            str(seat.member.key), Decision("shard returned", f"{self.shards.name(held.shard)}: {reason}", inputs)
+        )
+
+    def _blame(self, key: ShardKey, member: object) -> list[InstructionType]:
+        """A worker was lost while it worked on this shard: count, and set the shard aside at the limit."""
+        shards, spec = self.shards, self.job.spec
+        count = shards.kills[key] = shards.kills.get(key, 0) + 1
+        if not is_poison(count, spec.quarantine_after):
+            return []
+        number, _, index = split_key(key)
+        start, stop = shards.datasets[number].plan.bounds(index)
+        name = shards.name(key)
+        words = (
+            f"{name} (samples {start}..{stop - 1} of the epoch's order) cost {count} workers in a row, last {member}"
+        )
+        finished = shards.quarantine(key, words)
+        why = Decision(
+            "set the shard aside",
+            words,
+            {"shard": name, "start": start, "stop": stop, "workers_lost": count},
+            ("hand it out again: the next worker would most likely be lost too",),
+        )
+        out: list[InstructionType] = [Note("", why)]
+        if not spec.skip_quarantined:
+            error = f"{words}; look at these rows, or allow to skip them with skip_quarantined: true"
+            return [*out, self._fail(1, error)]
+        return out + (self._epoch_finished(key) if finished else [])
+
+    # ------------------------------------------------------------ shards
+
+    def _plan_registered(self, e: PlanRegistered) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        plan, shards = e.plan, self.shards
+        known = shards.find(plan.name)
+        if known is not None:
+            for field in ("samples", "shard_samples", "seed", "fingerprint"):
+                ours, its = getattr(known.plan, field), getattr(plan, field)
+                if ours != its:
+                    error = f"dataset '{plan.name}': {field} is {its!r} in worker:{e.worker}, but {ours!r} in the job"
+                    return [Reply(Refused(f"{error}; every worker must read the same data"))]
+            return [Reply(Registered(known.number))]
+        if plan.samples <= 0 or plan.shard_samples <= 0:
+            return [
+                Reply(Refused(f"dataset '{plan.name}' has {plan.samples} samples in shards of {plan.shard_samples}"))
+            ]
+        if plan.shards >= 1 << 32 or len(shards.datasets) >= (1 << 10) - 1:
+            return [Reply(Refused(f"dataset '{plan.name}': {plan.shards} shards, or too many datasets (1023 a job)"))]
+        dataset = shards.register(plan)
+        inputs: dict[str, str | int | float | bool] = {"samples": plan.samples, "shard_samples": plan.shard_samples}
+        why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
+        return [Reply(Registered(dataset.number)), Note(f"worker:{e.worker}", why)]
+
+    def _shard_asked(self, e: ShardAsked) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        shards = self.shards
+        number = e.dataset
+        if not 0 <= number < len(shards.datasets):
+            return [Reply(Refused(f"dataset {number} is not registered"))]
+        granted = seat.granted.get(number)
+        if granted is not None and (key := granted.get(e.ask)) is not None:
+            return [Reply(Granted(shards.leases[key].lease))]
+        newest = seat.asked.get(number, -1)
+        if e.ask < newest or seat.settled.get(number) == e.ask:
+            return [self._wait()]  # an old copy of a request whose answer has arrived: nobody listens
+        seat.asked[number] = e.ask
+        dataset = shards.datasets[number]
+        dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
+        if dataset.current >= e.until_epoch:
+            return [_END]
+        if seat.stopping or self.job.over:
+            return [self._wait()]
+        epoch = dataset.open_epoch()
+        index = shards.next_index(epoch)
+        if index is None:
+            return [self._wait()]
+        self.job.leases += 1
+        no = lease_no(self.job.master_incarnation, self.job.leases)
+        held = shards.grant(dataset, epoch, index, no, e.worker, e.incarnation, e.ask)
+        seat.held.append(held.shard)
+        if granted is None:
+            seat.granted[number] = {e.ask: held.shard}
+        else:
+            granted[e.ask] = held.shard
+        return [Reply(Granted(held.lease))]
+
+    def _wait(self) -> Reply:
+        return Reply(Wait(max(WAIT_MIN_S, len(self.members.workers) / WAIT_WORKERS_PER_S)))
+
+    def _held_by(self, seat: Seat, key: ShardKey, lease: int) -> Held | None:
+        held = self.shards.leases.get(key)
+        if held is None or held.no != lease or held.worker != seat.member.slot:
+            return None
+        return held
+
+    def _release_hold(self, seat: Seat, held: Held, settled: bool) -> None:
+        """Take the lease out of the worker's books. ``settled``: by the worker itself, so it had the answer."""
+        seat.held.remove(held.shard)
+        granted = seat.granted.get(held.dataset)
+        if granted is not None:
+            granted.pop(held.ask, None)
+        if settled and held.ask >= 0:
+            seat.settled[held.dataset] = max(held.ask, seat.settled.get(held.dataset, -1))
+
+    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        held = self._held_by(seat, e.shard, e.lease)
+        if held is None:
+            if e.lease in seat.done:
+                return [_OK]
+            return [Reply(Refused(f"lease {e.lease} of {self.shards.name(e.shard)} is not current"))]
+        placement = self.state.placement
+        dead = acknowledged_by_all(placement, e.servers) if placement is not None else "no ps has joined"
+        if dead:
+            self._release_hold(seat, held, settled=True)
+            self.shards.take_back(e.shard, 0)
+            return [Reply(Refused(f"reopened: {dead}")), self._returned_note(seat, held, dead)]
+        self._release_hold(seat, held, settled=True)
+        seat.done.append(held.no)
+        if len(seat.done) > DONE_REMEMBERED:
+            del seat.done[0]
+        seat.streak = 0
+        skipped = sum(hi - lo for lo, hi in e.skipped)
+        finished = self.shards.done(e.shard, skipped)
+        out: list[InstructionType] = [_OK]
+        if skipped:
+            ranges = ", ".join(f"{lo}..{hi - 1}" for lo, hi in e.skipped)
+            words = f"{self.shards.name(e.shard)}: samples {ranges} gave gradients that are not finite"
+            why = Decision("samples skipped", words, {"samples": skipped, "policy": self.job.spec.nonfinite})
+            out.append(Note(str(seat.member.key), why))
+        if finished:
+            out += self._epoch_finished(e.shard)
+        elif keys := self.shards.release_due(RELEASE_BATCH):
+            out.append(ReleaseShards(keys))
+        return out
+
+    def _epoch_finished(self, key: ShardKey) -> list[InstructionType]:
+        out: list[InstructionType] = []
+        if keys := self.shards.release_due(1):
+            out.append(ReleaseShards(keys))
+        number, number_epoch, _ = split_key(key)
+        dataset: Dataset = self.shards.datasets[number]
+        epoch: Epoch = dataset.epochs[number_epoch]
+        words = f"'{dataset.plan.name}' epoch {number_epoch}: all {epoch.shards} shards are done"
+        if epoch.quarantined:
+            aside = len(epoch.quarantined)
+            words = f"'{dataset.plan.name}' epoch {number_epoch}: {epoch.done} shards done, {aside} set aside"
+        inputs: dict[str, str | int | float | bool] = {"samples": epoch.samples_done, "shards": epoch.done}
+        out.append(Note("", Decision("epoch finished", words, inputs)))
+        return out
+
+    def _shard_returned(self, e: ShardReturned) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        held = self._held_by(seat, e.shard, e.lease)
+        if held is None:
+            return [_OK]
+        self._release_hold(seat, held, settled=True)
+        self.shards.take_back(e.shard, 0)
+        return [_OK, self._returned_note(seat, held, e.reason or "given back")]
+
+    def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
+        held = self.shards.leases.get(e.shard)
+        if held is None or held.no != e.lease or self.job.over:
+            return []
+        seat = self.members.workers[held.worker]
+        self._release_hold(seat, held, settled=False)
+        self.shards.take_back(e.shard, 0)
+        why = Decision(
+            "revoke the lease",
+            f"no progress on {self.shards.name(e.shard)} for {e.idle_s:.0f} s",
+            {"idle_s": round(e.idle_s, 3), "lease_s": self.job.spec.lease_s, "lease": held.no},
+            ("replace the worker: it still sends heartbeats",),
+        )
+        return [
+            RevokeLease(seat.member.key, held.no, why),
+            self._returned_note(seat, held, f"no progress for {e.idle_s:.0f} s"),
+        ]
+
+    # ------------------------------------------------------------ commands and the end
+
+    def _scale_asked(self, e: ScaleAsked) -> list[InstructionType]:
+        job, workers = self.job, self.members.workers
+        if job.over:
+            return [Reply(Refused("the job is over"))]
+        if e.role is not Role.WORKER:
+            return [Reply(Refused(f"not yet: only the number of workers can change while a job runs, not of {e.role}"))]
+        if not 1 <= e.count <= 100_000:
+            return [Reply(Refused(f"{e.count} workers: must be at least 1"))]
+        old, job.workers_wanted = job.workers_wanted, e.count
+        out: list[InstructionType] = [_OK]
+        if e.count != old:
+            inputs: dict[str, str | int | float | bool] = {"from": old, "to": e.count}
+            out.append(Note("", Decision("scale workers", f"asked for {e.count} instead of {old}", inputs)))
+        for slot in map(Slot, range(e.count, old)):
+            seat = workers.get(slot)
+            if seat is None:
+                continue
+            seat.waiting = False
+            if not seat.running or seat.stopping:
+                continue
+            seat.stopping = True
+            m = seat.member
+            why = Decision("stop", f"scaled in to {e.count} workers; the highest slots leave", {"to": e.count})
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
+        for slot in map(Slot, range(old, e.count)):
+            seat = workers.get(slot)
+            if seat is None or (not seat.running and not seat.finished):
+                if seat is not None:
+                    seat.waiting = True
+                why = Decision("start", f"scaled out to {e.count} workers", {"to": e.count})
+                out += self._start(Role.WORKER, slot, e.at, why)
+        return out
+
+    def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
+        if self.job.over:
+            return [_OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
+        why = Decision("stop the job", e.reason)
+        return [_OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def _finish_if_all_left(self) -> list[InstructionType]:
+        """The job is done when every script ran to its end and nobody is left who could still train."""
+        seats = self.members.workers.values()
+        if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
+            return []
+        if not any(dataset.epochs_known for dataset in self.shards.datasets):
+            error = "the script ended without taking a batch from job.steps(...): nothing was trained"
+            return [self._fail(1, error)]
+        why = Decision("finish the job", "every worker's script ran to its end", {"samples": self.shards.samples_done})
+        return [Note("", why), self.job.finish(Phase.DONE, 0, "")]
+
+    def _fail(self, exit_code: int, error: str) -> FinishJob:
+        return self.job.finish(Phase.FAILED, exit_code, error)
+
+    def _fence(self, worker: Slot, incarnation: Incarnation) -> Reply:
+        seat = self.members.workers.get(worker)
+        if seat is None:
+            return Reply(Fenced(f"worker:{worker} is not a member of this job"))
+        return _fenced(Role.WORKER, worker, incarnation, seat)
+
+    def doing(self) -> Iterator[Held]:
+        """Current leases, for a display."""
+        yield from self.shards.leases.values()
+
+
+def _fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: Seat) -> Reply:
+    now = seat.member
+    return Reply(Fenced(f"{role}:{slot} #{incarnation} was replaced (the slot is #{now.incarnation}, {now.state})"))
+
+
+def exit_words(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    return f"it was killed by {_SIGNALS.get(-status, f'signal {-status}')}"
+
+
+__all__ = ["Brain", "State", "exit_words"]

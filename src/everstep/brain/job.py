@@ -1,0 +1,49 @@
+"""The job as a whole: its phase and its counters."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everstep.brain.events import FinishJob
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    TRAINING = "training"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """``workers_wanted``: worker slots 0..n-1 should be filled. ``leases``: counter of this master's lease numbers."""
+
+    spec: JobSpec = JobSpec()
+    master_incarnation: Incarnation = Incarnation(0)
+    leases: int = 0
+    phase: Phase = Phase.STARTING
+    exit_code: int | None = None
+    error: str = ""
+    started_at: float = 0.0
+    workers_wanted: int = 0
+    worker_failures: int = 0
+    ps_failures: int = 0
+    master_failures: int = 0
+    node_failures: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.exit_code is not None
+
+    def finish(self, phase: Phase, exit_code: int, error: str) -> FinishJob:
+        """End the job; the first end stands."""
+        if self.exit_code is None:
+            self.phase, self.exit_code, self.error = phase, exit_code, error
+        return FinishJob(self.exit_code, self.error)
+
+    def __repr__(self) -> str:
+        return f"<job {self.spec.name} {self.phase} master #{self.master_incarnation} wants {self.workers_wanted}>"

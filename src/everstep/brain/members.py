@@ -1,0 +1,124 @@
+"""Nodes and the slots of workers and ps: who fills which, in which life, and what should run where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.member import Member, MemberState, Role
+from everstep.policies.places import Room
+
+RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
+
+
+class Node(msgspec.Struct):
+    """A machine with an agent. ``brought``: worker slots that this node added to the job when it joined."""
+
+    node: NodeId
+    host: str
+    worker_places: int
+    ps_places: int
+    alive: bool = True
+    brought: int = 0
+
+
+class Seat(msgspec.Struct):
+    """One slot of a role and the process that fills it (or filled it last).
+
+    ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
+    ``stopping``: being ended on purpose. ``finished``: its script ran to its end. ``waiting``: no node has a place.
+    Workers only: ``held``: its shards, oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard
+    of those that are current, by dataset; ``done``: its newest leases that counted (bounded).
+    """
+
+    member: Member
+    losses: int = 0
+    streak: int = 0
+    stopping: bool = False
+    finished: bool = False
+    waiting: bool = False
+    held: list[ShardKey] = []
+    asked: dict[int, int] = {}
+    granted: dict[int, dict[int, ShardKey]] = {}
+    settled: dict[int, int] = {}
+    done: list[LeaseNo] = []
+
+    @property
+    def running(self) -> bool:
+        return self.member.state in RUNNING
+
+    def __repr__(self) -> str:
+        return f"<seat {self.member!r} holds {len(self.held)} losses={self.losses} streak={self.streak}>"
+
+
+class Members(msgspec.Struct):
+    """Everyone that is or was part of the job. ``homes``: the node that brought a worker slot along."""
+
+    nodes: dict[NodeId, Node] = {}
+    workers: dict[Slot, Seat] = {}
+    servers: dict[Slot, Seat] = {}
+    homes: dict[Slot, NodeId] = {}
+
+    def of(self, role: Role) -> dict[Slot, Seat]:
+        return self.workers if role is Role.WORKER else self.servers
+
+    def all(self) -> Iterator[Seat]:
+        yield from self.workers.values()
+        yield from self.servers.values()
+
+    def on(self, node: NodeId) -> list[Seat]:
+        return [seat for seat in self.all() if seat.member.node == node]
+
+    def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+        """The seat, if this very process fills it and was not declared dead; else None: it is fenced."""
+        seat = self.of(role).get(slot)
+        if seat is None or seat.member.incarnation != incarnation or seat.member.state not in RUNNING:
+            return None
+        return seat
+
+    def rooms(self, role: Role) -> list[Room]:
+        """What each living node can still take of this role."""
+        used: dict[NodeId, int] = {}
+        for seat in self.of(role).values():
+            if seat.running:
+                used[seat.member.node] = used.get(seat.member.node, 0) + 1
+        return [
+            Room(n.node, n.worker_places if role is Role.WORKER else n.ps_places, used.get(n.node, 0))
+            for n in self.nodes.values()
+            if n.alive
+        ]
+
+    def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> Seat:
+        """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
+        seat = self.of(role).get(slot)
+        if seat is None:
+            member = Member(role=role, slot=slot, incarnation=Incarnation(1), node=node, since=at)
+            seat = Seat(member)
+            self.of(role)[slot] = seat
+            return seat
+        seat.member = Member(
+            role=role, slot=slot, incarnation=Incarnation(seat.member.incarnation + 1), node=node, since=at
+        )
+        seat.stopping = seat.finished = seat.waiting = False
+        seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
+        return seat
+
+    def adopt(self, role: Role, slot: Slot, incarnation: Incarnation, node: NodeId, at: float) -> Seat:
+        """A process of a later life than known (its start was lost with an unsynced journal tail): it is the one."""
+        seat = self.of(role).get(slot)
+        member = Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at)
+        if seat is None:
+            seat = self.of(role)[slot] = Seat(member)
+        else:
+            seat.member = member
+            seat.stopping = seat.finished = seat.waiting = False
+            seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
+        return seat
+
+
+def set_state(seat: Seat, state: MemberState, at: float) -> None:
+    if seat.member.state is not state:
+        seat.member.state = state
+        seat.member.since = at

@@ -1,0 +1,183 @@
+"""Who is silent, and which lease makes no progress: soft state from heartbeats, never journaled.
+
+The watch turns time into events (``MemberSilent``, ``MemberHeard``, ``NodeLost``, ``LeaseExpired``); only these
+events change the brain. Pure: every call is told the time. Three cautions keep it from killing the living:
+
+- *Grace.* Whoever the watch has just come to know (a joiner, everybody after a restart of the master) counts as heard
+  at that moment.
+- *Own pauses.* If the time since the last tick is much longer than ticks are apart, the master itself was stopped, or
+  the clock jumped: heartbeats may lie unread in its sockets. Everybody's silence restarts then.
+- *A silent agent* is no lost node while a member on the node is heard.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import LeaseExpired, MemberHeard, MemberSilent, NodeLost
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey
+from everstep.model.member import MemberKey, MemberState
+
+WatchEvent = MemberSilent | MemberHeard | NodeLost | LeaseExpired
+
+TICK_S = 0.25  # how often the shell ticks
+PAUSE_S = 1.5  # ticks farther apart than this: the time was lost by us, not by them
+
+
+class _Ear(msgspec.Struct):
+    """What was heard of one member: ``at`` last, ``suspect``/``lost`` once told."""
+
+    incarnation: Incarnation
+    node: NodeId
+    at: float
+    suspect: bool = False
+    lost: bool = False
+
+
+class _Progress(msgspec.Struct):
+    shard: ShardKey
+    position: int
+    at: float
+
+
+class Watch:
+    """``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick`` at 4 Hz."""
+
+    __slots__ = ("_leases", "_members", "_nodes", "_ticked", "spec")
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self._members: dict[MemberKey, _Ear] = {}
+        self._nodes: dict[NodeId, _Ear] = {}
+        self._leases: dict[LeaseNo, _Progress] = {}
+        self._ticked: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<watch {len(self._members)} members {len(self._nodes)} nodes {len(self._leases)} leases>"
+
+    # ------------------------------------------------------------ inputs
+
+    def heard(
+        self,
+        key: MemberKey,
+        incarnation: Incarnation,
+        at: float,
+        progress: tuple[tuple[LeaseNo, int], ...] = (),
+        node: NodeId | None = None,
+    ) -> list[MemberHeard]:
+        """A sign of life at time ``at``; ``progress``: next position by lease. Returns word of a suspect's return."""
+        ear = self._members.get(key)
+        out: list[MemberHeard] = []
+        if ear is None or incarnation > ear.incarnation:
+            self._members[key] = _Ear(incarnation, node or NodeId(""), at)
+        elif incarnation == ear.incarnation and not ear.lost:
+            ear.at = max(ear.at, at)
+            if node:
+                ear.node = node
+            if ear.suspect:
+                ear.suspect = False
+                out.append(MemberHeard(at, key.role, key.slot, incarnation))
+        for no, position in progress:
+            known = self._leases.get(no)
+            if known is not None and position != known.position:
+                known.position, known.at = position, at
+        return out
+
+    def node_heard(self, node: NodeId, at: float) -> None:
+        """The node's agent gave a sign of life."""
+        ear = self._nodes.get(node)
+        if ear is None or ear.lost:
+            self._nodes[node] = _Ear(Incarnation(0), node, at)
+        else:
+            ear.at = max(ear.at, at)
+
+    def granted(self, no: LeaseNo, shard: ShardKey, start: int, at: float) -> None:
+        """A lease begins; its clock runs from ``at``."""
+        self._leases.setdefault(no, _Progress(shard, start, at))
+
+    def ended(self, no: LeaseNo) -> None:
+        """A lease is over (done, returned, revoked)."""
+        self._leases.pop(no, None)
+
+    def forget(self, key: MemberKey, incarnation: Incarnation | None = None) -> None:
+        """This process is known to be gone (any incarnation if None)."""
+        ear = self._members.get(key)
+        if ear is not None and (incarnation is None or ear.incarnation <= incarnation):
+            del self._members[key]
+
+    def look(self, brain: Brain, at: float) -> None:
+        """Follow the brain's books: forget who is gone, start the clock of members, nodes and leases not known yet.
+        After a restart of the master this is the grace period."""
+        known: set[MemberKey] = set()
+        for seat in brain.members.all():
+            member = seat.member
+            if member.state not in (MemberState.ALIVE, MemberState.SUSPECT):
+                continue
+            key = member.key
+            known.add(key)
+            ear = self._members.get(key)
+            if ear is None or ear.incarnation < member.incarnation:
+                suspect = member.state is MemberState.SUSPECT
+                self._members[key] = _Ear(member.incarnation, member.node, at, suspect=suspect)
+            else:
+                ear.node = member.node
+        for key in [key for key in self._members if key not in known]:
+            del self._members[key]
+        for node in brain.members.nodes.values():
+            if not node.alive:
+                self._nodes.pop(node.node, None)
+            elif node.node not in self._nodes:
+                self._nodes[node.node] = _Ear(Incarnation(0), node.node, at)
+        current: set[LeaseNo] = set()
+        for held in brain.leases.values():
+            current.add(held.no)
+            if held.no not in self._leases:
+                self._leases[held.no] = _Progress(held.shard, held.start, at)
+        if len(current) != len(self._leases):
+            for no in [no for no in self._leases if no not in current]:
+                del self._leases[no]
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, at: float) -> list[WatchEvent]:
+        """What the silence up to ``at`` means. Each thing is said once."""
+        last, self._ticked = self._ticked, at
+        if last is not None and not 0 <= at - last <= PAUSE_S:
+            self._forgive(at)
+            return []
+        out: list[WatchEvent] = []
+        suspect_s, lost_s = self.spec.suspect_after_s, self.spec.lost_after_s
+        heard_on: set[NodeId] = set()
+        for key, ear in self._members.items():
+            silent_s = at - ear.at
+            if silent_s < suspect_s:
+                heard_on.add(ear.node)
+            elif silent_s >= lost_s:
+                if not ear.lost:
+                    ear.lost = True
+                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, True))
+            elif not ear.suspect and not ear.lost:
+                ear.suspect = True
+                out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, False))
+        lost_nodes: list[WatchEvent] = []
+        for node, ear in self._nodes.items():
+            silent_s = at - ear.at
+            if silent_s >= lost_s and not ear.lost and node not in heard_on:
+                ear.lost = True
+                lost_nodes.append(NodeLost(at, node, f"no heartbeat of its agent or members for {silent_s:.1f} s"))
+        for no, lease in self._leases.items():
+            idle_s = at - lease.at
+            if idle_s >= self.spec.lease_s:
+                lease.at = at  # said again after another lease_s, should the brain not have taken it
+                out.append(LeaseExpired(at, lease.shard, no, idle_s))
+        return lost_nodes + out  # the node first: its members are then known to be lost with it
+
+    def _forgive(self, at: float) -> None:
+        for ear in self._members.values():
+            ear.at = at
+        for ear in self._nodes.values():
+            ear.at = at
+        for lease in self._leases.values():
+            lease.at = at
