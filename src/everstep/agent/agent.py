@@ -95,7 +95,8 @@ class Running(msgspec.Struct):
 class Agent:
     """``run`` returns when the job is over and every process that this agent started has ended.
 
-    ``connect(hello, on_order, beat)`` makes the control connection. ``say(text)`` shows a line to people."""
+    ``connect(agent)`` makes the control connection. ``say(text)`` shows a line to people. ``prepare`` fills the run
+    directory (secret, job.json) while the template already starts."""
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class Agent:
         host: str = "",
         worker_places: int = 0,
         ps_places: int = 0,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self.run_dir = run_dir.resolve()
@@ -119,6 +121,7 @@ class Agent:
         self.client: Control | None = None
         self.outcome: Outcome | None = None
         self._connect = connect
+        self._prepare = prepare
         self._say = say
         self._keeps_master = keeps_master
         self._script = Path(spec.script).resolve()
@@ -155,9 +158,10 @@ class Agent:
         self._watch_parent()
         old_handlers = self._take_signals()
         try:
+            self._start_template()  # first: its imports take longest
+            self._prepare()
             if self._keeps_master:
                 self._start_master()
-            self._start_template()
             self.client = self._connect(self)
             reporter.start()
             while not self._finished():

@@ -1,0 +1,193 @@
+"""``everstep``: the command line. Every verb imports what it needs when it is called, so that all start fast.
+
+A mistake ends in one line on stderr and an exit code (see ``everstep.errors``); EVERSTEP_DEBUG=1 shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import everstep
+from everstep.errors import EverstepError
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(everstep.__version__, prog_name="everstep", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Training that never loses a step."""
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("--workers", type=int, help="Worker processes (default 1).")
+@click.option("--ps", type=int, help="Parameter servers (default 1).")
+@click.option("--consistency", help="async: workers never wait for each other.")
+@click.option("--seed", type=int, help="Seed of data order, rows and model (default 0).")
+@click.option("--run-dir", help="Where the run keeps everything (default runs/NAME-DATE-TIME).")
+@click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")
+@click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
+@click.option("--name", help="Name of the job.")
+@click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
+@click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] SCRIPT [ARGS]...")
+def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags: Any) -> None:
+    """Train SCRIPT here: one master, parameter servers and workers as processes of this machine."""
+    from everstep.cli.run import run_job
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if command:
+        given["script"], given["args"] = command[0], tuple(command[1:])
+    raise SystemExit(run_job(config, given, live=not no_display))
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def status(run_dir: Path, as_json: bool) -> None:
+    """Members, shards and throughput of a run."""
+    from everstep.cli.status import show_status
+
+    show_status(run_dir, as_json)
+
+
+@cli.command()
+@RUN_DIR
+@click.argument("member", required=False)
+@click.option("-f", "follow", is_flag=True, help="Go on as lines are written.")
+def logs(run_dir: Path, member: str | None, follow: bool) -> None:
+    """Logs of a run, or of one MEMBER (worker:0, ps:1, master, agent)."""
+    from everstep.cli.logs import show_logs
+
+    show_logs(run_dir, member, follow)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--workers", type=int, required=True, help="How many workers there shall be.")
+def scale(run_dir: Path, workers: int) -> None:
+    """Change the number of workers of a running job; nobody else is restarted."""
+    from everstep.cli.status import scale_workers
+
+    scale_workers(run_dir, workers)
+
+
+@cli.command()
+@RUN_DIR
+def stop(run_dir: Path) -> None:
+    """End a running job."""
+    from everstep.cli.status import stop_job
+
+    stop_job(run_dir)
+
+
+@cli.command()
+@RUN_DIR
+@click.argument("member", required=False)
+def explain(run_dir: Path, member: str | None) -> None:
+    """The decisions of a run (about one MEMBER, such as worker:1) with their reasons."""
+    from everstep.cli.explain import explain as explain_run
+
+    need_run_dir(run_dir)
+    click.echo(explain_run(run_dir, member or ""))
+
+
+@cli.command()
+@RUN_DIR
+def replay(run_dir: Path) -> None:
+    """Run the journal through the brain again; stops at the first difference."""
+    from everstep.cli.replay import replay as replay_run
+
+    need_run_dir(run_dir)
+    result = replay_run(run_dir)
+    click.echo(str(result))
+    raise SystemExit(0 if result.ok else 3)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def audit(run_dir: Path, as_json: bool) -> None:
+    """Prove that every batch was applied exactly once; exit code 0 only if so."""
+    from everstep.monitor.audit import audit as audit_run
+
+    need_run_dir(run_dir)
+    report = audit_run(run_dir)
+    click.echo(report.to_json() if as_json else report.to_text())
+    raise SystemExit(0 if report.ok else 1)
+
+
+@cli.command()
+def doctor() -> None:
+    """Check this machine for what everstep needs."""
+    from everstep.cli.doctor import run_doctor
+
+    raise SystemExit(run_doctor())
+
+
+@cli.command()
+@click.option("--join", "master", required=True, metavar="HOST:PORT", help="The master's --bind address.")
+@click.option("--secret-file", type=click.Path(path_type=Path), required=True, help="Copy of RUN_DIR/secret.")
+@click.option("--workers", type=int, default=1, show_default=True, help="Workers that this node takes.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and sockets here.")
+@click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
+def agent(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str) -> None:
+    """Give this machine to a running job; the script must exist here under the same path."""
+    from everstep.cli.join import join_job
+
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node))
+
+
+def need_run_dir(run_dir: Path) -> None:
+    """Raises ConfigError unless it is the run directory of a job, of this version."""
+    from everstep.cli.rundirs import open_run_dir
+
+    open_run_dir(run_dir)
+
+
+def main() -> None:
+    """Entry point: runs a verb; every failure is one line and an exit code."""
+    debug = os.environ.get("EVERSTEP_DEBUG", "") not in ("", "0")
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Abort:
+        _fail("interrupted", 130)
+    except click.UsageError as error:
+        verb = error.ctx.command_path if error.ctx is not None else "everstep"
+        _fail(f"{error.format_message().replace(chr(10), ' ')} (see {verb} --help)", 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except EverstepError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone; no second error at exit
+        sys.exit(141)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except OSError as error:
+        if debug:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 4)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"bug in everstep: {type(error).__name__}: {error} (EVERSTEP_DEBUG=1 shows where)", 3)
+
+
+def _fail(text: str, code: int) -> None:
+    line = " ".join(text.split())
+    sys.stderr.write(f"everstep: {line}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""``everstep run``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from everstep.agent.agent import Agent, Outcome
+from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
+from everstep.cli.display import Display, make_screen, read_summary, summary_lines
+from everstep.config.load import check_script, load_spec, new_run_dir, read_spec, save_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError
+from everstep.ids import NodeId
+from everstep.net.messages import GetStatus, StatusReport
+
+NODE = NodeId("node0")
+STATUS_S = 1.0  # a display waits no longer for the master
+
+
+def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
+    """Run a job on this machine until its end; the exit code of ``everstep``."""
+    spec, origins = load_spec(config, dict(flags), os.environ)
+    check_script(spec.script)
+    run_dir = Path(spec.run_dir) if spec.run_dir else new_run_dir(spec.name)
+    with RunDirLock.take(run_dir):
+        refuse_used(run_dir)
+        remove_sockets(run_dir)
+        return _run(spec, origins, run_dir, live)
+
+
+def refuse_used(run_dir: Path) -> None:
+    """Raises ConfigError if a job has been here: its parameters are gone, so it cannot go on."""
+    if (run_dir / "job.json").exists():
+        read_spec(run_dir)  # another version says so itself
+        raise ConfigError(
+            f"run directory {run_dir}: holds a job that has ended; choose another --run-dir or remove this one"
+        )
+
+
+def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
+    from everstep.cli.link import connect_agent, master_address
+    from everstep.net.auth import create_secret, load_secret
+
+    def prepare() -> None:
+        try:
+            create_secret(run_dir / "secret")
+            save_spec(run_dir, spec, origins)
+        except OSError as error:
+            raise disk_error(run_dir, error) from None
+
+    agent: Agent | None = None
+
+    def fetch() -> StatusReport | None:
+        if agent is None or agent.client is None:
+            return None
+        try:
+            answer = agent.client.call(GetStatus(), timeout_s=STATUS_S)
+        except EverstepError:
+            return None
+        return answer if isinstance(answer, StatusReport) else None
+
+    display = Display(run_dir, fetch, lambda: make_screen(live))
+    agent = Agent(
+        spec,
+        run_dir,
+        NODE,
+        lambda a: connect_agent(a, lambda: master_address(run_dir), load_secret(run_dir / "secret")),
+        display.say,
+        keeps_master=True,
+        host=spec.bind.rpartition(":")[0].strip("[]"),
+        prepare=prepare,
+    )
+    sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {spec.ps} ps, run directory {run_dir}\n")
+    sys.stdout.flush()
+    began = time.monotonic()
+    display.start()
+    try:
+        outcome = agent.run()
+    finally:
+        display.stop()
+    return conclude(outcome, run_dir, time.monotonic() - began)
+
+
+def conclude(outcome: Outcome, run_dir: Path, wall_s: float) -> int:
+    """The last lines: a failed script's own error once, or the summary."""
+    out = sys.stdout if outcome.exit_code == 0 else sys.stderr
+    sys.stdout.flush()
+    lines: list[str] = []
+    if outcome.exit_code == 0:
+        summary = read_summary(run_dir)
+        if summary is not None:
+            lines += summary_lines(summary, run_dir)
+        else:
+            lines.append(f"ended after {wall_s:.1f} s; run directory: {run_dir}")
+    else:
+        if outcome.detail:
+            lines.append(outcome.detail.rstrip())
+        log = f"; log: {outcome.log}" if outcome.log else f"; run directory: {run_dir}"
+        lines.append(f"everstep: {outcome.error}{log}")
+    try:
+        out.write("\n".join(lines) + "\n")
+        out.flush()
+    except OSError:
+        pass  # the terminal is gone
+    return outcome.exit_code

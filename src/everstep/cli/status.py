@@ -1,0 +1,71 @@
+"""``everstep status``, ``scale`` and ``stop``: what talks to a running master."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import msgspec
+
+from everstep.agent.rundir import in_use
+from everstep.brain.events import Ok, Refused
+from everstep.cli.display import members_table, progress_line, read_summary, render, summary_lines
+from everstep.cli.link import ask_master
+from everstep.cli.rundirs import open_run_dir
+from everstep.errors import ConfigError, UserError
+from everstep.model.member import Role
+from everstep.net.messages import GetStatus, Scale, StatusReport, Stop
+
+__all__ = ["members_table", "progress_line", "scale_workers", "show_status", "stop_job"]
+
+
+def show_status(run_dir: Path, as_json: bool) -> None:
+    """A running job: from its master. An ended one: its summary."""
+    open_run_dir(run_dir)
+    if in_use(run_dir):
+        report = ask_master(run_dir, GetStatus())
+        assert isinstance(report, StatusReport)
+        if as_json:
+            click.echo(json.dumps({"running": True, **msgspec.to_builtins(report)}))
+            return
+        from rich.console import Console
+
+        Console(highlight=False).print(render(report))
+        return
+    summary = read_summary(run_dir)
+    if as_json:
+        raw = json.loads((run_dir / "summary.json").read_text()) if summary is not None else {"phase": "ended"}
+        click.echo(json.dumps({"running": False, **raw}))
+        return
+    if summary is None:
+        click.echo(f"not running, and ended without a summary; see {run_dir}/logs")
+        return
+    for line in summary_lines(summary, run_dir):
+        click.echo(line)
+    if summary.error:
+        click.echo(f"error: {summary.error}")
+
+
+def _running(run_dir: Path) -> None:
+    open_run_dir(run_dir)
+    if not in_use(run_dir):
+        raise ConfigError(f"run directory {run_dir}: this job is not running")
+
+
+def scale_workers(run_dir: Path, workers: int) -> None:
+    """Raises UserError with the master's reason if it refuses."""
+    if workers < 1:
+        raise ConfigError(f"--workers {workers}: at least 1 (everstep stop ends the job)")
+    _running(run_dir)
+    answer = ask_master(run_dir, Scale(Role.WORKER, workers))
+    if isinstance(answer, Refused):
+        raise UserError(answer.error)
+    assert isinstance(answer, Ok)
+    click.echo(f"{workers} workers wanted")
+
+
+def stop_job(run_dir: Path) -> None:
+    _running(run_dir)
+    ask_master(run_dir, Stop("everstep stop"))
+    click.echo("stopping")
