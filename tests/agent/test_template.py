@@ -84,10 +84,17 @@ def test_missing_preloads_do_not_matter(bench: Bench) -> None:
     assert "everstep_no_such_module" in bench.ready.failed
 
 
+JOIN = (
+    "import everstep.api.job as j\n"
+    "class FakeJob:\n    closed = False\n    def never_took_a_batch(self): pass\n    def close(self): pass\n"
+    "j._job = FakeJob()\n"
+)
+
+
 def test_script_runs_as_main_with_its_arguments_and_environment(bench: Bench) -> None:
     (bench.script.parent / "helper.py").write_text("WORD = 'local module'")
     bench.fork(
-        "import sys, os, pickle, helper, atexit, threading, time\n"
+        JOIN + "import sys, os, pickle, helper, atexit, threading, time\n"
         "class A: pass\n"
         "def late():\n    time.sleep(0.05)\n    print('thread ended', A().__class__.__name__)\n"
         "atexit.register(lambda: print('atexit ran', A))\n"
@@ -117,6 +124,11 @@ def test_script_error_is_told_with_its_place_and_without_our_frames(bench: Bench
     [
         ("import nowhere_to_be_found", 1, "ModuleNotFoundError: No module named 'nowhere_to_be_found' (train.py:1)"),
         ("x = (", 1, "SyntaxError: '(' was never closed (train.py:1)"),
+        (
+            "x = 1",
+            1,
+            "the script ended without joining the job: call everstep.join() and loop over job.steps(...) (train.py)",
+        ),
         ("import sys; sys.exit(3)", 3, "the script ended itself with exit code 3 (train.py:1)"),
         ("import sys; sys.exit('no data')", 1, "no data (train.py:1)"),
         ("from everstep.errors import DataError\nraise DataError('no file x')", 2, "no file x (train.py:2)"),
@@ -144,7 +156,7 @@ def test_what_a_worker_started_ends_with_it(bench: Bench) -> None:
     note = bench.script.parent / "child"
     note.unlink(missing_ok=True)
     bench.fork(
-        "import subprocess, pathlib\n"
+        JOIN + "import subprocess, pathlib\n"
         f"child = subprocess.Popen(['sleep', '600'])\npathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
     )
     assert bench.status() == 0

@@ -48,6 +48,7 @@ def run_worker(request: Fork) -> NoReturn:
     code = 0
     try:
         _run_script(script)
+        _leave_job()
     except SystemExit as exit_:
         code = _exit_status(exit_)
         if code:
@@ -100,8 +101,18 @@ def _run_script(script: Path) -> None:
     exec(code, main.__dict__)
 
 
+def _leave_job() -> None:
+    """The script ended well: leave the job. Raises ScriptError if it never joined, or never took a batch."""
+    from everstep.api import job
+
+    if job._job is None:
+        raise ScriptError("the script ended without joining the job: call everstep.join() and loop over job.steps(...)")
+    job.script_ended()
+
+
 def _failed(request: Fork, error: BaseException, script: Path) -> int:
     """Tell it; the exit status. Errors of the infrastructure (a server lost, fenced) are not the script's."""
+    sys.last_value = error  # as the interpreter does: what runs at exit sees that the script failed
     text = "".join(_trim(error, script).format())
     print(f"{ERROR_MARK}\n{text}", end="", file=sys.stderr, flush=True)
     if isinstance(error, EverstepError) and error.exit_code == 4:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import socket
@@ -25,7 +24,7 @@ JOIN_S = 30.0
 
 def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str) -> int:
     """Until the job ends or this agent is stopped; the exit code."""
-    from everstep.cli.link import ask_address, connect_agent, own_host, write_master_file
+    from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if workers < 1:
         raise ConfigError(f"--workers {workers}: at least 1")
@@ -48,7 +47,7 @@ def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None,
             (here / "secret.part").chmod(0o600)
             (here / "secret.part").replace(here / "secret")
             save_spec(here, spec, {})
-            write_master_file(here, address)
+            write_remote_master(here, address)
         except OSError as error:
             raise disk_error(here, error) from None
         agent = Agent(
@@ -68,6 +67,3 @@ def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None,
     if outcome.exit_code:
         sys.stderr.write(f"{outcome.detail}everstep: {outcome.error}; run directory {here}\n")
     return outcome.exit_code
-
-
-_ = os

@@ -6,40 +6,69 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from everstep.agent.agent import Agent
-from everstep.brain.events import AnswerType
-from everstep.errors import DeadlineError, PlatformError
+from everstep.errors import ConfigError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
-from everstep.net.control import ControlClient
-from everstep.net.messages import RequestType, SpecReport, StatusReport
+from everstep.net.control import Answered, ControlClient
+from everstep.net.messages import RequestType
+from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
 
 ANSWER_S = 10.0
 
 
-class MasterFile(msgspec.Struct):
-    """What the reading side needs of ``master.json``."""
-
-    address: Address
-    pid: int = 0
-    incarnation: Incarnation = Incarnation(0)
-
-
-def master_address(run_dir: Path) -> Address:
-    """Where the master listens now; raises PlatformError while it has not said so."""
-    try:
-        return msgspec.json.decode((run_dir / "master.json").read_bytes(), type=MasterFile).address
-    except (OSError, msgspec.MsgspecError) as error:
-        raise PlatformError(f"the master of {run_dir} has not started: {error}") from None
-
-
-def connect_agent(agent: Agent, address: Callable[[], Address], secret: Secret) -> ControlClient:
+def connect_agent(agent: Agent, address: Callable[[], Address | None], secret: Secret) -> ControlClient:
     """The agent's lasting connection."""
-    raise NotImplementedError
+    return ControlClient(
+        address=address,
+        run_dir=agent.run_dir,
+        secret=secret,
+        identity=Identity(purpose="control", role="agent", node=agent.node, pid=os.getpid()),
+        hello=agent.hello,
+        on_order=agent.on_order,
+        on_fenced=lambda answer: agent.on_fenced(answer.reason),
+        beat=agent.beat,
+    )
 
 
-def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S) -> object:
-    raise NotImplementedError
+def ask(
+    address: Callable[[], Address | None], run_dir: Path | None, secret: Secret, request: RequestType, timeout_s: float
+) -> Answered:
+    """One question, on a connection of its own. Raises DeadlineError, SecretError, VersionError."""
+    node = NodeId("node0") if run_dir is not None else NodeId("")
+    identity = Identity(purpose="control", role="command", node=node, pid=os.getpid())
+    with ControlClient(address=address, run_dir=run_dir, secret=secret, identity=identity) as client:
+        return client.call(request, timeout_s)
+
+
+def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S) -> Answered:
+    """Ask the master of a run on this machine."""
+    secret = load_secret(run_dir / SECRET_FILE)
+    found = master_address(run_dir)
+    if found is not None and not found.unix:
+        raise ConfigError(f"run directory {run_dir}: its master is on another node; ask there")
+    return ask(lambda: master_address(run_dir), run_dir, secret, request, timeout_s)
+
+
+def ask_address(address: Address, secret: Secret, request: RequestType, timeout_s: float) -> Answered:
+    """Ask a master elsewhere."""
+    return ask(lambda: address, None, secret, request, timeout_s)
+
+
+def write_remote_master(run_dir: Path, address: Address) -> None:
+    """So that workers of a joined node find the master in their own run directory."""
+    info = MasterInfo(
+        pid=0, incarnation=Incarnation(0), node=address.node, unix="", host=address.host, port=address.port
+    )
+    write_master(run_dir, info)
+
+
+def own_host(host: str, port: int) -> str:
+    """This machine's address on the way to ``host`` (nothing is sent)."""
+    import socket
+
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

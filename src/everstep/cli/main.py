@@ -118,7 +118,7 @@ def audit(run_dir: Path, as_json: bool) -> None:
 
     need_run_dir(run_dir)
     report = audit_run(run_dir)
-    click.echo(report.to_json() if as_json else report.to_text())
+    click.echo(report.json().decode() if as_json else report.text())
     raise SystemExit(0 if report.ok else 1)
 
 

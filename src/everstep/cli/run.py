@@ -43,8 +43,9 @@ def refuse_used(run_dir: Path) -> None:
 
 
 def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
-    from everstep.cli.link import connect_agent, master_address
+    from everstep.cli.link import connect_agent
     from everstep.net.auth import create_secret, load_secret
+    from everstep.net.rendezvous import master_address
 
     def prepare() -> None:
         try:
