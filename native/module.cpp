@@ -1,3 +1,407 @@
+// The Python face of the kernels. Every array is checked here (dtype, shape, layout, bounds); wrong ones are a
+// ValueError, never a crash: they may have come over the wire. Everything long runs without the GIL.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+
+#include "route.h"
+#include "rows.h"
+#include "store.h"
+
 namespace nb = nanobind;
-NB_MODULE(_native, m) { m.doc() = "everstep kernels"; }
+using namespace everstep;
+
+namespace {
+
+using Input = nb::ndarray<nb::ro, nb::device::cpu>;
+using Output = nb::ndarray<nb::device::cpu>;
+
+[[noreturn]] void malformed(const std::string& what) { throw Malformed(what); }
+
+template <class T, class Array>
+void check(const Array& a, const char* name, size_t ndim) {
+  if (a.dtype() != nb::dtype<T>()) malformed(std::string(name) + " has the wrong dtype");
+  if (a.ndim() != ndim) malformed(std::string(name) + " must have " + std::to_string(ndim) + " dimension(s)");
+}
+
+template <class Array>
+void check_dense(const Array& a, const char* name) {
+  int64_t expect = 1;
+  for (size_t d = a.ndim(); d-- > 0;) {
+    if (a.shape(d) > 1 && a.stride(d) != expect) malformed(std::string(name) + " must be C-contiguous");
+    expect *= int64_t(a.shape(d));
+  }
+}
+
+template <class T>
+const T* vec(const Input& a, const char* name) {
+  check<T>(a, name, 1);
+  check_dense(a, name);
+  return static_cast<const T*>(a.data());
+}
+
+template <class T, class Array>
+auto mat(const Array& a, const char* name) {
+  check<T>(a, name, 2);
+  check_dense(a, name);
+  using P = std::conditional_t<std::is_same_v<Array, Input>, const T*, T*>;
+  return static_cast<P>(a.data());
+}
+
+// Rows without gaps inside, but with any distance between them (a slice of columns): the distance, in floats.
+template <class Array>
+size_t row_stride(const Array& a, const char* name) {
+  check<float>(a, name, 2);
+  if (a.shape(1) > 1 && a.stride(1) != 1) malformed(std::string(name) + " must be contiguous within a row");
+  if (a.shape(0) <= 1) return a.shape(1);
+  if (a.stride(0) < int64_t(a.shape(1))) malformed(std::string(name) + " must have rows that do not overlap");
+  return size_t(a.stride(0));
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T> own_array(std::vector<T>&& from, std::initializer_list<size_t> shape) {
+  auto* held = new std::vector<T>(std::move(from));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(held->data(), shape, owner);
+}
+
+template <class T>
+nb::ndarray<nb::numpy, T> own_vector(std::vector<T>&& from) {
+  const size_t n = from.size();
+  return own_array(std::move(from), {n});
+}
+
+std::string bytes_of(const nb::bytes& b) { return std::string(b.c_str(), b.size()); }
+
+uint32_t table_arg(int64_t table) {
+  if (table < 0 || table > 0xffffffffLL) malformed("table id out of range");
+  return uint32_t(table);
+}
+
+void check_inverse(const int32_t* inverse, size_t n, size_t u) {
+  // One unsigned maximum catches negatives too; vectorised, far cheaper than the gather behind it.
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; ++i) top = uint32_t(inverse[i]) > top ? uint32_t(inverse[i]) : top;
+  if (n && top >= u) malformed("inverse points outside of rows");
+}
+
+const int64_t* check_offsets(const std::optional<Input>& offsets, size_t n, size_t bags) {
+  if (!offsets) {
+    if (n != bags) malformed("without offsets there is one bag per id");
+    return nullptr;
+  }
+  const int64_t* o = vec<int64_t>(*offsets, "offsets");
+  if (offsets->shape(0) != bags + 1) malformed("offsets must have one entry more than there are bags");
+  if (o[0] != 0 || o[bags] != int64_t(n)) malformed("offsets must begin at 0 and end at the number of ids");
+  for (size_t i = 0; i < bags; ++i) {
+    if (o[i] > o[i + 1]) malformed("offsets must not decrease");
+  }
+  return o;
+}
+
+bool is_mean(const std::string& mode) {
+  if (mode != "sum" && mode != "mean") malformed("mode is neither sum nor mean");
+  return mode == "mean";
+}
+
+const float* check_weights(const std::optional<Input>& weights, size_t n, bool mean) {
+  if (!weights) return nullptr;
+  if (mean) malformed("weights go with sum only");
+  const float* w = vec<float>(*weights, "weights");
+  if (weights->shape(0) != n) malformed("weights must have one entry per id");
+  return w;
+}
+
+bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict o, int init, double a, double b) {
+  auto number = [&](const char* name) { return nb::cast<double>(o[name]); };
+  Optimizer opt;
+  opt.kind = optimizer;
+  opt.nesterov = nb::cast<bool>(o["nesterov"]);
+  opt.lr = number("lr");
+  opt.eps = number("eps");
+  opt.beta1 = number("beta1");
+  opt.beta2 = number("beta2");
+  opt.momentum = number("momentum");
+  opt.dampening = number("dampening");
+  opt.weight_decay = number("weight_decay");
+  opt.initial_accumulator = number("initial_accumulator");
+  opt.l1 = number("l1");
+  opt.l2 = number("l2");
+  opt.beta = number("beta");
+  if (dim < 1) malformed("dim must be in 1..65536");
+  const uint32_t id = table_arg(table);
+  nb::gil_scoped_release free;
+  return s.declare(id, size_t(dim), opt, Init{init, a, b});
+}
+
+nb::object store_open(Store& s, int64_t shard, int64_t start, int64_t lease) {
+  std::vector<int32_t> buckets;
+  std::vector<int64_t> marks;
+  bool ok;
+  {
+    nb::gil_scoped_release free;
+    ok = s.open(shard, start, lease, buckets, marks);
+  }
+  if (!ok) return nb::none();
+  return nb::make_tuple(own_vector(std::move(buckets)), own_vector(std::move(marks)));
+}
+
+nb::object store_watermarks(Store& s, int64_t shard) {
+  std::vector<int32_t> buckets;
+  std::vector<int64_t> marks;
+  bool ok;
+  {
+    nb::gil_scoped_release free;
+    ok = s.watermarks(shard, buckets, marks);
+  }
+  if (!ok) return nb::none();
+  return nb::make_tuple(own_vector(std::move(buckets)), own_vector(std::move(marks)));
+}
+
+void store_pull(Store& s, int64_t table, const Input& keys, const Output& out, bool create) {
+  const int64_t* k = vec<int64_t>(keys, "keys");
+  float* o = mat<float>(out, "out");
+  const uint32_t id = table_arg(table);
+  if (out.shape(0) != keys.shape(0) || out.shape(1) != s.dim_of(id)) malformed("out must be [keys, dim of the table]");
+  const size_t n = keys.shape(0);
+  nb::gil_scoped_release free;
+  s.pull(id, k, n, o, create);
+}
+
+nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::bytes buckets, nb::list parts,
+                     bool skipped) {
+  std::vector<PushPart> work;
+  std::vector<Input> alive;  // arrays stay alive although the GIL is not held
+  for (nb::handle item : parts) {
+    if (!nb::isinstance<nb::tuple>(item) || nb::len(item) != 4) malformed("a part is (table, keys, grads, lr)");
+    nb::tuple t = nb::cast<nb::tuple>(item);
+    Input keys, grads;
+    if (!nb::try_cast<Input>(t[1], keys, false) || !nb::try_cast<Input>(t[2], grads, false))
+      malformed("keys and grads must be arrays");
+    PushPart part;
+    part.table = table_arg(nb::cast<int64_t>(t[0]));
+    part.keys = vec<int64_t>(keys, "keys");
+    part.grads = mat<float>(grads, "grads");
+    part.n = keys.shape(0);
+    part.dim = grads.shape(1);
+    part.lr = nb::cast<double>(t[3]);
+    if (grads.shape(0) != part.n) malformed("grads must have one row per key");
+    work.push_back(part);
+    alive.push_back(std::move(keys));
+    alive.push_back(std::move(grads));
+  }
+  const std::string bitmap = bytes_of(buckets);
+  PushOutcome out;
+  {
+    nb::gil_scoped_release free;
+    out = s.push(shard, lo, hi, lease, bitmap, work, skipped);
+  }
+  return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
+                        nb::bytes(out.buckets.data(), out.buckets.size()));
+}
+
+int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows) {
+  const int64_t* k = vec<int64_t>(keys, "keys");
+  const float* r = mat<float>(rows, "rows");
+  const uint32_t id = table_arg(table);
+  const size_t n = keys.shape(0);
+  if (rows.shape(0) != n || rows.shape(1) != s.dim_of(id)) malformed("rows must be [keys, dim of the table]");
+  nb::gil_scoped_release free;
+  return s.put_absent(id, k, r, n);
+}
+
+void store_locate(Store& s, int64_t table, const Input& keys, const Output& slots) {
+  const int64_t* k = vec<int64_t>(keys, "keys");
+  check<int64_t>(slots, "slots", 1);
+  check_dense(slots, "slots");
+  if (slots.shape(0) != keys.shape(0)) malformed("slots must have one entry per key");
+  const uint32_t id = table_arg(table);
+  const size_t n = keys.shape(0);
+  auto* to = static_cast<int64_t*>(slots.data());
+  nb::gil_scoped_release free;
+  s.locate(id, k, n, to);
+}
+
+nb::tuple store_scan(Store& s, int64_t table, int64_t bucket, int64_t slot, int64_t limit, bool with_state) {
+  if (limit < 1) malformed("limit must be positive");
+  const uint32_t id = table_arg(table);
+  const size_t dim = s.dim_of(id), width = with_state ? s.state_of(id) : 0;
+  std::vector<int64_t> keys;
+  std::vector<float> values, state;
+  int64_t next = -1;
+  size_t n;
+  {
+    nb::gil_scoped_release free;
+    const size_t count = s.count(id, bucket);
+    // Rows made between here and the copy are found by the next piece.
+    const size_t most = slot >= 0 && size_t(slot) < count ? std::min<size_t>(size_t(limit), count - size_t(slot)) : 0;
+    keys.resize(most);
+    values.resize(most * dim);
+    state.resize(most * width);
+    n = s.scan(id, bucket, slot, std::max<size_t>(most, 1), most ? keys.data() : nullptr, values.data(),
+               width ? state.data() : nullptr, next);
+  }
+  nb::object held = with_state ? nb::cast(own_array(std::move(state), {n, width})) : nb::none();
+  return nb::make_tuple(own_array(std::move(keys), {n}), own_array(std::move(values), {n, dim}), held, next);
+}
+
+nb::ndarray<nb::numpy, uint64_t> store_fingerprints(Store& s) {
+  std::vector<uint64_t> out(s.n_buckets());
+  {
+    nb::gil_scoped_release free;
+    s.fingerprints(out.data());
+  }
+  return own_vector(std::move(out));
+}
+
+nb::dict store_counts(Store& s) {
+  std::vector<std::pair<uint32_t, uint64_t>> rows;
+  {
+    nb::gil_scoped_release free;
+    rows = s.rows_by_table();
+  }
+  nb::dict by_table;
+  for (auto& [id, n] : rows) by_table[nb::int_(id)] = n;
+  nb::dict out;
+  out["rows"] = by_table;
+  out["bytes"] = s.mapped_bytes();
+  out["pushes"] = s.pushes();
+  out["pulls"] = s.pulls();
+  return out;
+}
+
+nb::tuple route(const Input& ids, int64_t n_buckets, int64_t table, const Input& bucket_ps, int64_t n_ps) {
+  const int64_t* i = vec<int64_t>(ids, "ids");
+  const int32_t* ps = vec<int32_t>(bucket_ps, "bucket_ps");
+  if (n_buckets < 1 || n_buckets > 4096 || bucket_ps.shape(0) != size_t(n_buckets))
+    malformed("bucket_ps must have one entry per bucket, of at most 4096");
+  const size_t n = ids.shape(0);
+  if (n >= (size_t(1) << 31)) malformed("too many ids in one batch");
+  int32_t top = -1;
+  for (int64_t b = 0; b < n_buckets; ++b) {
+    if (ps[b] < 0) malformed("bucket_ps must not be negative");
+    top = std::max(top, ps[b]);
+  }
+  if (n_ps < 0) n_ps = int64_t(top) + 1;
+  if (n_ps <= top || n_ps > 65536) malformed("bucket_ps must be below n_ps");
+  const uint32_t id = table_arg(table);
+  std::vector<int64_t> keys, counts;
+  std::vector<int32_t> inverse;
+  {
+    nb::gil_scoped_release free;
+    counts.resize(size_t(n_ps));
+    inverse.resize(n);
+    unique_route(i, n, uint32_t(n_buckets), id, ps, uint32_t(n_ps), keys, inverse.data(), counts.data());
+  }
+  return nb::make_tuple(own_vector(std::move(keys)), own_vector(std::move(inverse)), own_vector(std::move(counts)));
+}
+
+void gather_rows(const Input& rows, const Input& inverse, const Output& out) {
+  const float* r = mat<float>(rows, "rows");
+  const int32_t* inv = vec<int32_t>(inverse, "inverse");
+  const size_t stride = row_stride(out, "out"), n = inverse.shape(0), dim = rows.shape(1), u = rows.shape(0);
+  if (out.shape(0) != n || out.shape(1) != dim) malformed("out must be [inverse, dim]");
+  auto* o = static_cast<float*>(out.data());
+  nb::gil_scoped_release free;
+  check_inverse(inv, n, u);
+  row_kernels().gather(r, inv, n, dim, o, stride);
+}
+
+void bag_forward(const Input& rows, const Input& inverse, std::optional<Input> offsets, const std::string& mode,
+                 std::optional<Input> weights, const Output& out) {
+  const float* r = mat<float>(rows, "rows");
+  const int32_t* inv = vec<int32_t>(inverse, "inverse");
+  const size_t stride = row_stride(out, "out"), n = inverse.shape(0), bags = out.shape(0), dim = rows.shape(1);
+  const size_t u = rows.shape(0);
+  if (out.shape(1) != dim) malformed("out must be [bags, dim]");
+  const bool mean = is_mean(mode);
+  const float* w = check_weights(weights, n, mean);
+  const int64_t* offs = check_offsets(offsets, n, bags);
+  auto* o = static_cast<float*>(out.data());
+  nb::gil_scoped_release free;
+  check_inverse(inv, n, u);
+  row_kernels().bag_forward(r, inv, offs, bags, dim, mean, w, o, stride);
+}
+
+void bag_backward(const Input& grad, const Input& inverse, std::optional<Input> offsets, const std::string& mode,
+                  std::optional<Input> weights, int64_t u, const Output& out) {
+  const size_t stride = row_stride(grad, "grad_out"), bags = grad.shape(0), dim = grad.shape(1);
+  const int32_t* inv = vec<int32_t>(inverse, "inverse");
+  const size_t n = inverse.shape(0);
+  float* o = mat<float>(out, "out");
+  if (u < 0 || out.shape(0) != size_t(u) || out.shape(1) != dim) malformed("out must be [u, dim]");
+  const bool mean = is_mean(mode);
+  const float* w = check_weights(weights, n, mean);
+  const int64_t* offs = check_offsets(offsets, n, bags);
+  const auto* g = static_cast<const float*>(grad.data());
+  nb::gil_scoped_release free;
+  check_inverse(inv, n, size_t(u));
+  row_kernels().bag_backward(g, stride, inv, offs, bags, dim, mean, w, o, size_t(u));
+}
+
+bool isfinite_all(const Input& x) {
+  if (x.dtype() != nb::dtype<float>()) malformed("x has the wrong dtype");
+  check_dense(x, "x");
+  const auto* data = static_cast<const float*>(x.data());
+  const size_t n = x.size();
+  nb::gil_scoped_release free;
+  return row_kernels().all_finite(data, n);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "everstep kernels";
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const NotOwned& e) {
+      PyErr_SetString(PyExc_KeyError, e.what());
+    }
+  });
+
+  nb::class_<Store>(m, "Store")
+      .def("__init__",
+           [](Store* self, int64_t n_buckets, uint64_t seed) {
+             if (n_buckets < 1 || n_buckets > 4096) malformed("n_buckets must be in 1..4096");
+             new (self) Store(uint32_t(n_buckets), seed);
+           },
+           nb::arg("n_buckets"), nb::arg("seed"))
+      .def_prop_ro("n_buckets", &Store::n_buckets)
+      .def("own", &Store::own, nb::arg("buckets"))
+      .def("owned", &Store::owned)
+      .def("_declare", &store_declare)
+      .def("dim", [](Store& s, int64_t table) { return s.dim_of(table_arg(table)); }, nb::arg("table"))
+      .def("state_floats", [](Store& s, int64_t table) { return s.state_of(table_arg(table)); }, nb::arg("table"))
+      .def("open", &store_open, nb::arg("shard"), nb::arg("start"), nb::arg("lease"))
+      .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert(),
+           nb::arg("create") = true)
+      .def("_push", &store_push)
+      .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert())
+      .def("locate", &store_locate, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("slots").noconvert())
+      .def("release", &Store::release, nb::arg("shards"), nb::call_guard<nb::gil_scoped_release>())
+      .def("watermarks", &store_watermarks, nb::arg("shard"))
+      .def("shards", &Store::shards, nb::call_guard<nb::gil_scoped_release>())
+      .def("scan", &store_scan, nb::arg("table"), nb::arg("bucket"), nb::arg("slot"), nb::arg("limit"),
+           nb::arg("state") = false)
+      .def("fingerprints", &store_fingerprints)
+      .def("_counts", &store_counts);
+
+  m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
+        nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);
+  m.def("gather_rows", &gather_rows, nb::arg("rows").noconvert(), nb::arg("inverse").noconvert(),
+        nb::arg("out").noconvert());
+  m.def("bag_forward", &bag_forward, nb::arg("rows").noconvert(), nb::arg("inverse").noconvert(),
+        nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(),
+        nb::arg("out").noconvert());
+  m.def("bag_backward", &bag_backward, nb::arg("grad_out").noconvert(), nb::arg("inverse").noconvert(),
+        nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(), nb::arg("u"),
+        nb::arg("out").noconvert());
+  m.def("isfinite_all", &isfinite_all, nb::arg("x").noconvert());
+  m.def("isa", []() { return row_kernels().name; });
+}

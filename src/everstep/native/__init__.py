@@ -1,1 +1,152 @@
-"""C++ kernels behind one small module, with a NumPy twin used as oracle."""
+"""C++ kernels behind one small module, with a NumPy twin used as oracle.
+
+Arrays are checked at the border (dtype, C layout, shape, bounds): a wrong one is a ValueError, a key whose bucket is
+not owned a KeyError. All long work runs without the GIL. Keys are int64, rows float32, all little-endian.
+
+Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` bags):
+
+- ``unique_route(ids i64[n], n_buckets, table_id, bucket_ps i32[n_buckets], n_ps=-1)`` gives ``(keys i64[u], inverse
+  i32[n], counts_by_ps i64[n_ps])``: ``keys[inverse] == ids``; keys are grouped by ps in rank order (``bucket_ps[b]`` is
+  the rank of bucket b's ps; -1: as many as the largest rank says), within a ps by ascending bucket, so that each ps
+  gets one stretch in the order that ``Store`` wants.
+- ``gather_rows(rows f32[u, dim], inverse, out f32[n, dim])``.
+- ``bag_forward(rows, inverse, offsets i64[b + 1] | None, "sum" | "mean", weights f32[n] | None, out f32[b, dim])``;
+  ``offsets`` None: every id is its own bag (b == n). An empty bag is 0. Weights go with "sum" only.
+- ``bag_backward(grad_out f32[b, dim], inverse, offsets, mode, weights, u, out f32[u, dim])``: the gradient of the rows;
+  ``out`` is overwritten. Sums run in the order of the ids: the same bits every time.
+
+``out`` of the first two and ``grad_out`` may be column slices of a wider matrix (rows contiguous, any row stride).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.model.table import InitKind, OptimizerKind, TableSpec
+from everstep.native import _native
+from everstep.native._native import bag_backward, bag_forward, gather_rows, isa, isfinite_all, unique_route
+from everstep.native.ledger import Ledger, PushResult, batch_fingerprint, bitmap, bitmap_buckets, mix64
+
+__all__ = [
+    "Ledger",
+    "PushResult",
+    "Store",
+    "StoreStats",
+    "bag_backward",
+    "bag_forward",
+    "batch_fingerprint",
+    "bitmap",
+    "bitmap_buckets",
+    "check_spec",
+    "gather_rows",
+    "isa",
+    "isfinite_all",
+    "mix64",
+    "unique_route",
+]
+
+PushPart = tuple[int, NDArray[np.int64], NDArray[np.float32], float]
+
+# Numbers of the C++ enums (native/rows.h, native/store.h).
+_OPTIMIZERS = {kind: number for number, kind in enumerate(OptimizerKind)}
+_INITS = {kind: number for number, kind in enumerate(InitKind)}
+
+
+class StoreStats(NamedTuple):
+    """``rows`` by table name; ``bytes`` mapped for rows and indexes; calls so far."""
+
+    rows: dict[str, int]
+    bytes: int
+    pushes: int
+    pulls: int
+
+
+def check_spec(spec: TableSpec) -> None:
+    """ValueError if a table cannot be as ``spec`` says."""
+    o = spec.optimizer
+    if not 1 <= spec.dim <= 65536:
+        raise ValueError(f"table {spec.name!r}: dim {spec.dim} is not in 1..65536")
+    for name, value in msgspec.structs.asdict(o).items():
+        if isinstance(value, float) and not (np.isfinite(value) and value >= 0):
+            raise ValueError(f"table {spec.name!r}: {name}={value} of its optimizer must be finite and >= 0")
+    if o.beta1 >= 1 or o.beta2 >= 1:
+        raise ValueError(f"table {spec.name!r}: betas ({o.beta1}, {o.beta2}) must be below 1")
+    if o.nesterov and (o.momentum <= 0 or o.dampening != 0):
+        raise ValueError(f"table {spec.name!r}: nesterov needs momentum > 0 and dampening 0")
+    if o.kind is OptimizerKind.FTRL and (o.lr <= 0 or o.weight_decay != 0):
+        raise ValueError(f"table {spec.name!r}: ftrl needs lr > 0, and l2 instead of weight_decay")
+    if not (np.isfinite(spec.init.a) and np.isfinite(spec.init.b)):
+        raise ValueError(f"table {spec.name!r}: its init must be finite")
+    if spec.init.kind is InitKind.UNIFORM and spec.init.b < spec.init.a:
+        raise ValueError(f"table {spec.name!r}: init [{spec.init.a}, {spec.init.b}) is empty")
+
+
+class Store(_native.Store):
+    """All buckets that one ps owns: rows, optimizer state and the exactly-once ledger.
+
+    Thread-safe. A bucket is one critical section; kernels run without the GIL. Further methods (typed in
+    ``_native.pyi``): ``own(buckets)``, ``owned()``, ``open(shard, start, lease) -> (buckets i32, watermarks i64) |
+    None``, ``pull(table, keys, out, create=True)``, ``put_absent(table, keys, rows) -> made``, ``locate(table, keys,
+    slots i64)`` (slot in the key's bucket, -1: no such row), ``release(shards)``, ``watermarks(shard)``, ``shards()``,
+    ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``, ``fingerprints()
+    -> u64[n_buckets]``, ``dim(table)``, ``state_floats(table)``.
+    """
+
+    def __init__(self, n_buckets: int, seed: int) -> None:
+        super().__init__(n_buckets, seed & (1 << 64) - 1)
+        self._specs: dict[int, TableSpec] = {}
+        self._specs_lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Store buckets={len(self.owned())}/{self.n_buckets} tables={len(self._specs)}>"
+
+    def declare(self, spec: TableSpec) -> bool:
+        """Make this table exist; False if it did. ValueError: a bad spec, or another one under its name or crc32."""
+        check_spec(spec)
+        with self._specs_lock:
+            known = self._specs.get(spec.id)
+            if known is not None and known != spec:
+                raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
+            if known is not None:
+                return False
+            o = spec.optimizer
+            options = {k: v for k, v in msgspec.structs.asdict(o).items() if k != "kind"}
+            init = spec.init
+            super()._declare(spec.id, spec.dim, _OPTIMIZERS[o.kind], options, _INITS[init.kind], init.a, init.b)
+            self._specs[spec.id] = spec
+            return True
+
+    def specs(self) -> list[TableSpec]:
+        """Declared tables, in the order of their declaration."""
+        with self._specs_lock:
+            return list(self._specs.values())
+
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes,
+        parts: Sequence[PushPart],
+        skipped: bool = False,
+    ) -> PushResult:
+        """Apply the gradients of ``[lo, hi)``. Per addressed bucket (``buckets``: bitmap, b"": all owned), in one
+        critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
+
+        ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
+        table's own). A table stands once. Malformed: ValueError, and nothing was applied, in no bucket.
+        """
+        return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped))
+
+    def stats(self) -> StoreStats:
+        counts = super()._counts()
+        names = {spec.id: spec.name for spec in self.specs()}
+        rows = {names[table]: n for table, n in counts["rows"].items() if table in names}
+        return StoreStats(rows, counts["bytes"], counts["pushes"], counts["pulls"])

@@ -1,0 +1,90 @@
+#include "pool.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+
+namespace everstep {
+
+static int log2_up(size_t bytes) { return bytes <= 1 ? 0 : 64 - __builtin_clzll(bytes - 1); }
+
+Pool::~Pool() {
+  for (auto& [at, bytes] : mappings_) munmap(at, bytes);
+}
+
+size_t Pool::mapped_bytes() const {
+  std::lock_guard<std::mutex> hold(mutex_);
+  return mapped_;
+}
+
+uint8_t* Pool::map(size_t bytes) {
+  bytes = (bytes + kHuge - 1) & ~(kHuge - 1);
+  void* got = mmap(nullptr, bytes + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (got == MAP_FAILED) throw std::bad_alloc();
+  auto* start = static_cast<uint8_t*>(got);
+  auto* at = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(start) + kHuge - 1) & ~(kHuge - 1));
+  if (at > start) munmap(start, size_t(at - start));
+  const size_t tail = size_t(start + bytes + kHuge - (at + bytes));
+  if (tail) munmap(at + bytes, tail);
+#ifdef MADV_HUGEPAGE
+  madvise(at, bytes, MADV_HUGEPAGE);  // refused where huge pages are off: only slower
+#endif
+  mappings_.emplace_back(at, bytes);
+  mapped_ += bytes;
+  return at;
+}
+
+uint8_t* Pool::take(size_t bytes) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  bytes = (std::max<size_t>(bytes, 64) + 63) & ~size_t(63);
+  if (bytes >= kOwnMapping) return map(bytes);
+  for (int c = log2_up(bytes); c < kClasses; ++c) {
+    if (free_[c].empty()) continue;
+    uint8_t* block = free_[c].back();
+    free_[c].pop_back();
+    const size_t used = size_t(1) << log2_up(bytes);
+    give_piece(block + used, (size_t(1) << c) - used);
+    return block;
+  }
+  if (left_ < bytes) {
+    give_piece(next_, left_);
+    // Small at first (a ps without rows stays small), then large enough to keep the number of mappings low.
+    const size_t chunk = std::min<size_t>(std::max(mapped_ / 8 & ~(kHuge - 1), kHuge), size_t(64) << 20);
+    left_ = 0;
+    next_ = map(chunk);
+    left_ = chunk;
+  }
+  uint8_t* block = next_;
+  next_ += bytes;
+  left_ -= bytes;
+  return block;
+}
+
+void Pool::give(uint8_t* block, size_t bytes) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (bytes >= kOwnMapping) {
+    for (size_t i = 0; i < mappings_.size(); ++i) {
+      if (mappings_[i].first != block) continue;
+      mapped_ -= mappings_[i].second;
+      munmap(block, mappings_[i].second);
+      mappings_[i] = mappings_.back();
+      mappings_.pop_back();
+      return;
+    }
+    return;
+  }
+  give_piece(block, bytes);
+}
+
+void Pool::give_piece(uint8_t* block, size_t bytes) {
+  while (bytes >= 64) {
+    const int c = 63 - __builtin_clzll(bytes);
+    const int used = std::min(c, kClasses - 1);
+    free_[used].push_back(block);
+    block += size_t(1) << used;
+    bytes -= size_t(1) << used;
+  }
+}
+
+}  // namespace everstep

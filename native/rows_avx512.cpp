@@ -1,0 +1,2 @@
+#include "rows.inc"
+EVERSTEP_ROW_KERNELS(kRowsAvx512, "avx512")

@@ -1,0 +1,2 @@
+#include "rows.inc"
+EVERSTEP_ROW_KERNELS(kRowsBase, "base")

@@ -1,0 +1,172 @@
+"""The exactly-once ledger of a ps on its own: fences, watermarks, fingerprints, released shards; no rows.
+
+The same rules as ``Store``, in plain Python: the twin keeps its books with it, the simulator runs it.
+
+A bucket applies a push of ``[lo, hi)`` iff the shard is open there, no later lease fenced this one, and ``lo`` is its
+watermark; then the watermark is ``hi``. ``hi <= watermark``: a repeat, acknowledged, nothing changes. Anything else
+is a gap: the bucket lacks samples before ``lo``, or has some of ``[lo, hi)`` already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+_MASK = (1 << 64) - 1
+
+
+def mix64(z: int) -> int:
+    """Finalizer of splitmix64: a bijection of 64 bits."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def batch_fingerprint(shard: int, lo: int, hi: int) -> int:
+    """Sum of ``mix64(mix64(epoch_key) + position)`` over ``[lo, hi)``, modulo 2**64."""
+    epoch = mix64(shard >> 32)
+    return sum(mix64((epoch + position) & _MASK) for position in range(lo, hi)) & _MASK
+
+
+class PushResult(NamedTuple):
+    """Counts over the addressed buckets.
+
+    ``gap``: the lowest watermark of the buckets that answered "gap", -1 if none. ``nonfinite``: id of the table whose
+    gradient has NaN or Inf, -1 if none (then nothing was applied). ``buckets``: bitmap (bit b = bucket b) of those
+    that applied; b"" when none or all owned ones did.
+    """
+
+    applied: int
+    repeats: int
+    gap: int = -1
+    fenced: bool = False
+    nonfinite: int = -1
+    buckets: bytes = b""
+
+
+def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
+    """Bit b of the little-endian bitmap is set for every bucket b."""
+    value = 0
+    for b in buckets:
+        value |= 1 << b
+    return value.to_bytes((n_buckets + 7) // 8, "little")
+
+
+def bitmap_buckets(bits: bytes) -> list[int]:
+    """The buckets of a bitmap, ascending."""
+    value = int.from_bytes(bits, "little")
+    return [b for b in range(len(bits) * 8) if value >> b & 1]
+
+
+class BucketLedger:
+    """One bucket's part: ``shard -> [watermark, fence]`` and the fingerprint of all samples applied."""
+
+    __slots__ = ("fingerprint", "shards")
+
+    def __init__(self) -> None:
+        self.fingerprint = 0
+        self.shards: dict[int, list[int]] = {}
+
+
+class Ledger:
+    """The ledger of one ps. ``n_buckets``: of the whole job; ``buckets``: owned here, default all of them."""
+
+    def __init__(self, n_buckets: int, buckets: Iterable[int] | None = None) -> None:
+        self.n_buckets = n_buckets
+        self.buckets: dict[int, BucketLedger] = {}
+        self.released: set[int] = set()
+        self.own(range(n_buckets) if buckets is None else buckets)
+
+    def __repr__(self) -> str:
+        return f"<Ledger buckets={len(self.buckets)}/{self.n_buckets} open={len(self.shards())}>"
+
+    def own(self, buckets: Iterable[int]) -> None:
+        """Take these buckets, empty; those owned already keep what they have."""
+        wanted = list(buckets)
+        for b in wanted:
+            if not 0 <= b < self.n_buckets:
+                raise ValueError(f"bucket {b} does not exist")
+        for b in wanted:
+            self.buckets.setdefault(b, BucketLedger())
+        self.buckets = dict(sorted(self.buckets.items()))
+
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        """Raise the shard's fences to ``lease``; the owned buckets and their watermarks. None: fenced or released."""
+        if shard < 0 or start < 0 or lease < 0:
+            raise ValueError("shard, start and lease must not be negative")
+        if shard in self.released:
+            return None
+        known = [b.shards[shard] for b in self.buckets.values() if shard in b.shards]
+        if any(fence > lease for _, fence in known):
+            return None
+        for bucket in self.buckets.values():
+            mark = bucket.shards.setdefault(shard, [start, lease])
+            mark[1] = lease
+        return list(self.buckets), [b.shards[shard][0] for b in self.buckets.values()]
+
+    def check_push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes) -> list[int]:
+        """The addressed buckets, ascending. ValueError: malformed; KeyError: a bucket is not owned here."""
+        if shard < 0 or lease < 0:
+            raise ValueError("shard and lease must not be negative")
+        if lo < 0 or hi <= lo or hi - lo > 1 << 24:
+            raise ValueError(f"[{lo}, {hi}) is not a range of at most 2^24 samples")
+        if not buckets:
+            return list(self.buckets)
+        if len(buckets) != (self.n_buckets + 7) // 8:
+            raise ValueError("the bitmap of buckets has the wrong length")
+        addressed = bitmap_buckets(buckets)
+        for b in addressed:
+            if b >= self.n_buckets:
+                raise ValueError(f"bucket {b} does not exist")
+            if b not in self.buckets:
+                raise KeyError(f"bucket {b} is not owned here")
+        return addressed
+
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        """Judge ``[lo, hi)`` in every addressed bucket and move the watermarks of those that apply it.
+
+        ``skipped``: the watermarks move, but the samples are not in the fingerprints (nothing was learnt from them).
+        """
+        addressed = self.check_push(shard, lo, hi, lease, buckets)
+        added = 0 if skipped else batch_fingerprint(shard, lo, hi)
+        applied: list[int] = []
+        repeats, gap, fenced = 0, -1, False
+        for b in addressed:
+            bucket = self.buckets[b]
+            mark = bucket.shards.get(shard)
+            if mark is None or mark[1] > lease:
+                fenced = True
+                continue
+            mark[1] = lease
+            if hi <= mark[0]:
+                repeats += 1
+            elif lo != mark[0]:
+                gap = mark[0] if gap < 0 else min(gap, mark[0])
+            else:
+                mark[0] = hi
+                bucket.fingerprint = (bucket.fingerprint + added) & _MASK
+                applied.append(b)
+        bits = b"" if not applied or len(applied) == len(self.buckets) else bitmap(applied, self.n_buckets)
+        return PushResult(len(applied), repeats, gap, fenced, -1, bits)
+
+    def release(self, shards: Sequence[int]) -> None:
+        """Forget these shards and refuse them for ever."""
+        if any(shard < 0 for shard in shards):
+            raise ValueError("shard must not be negative")
+        self.released.update(shards)
+        for bucket in self.buckets.values():
+            for shard in shards:
+                bucket.shards.pop(shard, None)
+
+    def watermarks(self, shard: int) -> tuple[list[int], list[int]] | None:
+        """Buckets where the shard is open, ascending, and their watermarks; None if it is open nowhere."""
+        found = [(b, ledger.shards[shard][0]) for b, ledger in self.buckets.items() if shard in ledger.shards]
+        return ([b for b, _ in found], [w for _, w in found]) if found else None
+
+    def shards(self) -> list[int]:
+        """Open shards, ascending."""
+        return sorted({shard for bucket in self.buckets.values() for shard in bucket.shards})
+
+    def fingerprints(self) -> list[int]:
+        """Per bucket of the job, 0 for those not owned."""
+        return [self.buckets[b].fingerprint if b in self.buckets else 0 for b in range(self.n_buckets)]
