@@ -1,0 +1,339 @@
+"""Where a job's settings come from: flag > environment > job.yaml > default; each value keeps its origin.
+
+Keys of job.yaml are the fields of ``JobSpec``; the environment has them as ``EVERSTEP_WORKERS`` and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import difflib
+import json
+import os
+import re
+import shlex
+import tempfile
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, PlatformError
+from everstep.units import seconds
+
+FORMAT: Final = 1
+"""Version of a run directory. It grows when an older everstep could misread what a newer one wrote."""
+
+_PREFIX: Final = "EVERSTEP_"
+_NOT_SETTINGS: Final = frozenset({"EVERSTEP_RUN_DIR"})
+"""Set for a job's own processes, where it does not mean "put the run here"."""
+
+_TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
+
+# field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "workers": (1, 100_000),
+    "ps": (1, 10_000),
+    "seed": (0, 2**63 - 1),
+    "buckets": (1, 4096),
+    "max_restarts": (0, 1_000_000),
+    "quarantine_after": (1, 1_000_000),
+    "lease_s": (0.1, 86_400.0),
+    "suspect_after_s": (0.1, 86_400.0),
+    "lost_after_s": (0.1, 86_400.0),
+    "threads_per_worker": (0, 1024),
+}
+
+
+def load_spec(
+    job_yaml: Path | None, flags: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[JobSpec, dict[str, str]]:
+    """The job spec and, for every field, where its value came from.
+
+    ``flags``: field -> value of the command line; None means not given. Raises ConfigError, one line with the
+    field, the value, what was expected and the place.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = dict.fromkeys(_TYPES, "default")
+    if job_yaml is not None:
+        for field, value, line in _read_yaml(job_yaml):
+            origin = f"{job_yaml} line {line}"
+            values[field] = _convert(field, value, origin, text=False)
+            origins[field] = origin
+    for name, raw in env.items():
+        env_field = _env_field(name)
+        if env_field:
+            values[env_field] = _convert(env_field, raw, name, text=True)
+            origins[env_field] = name
+    for field, value in flags.items():
+        if value is None:
+            continue
+        origin = "--" + field.replace("_", "-")
+        _known(field, origin)
+        values[field] = _convert(field, value, origin, text=isinstance(value, str))
+        origins[field] = origin
+    spec = JobSpec(**values)
+    check_spec(spec, origins)
+    return spec, origins
+
+
+def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
+    """Ranges, and what must hold between fields. Raises ConfigError."""
+    at = {field: f" ({origins[field]})" if origins and field in origins else "" for field in _TYPES}
+    for field, (least, most) in _RANGES.items():
+        value = getattr(spec, field)
+        if not least <= value <= most:  # false for NaN too
+            raise ConfigError(f"{field} = {value!r}{at[field]}: must be from {least} to {most}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.name):
+        raise ConfigError(f"name = {spec.name!r}{at['name']}: letters, digits, '.', '_' and '-' only, at most 100")
+    if spec.ps > spec.buckets:
+        raise ConfigError(f"ps = {spec.ps}{at['ps']}: more than buckets = {spec.buckets}, so some would own nothing")
+    if spec.lost_after_s <= spec.suspect_after_s:
+        raise ConfigError(
+            f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"
+            f" suspect_after_s = {spec.suspect_after_s}"
+        )
+    if spec.bind:
+        parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
+
+
+def parse_host_port(text: str, what: str) -> tuple[str, int]:
+    """``"10.0.0.1:7000"`` or ``"[::1]:7000"`` -> host and port (0: any free one). ConfigError names ``what``."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^:\s\[\]]+)):(\d{1,5})", text)
+    if match is None or int(match[3]) > 65535:
+        raise ConfigError(f"{what}: expected HOST:PORT with a port from 0 to 65535")
+    return match[1] or match[2], int(match[3])
+
+
+def check_script(script: str | Path) -> Path:
+    """The absolute path of a training script. ConfigError: none given, not there, not a readable file."""
+    if not str(script):
+        raise ConfigError("no training script: everstep run [OPTIONS] train.py [ARGS], or script: in job.yaml")
+    path = Path(script).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"training script {str(script)!r} is a directory; give the .py file")
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, _python_files(path.parent), 1)
+        raise ConfigError(
+            f"training script {str(script)!r} does not exist" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise ConfigError(f"training script {str(script)!r} cannot be read: {error.strerror}") from None
+    if b"\0" in head:
+        raise ConfigError(f"training script {str(script)!r} is no Python text file")
+    return path.absolute()
+
+
+def _python_files(folder: Path) -> list[str]:
+    try:
+        return [p.name for p in folder.iterdir() if p.suffix == ".py"]
+    except OSError:
+        return []
+
+
+# ---- the run directory --------------------------------------------------------------------------------------
+
+
+def new_run_dir(name: str, parent: Path | None = None) -> Path:
+    """Create ``runs/NAME-DATE-TIME`` under the current directory (or ``parent``) and return its absolute path."""
+    base = (parent if parent is not None else Path.cwd() / "runs").absolute()
+    stamp = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = base / (stamp if number == 1 else f"{stamp}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise PlatformError(f"cannot create a run directory in {str(base)!r}: {error.strerror}") from None
+    raise PlatformError(f"cannot create a run directory in {str(base)!r}: {stamp} and its 999 followers exist")
+
+
+def save_spec(run_dir: Path, spec: JobSpec, origins: Mapping[str, str]) -> None:
+    """Write ``RUN_DIR/job.json``, at once or not at all. PlatformError when the disk refuses."""
+    record = {
+        "version": FORMAT,
+        "package": package_version(),
+        "spec": msgspec.to_builtins(spec),
+        "origins": dict(origins),
+    }
+    temporary = ""
+    try:
+        fd, temporary = tempfile.mkstemp(dir=run_dir, prefix=".job.json.")
+        with os.fdopen(fd, "w") as file:
+            json.dump(record, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(run_dir / "job.json")
+        temporary = ""
+    except OSError as error:
+        raise PlatformError(f"cannot write {str(run_dir / 'job.json')!r}: {error.strerror}") from None
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def read_spec(run_dir: Path) -> JobSpec:
+    """The spec of a run directory. ConfigError: not there, not one, damaged, or of another version."""
+    return _read_job(run_dir)[0]
+
+
+def read_origins(run_dir: Path) -> dict[str, str]:
+    """Field -> where its value came from, as ``save_spec`` was told."""
+    return _read_job(run_dir)[1]
+
+
+def _read_job(run_dir: Path) -> tuple[JobSpec, dict[str, str]]:
+    run_dir = Path(run_dir)
+    path = run_dir / "job.json"
+    if not run_dir.is_dir():
+        raise ConfigError(f"run directory {str(run_dir)!r} does not exist")
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{str(run_dir)!r} is no run directory: it has no job.json") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{str(path)!r} is damaged: not JSON") from None
+    if not isinstance(record, dict) or "version" not in record:
+        raise ConfigError(f"{str(path)!r} is damaged: it has no version")
+    if record["version"] != FORMAT:
+        raise ConfigError(
+            f"run directory {str(run_dir)!r} has format {record['version']!r} (written by everstep"
+            f" {record.get('package', '?')}); this is everstep {package_version()}, which reads format {FORMAT}"
+        )
+    try:
+        spec = msgspec.convert(record.get("spec"), JobSpec)
+        origins = msgspec.convert(record.get("origins", {}), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{str(path)!r} is damaged: {error}") from None
+    return spec, origins
+
+
+def package_version() -> str:
+    from everstep import __version__
+
+    return __version__
+
+
+# ---- values -------------------------------------------------------------------------------------------------
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """(field, value, line) of each entry; the first problem is a ConfigError with its line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"job file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"job file {str(path)!r} cannot be read: {error}") from None
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path} line {node.start_mark.line + 1}: expected lines such as 'workers: 2'")
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            field = str(loader.construct_object(key_node, deep=True))
+            _known(field, f"{path} line {line}")
+            if field in seen:
+                raise ConfigError(f"{path} line {line}: {field} was given in line {seen[field]} already")
+            seen[field] = line
+            yield field, loader.construct_object(value_node, deep=True), line
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path} line {mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{place}: no valid YAML: {problem}") from None
+    finally:
+        loader.dispose()
+
+
+def _known(field: str, origin: str) -> None:
+    if field in _TYPES:
+        return
+    near = difflib.get_close_matches(field.replace("-", "_"), _TYPES, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_TYPES)}"
+    raise ConfigError(f"{origin}: unknown setting {field!r}; {hint}")
+
+
+def _env_field(name: str) -> str:
+    if not name.startswith(_PREFIX) or name in _NOT_SETTINGS:
+        return ""
+    field = name[len(_PREFIX) :].lower()
+    return field if field in _TYPES and name == _PREFIX + field.upper() else ""
+
+
+def _convert(field: str, value: Any, origin: str, text: bool) -> Any:
+    """``value`` as the field's type; from text (environment, flags) or as YAML gave it. Never guesses."""
+    wanted = _TYPES[field]
+    shown = f"{origin}: {field} = {value!r}"
+    if typing.get_origin(wanted) is typing.Literal:
+        choices = typing.get_args(wanted)
+        if value not in choices:
+            raise ConfigError(f"{shown}: expected {' or '.join(map(repr, choices))}")
+        return value
+    if typing.get_origin(wanted) is tuple:
+        if text:
+            try:
+                return tuple(shlex.split(value))
+            except ValueError as error:
+                raise ConfigError(f"{shown}: {error}") from None
+        if isinstance(value, list | tuple) and not any(isinstance(v, list | dict | types.NoneType) for v in value):
+            return tuple(str(v) for v in value)
+        raise ConfigError(f"{shown}: expected a list of texts")
+    if wanted is bool:
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        if text and value.strip().lower() in words:
+            return words[value.strip().lower()]
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{shown}: expected true or false")
+    if wanted is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if text and re.fullmatch(r"[+-]?\d{1,20}", value.strip()):
+            return int(value)
+        raise ConfigError(f"{shown}: expected a whole number")
+    if wanted is float:
+        return _number(field, value, shown)
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{shown}: expected a text")
+
+
+def _number(field: str, value: Any, shown: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and field.endswith("_s"):
+        try:
+            return seconds(value)
+        except ConfigError as error:
+            raise ConfigError(f"{shown}: expected seconds, or a span such as '30s' ({error})") from None
+    with contextlib.suppress(TypeError, ValueError):
+        if isinstance(value, str):
+            return float(value)
+    raise ConfigError(f"{shown}: expected a number")
