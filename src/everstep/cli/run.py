@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from everstep.agent.agent import Agent, Outcome
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
@@ -25,12 +28,19 @@ STATUS_S = 1.0  # a display waits no longer for the master
 def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     """Run a job on this machine until its end; the exit code of ``everstep``."""
     spec, origins = load_spec(config, dict(flags), os.environ)
-    check_script(spec.script)
-    run_dir = Path(spec.run_dir) if spec.run_dir else new_run_dir(spec.name)
+    script = check_script(spec.script)
+    name = spec.name if origins.get("name") != "default" else job_name(script)
+    spec = msgspec.structs.replace(spec, script=str(script), name=name)
+    run_dir = Path(spec.run_dir).absolute() if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
         refuse_used(run_dir)
         remove_sockets(run_dir)
         return _run(spec, origins, run_dir, live)
+
+
+def job_name(script: Path) -> str:
+    """A job without a name of its own has its script's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:60] or "job"
 
 
 def refuse_used(run_dir: Path) -> None:
