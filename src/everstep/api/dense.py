@@ -1,0 +1,153 @@
+"""The dense part on the ps: parameters flattened into the rows of a table, one table per parameter group.
+
+All parameters of a group are views of one flat buffer. Before a batch the newest rows are copied into it; after the
+user's ``step`` the gradients are flattened once and pushed. Buffers (such as batch norm's running statistics) stay
+local to the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from everstep.api.optim import twin_of
+from everstep.errors import ScriptError
+from everstep.model.table import InitSpec, OptimizerSpec, TableSpec
+from everstep.native import gather_rows
+from everstep.tables.routing import Router, TableRows
+
+_BIG_FLOATS = 1 << 18  # from here on a row has 1024 floats, below 256
+
+
+class DenseGroup:
+    """One parameter group of one optimizer. ``flat``: float32 [rows * dim], zero-padded behind the last parameter."""
+
+    def __init__(self, name: str, group: dict[str, Any], optimizer: OptimizerSpec) -> None:
+        self.group = group
+        self.params: list[nn.Parameter] = [p for p in group["params"] if p.requires_grad]
+        for p in self.params:
+            if p.dtype != torch.float32 or p.device.type != "cpu":
+                raise ScriptError(
+                    f"a dense parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}: the dense part on the ps "
+                    "takes float32 on the CPU"
+                )
+        n = sum(p.numel() for p in self.params)
+        dim = 1024 if n >= _BIG_FLOATS else 256
+        self.n, self.dim, self.n_rows = n, dim, max(1, -(-n // dim))
+        self.spec = TableSpec(name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True)
+        self.flat = torch.zeros(self.n_rows * dim)
+        self._scratch = torch.zeros(self.n_rows * dim)
+        self._version = -1
+        self.keys: NDArray[np.int64]
+        self.counts: list[int]
+        self._inverse: NDArray[np.int32]
+        self._order: NDArray[np.int32]
+        at = 0
+        for p in self.params:
+            view = self.flat[at : at + p.numel()].view(p.shape)
+            view.copy_(p.detach())
+            p.data = view
+            at += p.numel()
+
+    def __repr__(self) -> str:
+        return f"<DenseGroup {self.spec.name} {self.n} floats in {self.n_rows} rows>"
+
+    @property
+    def lr(self) -> float:
+        return float(self.group["lr"])
+
+    def routed(self, router: Router) -> tuple[TableSpec, NDArray[np.int64], list[int]]:
+        """All keys of the table, as ``BatchRows.add`` wants them."""
+        if self._version != router.version:
+            self.keys, self._inverse, self.counts = router.route(self.spec.id, np.arange(self.n_rows, dtype=np.int64))
+            self._order = self.keys.astype(np.int32)
+            self._version = router.version
+        return self.spec, self.keys, self.counts
+
+    def initial(self) -> NDArray[np.float32]:
+        """This worker's own values, float32 [rows, dim] in the order of ``keys``."""
+        out: NDArray[np.float32] = self._rows(self.flat)[self._order]
+        return out
+
+    def take(self, rows: TableRows) -> None:
+        """Copy the values of pulled rows into the parameters."""
+        gather_rows(rows.values, self._inverse, self._rows(self.flat))
+
+    def has_grad(self) -> bool:
+        return any(p.grad is not None for p in self.params)
+
+    def capture(self, rows: TableRows) -> bool:
+        """Flatten the parameters' gradients into ``rows.grads`` (added to what is there); False if there are none.
+
+        A parameter without a gradient counts as zero."""
+        if not self.has_grad():
+            return False
+        at, pieces = 0, []
+        for p in self.params:
+            pieces.append(torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1))
+            at += p.numel()
+        torch.cat(pieces, out=self._scratch[: self.n])
+        if rows.touched:
+            rows.grads += self._rows(self._scratch)[self._order]
+        else:
+            gather_rows(self._rows(self._scratch), self._order, rows.grads)
+            rows.touched = True
+        return True
+
+    def _rows(self, flat: Tensor) -> NDArray[np.float32]:
+        out: NDArray[np.float32] = flat.numpy().reshape(self.n_rows, self.dim)
+        return out
+
+
+class Stepper(Protocol):
+    """What an optimizer tells the job."""
+
+    def stepped(self, groups: list[DenseGroup]) -> None: ...
+
+    def zeroed(self) -> None: ...
+
+    def dense_rows(self, group: DenseGroup) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+
+
+class PsOptimizer(torch.optim.Optimizer):
+    """Stands for a torch optimizer whose twin runs on the ps. ``step`` hands the gradients over; learning rate
+    schedulers work on its ``param_groups`` (or on those of the optimizer it was made from: they are the same)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int, stepper: Stepper) -> None:
+        if optimizer.state:
+            raise ScriptError("this optimizer has stepped already: give job.optimizer a fresh one")
+        specs = [twin_of(optimizer, group) for group in optimizer.param_groups]
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self._twin_name = type(optimizer).__name__
+        self._stepper = stepper
+        self.groups = [
+            DenseGroup(f"dense/{index}/{i}", group, spec)
+            for i, (group, spec) in enumerate(zip(self.param_groups, specs, strict=True))
+        ]
+
+    def __repr__(self) -> str:
+        return f"<PsOptimizer {self._twin_name} {self.groups}>"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Hand the gradients to the ps. They are applied in the background; the next batches bring the new values."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stepper.stepped(self.groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._stepper.zeroed()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "groups"):
+            raise ScriptError("job.optimizer: parameter groups can not be added later")
+        super().add_param_group(param_group)

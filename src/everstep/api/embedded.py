@@ -1,0 +1,240 @@
+"""``python train.py``, with no launcher: master, ps and worker in this process.
+
+The same brain, journal, ps service and audit log as in a job of many processes; only the wire is missing. Every call
+is made at once, on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.api.seat import Listener
+from everstep.brain import events
+from everstep.brain.brain import Brain
+from everstep.brain.events import Answer, BrainEvent, FinishJob, Note, PublishPlacement, ReleaseShards, Reply
+from everstep.config.load import new_run_dir, save_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, InternalError, ScriptError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.journal import Journal
+from everstep.model.member import Address, Role
+from everstep.net import messages
+from everstep.net.data import Arena
+from everstep.net.messages import RequestType
+from everstep.ps.service import PsService
+from everstep.storage.atomic import write_atomic
+from everstep.tables.client import PsClient, Sendable, Then
+
+_NODE = NodeId("node0")
+_ARENA_BYTES = 256 << 20
+
+
+class DirectLink:
+    """A link to a ps in this process: answered before ``submit`` returns."""
+
+    def __init__(self, slot: Slot, service: PsService, arena: Arena) -> None:
+        self.slot = slot
+        self._service, self._arena = service, arena
+
+    def __repr__(self) -> str:
+        return f"<DirectLink ps:{self.slot}>"
+
+    def submit(self, message: Sendable, then: Then) -> None:
+        answer, buffers = self._service.handle(message, memoryview(b""), self._arena.buffer)
+        body = b"".join(bytes(b) for b in buffers) if buffers else b""
+        then(answer, memoryview(body))
+
+    def close(self) -> None:
+        pass
+
+
+class EmbeddedMaster:
+    """A brain and its journal, driven by calls. Thread-safe."""
+
+    def __init__(self, spec: JobSpec, run_dir: Path, service: PsService) -> None:
+        self.spec, self.run_dir, self.service = spec, run_dir, service
+        self.brain = Brain()
+        self.journal = Journal(run_dir / "journal.sqlite", Incarnation(1))
+        self.listener: Listener | None = None
+        self.finished: FinishJob | None = None
+        self._lock = threading.RLock()
+        self._events = (run_dir / "events.jsonl").open("ab")
+
+    def handle(self, event: BrainEvent) -> Answer | None:
+        """Journal the event, apply it, do what the brain wants; the answer, if the event was a request."""
+        with self._lock:
+            instructions = self.brain.handle(event)
+            self.journal.append(event, instructions)
+            answer: Answer | None = None
+            for wanted in instructions:
+                if isinstance(wanted, Reply):
+                    answer = wanted.answer
+                elif isinstance(wanted, ReleaseShards):
+                    self.service.store.release(wanted.shards)
+                elif isinstance(wanted, PublishPlacement):
+                    self.service.set_placement(wanted.placement)
+                    if self.listener is not None:
+                        self.listener.placed(wanted.placement)
+                elif isinstance(wanted, Note):
+                    self._note(event.at, wanted)
+                elif isinstance(wanted, FinishJob):
+                    self.finished = wanted
+            return answer
+
+    def _note(self, at: float, note: Note) -> None:
+        line = {
+            "at": at,
+            "member": note.member,
+            "action": note.decision.action,
+            "reason": note.decision.reason,
+            "inputs": note.decision.inputs,
+        }
+        self._events.write(msgspec.json.encode(line) + b"\n")
+        self._events.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self.journal.close()
+            self._events.close()
+
+
+class EmbeddedSeat:
+    """See the top of this file."""
+
+    embedded = True
+
+    def __init__(self, spec: JobSpec, run_dir: Path, prefetch: int = 0) -> None:
+        self.spec, self.run_dir, self.prefetch = spec, run_dir, prefetch
+        self.slot, self.incarnation = Slot(0), Incarnation(1)
+        self.arena = Arena(_ARENA_BYTES)
+        self.client = PsClient(self.arena)
+        self.service = PsService.create(
+            n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
+        )
+        self.master = EmbeddedMaster(spec, run_dir, self.service)
+        self._began_at = time.time()
+        self._listener: Listener | None = None
+        self._values: dict[str, float] = {}
+
+    @classmethod
+    def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedSeat:
+        """A new run directory and a job of one worker and one ps."""
+        script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+        name = given.get("name") or (Path(script).stem if script else "job")
+        if given.get("nonfinite", "raise") not in ("raise", "skip"):
+            raise ScriptError(f"es.join(nonfinite={given['nonfinite']!r}): must be 'raise' or 'skip'")
+        seed = given.get("seed", 0)
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise ScriptError(f"es.join(seed={seed!r}): must be a whole number from 0")
+        run_dir = Path(given["run_dir"]) if given.get("run_dir") else new_run_dir(name)
+        if (run_dir / "job.json").exists():
+            raise ConfigError(f"run directory {run_dir} holds another run: name a new one, or leave run_dir out")
+        spec = JobSpec(
+            name=name,
+            script=script,
+            args=tuple(sys.argv[1:]),
+            workers=1,
+            ps=1,
+            seed=seed,
+            nonfinite=given.get("nonfinite", "raise"),
+            run_dir=str(run_dir),
+        )
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_spec(run_dir, spec, {})
+        return cls(spec, run_dir, prefetch or 0)
+
+    def start(self, listener: Listener) -> None:
+        self._listener = self.master.listener = listener
+        now = time.time
+        handle = self.master.handle
+        address = Address(_NODE)
+        handle(events.MasterStarted(now(), Incarnation(1), self.spec))
+        handle(events.NodeJoined(now(), _NODE, "", 0, 0))
+        pid = os.getpid()
+        handle(events.MemberJoined(now(), Role.PS, Slot(0), Incarnation(1), _NODE, pid, address))
+        answer = handle(events.MemberJoined(now(), Role.WORKER, self.slot, self.incarnation, _NODE, pid))
+        if not isinstance(answer, events.Welcome) or answer.placement is None:
+            raise InternalError(f"the embedded master did not place the ps: {answer!r}")
+        self.service.set_placement(answer.placement)
+        self.client.set_placement(answer.placement, lambda place: DirectLink(place.slot, self.service, self.arena))
+        listener.placed(answer.placement)
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer:
+        if isinstance(request, messages.Report):
+            self._values.update(request.values)
+            return events.Ok()
+        answer = self.master.handle(self._event(request))
+        if answer is None:
+            raise InternalError(f"the embedded master did not answer {request!r}")
+        return answer
+
+    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
+        then(self.call(request, 0.0))
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(after_s, action)
+        timer.daemon = True
+        timer.start()
+
+    def chief(self) -> bool:
+        return True
+
+    def _event(self, request: RequestType) -> BrainEvent:
+        now, slot, incarnation = time.time(), self.slot, self.incarnation
+        match request:
+            case messages.Register(plan):
+                return events.PlanRegistered(now, slot, incarnation, plan)
+            case messages.AskShard(dataset, until, ask):
+                return events.ShardAsked(now, slot, incarnation, dataset, until, ask)
+            case messages.Done(shard, lease, servers, skipped):
+                return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped)
+            case messages.GiveBack(shard, lease, reason):
+                return events.ShardReturned(now, slot, incarnation, shard, lease, reason)
+            case _:
+                raise InternalError(f"the embedded master does not take {request!r}")
+
+    # ------------------------------------------------------------ the end
+
+    def close(self, error: str) -> None:
+        """End the job as the script ended: audit log and journal closed, summary written and printed."""
+        listener = self._listener
+        beat = listener.beat() if listener is not None else messages.Beat()
+        status = 1 if error else 0
+        self.master.handle(events.ProcessExited(time.time(), Role.WORKER, self.slot, self.incarnation, status, error))
+        self.service.finish()
+        finished = self.master.finished
+        wall_s = time.time() - self._began_at
+        samples = int(beat.readings.get("samples", 0.0))
+        values = {**self._values, **beat.values}
+        exit_code = finished.exit_code if finished is not None else status
+        summary = {
+            "job": self.spec.name,
+            "phase": "done" if not exit_code else "failed",
+            "exit_code": exit_code,
+            "error": error,
+            "samples_done": samples,
+            "wall_s": wall_s,
+            "samples_per_s": samples / wall_s if wall_s > 0 else 0.0,
+            "failures": {"worker": 0, "ps": 0, "master": 0, "node": 0},
+            "batches_retried": int(beat.readings.get("retried", 0.0)),
+            "batches_skipped": int(beat.readings.get("skipped", 0.0)),
+            "shards_returned": 0,
+            "values": values,
+        }
+        write_atomic(self.run_dir / "summary.json", msgspec.json.encode(summary))
+        self.master.close()
+        if samples:
+            shown = "".join(f", {name} {value:.4g}" for name, value in values.items())
+            print(
+                f"everstep: {samples:,} samples in {wall_s:.1f} s ({samples / wall_s:,.0f}/s){shown}; "
+                f"everstep audit {self.run_dir}",
+                flush=True,
+            )

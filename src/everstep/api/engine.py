@@ -1,0 +1,565 @@
+"""Drives the worker's protocol machine: its actions become requests, the answers go back in.
+
+Three kinds of threads meet here. The *main* thread runs the script. A *reader* (when rows are pulled ahead) takes the
+next work, reads its batch and asks for its rows. The links' and the master's threads bring answers. The machine is
+touched under one lock; actions run under it too, so that pushes leave in order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.api.dense import DenseGroup, PsOptimizer
+from everstep.api.seat import Seat
+from everstep.api.tables import Item, TableSet
+from everstep.brain.events import Answer, Fenced, Refused, Registered
+from everstep.data.loader import Loader
+from everstep.errors import (
+    DataError,
+    EverstepError,
+    FencedError,
+    InternalError,
+    NonFiniteGradientError,
+    ScriptError,
+)
+from everstep.ids import LeaseNo, Slot, TableId
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, split_key
+from everstep.native import bag_backward, isfinite_all
+from everstep.net import messages
+from everstep.net.messages import Bad, Closed, DataAnswer, Opened, OpenShard, Part, Push, Pushed
+from everstep.tables.protocol import (
+    Action,
+    AskLater,
+    AskShard,
+    Drop,
+    Finished,
+    Halt,
+    SendDone,
+    SendGiveBack,
+    SendOpen,
+    SendPush,
+    Settled,
+    Work,
+    WorkerProtocol,
+    watermarks_of,
+)
+from everstep.tables.routing import BatchRows, TableRows, parts_by_ps
+
+_LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
+_MASTER_S = 300.0  # a master may be away so long
+
+
+class _Payload:
+    """The gradients of one push, kept until every ps has acknowledged them."""
+
+    __slots__ = ("parts", "rows")
+
+    def __init__(self, parts: list[list[Part]], rows: list[BatchRows]) -> None:
+        self.parts, self.rows = parts, rows
+
+    def close(self) -> None:
+        for rows in self.rows:
+            rows.close()
+
+
+class _Run:
+    """One pass through ``job.steps``: what its reader thread and the main thread share."""
+
+    def __init__(self, loader: Loader, ahead: int) -> None:
+        self.loader = loader
+        self.ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self.permits = threading.Semaphore(ahead)
+        self.stop = threading.Event()
+        self.thread: threading.Thread | None = None
+
+
+class Engine:
+    """See the top of this file."""
+
+    def __init__(self, seat: Seat, tables: TableSet) -> None:
+        self.seat, self.tables = seat, tables
+        self.protocol = WorkerProtocol(worker=seat.slot, incarnation=seat.incarnation, batch_samples=1)
+        self.optimizers: list[PsOptimizer] = []
+        self.failure: EverstepError | None = None
+        self.samples = 0  # applied, by this process
+        self.batches = 0  # given to the script
+        self.skipped = 0  # batches whose gradient was not finite
+        self.values: dict[str, float] = {}
+        self.compute_s = 0.0  # seconds between two waits
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._inputs: deque[Callable[[], list[Action]]] = deque()
+        self._feeding = False
+        self._payloads: dict[tuple[LeaseNo, int, int, int], _Payload] = {}
+        self._epochs_done: dict[str, int] = {}
+        self._group: list[Item] = []  # batches whose gradients go out together, the current one last
+        self._stepped = False  # the script stepped since the group began
+        self._lrs: dict[TableId, float] = {}
+        self._stopping = False
+        self.registered = 0  # loops begun
+        self._began_at = time.monotonic()
+        self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
+
+    # ------------------------------------------------------------ Listener: what the master orders
+
+    def placed(self, placement: Placement) -> None:
+        self.feed(lambda: self.protocol.placement(placement))
+
+    def revoked(self, lease: LeaseNo) -> None:
+        self.feed(lambda: self.protocol.revoked(lease))
+
+    def fail(self, error: EverstepError) -> None:
+        """Ends whatever waits, here and in the main thread, with ``error``."""
+        self.tables.client.fail(error)
+        with self._lock:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        with self._lock:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def held(self) -> tuple[Lease, ...]:
+        with self._lock:
+            return self.protocol.held()
+
+    def beat(self) -> messages.Beat:
+        import resource
+
+        with self._lock:
+            progress = self.protocol.progress()
+            samples, retried = self.samples, self.protocol.retried
+        now = time.monotonic()
+        then, before = self._rate[0]
+        self._rate.append((now, samples))
+        busy = self.compute_s + self.tables.wait_s
+        readings = {
+            "samples": float(samples),
+            "batches": float(self.batches),
+            "samples_per_s": (samples - before) / (now - then) if now > then else 0.0,
+            "retried": float(retried),
+            "skipped": float(self.skipped),
+            "wait_fraction": self.tables.wait_s / busy if busy else 0.0,
+            "rss_bytes": float(_rss_bytes()),
+            "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+        }
+        if "loss" in self.values:
+            readings["loss"] = self.values["loss"]
+        return messages.Beat(progress, readings, dict(self.values))
+
+    # ------------------------------------------------------------ the machine
+
+    def feed(self, event: Callable[[], list[Action]]) -> None:
+        """Give the machine an input and do what it wants. Inputs that come from inside an action wait their turn."""
+        with self._lock:
+            self._inputs.append(event)
+            if self._feeding:
+                return
+            self._feeding = True
+            try:
+                while self._inputs:
+                    for action in self._inputs.popleft()():
+                        self._do(action)
+            finally:
+                self._feeding = False
+                self._changed.notify_all()
+
+    def _do(self, action: Action) -> None:
+        machine = self.protocol
+        if isinstance(action, SendPush):
+            self._send_push(action)
+        elif isinstance(action, Settled):
+            payload = self._payloads.pop(action.work.key, None)
+            if payload is not None:
+                payload.close()
+            if action.applied:
+                self.samples += action.work.hi - action.work.lo
+        elif isinstance(action, AskShard):
+            ask = action.ask
+            request = messages.AskShard(action.dataset, action.until_epoch, ask)
+            self.seat.ask(request, lambda answer: self.feed(lambda: machine.answered(ask, answer)))
+        elif isinstance(action, AskLater):
+            ask = action.ask
+            self.seat.later(action.after_s, lambda: self.feed(lambda: machine.ask_again(ask)))
+        elif isinstance(action, SendOpen):
+            self._send_open(action)
+        elif isinstance(action, SendDone):
+            lease = action.lease
+            done = messages.Done(lease.shard, lease.no, action.servers, action.skipped)
+            self.seat.ask(done, lambda answer: self._done_answered(lease, answer))
+        elif isinstance(action, SendGiveBack):
+            lease = action.lease
+            back = messages.GiveBack(lease.shard, lease.no, action.reason)
+            self.seat.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
+        elif isinstance(action, Halt):
+            self.fail(FencedError(action.reason))
+        elif not isinstance(action, Drop | Finished):
+            raise InternalError(f"no way to do {action!r}")
+
+    def _done_answered(self, lease: Lease, answer: Answer) -> None:
+        self.feed(lambda: self.protocol.done_answered(lease.no, answer))
+        # That shard may have been the one that our own pending request waits for.
+        self.feed(lambda: self.protocol.ask_again(self.protocol.asked))
+
+    def _send_open(self, action: SendOpen) -> None:
+        ps, lease = action.ps, action.lease
+
+        def then(answer: DataAnswer, body: memoryview) -> None:
+            if isinstance(answer, Opened):
+                buckets, marks = watermarks_of(answer)
+                self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
+            elif isinstance(answer, Closed):
+                self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
+            else:
+                self._unexpected(ps, answer)
+
+        self.tables.client.submit(ps, OpenShard(lease.shard, lease.start, lease.no), then)
+
+    def _send_push(self, action: SendPush) -> None:
+        ps, token = action.ps, action.token
+        payload = self._payloads.get(action.work.key)
+        router = self.tables.client.router
+        parts: tuple[Part, ...] = ()
+        if payload is not None and not action.skipped:
+            parts = tuple(payload.parts[router.slots.index(ps)])
+        message = Push(router.version, token, parts, True, action.bitmap, action.skipped)
+
+        def then(answer: DataAnswer, body: memoryview) -> None:
+            if isinstance(answer, Pushed):
+                if answer.nonfinite >= 0:
+                    self.fail(self._nonfinite(self._name_of(answer.nonfinite), action.work))
+                self.feed(lambda: self.protocol.pushed(ps, token, answer))
+            else:
+                self._unexpected(ps, answer)
+
+        self.tables.client.submit(ps, message, then)
+
+    def _unexpected(self, ps: Slot, answer: DataAnswer) -> None:
+        text = answer.error if isinstance(answer, Bad) else repr(answer)
+        self.fail(InternalError(f"ps:{ps} refused: {text}"))
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    # ------------------------------------------------------------ Stepper: what optimizers tell
+
+    def stepped(self, groups: list[DenseGroup]) -> None:
+        item = self.tables.current
+        if item is None or item.work is None:
+            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
+        self._stepped = True
+        for group in groups:
+            self._capture(group, item)
+
+    def _capture(self, group: DenseGroup, item: Item) -> None:
+        rows = item.dense.get(group.spec.id)
+        if rows is None:
+            raise ScriptError("job.optimizer() was called inside the loop: create optimizers before job.steps()")
+        if group.capture(rows):
+            self._lrs[group.spec.id] = group.lr
+
+    def zeroed(self) -> None:
+        """``zero_grad`` drops gradients that no ``step`` took: those of the dense part and those of the tables."""
+        if len(self.optimizers) == 1 and not self._stepped:
+            for item in self._group:
+                for rows in item.rows.tables:
+                    rows.touched = False
+
+    def dense_rows(self, group: DenseGroup) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Values and optimizer state of a group as they are on the ps now, in the order of its keys."""
+        self.tables.declare()
+        keys, values, state = self.tables.scan(group.spec)
+        if len(keys) != group.n_rows:
+            raise InternalError(f"{group.spec.name} has {len(keys)} rows instead of {group.n_rows}")
+        return values, state
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self, loader: Loader) -> Iterator[Any]:
+        """Batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
+        if not isinstance(loader, Loader):
+            raise ScriptError(f"job.steps needs what job.loader returned, not {type(loader).__name__}")
+        if self.tables.current is not None or self._group:
+            raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
+        self._check()
+        plan = loader.plan()
+        dataset = self._register(plan)
+        self.registered += 1
+        until = self._epochs_done.get(plan.name, 0) + loader.epochs
+        self._epochs_done[plan.name] = until
+        self.tables.declare()
+        self.tables.forget_asides()
+        with self._lock:
+            self.protocol.set_batch_samples(loader.batch_size)
+        self.feed(lambda: self.protocol.begin(dataset, until))
+        run = _Run(loader, self.seat.prefetch)
+        if self.seat.prefetch:
+            run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
+            run.thread.start()
+        complete = False
+        try:
+            while (item := self._next(run)) is not None:
+                begin = time.perf_counter()
+                yield item.batch
+                self.compute_s += time.perf_counter() - begin
+                self._end_of_iteration(item)
+            complete = True
+        finally:
+            self._end_of_loop(run, complete)
+
+    def _register(self, plan: Any) -> int:
+        answer = self.seat.call(messages.Register(plan), _MASTER_S)
+        if isinstance(answer, Registered):
+            return answer.dataset
+        if isinstance(answer, Refused):
+            raise DataError(answer.error)
+        if isinstance(answer, Fenced):
+            raise FencedError(answer.reason)
+        raise InternalError(f"Register was answered with {answer!r}")
+
+    def _next(self, run: _Run) -> Item | None:
+        """The next batch, its rows in place and the parameters up to date; None at the end of the data."""
+        while True:
+            item = self._read(run) if run.thread is None else self._from_reader(run)
+            if item is None:
+                return None
+            assert item.work is not None
+            if not self._wanted(item, run):
+                continue
+            if self._group:
+                last = self._group[-1].work
+                assert last is not None
+                if not last.joins(item.work):
+                    self._push_group()
+            self.tables.take(item)
+            run.permits.release()
+            self._group.append(item)
+            self.batches += 1
+            return item
+
+    def _wanted(self, item: Item, run: _Run) -> bool:
+        """False, and the item is given up, where its lease is gone or was opened anew meanwhile."""
+        work = item.work
+        assert work is not None
+        with self._lock:
+            if self.protocol.current(work):
+                return True
+            item.close()
+            run.permits.release()
+            self.feed(lambda: self.protocol.computed(work))
+            return False
+
+    def _read(self, run: _Run) -> Item | None:
+        """Take work, read its batch, ask for its rows. None when all data is done."""
+        work = self._await_work(run)
+        if work is None:
+            return None
+        _, epoch, _ = split_key(work.lease.shard)
+        batch = run.loader.read(epoch, work.lo, work.hi)
+        return self.tables.prepare(work, batch, create=True)
+
+    def _await_work(self, run: _Run) -> Work | None:
+        with self._lock:
+            while True:
+                self._check()
+                if run.stop.is_set() or self._stopping:
+                    return None
+                work = self.protocol.next_work()
+                self.feed(self.protocol.more)
+                if work is not None:
+                    return work
+                if self.protocol.finished:
+                    return None
+                self._changed.wait(0.5)
+
+    def _read_ahead(self, run: _Run) -> None:
+        try:
+            while True:
+                while not run.permits.acquire(timeout=0.5):
+                    if run.stop.is_set() or self.failure is not None:
+                        return
+                item = None if run.stop.is_set() else self._read(run)
+                run.ready.put(item)
+                if item is None:
+                    return
+        except BaseException as error:
+            run.ready.put(error)
+
+    def _from_reader(self, run: _Run) -> Item | None:
+        begin = time.perf_counter()
+        while True:
+            try:
+                got = run.ready.get(timeout=0.5)
+                break
+            except queue.Empty:
+                self._check()
+        self.tables.wait_s += time.perf_counter() - begin
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def _end_of_iteration(self, item: Item) -> None:
+        self._check()
+        self.tables.release(item)
+        work = item.work
+        assert work is not None
+        if self._stepped or not self.optimizers or work.hi >= work.lease.stop:
+            self._push_group()
+        elif len(self._group) > 1 and all(any(r.touched for r in i.rows.tables) for i in self._group[-2:]):
+            self._fold_group()
+
+    def _end_of_loop(self, run: _Run, complete: bool) -> None:
+        """Let pushes arrive; when the loop ended early, give back what is not finished."""
+        run.stop.set()
+        failed = self.failure is not None
+        if self.tables.current is not None and self._stepped and not complete and not failed:
+            try:
+                self.tables.release(self.tables.current)
+                self._push_group()  # the script stepped, then left the loop
+            except NonFiniteGradientError as error:
+                self.fail(error)
+        self.tables.current = None
+        self._drop_group()
+        if run.thread is not None:
+            with self._lock:
+                self._changed.notify_all()
+            run.permits.release()
+            run.thread.join(timeout=5.0)
+            while not run.ready.empty():
+                left = run.ready.get()
+                if isinstance(left, Item):
+                    left.close()
+        if complete and not self._stopping:
+            self.tables.refresh_dense()
+            return
+        self.leave("the loop ended early" if not failed else "the script failed")
+
+    def leave(self, reason: str) -> None:
+        """Wait a little for pushes on their way, then give all leases back."""
+        limit = time.monotonic() + _LEAVE_S
+        with self._lock:
+            while self.protocol.unacknowledged and not self.failure and time.monotonic() < limit:
+                self._changed.wait(0.1)
+            if self.protocol.finished or not (self.protocol.held() or self.protocol.asking):
+                return
+            self.feed(lambda: self.protocol.leave(reason))
+            while not self.protocol.finished and not self.failure and time.monotonic() < limit:
+                self._changed.wait(0.1)
+
+    # ------------------------------------------------------------ pushing
+
+    def _push_group(self) -> None:
+        """Push the gradients of all batches of the group as one. Raises NonFiniteGradientError (policy raise)."""
+        group, self._group = self._group, []
+        stepped, self._stepped = self._stepped, False
+        work = group[0].work
+        assert work is not None
+        for item in group[1:]:
+            assert item.work is not None
+            work = work.join(item.work)
+        if not stepped and self.optimizers:
+            # A shard ends without a step: what was accumulated goes out now, and must not go out twice.
+            for optimizer in self.optimizers:
+                for dense in optimizer.groups:
+                    if dense.spec.id not in group[-1].dense:
+                        (added,) = group[-1].rows.add([dense.routed(group[-1].rows.router)], values=False)
+                        group[-1].dense[dense.spec.id] = added
+                    self._capture(dense, group[-1])
+                    for p in dense.params:
+                        p.grad = None
+        tables: dict[TableId, list[TableRows]] = {}
+        for item in group:
+            for rows in item.rows.tables:
+                if rows.touched:
+                    tables.setdefault(rows.table, []).append(rows)
+        holders = [item.rows for item in group]
+        bad = next((r for found in tables.values() for r in found if not isfinite_all(r.grads)), None)
+        if bad is not None:
+            for holder in holders:
+                holder.close()
+            if self.seat.spec.nonfinite == "raise":
+                error = self._nonfinite(bad.spec.name, work)
+                self.fail(error)
+                raise error
+            self.skipped += 1
+            self.feed(lambda: self.protocol.computed(work, True))
+            return
+        out = []
+        for found in tables.values():
+            if len(found) == 1:
+                out.append(found[0])
+            else:
+                merged = self._merge(found)
+                holders.append(merged.batch)
+                out.append(merged)
+        router = self.tables.client.router
+        parts = parts_by_ps(out, len(router.slots), grads=True, lrs=self._lrs)
+        with self._lock:
+            self._payloads[work.key] = _Payload(parts, holders)
+            self.feed(lambda: self.protocol.computed(work))
+
+    def _fold_group(self) -> None:
+        """Gradient accumulation: add the newest batch's gradients to those before, so that memory stays bounded."""
+        before, item = self._group[-2], self._group[-1]
+        by_table: dict[TableId, list[TableRows]] = {}
+        for part in (before, item):
+            for rows in part.rows.tables:
+                if rows.touched:
+                    by_table.setdefault(rows.table, []).append(rows)
+        assert before.work is not None and item.work is not None
+        folded = Item(before.work.join(item.work), None, BatchRows(self.tables.client.memory, item.rows.router))
+        for found in by_table.values():
+            self._merge(found, folded.rows)
+        before.close()
+        item.close()
+        self._group[-2:] = [folded]
+
+    def _merge(self, found: list[TableRows], into: BatchRows | None = None) -> TableRows:
+        """One TableRows with the sum of several gradients of the same table."""
+        keys, grads = [], []
+        for rows in found:
+            keep = np.arange(rows.u) != rows.padding_at
+            keys.append(rows.keys[keep])
+            grads.append(rows.grads[keep])
+        all_keys, all_grads = np.concatenate(keys), np.concatenate(grads)
+        router = found[0].batch.router
+        routed, inverse, counts = router.route(found[0].table, all_keys)
+        batch = BatchRows(self.tables.client.memory, router) if into is None else into
+        (merged,) = batch.add([(found[0].spec, routed, counts)], values=False)
+        bag_backward(all_grads, inverse, None, "sum", None, merged.u, merged.grads)
+        merged.touched = True
+        return merged
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, []
+        self._stepped = False
+        for item in group:
+            item.close()
+
+    def _nonfinite(self, table: str, work: Work) -> NonFiniteGradientError:
+        _, epoch, _ = split_key(work.lease.shard)
+        what = "the dense part" if table.startswith("dense/") else f"table {table!r}"
+        return NonFiniteGradientError(
+            f"the gradient of {what} has NaN or Inf in samples {work.lo}..{work.hi} of epoch {epoch}; nothing of that "
+            "batch was applied: lower the learning rate or clip gradients, or run with --nonfinite skip"
+        )
+
+    def _name_of(self, table: int) -> str:
+        names = [i.spec for i in self.tables.infos.values()] + [g.spec for g in self.tables.dense]
+        return next((s.name for s in names if s.id == table), f"#{table}")
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm") as f:  # noqa: PTH123 - read every second
+        return int(f.read().split()[1]) * 4096

@@ -1,0 +1,274 @@
+"""``join`` and ``Job``: the few lines that a training script has more than a script of plain PyTorch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.api.dense import PsOptimizer
+from everstep.api.engine import Engine
+from everstep.api.seat import Seat
+from everstep.api.sparse import InitChoice, Only, swap
+from everstep.api.tables import TableSet
+from everstep.config.spec import JobSpec
+from everstep.data.loader import Loader
+from everstep.errors import EverstepError, ScriptError
+from everstep.ids import Slot
+from everstep.model.table import OptimizerSpec
+from everstep.net import messages
+
+_job: Job | None = None
+
+
+def join(
+    *,
+    name: str | None = None,
+    seed: int | None = None,
+    run_dir: str | None = None,
+    nonfinite: str | None = None,
+    prefetch: int | None = None,
+) -> Job:
+    """The job that this script belongs to; the same one when called again.
+
+    Started by ``everstep run`` the arguments are ignored (the job's spec rules). Alone, everything runs in this
+    process: ``seed``, ``name``, ``run_dir`` and ``nonfinite`` ("raise" or "skip") are those of ``JobSpec``, and
+    ``prefetch=1`` pulls rows one batch ahead as workers of a job do (0 is exactly what plain PyTorch computes)."""
+    global _job
+    if _job is not None and not _job.closed:
+        return _job
+    if "EVERSTEP_RUN_DIR" in os.environ and "EVERSTEP_SLOT" in os.environ:
+        from everstep.api.worker import WorkerSeat
+
+        seat: Seat = WorkerSeat.from_environment(os.environ)
+    else:
+        from everstep.api.embedded import EmbeddedSeat
+
+        given: dict[str, Any] = {"name": name, "seed": seed, "run_dir": run_dir, "nonfinite": nonfinite}
+        seat = EmbeddedSeat.alone({k: v for k, v in given.items() if v is not None}, prefetch)
+    _job = Job(seat)
+    return _job
+
+
+class Job:
+    """What a script touches. Made by ``join``."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        spec = seat.spec
+        torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
+        if spec.threads_per_worker:
+            torch.set_num_threads(spec.threads_per_worker)
+        self._tables = TableSet(seat.client)
+        self._engine = Engine(seat, self._tables)
+        self._models: list[nn.Module] = []
+        self.closed = False
+        seat.start(self._engine)
+        atexit.register(self._at_exit)
+
+    def __repr__(self) -> str:
+        how = "embedded" if self._seat.embedded else f"worker:{self.slot} #{self._seat.incarnation}"
+        return f"<Job {self._seat.spec.name!r} {how} {self._engine.samples} samples applied>"
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def slot(self) -> Slot:
+        """Which worker this is, from 0; another process may take the slot over."""
+        return self._seat.slot
+
+    @property
+    def chief(self) -> bool:
+        """Whether this is the lowest living worker: the one to evaluate and save."""
+        return self._seat.chief()
+
+    @property
+    def seed(self) -> int:
+        return self._seat.spec.seed
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._seat.spec
+
+    @property
+    def run_dir(self) -> str:
+        return str(self._seat.run_dir)
+
+    @property
+    def readings(self) -> dict[str, float]:
+        """This process's numbers: samples, batches, samples_per_s, wait_fraction, ..."""
+        return self._engine.beat().readings
+
+    # ------------------------------------------------------------ the model
+
+    def sparse(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        init: InitChoice = "auto",
+        min_rows: int = 0,
+        only: Only = None,
+    ) -> Any:
+        """Put the embeddings of ``model`` on the ps; returns the model, changed in place.
+
+        Takes every nn.Embedding and nn.EmbeddingBag (mode sum or mean) with at least ``min_rows`` rows, or those named
+        in ``only`` (or for which ``only(name, module)`` is true), and all es.nn modules. ``init="auto"``: a real
+        embedding's own values are uploaded; one on "meta" begins as torch's, normal with deviation 1; es.nn modules
+        begin normal with deviation ``dim ** -0.5``. ``optimizer`` is es.SGD, Adagrad (default, lr=0.05), ...
+        """
+        if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+            raise ScriptError(
+                f"job.sparse(optimizer={type(optimizer).__name__}): use es.SGD, es.Adagrad, es.RowWiseAdagrad, "
+                "es.Adam, es.AdamW or es.FTRL (they run on the ps)"
+            )
+        model, infos, modules = swap(model, optimizer=optimizer, init=init, min_rows=min_rows, only=only)
+        self._tables.add(infos)
+        for module in modules:
+            module.attach(self._tables)
+        self._remember(model)
+        return model
+
+    def replicate(self, model: nn.Module) -> Any:
+        """The dense part of ``model`` is trained together: it lives on the ps (``job.optimizer`` cuts it into rows),
+        every worker has a copy that is renewed for each batch. Buffers (batch norm) stay local to the worker."""
+        if not isinstance(model, nn.Module):
+            raise ScriptError(f"job.replicate needs a torch.nn.Module, not {type(model).__name__}")
+        self._remember(model)
+        return model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> PsOptimizer:
+        """The ps-side twin of a torch optimizer (SGD, Adagrad, Adam, AdamW) for the dense part."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ScriptError(
+                f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "
+                "tables go to job.sparse(model, optimizer=...)"
+            )
+        twin = PsOptimizer(optimizer, len(self._engine.optimizers), self._engine)
+        self._engine.optimizers.append(twin)
+        self._tables.dense += twin.groups
+        return twin
+
+    def _remember(self, model: nn.Module) -> None:
+        if not any(m is model for m in self._models):
+            self._models.append(model)
+
+    # ------------------------------------------------------------ the data and the loop
+
+    def loader(self, source: Any, batch_size: int, *, epochs: int = 1, **options: Any) -> Loader:
+        """See ``everstep.data.loader.Loader``; its seed is the job's unless given."""
+        return Loader(source, batch_size, epochs=epochs, **{"seed": self.seed, **options})
+
+    def steps(self, loader: Loader) -> Iterator[Any]:
+        """The batches that this process is to work on. Leaving an iteration ends its step: see ``Engine.steps``."""
+        return self._engine.steps(loader)
+
+    def report(self, **values: Any) -> None:
+        """Numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each counts."""
+        for name, value in values.items():
+            try:
+                self._engine.values[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
+        if self._tables.current is None and not self._engine.failure:  # outside of the loop no beat may follow
+            self._seat.call(messages.Report(dict(self._engine.values)), 30.0)
+
+    def log(self, *words: Any) -> None:
+        """Print a line, with the worker's name where there are several."""
+        text = " ".join(str(w) for w in words)
+        print(text if self._seat.embedded or self._seat.spec.workers == 1 else f"worker:{self.slot} {text}", flush=True)
+
+    @contextmanager
+    def eval(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Evaluation: newest dense values, rows read only (none are created), modules in eval mode, no gradients."""
+        models = [model] if model is not None else list(self._models)
+        training = [m.training for m in models]
+        current, self._tables.current = self._tables.current, None
+        self._tables.forget_asides()
+        self._tables.refresh_dense()
+        for m in models:
+            m.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for m, was in zip(models, training, strict=True):
+                m.train(was)
+            self._tables.forget_asides()
+            self._tables.current = current
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training changes: ``model`` (tables pulled from the ps) and ``optimizers``."""
+        self._tables.refresh_dense()
+        models = [m.state_dict() for m in self._models]
+        return {"models": models, "optimizers": [o.state_dict() for o in self._engine.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` returned, before the first batch."""
+        if self._engine.batches:
+            raise ScriptError("job.load_state_dict: only before the first batch of job.steps")
+        if len(state["models"]) != len(self._models):
+            raise ScriptError(f"the state is of {len(state['models'])} models, this script has {len(self._models)}")
+        for model, values in zip(self._models, state["models"], strict=True):
+            model.load_state_dict(values)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Leave the job: give back what is unfinished, write the summary. Called when the script ends."""
+        if self.closed:
+            return
+        self.closed = True
+        error = str(self._engine.failure or "")
+        try:
+            self._engine.leave("the script ended")
+        finally:
+            self._seat.close(error or _last_error())
+            self._seat.client.close()
+            atexit.unregister(self._at_exit)
+
+    def never_took_a_batch(self) -> ScriptError | None:
+        """The mistake of a script that ends without training, where there is one."""
+        if self._engine.batches or self._engine.registered:
+            return None
+        return ScriptError(
+            "the script ended without taking a batch from job.steps(...): loop over job.steps(job.loader(...))"
+        )
+
+    def _at_exit(self) -> None:
+        failed = _last_error()
+        mistake = None if failed else self.never_took_a_batch()
+        try:
+            self.close()
+        except EverstepError as error:
+            mistake = mistake or error  # type: ignore[assignment]
+        if mistake is not None and self._seat.embedded:
+            print(f"everstep: {mistake}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(mistake.exit_code)
+
+
+def _last_error() -> str:
+    """The exception that is ending this interpreter, as one line; "" if none."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def script_ended() -> None:
+    """For who ran the script in this process (the agent's template): leave the job.
+
+    Raises ScriptError if the script joined a job and never took a batch."""
+    if _job is None:
+        return
+    mistake = _job.never_took_a_batch()
+    _job.close()
+    if mistake is not None:
+        raise mistake

@@ -1,0 +1,285 @@
+"""``es.nn``: embeddings whose rows live on the ps, with or without a vocabulary.
+
+``Embedding(name, dim)`` and ``EmbeddingBag(name, dim)`` are also what ``job.sparse`` puts in the place of torch's
+modules. Modules of the same name share one table. They hold no parameters: rows come from the ps for every batch and
+gradients go there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from everstep.errors import ScriptError
+from everstep.model.table import InitSpec, OptimizerSpec
+from everstep.native import bag_backward, bag_forward, gather_rows
+from everstep.tables.routing import TableRows
+
+
+class Lookup:
+    """What one call of a module needs: the table's rows of this batch, and for each id the index of its row."""
+
+    __slots__ = ("inverse", "rows")
+
+    def __init__(self, rows: TableRows, inverse: NDArray[np.int32]) -> None:
+        self.rows = rows
+        self.inverse = inverse
+
+    def target(self) -> NDArray[np.float32]:
+        """Where a backward pass may write the gradient of all rows; ``settle`` it afterwards.
+
+        Raises ScriptError when the batch is over."""
+        rows = self.rows
+        if rows.batch.closed or not hasattr(rows, "grads"):
+            raise ScriptError(
+                f"backward() reached table {rows.spec.name!r} of a batch that is over, or of an evaluation: call "
+                "backward() inside the same iteration of job.steps()"
+            )
+        return np.empty((rows.u, rows.dim), np.float32) if rows.touched else rows.grads
+
+    def settle(self, grads: NDArray[np.float32]) -> None:
+        if self.rows.touched:
+            self.rows.grads += grads
+        else:
+            self.rows.touched = True
+
+
+class Source(Protocol):
+    """Who has the rows: the job's tables."""
+
+    anchor: Tensor  # empty, requires grad: what makes autograd call backward
+
+    def lookup(self, table: str, ids: Tensor) -> Lookup: ...
+
+    def export(self, table: str) -> dict[str, Tensor]: ...
+
+    def restore(self, table: str, state: dict[str, Tensor]) -> None: ...
+
+
+def _rows_of(grad: Tensor) -> NDArray[np.float32]:
+    """A gradient ``[n, dim]`` as an array whose rows are contiguous (they may be far apart)."""
+    if grad.dtype != torch.float32:
+        grad = grad.float()
+    if grad.stride(-1) != 1 or grad.stride(0) < grad.shape[-1]:
+        grad = grad.contiguous()
+    out: NDArray[np.float32] = grad.numpy()
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """One row per id."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
+        ctx.lookup = lookup
+        out = torch.empty((lookup.inverse.shape[0], lookup.rows.dim))
+        gather_rows(lookup.rows.values, lookup.inverse, out.numpy())
+        return out.view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        lookup: Lookup = ctx.lookup
+        grad = grads[0]
+        if grad.dim() != 2:
+            grad = grad.reshape(-1, lookup.rows.dim)
+        out = lookup.target()
+        bag_backward(_rows_of(grad), lookup.inverse, None, "sum", None, lookup.rows.u, out)
+        lookup.settle(out)
+        return None, None, None
+
+
+class _Bag(torch.autograd.Function):
+    """A weighted sum or mean of rows per bag. ``offsets``: int64 [bags + 1]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: str
+    ) -> Tensor:
+        ctx.lookup, ctx.offsets, ctx.mode = lookup, offsets, mode
+        ctx.save_for_backward(*(() if weights is None else (weights,)))
+        out = torch.empty((len(offsets) - 1, lookup.rows.dim))
+        w = None if weights is None else weights.detach().numpy()
+        bag_forward(lookup.rows.values, lookup.inverse, offsets, mode, w, out.numpy())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        lookup: Lookup = ctx.lookup
+        weights = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        out = lookup.target()
+        w = None if weights is None else weights.detach().numpy()
+        grad = _rows_of(grads[0])
+        bag_backward(grad, lookup.inverse, ctx.offsets, ctx.mode, w, lookup.rows.u, out)
+        grad_weights = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            bags = np.repeat(np.arange(len(ctx.offsets) - 1), np.diff(ctx.offsets))
+            products = np.einsum("nd,nd->n", grad[bags], lookup.rows.values[lookup.inverse])
+            grad_weights = torch.from_numpy(products.astype(np.float32))
+        lookup.settle(out)
+        return None, grad_weights, None, None, None
+
+
+class _Table(nn.Module):
+    """What both kinds of module have in common. ``vocabulary``: number of rows, None for any int64."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        vocabulary: int | None = None,
+        padding_idx: int | None = None,
+        init: InitSpec | None = None,
+        optimizer: OptimizerSpec | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ScriptError(f"table {name!r}: dim={dim} must be at least 1")
+        self.name, self.dim, self.vocabulary = name, dim, vocabulary
+        self.embedding_dim = dim
+        self.padding_idx = padding_idx
+        self.init, self.optimizer = init, optimizer
+        self._source: Source | None = None
+
+    def attach(self, source: Source) -> None:
+        self._source = source
+
+    def _attached(self) -> Source:
+        if self._source is None:
+            raise ScriptError(f"table {self.name!r} belongs to no job yet: call job.sparse(model) first")
+        return self._source
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Table:
+        raise ScriptError(
+            f"table {self.name!r} lives on the ps and can not be copied: copy the model before job.sparse"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None}
+
+    def extra_repr(self) -> str:
+        rows = "any id" if self.vocabulary is None else str(self.vocabulary)
+        return f"{self.name!r}, {rows} x {self.dim}, on the ps"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, value in self._attached().export(self.name).items():
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        found = {name: state_dict[prefix + name] for name in ("keys", "weight") if prefix + name in state_dict}
+        if "weight" not in found or (self.vocabulary is None and "keys" not in found):
+            missing_keys.append(prefix + ("weight" if self.vocabulary is not None else "keys"))
+            return
+        self._attached().restore(self.name, found)
+
+
+class Embedding(_Table):
+    """As ``torch.nn.Embedding``, rows on the ps. ``input``: int64 or int32 of any shape -> float32 ``[..., dim]``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        source = self._attached()
+        if input.numel() == 0:
+            return torch.empty((*input.shape, self.dim))
+        lookup = source.lookup(self.name, input)
+        out: Tensor = _Gather.apply(source.anchor, lookup, (*input.shape, self.dim))
+        return out
+
+
+class EmbeddingBag(_Table):
+    """As ``torch.nn.EmbeddingBag`` with mode sum or mean, rows on the ps.
+
+    ``input``: int64 or int32 ``[bags, ids]``, or ``[n]`` with ``offsets`` -> float32 ``[bags, dim]``."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        mode: str = "sum",
+        *,
+        vocabulary: int | None = None,
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+        init: InitSpec | None = None,
+        optimizer: OptimizerSpec | None = None,
+    ) -> None:
+        super().__init__(name, dim, vocabulary=vocabulary, padding_idx=padding_idx, init=init, optimizer=optimizer)
+        if mode not in ("sum", "mean"):
+            raise ScriptError(f"table {name!r}: mode={mode!r} is not offered: use sum or mean")
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        source = self._attached()
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ScriptError(f"table {self.name!r}: offsets go with ids of one dimension, these have two")
+            bags, per_bag = input.shape
+            bounds = None if per_bag == 1 else np.arange(0, bags * per_bag + 1, max(per_bag, 1), dtype=np.int64)
+            if per_bag == 0:
+                return torch.zeros((bags, self.dim))
+        elif input.dim() == 1:
+            if offsets is None:
+                raise ScriptError(f"table {self.name!r}: ids of one dimension need offsets")
+            bounds = _bounds(self.name, offsets, input.numel(), self.include_last_offset)
+            bags = len(bounds) - 1
+        else:
+            raise ScriptError(f"table {self.name!r}: ids must have one or two dimensions, not {input.dim()}")
+        weights = per_sample_weights
+        if weights is not None:
+            if self.mode != "sum":
+                raise ScriptError(f"table {self.name!r}: per_sample_weights need mode='sum'")
+            if weights.shape != input.shape:
+                raise ScriptError(
+                    f"table {self.name!r}: per_sample_weights have shape {tuple(weights.shape)}, the ids "
+                    f"{tuple(input.shape)}"
+                )
+            weights = weights.reshape(-1).float().contiguous()
+        if input.numel() == 0 or bags == 0:
+            return torch.zeros((bags, self.dim))
+        lookup = source.lookup(self.name, input)
+        mode = self.mode
+        if self.padding_idx is not None and lookup.rows.padding_at >= 0:
+            if bounds is None:
+                bounds = np.arange(bags + 1, dtype=np.int64)
+            weights = _without_padding(lookup, bounds, mode, weights)
+            mode = "sum"
+        out: Tensor
+        if bounds is None and weights is None:
+            out = _Gather.apply(source.anchor, lookup, (bags, self.dim))
+        else:
+            if bounds is None:
+                bounds = np.arange(bags + 1, dtype=np.int64)
+            out = _Bag.apply(source.anchor, weights, lookup, bounds, mode)
+        return out
+
+
+def _bounds(name: str, offsets: Tensor, n: int, include_last: bool) -> NDArray[np.int64]:
+    """Offsets with the end of the last bag, int64 [bags + 1]. Raises ScriptError where they do not fit."""
+    out: NDArray[np.int64] = offsets.to(torch.int64).numpy()
+    if not include_last:
+        out = np.append(out, n)
+    if len(out) == 0 or out[0] != 0 or out[-1] > n or (np.diff(out) < 0).any():
+        raise ScriptError(f"table {name!r}: offsets must begin with 0, not fall, and end within the {n} ids")
+    return np.ascontiguousarray(out)
+
+
+def _without_padding(lookup: Lookup, bounds: NDArray[np.int64], mode: str, weights: Tensor | None) -> Tensor:
+    """Weights float32 [n] that make a sum leave out the padding row (and a mean count without it)."""
+    keep = (lookup.inverse != lookup.rows.padding_at).astype(np.float32)
+    if mode == "mean":
+        sums = np.add.reduceat(np.append(keep, 0.0), bounds[:-1]) * (np.diff(bounds) > 0)
+        keep *= np.repeat(1.0 / np.maximum(sums, 1.0), np.diff(bounds)).astype(np.float32)
+    mask = torch.from_numpy(keep)
+    return mask if weights is None else weights * mask

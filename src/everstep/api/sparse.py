@@ -1,0 +1,133 @@
+"""``job.sparse``: which modules of a model become ps tables, and how their rows begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from everstep.api import nn as esnn
+from everstep.api.optim import Adagrad, Normal
+from everstep.errors import ScriptError
+from everstep.model.table import InitSpec, OptimizerSpec, TableSpec
+
+InitChoice = Literal["auto"] | InitSpec
+Only = Collection[str] | Callable[[str, nn.Module], bool] | None
+
+DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
+
+
+@dataclass
+class TableInfo:
+    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where the model had values."""
+
+    spec: TableSpec
+    padding: int | None = None
+    zero_padding: bool = True  # the padding row is zero; False where uploaded values say otherwise
+    upload: Tensor | None = None
+
+
+def swap(
+    model: nn.Module,
+    *,
+    optimizer: OptimizerSpec | None,
+    init: InitChoice,
+    min_rows: int,
+    only: Only,
+) -> tuple[nn.Module, list[TableInfo], list[esnn.Embedding | esnn.EmbeddingBag]]:
+    """Put es.nn modules in the place of torch's. Returns the model, its tables and the modules to attach."""
+    if not isinstance(model, nn.Module):
+        raise ScriptError(f"job.sparse needs a torch.nn.Module, not {type(model).__name__}")
+    tables: dict[str, TableInfo] = {}
+    new: dict[int, esnn.Embedding | esnn.EmbeddingBag] = {}
+    by_weight: dict[int, str] = {}
+    for name, module in list(model.named_modules()):
+        label = name or "embedding"
+        if isinstance(module, esnn.Embedding | esnn.EmbeddingBag):
+            info = _of_ours(module, optimizer, init)
+            known = tables.get(module.name)
+            if known is not None and known.spec != info.spec:
+                raise ScriptError(
+                    f"two modules share the table {module.name!r} but differ: {_difference(known.spec, info.spec)}"
+                )
+            tables.setdefault(module.name, info)
+            new[id(module)] = module
+        elif type(module) in (nn.Embedding, nn.EmbeddingBag) and _wanted(label, module, min_rows, only):
+            assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            table = by_weight.setdefault(id(module.weight), label)
+            twin, info = _of_torch(table, module, optimizer, init)
+            if table in tables and tables[table].spec != info.spec:
+                raise ScriptError(f"table {table!r} has two meanings: rename one of the modules")
+            tables.setdefault(table, info)
+            new[id(module)] = twin
+    if not new:
+        raise ScriptError(
+            "job.sparse found no nn.Embedding or nn.EmbeddingBag in the model"
+            + (f" with at least {min_rows} rows" if min_rows else "")
+            + ": leave the call out, or check min_rows and only"
+        )
+    if id(model) in new:
+        return new[id(model)], list(tables.values()), list(new.values())
+    for module in list(model.modules()):
+        for child_name, child in list(module._modules.items()):
+            if child is not None and id(child) in new:
+                module._modules[child_name] = new[id(child)]
+    return model, list(tables.values()), list(new.values())
+
+
+def _wanted(name: str, module: nn.Module, min_rows: int, only: Only) -> bool:
+    if only is not None:
+        return only(name, module) if callable(only) else name in only
+    return int(module.num_embeddings) >= min_rows  # type: ignore[arg-type]
+
+
+def _of_ours(
+    module: esnn.Embedding | esnn.EmbeddingBag, optimizer: OptimizerSpec | None, init: InitChoice
+) -> TableInfo:
+    begin = module.init
+    if begin is None:
+        begin = init if isinstance(init, InitSpec) else Normal(0.0, module.dim**-0.5)
+    spec = TableSpec(
+        module.name, module.dim, module.optimizer or optimizer or DEFAULT_OPTIMIZER, begin, rows=module.vocabulary
+    )
+    return TableInfo(spec, module.padding_idx)
+
+
+def _of_torch(
+    name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: OptimizerSpec | None, init: InitChoice
+) -> tuple[esnn.Embedding | esnn.EmbeddingBag, TableInfo]:
+    if module.max_norm is not None:
+        raise ScriptError(f"{name!r}: max_norm is not offered for tables on the ps: leave it out, or use only=")
+    if module.scale_grad_by_freq:
+        raise ScriptError(f"{name!r}: scale_grad_by_freq is not offered for tables on the ps")
+    meta = module.weight.device.type == "meta"
+    if not meta and (module.weight.device.type != "cpu" or module.weight.dtype != torch.float32):
+        raise ScriptError(f"{name!r}: the weight must be float32 on the CPU or on meta, not {module.weight.dtype}")
+    rows, dim, padding = int(module.num_embeddings), int(module.embedding_dim), module.padding_idx
+    twin: esnn.Embedding | esnn.EmbeddingBag
+    if isinstance(module, nn.EmbeddingBag):
+        if module.mode not in ("sum", "mean"):
+            raise ScriptError(f"{name!r}: mode={module.mode!r} is not offered for tables on the ps: use sum or mean")
+        twin = esnn.EmbeddingBag(
+            name,
+            dim,
+            module.mode,
+            vocabulary=rows,
+            padding_idx=padding,
+            include_last_offset=module.include_last_offset,
+        )
+    else:
+        twin = esnn.Embedding(name, dim, vocabulary=rows, padding_idx=padding)
+    twin.train(module.training)
+    begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)
+    upload = None if meta or isinstance(init, InitSpec) else module.weight.detach()
+    spec = TableSpec(name, dim, optimizer or DEFAULT_OPTIMIZER, begin, rows=rows)
+    return twin, TableInfo(spec, padding, zero_padding=upload is None, upload=upload)
+
+
+def _difference(a: TableSpec, b: TableSpec) -> str:
+    names = [f for f in a.__struct_fields__ if getattr(a, f) != getattr(b, f)]
+    return ", ".join(f"{f} {getattr(a, f)!r} and {getattr(b, f)!r}" for f in names)

@@ -1,0 +1,371 @@
+"""All tables of a script at work: declared at the ps, pulled for each batch, looked up by the modules."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from everstep.api.dense import DenseGroup
+from everstep.api.nn import Lookup
+from everstep.api.sparse import TableInfo
+from everstep.errors import InternalError, ScriptError
+from everstep.ids import TableId
+from everstep.model.table import TableSpec
+from everstep.net.messages import Declare, Declared, Part, Put, Scan, Scanned
+from everstep.tables.client import PsClient, Ticket
+from everstep.tables.prefetch import Predictor, ViewKey, view_key
+from everstep.tables.protocol import Work
+from everstep.tables.routing import BatchRows, Router, TableRows, check_vocabulary
+
+_PIECE_BYTES = 8 << 20  # of rows in one Put, Pull or Scan of a whole table
+
+Found = tuple[TableSpec, NDArray[np.int64], list[int]]
+
+
+class Item:
+    """One batch and its rows. ``work`` is None for an evaluation."""
+
+    def __init__(self, work: Work | None, batch: Any, rows: BatchRows) -> None:
+        self.work = work
+        self.batch = batch
+        self.rows = rows
+        self.lookups: dict[tuple[str, ViewKey], Lookup] = {}
+        self.predicted: list[tuple[str, list[Tensor]]] = []
+        self.asked: dict[str, set[ViewKey]] = {}
+        self.keep: list[Tensor] = []  # ids of lookups: their addresses are keys
+        self.dense: dict[TableId, TableRows] = {}
+        self.ticket: Ticket | None = None
+
+    def __repr__(self) -> str:
+        return f"<Item {self.work} {self.rows}>"
+
+    def close(self) -> None:
+        self.rows.close()
+        self.lookups.clear()
+        self.keep.clear()
+
+
+class TableSet:
+    """See the top of this file. Main thread, except ``prepare``, which any thread may call."""
+
+    def __init__(self, client: PsClient) -> None:
+        self.client = client
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.infos: dict[str, TableInfo] = {}
+        self.dense: list[DenseGroup] = []
+        self.predictor = Predictor()
+        self.current: Item | None = None  # the batch in the user's hands
+        self.misses = 0  # lookups that were not predicted, once predictions exist
+        self.hits = 0
+        self.wait_s = 0.0  # seconds the main thread waited for rows
+        self._declared: set[str] = set()
+        self._asides: list[Item] = []  # evaluation lookups, oldest first
+        self._lock = threading.Lock()
+        self._told = False
+
+    def __repr__(self) -> str:
+        return f"<TableSet {len(self.infos)} sparse, {len(self.dense)} dense>"
+
+    # ------------------------------------------------------------ declaring
+
+    def add(self, infos: Sequence[TableInfo]) -> None:
+        for info in infos:
+            known = self.infos.get(info.spec.name)
+            if known is not None and known.spec != info.spec:
+                raise ScriptError(f"table {info.spec.name!r} exists already and differs: use other module names")
+            if any(i.spec.id == info.spec.id and n != info.spec.name for n, i in self.infos.items()):
+                raise ScriptError(f"table {info.spec.name!r} has the same id as another table: rename the module")
+            self.infos.setdefault(info.spec.name, info)
+
+    def declare(self) -> None:
+        """Make all tables exist at every ps, with their first values; harmless when repeated."""
+        if len(self._declared) == len(self.infos) + len(self.dense):
+            return
+        new = [i for i in self.infos.values() if i.spec.name not in self._declared]
+        groups = [g for g in self.dense if g.spec.name not in self._declared]
+        if not new and not groups:
+            return
+        specs = [i.spec for i in new] + [g.spec for g in groups]
+        self.client.dims.update({s.id: s.dim for s in specs})
+        ticket = self.client.everywhere(lambda i, slot: Declare(tuple(specs)))
+        ticket.wait()
+        ready = np.ones(len(specs), dtype=bool)
+        for _, answer, _ in ticket.answers:
+            if not isinstance(answer, Declared):
+                raise InternalError(f"Declare was answered with {answer!r}")
+            ready &= np.array(answer.initialised, dtype=bool)
+        for info, there in zip(new, ready[: len(new)], strict=True):
+            if info.upload is not None:
+                if not there:
+                    self.put(info.spec, None, info.upload.contiguous().numpy())
+                info.upload = None  # the rows live on the ps now
+        for group, there in zip(groups, ready[len(new) :], strict=True):
+            group.routed(self.client.router)
+            if not there:
+                self.put(group.spec, group.keys, group.initial())
+        self._declared |= {s.name for s in specs}
+
+    def put(self, spec: TableSpec, keys: NDArray[np.int64] | None, values: NDArray[np.float32]) -> None:
+        """Give rows their first values, in pieces; rows that exist keep theirs. ``keys`` None: 0, 1, 2, ..."""
+        router, n = self.client.router, len(values)
+        piece = max(1, _PIECE_BYTES // (4 * spec.dim))
+        starts = range(0, n, piece) if n else range(1)
+        for lo in starts:
+            rows = values[lo : lo + piece]
+            ids = np.arange(lo, lo + len(rows), dtype=np.int64) if keys is None else keys[lo : lo + len(rows)]
+            routed, inverse, counts = router.route(spec.id, np.ascontiguousarray(ids))
+            if len(routed) != len(ids):
+                raise ScriptError(f"table {spec.name!r}: the same key twice among the values to load")
+            batch = BatchRows(self.client.memory, router)
+            try:
+                (added,) = batch.add([(spec, routed, counts)], grads=False)
+                added.values[inverse] = rows
+                last = lo + piece >= n
+                parts = dict(added.parts(len(router.slots), grads=False))
+                empty = Part(spec.id, 0, added.keys_at, added.values_at)
+                self.client.everywhere(
+                    lambda i, _, parts=parts, last=last, empty=empty: (  # type: ignore[misc]
+                        Put(router.version, parts.get(i, empty), True, last) if last or i in parts else None
+                    )
+                ).wait()
+            finally:
+                batch.close()
+
+    # ------------------------------------------------------------ batches
+
+    def prepare(self, work: Work | None, batch: Any, *, create: bool, dense: bool = True) -> Item:
+        """Route the ids that this batch is expected to need and ask for their rows. Any thread."""
+        with self._lock:
+            predicted = self.predictor.predict(batch)
+        router = self.client.router
+        item = Item(work, batch, BatchRows(self.client.memory, router))
+        try:
+            item.predicted = predicted
+            self._fetch(item, router, predicted, create=create, dense=dense)
+        except BaseException:
+            item.close()
+            raise
+        return item
+
+    def _fetch(
+        self, item: Item, router: Router, wanted: list[tuple[str, list[Tensor]]], *, create: bool, dense: bool
+    ) -> Ticket:
+        """Make ids unique, once per table, and pull their rows in one message per ps."""
+        found: list[Found] = []
+        inverses: list[NDArray[np.int32]] = []
+        for name, views in wanted:
+            spec = self.infos[name].spec
+            keys, inverse, counts = router.route(spec.id, _flat(views))
+            check_vocabulary(spec, keys)
+            found.append((spec, keys, counts))
+            inverses.append(inverse)
+        groups = self.dense if dense else []
+        found += [g.routed(router) for g in groups]
+        if not found:
+            item.ticket = Ticket(self.client, 0)
+            return item.ticket
+        added = item.rows.add(found, grads=create)
+        for (name, views), rows, inverse in zip(wanted, added, inverses, strict=False):
+            padding = self.infos[name].padding
+            if padding is not None:
+                at = np.flatnonzero(rows.keys == padding)
+                rows.padding_at = int(at[0]) if len(at) else -1
+            at_id = 0
+            for ids in views:
+                n = ids.numel()
+                item.lookups[name, view_key(ids)] = Lookup(rows, inverse[at_id : at_id + n])
+                at_id += n
+            item.keep += views
+        for group, rows in zip(groups, added[len(wanted) :], strict=True):
+            item.dense[group.spec.id] = rows
+        item.ticket = self.client.pull(added, create=create)
+        return item.ticket
+
+    def take(self, item: Item) -> None:
+        """Wait for the rows of ``item`` and make it the current batch."""
+        self._arrive(item, item.rows.tables)
+        for group in self.dense:
+            rows = item.dense.get(group.spec.id)
+            if rows is not None:
+                group.take(rows)
+        self.current = item
+
+    def _arrive(self, item: Item, rows: Sequence[TableRows]) -> None:
+        assert item.ticket is not None
+        if not item.ticket.ready:
+            begin = time.perf_counter()
+            item.ticket.wait()
+            self.wait_s += time.perf_counter() - begin
+        item.ticket.wait()
+        for r in rows:
+            if r.padding_at >= 0 and self.infos[r.spec.name].zero_padding:
+                r.values[r.padding_at] = 0.0
+
+    def release(self, item: Item) -> None:
+        """The user is done with this batch: learn from what was asked for."""
+        with self._lock:
+            self.predictor.used(item.asked, item.predicted)
+        if self.current is item:
+            self.current = None
+
+    # ------------------------------------------------------------ lookups (the modules)
+
+    def lookup(self, table: str, ids: Tensor) -> Lookup:
+        """The rows for ``ids`` in the current batch, pulled now where they were not foreseen."""
+        item = self.current
+        if item is None:
+            return self._aside(table, ids)
+        key = view_key(ids)
+        item.asked.setdefault(table, set()).add(key)
+        found = item.lookups.get((table, key))
+        if found is not None:
+            self.hits += 1
+            return found
+        with self._lock:
+            foreseeable = self.predictor.learn(table, ids, item.batch)
+        self.misses += 1
+        if not foreseeable and not self._told:
+            self._told = True
+            print(
+                f"everstep: the ids of table {table!r} are computed inside the model, so their rows can not be pulled "
+                "ahead (slower): compute them in the loader's transform",
+                flush=True,
+            )
+        self.declare()
+        before = len(item.rows.tables)
+        self._fetch(item, self.client.router, [(table, [ids])], create=True, dense=False)
+        self._arrive(item, item.rows.tables[before:])
+        return item.lookups[table, key]
+
+    def _aside(self, table: str, ids: Tensor) -> Lookup:
+        """A lookup outside of training: read only, together with those that will follow on the same tensor."""
+        self.declare()
+        key = table, view_key(ids)
+        for item in self._asides:
+            if key in item.lookups:
+                return item.lookups[key]
+        with self._lock:
+            wanted = self.predictor.siblings(table, ids) or [(table, [ids])]
+        if len(self._asides) >= 4:
+            self._asides.pop(0).close()
+        router = self.client.router
+        item = Item(None, None, BatchRows(self.client.memory, router))
+        try:
+            self._fetch(item, router, wanted, create=False, dense=False)
+        except ScriptError:
+            if len(wanted) == 1:
+                item.close()
+                raise
+            self._fetch(item, router, [(table, [ids])], create=False, dense=False)  # a sibling was a wrong guess
+        self._arrive(item, item.rows.tables)
+        self._asides.append(item)
+        return item.lookups[key]
+
+    def forget_asides(self) -> None:
+        while self._asides:
+            self._asides.pop().close()
+
+    def refresh_dense(self) -> None:
+        """Bring the newest dense values into the parameters (evaluation, end of a loop)."""
+        self.declare()
+        if not self.dense:
+            return
+        item = self.prepare(None, None, create=False)
+        try:
+            self.take(item)
+        finally:
+            self.current = None
+            item.close()
+
+    # ------------------------------------------------------------ whole tables
+
+    def read(self, spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin."""
+        out = np.empty((len(keys), spec.dim), np.float32)
+        router = self.client.router
+        piece = max(1, _PIECE_BYTES // (4 * spec.dim))
+        for lo in range(0, len(keys), piece):
+            routed, inverse, counts = router.route(spec.id, np.ascontiguousarray(keys[lo : lo + piece]))
+            batch = BatchRows(self.client.memory, router)
+            try:
+                (rows,) = batch.add([(spec, routed, counts)], grads=False)
+                self.client.pull([rows], create=False).wait()
+                out[lo : lo + piece] = rows.values[inverse]
+            finally:
+                batch.close()
+        return out
+
+    def scan(self, spec: TableSpec) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+        """All rows that exist: keys int64 [n] ascending, values [n, dim], optimizer state [n, floats]."""
+        state = spec.optimizer.state_floats(spec.dim)
+        limit = max(1, _PIECE_BYTES // (4 * (spec.dim + state) + 8))
+        keys: list[NDArray[np.int64]] = []
+        values: list[NDArray[np.float32]] = []
+        states: list[NDArray[np.float32]] = []
+        for bucket, owner in enumerate(self.client.router.placement.owner):
+            slot = 0
+            while slot >= 0:
+                request = Scan(spec.id, bucket, slot, limit, True)
+                ticket = self.client.everywhere(lambda i, ps, r=request, o=owner: r if ps == o else None)  # type: ignore[misc]
+                ticket.wait()
+                ((_, answer, body),) = ticket.answers
+                if not isinstance(answer, Scanned):
+                    raise InternalError(f"Scan was answered with {answer!r}")
+                n, at = answer.n, 8 * answer.n
+                keys.append(np.frombuffer(body[:at], np.int64).copy())
+                values.append(np.frombuffer(body[at : at + 4 * n * spec.dim], np.float32).reshape(n, -1).copy())
+                at += 4 * n * spec.dim
+                states.append(np.frombuffer(body[at : at + 4 * n * state], np.float32).reshape(n, state).copy())
+                slot = answer.next_slot
+        all_keys = np.concatenate(keys) if keys else np.empty(0, np.int64)
+        order = np.argsort(all_keys, kind="stable")
+        all_values = np.concatenate([v.reshape(-1, spec.dim) for v in values])[order]
+        return all_keys[order], all_values, np.concatenate(states)[order]
+
+    def export(self, table: str) -> dict[str, Tensor]:
+        """``weight`` of a whole vocabulary, or ``keys`` and ``weight`` of the rows that exist."""
+        self.declare()
+        info = self.infos[table]
+        spec = info.spec
+        if spec.rows is not None:
+            weight = self.read(spec, np.arange(spec.rows, dtype=np.int64))
+            if info.padding is not None and info.zero_padding:
+                weight[info.padding] = 0.0
+            return {"weight": torch.from_numpy(weight)}
+        keys, values, _ = self.scan(spec)
+        return {"keys": torch.from_numpy(keys), "weight": torch.from_numpy(values)}
+
+    def restore(self, table: str, state: dict[str, Tensor]) -> None:
+        """Load values into rows that do not exist yet. Raises ScriptError where the shape differs."""
+        info = self.infos[table]
+        spec = info.spec
+        weight = state["weight"].detach().to(torch.float32).contiguous()
+        if weight.dim() != 2 or weight.shape[1] != spec.dim or (spec.rows is not None and len(weight) != spec.rows):
+            raise ScriptError(
+                f"table {table!r}: values of shape {tuple(weight.shape)} do not fit "
+                f"({'any' if spec.rows is None else spec.rows}, {spec.dim})"
+            )
+        if spec.name not in self._declared and "keys" not in state:
+            info.upload = weight
+            info.zero_padding = False
+            return
+        self.declare()
+        keys = None if "keys" not in state else state["keys"].numpy()
+        self.put(spec, keys, weight.numpy())
+
+
+def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Ids of all views of one table, int64 [n], contiguous."""
+    arrays = [ids.numpy().reshape(-1) for ids in views]
+    for ids in views:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ScriptError(f"ids must be int64 or int32, not {ids.dtype}")
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return np.ascontiguousarray(whole, dtype=np.int64)

@@ -1,0 +1,223 @@
+"""A worker process of a job: the master over the control connection, the ps over data connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from everstep.api.seat import Listener
+from everstep.brain.events import Answer, Fenced, Welcome
+from everstep.config.load import read_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Role
+from everstep.model.placement import Placement, PsPlace
+from everstep.net import messages
+from everstep.net.auth import Identity, load_secret
+from everstep.net.control import ControlClient
+from everstep.net.data import Arena, DataClient
+from everstep.net.messages import OrderType, RequestType
+from everstep.net.rendezvous import SECRET_FILE, master_address
+from everstep.tables.client import Connection, PsClient, SocketLink
+
+_ARENA_BYTES = 1 << 30  # of addresses; memory is taken as it is touched
+_MASTER_AWAY_S = 300.0  # leases and pushes go on so long without a master
+_PLACED_S = 120.0  # until every ps has said hello
+_STATUS_S = 5.0
+
+
+class WorkerSeat:
+    """See the top of this file."""
+
+    embedded = False
+
+    def __init__(
+        self, spec: JobSpec, run_dir: Path, slot: Slot, incarnation: Incarnation, node: NodeId, prefetch: int
+    ) -> None:
+        self.spec, self.run_dir = spec, run_dir
+        self.slot, self.incarnation, self.node = slot, incarnation, node
+        self.prefetch = prefetch
+        self.arena = Arena(_ARENA_BYTES)
+        self.client = PsClient(self.arena)
+        self.control: ControlClient | None = None
+        self._secret = load_secret(run_dir / SECRET_FILE)
+        self._listener: Listener | None = None
+        self._placed = threading.Event()
+        self._failure: EverstepError | None = None
+        self._timers: set[threading.Timer] = set()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<WorkerSeat worker:{self.slot} #{self.incarnation} on {self.node} {self.control}>"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> WorkerSeat:
+        """As the agent starts workers. Raises ConfigError where a variable is missing or wrong."""
+        try:
+            run_dir = Path(environment["EVERSTEP_RUN_DIR"])
+            slot = Slot(int(environment["EVERSTEP_SLOT"]))
+            incarnation = Incarnation(int(environment["EVERSTEP_INCARNATION"]))
+            node = NodeId(environment.get("EVERSTEP_NODE", "node0"))
+            prefetch = int(environment.get("EVERSTEP_PREFETCH", "1"))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the environment of this worker is incomplete ({error}): start the script with everstep run, or "
+                "unset EVERSTEP_RUN_DIR to run it alone"
+            ) from None
+        return cls(read_spec(run_dir), run_dir, slot, incarnation, node, prefetch)
+
+    # ------------------------------------------------------------ Seat
+
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
+        self.control = ControlClient(
+            address=lambda: master_address(self.run_dir),
+            run_dir=self.run_dir,
+            secret=self._secret,
+            identity=self._identity("control"),
+            hello=self._hello,
+            on_order=self._ordered,
+            on_welcome=self._welcomed,
+            on_fenced=lambda fenced: self._fail(FencedError(fenced.reason)),
+            beat=listener.beat,
+        )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _leave_on_term)
+        waited_s = 0.0
+        while not self._placed.wait(0.5):
+            waited_s += 0.5
+            if self._failure is not None:
+                raise self._failure
+            if self.control.failed is not None:
+                raise self.control.failed
+            if waited_s > _PLACED_S:
+                raise PlatformError(f"no placement of the ps after {_PLACED_S:.0f} s: see logs/master.log and ps logs")
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer:
+        assert self.control is not None
+        answer = self.control.call(request, timeout_s)
+        assert isinstance(answer, Answer)
+        return answer
+
+    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
+        assert self.control is not None
+
+        def answered(future: Future[Any]) -> None:
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, EverstepError):
+                self._fail(error)
+
+        self.control.submit(request, _MASTER_AWAY_S).add_done_callback(answered)
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(after_s, action)
+        timer.daemon = True
+        timer.start()
+
+    def chief(self) -> bool:
+        """Slot 0 is always filled again; the lowest other one stands in for it only when 0 has left for good."""
+        if self.slot == 0:
+            return True
+        assert self.control is not None
+        with contextlib.suppress(EverstepError):
+            status = self.control.call(messages.GetStatus(), _STATUS_S)
+            if isinstance(status, messages.StatusReport):
+                over = ("lost", "left")
+                living = [m.slot for m in status.members if m.role == Role.WORKER and m.state not in over]
+                return bool(living) and self.slot == min(living)
+        return False
+
+    def close(self, error: str) -> None:
+        if self.control is not None:
+            with contextlib.suppress(EverstepError):
+                if self._listener is not None and not error:
+                    self.control.call(self._listener.beat(), 2.0)
+            self.control.close()
+
+    # ------------------------------------------------------------ the master
+
+    def _identity(self, purpose: str) -> Identity:
+        return Identity(
+            purpose=purpose,  # type: ignore[arg-type]
+            role="worker",
+            slot=self.slot,
+            incarnation=self.incarnation,
+            node=self.node,
+            pid=os.getpid(),
+        )
+
+    def _hello(self) -> RequestType:
+        assert self._listener is not None
+        return messages.HelloMember(
+            Role.WORKER, self.slot, self.incarnation, self.node, os.getpid(), None, self._listener.held()
+        )
+
+    def _welcomed(self, answer: Any) -> None:
+        if isinstance(answer, Fenced):
+            self._fail(FencedError(answer.reason))
+        if not isinstance(answer, Welcome) or self._listener is None:
+            return
+        if answer.placement is not None:
+            self._set_placement(answer.placement)
+        else:
+            self.later(0.2, self._hello_again)  # a ps may have come between hello and now: the order would be lost
+        for lease in answer.revoked:
+            self._listener.revoked(lease)
+
+    def _hello_again(self) -> None:
+        if not self._placed.is_set() and self.control is not None:
+            self.ask(self._hello(), self._welcomed)
+
+    def _ordered(self, order: OrderType) -> None:
+        listener = self._listener
+        if listener is None:
+            return
+        if isinstance(order, messages.NewPlacement):
+            self._set_placement(order.placement)
+        elif isinstance(order, messages.Revoke):
+            listener.revoked(order.lease)
+        elif isinstance(order, messages.Finish):
+            if order.exit_code:
+                self._fail(FencedError(f"the job is over: {order.error}"))
+            else:
+                listener.finish()
+
+    def _set_placement(self, placement: Placement) -> None:
+        assert self._listener is not None
+        with self._lock:
+            self.client.set_placement(placement, self._link)
+        self._listener.placed(placement)
+        self._placed.set()
+
+    def _fail(self, error: EverstepError) -> None:
+        self._failure = self._failure or error
+        if self._listener is not None:
+            self._listener.fail(error)
+
+    # ------------------------------------------------------------ the ps
+
+    def _link(self, place: PsPlace) -> SocketLink:
+        return SocketLink(place, self.arena, self.client.dims, self._connect, self._fail)
+
+    def _connect(self, place: PsPlace) -> tuple[Connection, bool]:
+        """A data connection; on the same node the ps maps our memory."""
+        client = DataClient(place.address, self._secret, self._identity("data"), run_dir=self.run_dir)
+        shared = place.address.node == self.node and os.environ.get("EVERSTEP_SHM", "1") != "0"
+        if shared:
+            client.attach(self.arena)
+        return client, shared
+
+
+def _leave_on_term(signo: int, frame: FrameType | None) -> None:
+    """Asked to go (scale-in, stop): end the script as if it had called sys.exit(0); leases are given back at exit."""
+    raise SystemExit(0)

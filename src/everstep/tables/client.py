@@ -1,0 +1,346 @@
+"""One line of requests to each ps: in order, repeated over reconnects until answered, or the ps is given up.
+
+A request names rows by offsets into the worker's memory (``Part`` with ``shm``). On the same node the ps reads and
+writes that memory itself; over TCP the link sends and receives the same pieces behind the header. Requests of one
+link are answered in order, so a pull sent after a push sees it applied.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, ServerLostError, WireError
+from everstep.ids import Slot, TableId
+from everstep.model.placement import Placement, PsPlace
+from everstep.net.messages import (
+    Bad,
+    DataAnswer,
+    DataRequest,
+    Declare,
+    Moved,
+    OpenShard,
+    Part,
+    Pull,
+    Pulled,
+    Push,
+    Put,
+    Scan,
+    Stat,
+)
+from everstep.tables.routing import Memory, Router, TableRows, parts_by_ps
+
+Then = Callable[[DataAnswer, memoryview], None]
+"""Called once with the answer and its body, on the link's thread."""
+
+Sendable = Declare | OpenShard | Pull | Push | Put | Scan | Stat
+
+
+class Link(Protocol):
+    """What the worker needs of a connection to one ps."""
+
+    slot: Slot
+
+    def submit(self, message: Sendable, then: Then) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Connection(Protocol):
+    """The part of ``everstep.net.data.DataClient`` that a link uses."""
+
+    def request(
+        self, message: DataRequest, buffers: Any = (), into: memoryview | None = None, timeout_s: float = 30.0
+    ) -> tuple[DataAnswer, memoryview]: ...
+
+    def close(self) -> None: ...
+
+
+class SocketLink:
+    """A link over a data connection, with one thread that sends a request and waits for its answer.
+
+    ``dims``: width of every declared table's rows (it may grow while the link lives).
+    ``connect(place) -> (connection, shared)``: a new authenticated connection; ``shared``: the ps maps this memory.
+    A lost connection is made again for ``give_up_s`` seconds and the request repeated (every request is harmless when
+    repeated); then ``on_lost(error)`` is called, once, and nothing is answered any more.
+    """
+
+    def __init__(
+        self,
+        place: PsPlace,
+        memory: Memory,
+        dims: Mapping[TableId, int],
+        connect: Callable[[PsPlace], tuple[Connection, bool]],
+        on_lost: Callable[[EverstepError], None],
+        *,
+        give_up_s: float = 20.0,
+        answer_s: float = 60.0,
+    ) -> None:
+        self.slot = place.slot
+        self.place = place
+        self._memory = memory
+        self._dims = dims
+        self._connect = connect
+        self._on_lost = on_lost
+        self._give_up_s, self._answer_s = give_up_s, answer_s
+        self._queue: queue.SimpleQueue[tuple[Sendable, Then] | None] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self._shared = False
+        self._closing = threading.Event()
+        self._scratch = bytearray()
+        self.busy_s = 0.0  # seconds with a request on its way
+        self._thread = threading.Thread(target=self._run, name=f"everstep-ps-{place.slot}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<SocketLink ps:{self.slot} {'shm' if self._shared else 'wire'}>"
+
+    def submit(self, message: Sendable, then: Then) -> None:
+        self._queue.put((message, then))
+
+    def close(self) -> None:
+        self._closing.set()
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while (job := self._queue.get()) is not None:
+                message, then = job
+                begin = time.perf_counter()
+                answer, body = self._exchange(message)
+                self.busy_s += time.perf_counter() - begin
+                if self._closing.is_set():
+                    break
+                then(answer, body)
+        except EverstepError as error:
+            if not self._closing.is_set():
+                self._on_lost(error)
+        except Exception as error:  # a bug of ours must end the job, not leave it waiting
+            self._on_lost(WireError(f"talking to ps:{self.slot} failed: {type(error).__name__}: {error}"))
+        finally:
+            if self._connection is not None:
+                self._connection.close()
+
+    def _exchange(self, message: Sendable) -> tuple[DataAnswer, memoryview]:
+        """Send until answered. Raises ServerLostError when the ps can not be reached for too long."""
+        lost_at = 0.0
+        pause_s = 0.01
+        while True:
+            try:
+                if self._connection is None:
+                    self._connection, self._shared = self._connect(self.place)
+                return self._once(self._connection, message)
+            except (WireError, DeadlineError, PlatformError, OSError) as error:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                now = time.monotonic()
+                lost_at = lost_at or now
+                if now - lost_at > self._give_up_s or self._closing.is_set():
+                    raise ServerLostError(
+                        f"ps:{self.slot} did not answer for {now - lost_at:.0f} s ({error}): its rows are lost to "
+                        "this job"
+                    ) from error
+                self._closing.wait(pause_s)
+                pause_s = min(0.5, 2 * pause_s)
+
+    def _once(self, connection: Connection, message: Sendable) -> tuple[DataAnswer, memoryview]:
+        if self._shared or not isinstance(message, Pull | Push | Put):
+            return connection.request(message, timeout_s=self._answer_s)
+        if isinstance(message, Pull):
+            return self._pull(connection, message)
+        buffers: list[memoryview] = []
+        parts = message.parts if isinstance(message, Push) else (message.part,)
+        moved = _in_body(parts, self._memory, buffers, self._dims)
+        if isinstance(message, Push):
+            message = msgspec.structs.replace(message, parts=tuple(moved), shm=False)
+        else:
+            message = msgspec.structs.replace(message, part=moved[0], shm=False)
+        return connection.request(message, buffers, timeout_s=self._answer_s)
+
+    def _pull(self, connection: Connection, message: Pull) -> tuple[DataAnswer, memoryview]:
+        """Rows come in the answer's body, in the order of the parts: straight to their place where that is one run."""
+        buffers: list[memoryview] = []
+        sizes = [4 * p.n * self._dims[p.table] for p in message.parts]
+        at, moved = 0, []
+        for part in message.parts:
+            buffers.append(_bytes(self._memory, part.keys_at, 8 * part.n))
+            moved.append(Part(part.table, part.n, at, 0, part.lr))
+            at += 8 * part.n
+        total = sum(sizes)
+        first = message.parts[0].rows_at if message.parts else 0
+        runs = [first]
+        for size in sizes:
+            runs.append(runs[-1] + size)
+        one_run = all(p.rows_at == r for p, r in zip(message.parts, runs, strict=False))
+        if one_run:
+            into = _bytes(self._memory, first, total)
+        else:
+            if len(self._scratch) < total:
+                self._scratch = bytearray(total + total // 4)
+            into = memoryview(self._scratch)[:total]
+        request = Pull(message.version, tuple(moved), False, message.create)
+        answer, body = connection.request(request, buffers, into=into, timeout_s=self._answer_s)
+        if isinstance(answer, Pulled):
+            if len(body) != total:
+                return Bad(f"ps:{self.slot} answered a pull with {len(body)} bytes instead of {total}"), memoryview(b"")
+            if not one_run:
+                for part, size, run in zip(message.parts, sizes, runs, strict=False):
+                    _bytes(self._memory, part.rows_at, size)[:] = body[run - first : run - first + size]
+        return answer, memoryview(b"")
+
+
+def _bytes(memory: Memory, at: int, size: int) -> memoryview:
+    return memory.view(at, (size,), np.uint8).data
+
+
+def _in_body(
+    parts: tuple[Part, ...], memory: Memory, buffers: list[memoryview], dims: Mapping[TableId, int]
+) -> list[Part]:
+    """The same parts with offsets into a body made of ``buffers``."""
+    at, moved = 0, []
+    for part in parts:
+        dim = dims[part.table]
+        keys_at, at = at, at + 8 * part.n
+        rows_at, at = at, at + 4 * dim * part.n
+        buffers += [_bytes(memory, part.keys_at, 8 * part.n), _bytes(memory, part.rows_at, 4 * dim * part.n)]
+        moved.append(Part(part.table, part.n, keys_at, rows_at, part.lr))
+    return moved
+
+
+class Ticket:
+    """Answers that are still to come. ``wait`` raises what went wrong."""
+
+    def __init__(self, client: PsClient, n: int) -> None:
+        self._client = client
+        self._left = n
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self.answers: list[tuple[Slot, DataAnswer, memoryview]] = []
+        if n == 0:
+            self._event.set()
+
+    def arrived(self, ps: Slot, answer: DataAnswer, body: memoryview) -> None:
+        with self._lock:
+            self.answers.append((ps, answer, body))
+            self._left -= 1
+            done = self._left <= 0
+        if done:
+            self._event.set()
+
+    @property
+    def ready(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        """Return when everything is answered. Raises InternalError where a ps says that the request was wrong."""
+        while not self._event.wait(0.5):
+            if self._client.failure is not None:
+                raise self._client.failure
+        for ps, answer, _ in self.answers:
+            if isinstance(answer, Bad):
+                raise InternalError(f"ps:{ps} refused: {answer.error}")
+
+
+class PsClient:
+    """All ps of the job as one: routes rows, repeats what came with an old map, waits for answers."""
+
+    def __init__(self, memory: Memory, *, moved_give_up_s: float = 60.0) -> None:
+        self.memory = memory
+        self.dims: dict[TableId, int] = {}
+        self.links: dict[Slot, Link] = {}
+        self.failure: EverstepError | None = None
+        self._router: Router | None = None
+        self._moved_give_up_s = moved_give_up_s
+
+    def __repr__(self) -> str:
+        return f"<PsClient {self._router} {list(self.links.values())}>"
+
+    @property
+    def router(self) -> Router:
+        if self._router is None:
+            raise InternalError("no placement map yet")
+        return self._router
+
+    @property
+    def placed(self) -> bool:
+        return self._router is not None
+
+    def set_placement(self, placement: Placement, make_link: Callable[[PsPlace], Link]) -> None:
+        """Take a newer map; links to new lives of a ps are made anew."""
+        if self._router is not None and placement.version <= self._router.version:
+            return
+        old = self._router.placement.servers if self._router is not None else ()
+        for place in placement.servers:
+            if place not in old:
+                gone = self.links.get(place.slot)
+                self.links[place.slot] = make_link(place)
+                if gone is not None:
+                    gone.close()
+        self._router = Router(placement)
+
+    def fail(self, error: EverstepError) -> None:
+        """Everything that waits ends with ``error``."""
+        self.failure = self.failure or error
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, ps: Slot, message: Sendable, then: Then, began_at: float = 0.0) -> None:
+        """Send to one ps; ``then`` gets the final answer (never Moved) on the link's thread."""
+        began_at = began_at or time.monotonic()
+        owner = self.router.placement.owner
+
+        def answered(answer: DataAnswer, body: memoryview) -> None:
+            if not isinstance(answer, Moved):
+                then(answer, body)
+            elif time.monotonic() - began_at > self._moved_give_up_s:
+                self.fail(DeadlineError(f"ps:{ps} has had another placement map for {self._moved_give_up_s:.0f} s"))
+            else:
+                # The ps may not have heard of our map yet, or we not of its: both hear from the master soon.
+                timer = threading.Timer(0.02, again)
+                timer.daemon = True
+                timer.start()
+
+        def again() -> None:
+            if self.router.placement.owner != owner:
+                self.fail(
+                    InternalError(f"buckets moved under a request to ps:{ps}: this version can not route it anew")
+                )
+                return
+            newer = message
+            if isinstance(message, Pull | Push | Put):
+                newer = msgspec.structs.replace(message, version=self.router.version)
+            self.submit(ps, newer, then, began_at)
+
+        self.links[ps].submit(message, answered)
+
+    def everywhere(self, message_for: Callable[[int, Slot], Sendable | None]) -> Ticket:
+        """One request to every ps: ``message_for(position, slot)``, None for nothing to say."""
+        messages = [(slot, message_for(i, slot)) for i, slot in enumerate(self.router.slots)]
+        wanted = [(slot, message) for slot, message in messages if message is not None]
+        ticket = Ticket(self, len(wanted))
+        for slot, message in wanted:
+            self.submit(slot, message, lambda answer, body, slot=slot: ticket.arrived(slot, answer, body))  # type: ignore[misc]
+        return ticket
+
+    def pull(self, rows: Sequence[TableRows], *, create: bool) -> Ticket:
+        """Ask every ps for its part of the values: one message each, for all tables."""
+        router = self.router
+        parts = parts_by_ps(rows, len(router.slots), grads=False)
+        return self.everywhere(
+            lambda i, _: Pull(router.version, tuple(parts[i]), True, create) if parts[i] else None,
+        )

@@ -1,0 +1,195 @@
+"""Which ps owns which key, and the rows of one batch: where keys, values and gradients lie in memory.
+
+``BatchRows`` is one region of the worker's memory (shared with the ps of the same node): for every table the
+unique keys of the batch, grouped by ps and by bucket, then the values pulled for them, then the gradients to push.
+Pull and push name offsets into that region, so rows are never copied on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.errors import ScriptError
+from everstep.ids import Slot, TableId
+from everstep.model.placement import Placement
+from everstep.model.table import TableSpec
+from everstep.native import unique_route
+from everstep.net.messages import Part
+
+_ALIGN = 64
+
+
+class Memory(Protocol):
+    """Where rows live: ``everstep.net.data.Arena``."""
+
+    def allocate(self, n_bytes: int) -> int: ...
+
+    def free(self, offset: int) -> None: ...
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
+
+
+class Router:
+    """A placement as arrays. ``slots``: the ps in ascending order; ``bucket_ps[b]``: position in ``slots``, int32."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.version = placement.version
+        self.slots: tuple[Slot, ...] = tuple(sorted({p.slot for p in placement.servers}))
+        position = {slot: i for i, slot in enumerate(self.slots)}
+        self.n_buckets = placement.buckets
+        self.bucket_ps = np.array([position[s] for s in placement.owner], dtype=np.int32)
+
+    def __repr__(self) -> str:
+        return f"<Router v{self.version} {self.n_buckets} buckets on ps {list(self.slots)}>"
+
+    def route(self, table: TableId, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], list[int]]:
+        """``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by bucket."""
+        keys, inverse, counts = unique_route(ids, self.n_buckets, int(table), self.bucket_ps)
+        out = counts.tolist()
+        return keys, inverse, out + [0] * (len(self.slots) - len(out))
+
+
+class TableRows:
+    """One table's part of one batch. ``keys`` int64 [u], ``values`` and ``grads`` float32 [u, dim], views of memory."""
+
+    __slots__ = (
+        "batch",
+        "counts",
+        "dim",
+        "grads",
+        "grads_at",
+        "keys",
+        "keys_at",
+        "padding_at",
+        "spec",
+        "table",
+        "touched",
+        "u",
+        "values",
+        "values_at",
+    )
+
+    def __init__(self, spec: TableSpec, u: int, counts: list[int]) -> None:
+        self.spec = spec
+        self.table = spec.id
+        self.dim = spec.dim
+        self.u = u
+        self.counts = counts
+        self.touched = False  # grads hold this batch's gradient
+        self.padding_at = -1  # index of the padding key, whose gradient is dropped
+        self.keys_at = self.values_at = self.grads_at = 0
+        self.keys: NDArray[np.int64]
+        self.values: NDArray[np.float32]
+        self.grads: NDArray[np.float32]
+        self.batch: BatchRows
+
+    def __repr__(self) -> str:
+        return f"<TableRows {self.spec.name} {self.u} x {self.dim}{' touched' if self.touched else ''}>"
+
+    def parts(self, n_ps: int, *, grads: bool, lr: float = -1.0) -> list[tuple[int, Part]]:
+        """``(position of the ps, Part)`` for every ps that owns some of the keys, offsets into memory."""
+        out, done = [], 0
+        rows_at = self.grads_at if grads else self.values_at
+        for ps in range(n_ps):
+            n, first = self.counts[ps], done
+            done += n
+            if grads and first <= self.padding_at < done:  # the padding row has no gradient: leave it out
+                runs = [(first, self.padding_at), (self.padding_at + 1, done)]
+            else:
+                runs = [(first, done)]
+            for lo, hi in runs:
+                if hi > lo:
+                    part = Part(self.table, hi - lo, self.keys_at + 8 * lo, rows_at + 4 * self.dim * lo, lr)
+                    out.append((ps, part))
+        return out
+
+
+def _up(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+class BatchRows:
+    """All tables' rows of one batch in one region of memory; freed by ``close`` (harmless when repeated)."""
+
+    def __init__(self, memory: Memory, router: Router) -> None:
+        self.memory = memory
+        self.router = router
+        self.tables: list[TableRows] = []
+        self.closed = False
+        self._region: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<BatchRows {len(self.tables)} tables, {sum(t.u for t in self.tables)} rows>"
+
+    def add(
+        self,
+        found: Sequence[tuple[TableSpec, NDArray[np.int64], list[int]]],
+        *,
+        values: bool = True,
+        grads: bool = True,
+    ) -> list[TableRows]:
+        """Make room for ``(spec, keys grouped by ps and bucket, counts per ps)`` and copy the keys in."""
+        added = [TableRows(spec, len(keys), counts) for spec, keys, counts in found]
+        size = 0
+        for rows in added:
+            rows.keys_at, size = size, size + _up(8 * rows.u)
+        for wanted, name in ((values, "values_at"), (grads, "grads_at")):
+            if wanted:
+                for rows in added:
+                    setattr(rows, name, size)
+                    size += _up(4 * rows.dim * rows.u)
+        base = self.memory.allocate(max(size, _ALIGN))
+        self._region.append(base)
+        view = self.memory.view
+        for rows, (_, keys, _) in zip(added, found, strict=True):
+            rows.keys_at += base
+            rows.keys = view(rows.keys_at, (rows.u,), np.int64)
+            rows.keys[:] = keys
+            if values:
+                rows.values_at += base
+                rows.values = view(rows.values_at, (rows.u, rows.dim), np.float32)
+            if grads:
+                rows.grads_at += base
+                rows.grads = view(rows.grads_at, (rows.u, rows.dim), np.float32)
+            rows.batch = self
+        self.tables += added
+        return added
+
+    def close(self) -> None:
+        self.closed = True
+        regions, self._region = self._region, []
+        for base in regions:
+            self.memory.free(base)
+
+
+def parts_by_ps(
+    tables: Iterable[TableRows], n_ps: int, *, grads: bool, lrs: dict[TableId, float] | None = None
+) -> list[list[Part]]:
+    """The parts of one message for each ps (by position)."""
+    out: list[list[Part]] = [[] for _ in range(n_ps)]
+    for rows in tables:
+        for ps, part in rows.parts(n_ps, grads=grads, lr=lrs.get(rows.table, -1.0) if lrs else -1.0):
+            out[ps].append(part)
+    return out
+
+
+def check_vocabulary(spec: TableSpec, keys: NDArray[np.int64]) -> None:
+    """Raise ScriptError when a key is outside the table's vocabulary ``[0, rows)``."""
+    if spec.rows is None or not len(keys):
+        return
+    low, high = int(keys.min()), int(keys.max())
+    if low < 0 or high >= spec.rows:
+        bad = low if low < 0 else high
+        raise OutOfVocabularyError(
+            f"id {bad} is out of range for {spec.name!r}, which has rows 0..{spec.rows - 1}: make the embedding "
+            "larger, or give it no vocabulary (es.nn.EmbeddingBag)"
+        )
+
+
+class OutOfVocabularyError(ScriptError, IndexError):
+    """An id that the embedding has no row for."""
