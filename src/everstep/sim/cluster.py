@@ -1,0 +1,735 @@
+"""The job's processes under virtual time: shells as thin as the real ones round the same brain, watch and protocol.
+
+What is modelled of the shells: the journal's group commit and its durable point (nothing is answered or ordered
+before), the loss of the unsynced tail with the master, snapshots, hello after every reconnect, calls that are said
+again, the agent that starts and buries processes, a ps that answers from its ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    AnswerType,
+    BrainEvent,
+    Fenced,
+    FinishJob,
+    Granted,
+    InstructionType,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    NodeJoined,
+    Ok,
+    PlanRegistered,
+    ProcessExited,
+    PublishPlacement,
+    Refused,
+    Registered,
+    ReleaseShards,
+    Reply,
+    RevokeLease,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StartProcess,
+    StopProcess,
+    Welcome,
+)
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.member import Address, MemberKey, Role
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Token
+from everstep.net.messages import Pushed
+from everstep.sim.kernel import Client, Conn, Process, Violation
+from everstep.tables.protocol import (
+    Action,
+    AskLater,
+    AskShard,
+    Drop,
+    Finished,
+    Halt,
+    SendDone,
+    SendGiveBack,
+    SendOpen,
+    SendPush,
+    Work,
+    WorkerProtocol,
+)
+
+if TYPE_CHECKING:
+    from everstep.sim.run import Simulation
+
+EPOCH_S = 1_000_000.0  # the brain's clock at virtual time 0
+BEAT_S = 0.5
+TICK_S = 0.25
+OVERDUE_S = 1.0  # a call without an answer is said again
+
+
+# ---------------------------------------------------------------- the disk
+
+
+class Disk:
+    """The journal as the disk keeps it: survives masters. ``log[:durable]`` is synced; the rest dies with the master."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[BrainEvent, ShardDone | None]] = []
+        self.durable = 0
+        self.snapshots: list[tuple[int, bytes]] = []  # state after so many events; only those <= durable are valid
+        self.incarnation = 0  # of the newest master that opened it: older ones can not commit
+
+    def commit(self, upto: int, sim: Simulation) -> None:
+        """Events before ``upto`` are on disk."""
+        for _, done in self.log[self.durable : upto]:
+            if done is not None:
+                sim.truth.is_done(done.shard, done.lease)
+        self.durable = max(self.durable, upto)
+
+    def crash(self) -> None:
+        """What was not synced is gone."""
+        del self.log[self.durable :]
+        while self.snapshots and self.snapshots[-1][0] > self.durable:
+            self.snapshots.pop()
+
+
+# ---------------------------------------------------------------- the master
+
+
+class Master(Process):
+    """A shell round a brain."""
+
+    def __init__(self, sim: Simulation, life: int) -> None:
+        super().__init__(sim.kernel, f"master.{life}", "node0")
+        self.sim, self.net, self.disk = sim, sim.net, sim.disk
+        self.conns: dict[tuple[str, int], Conn] = {}
+        self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], BrainEvent]] = []
+        self.flushing = 0  # up to here, when the fsync under way returns
+        self.since_snapshot = 0
+        self.rejoined = False
+        disk = self.disk
+        # As the real journal: opening it raises the fence in its own transaction.
+        disk.incarnation += 1
+        self.incarnation = Incarnation(disk.incarnation)
+        brain_class: type[Brain] = sim.parts.brain
+        if disk.snapshots:
+            position, state = disk.snapshots[-1]
+            self.brain = brain_class.restore(state)
+        else:
+            position, self.brain = 0, brain_class()
+        handle = self.brain.handle
+        for event, _ in disk.log[position:]:
+            handle(event)
+        sim.replayed += len(disk.log) - position
+        self.watch = sim.parts.watch(sim.spec)
+        self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
+        self.record(MasterStarted(self.clock, self.incarnation, sim.spec))
+        self.later(TICK_S, self.tick)
+
+    def die(self) -> None:
+        """SIGKILL. The transaction under way may have reached the disk, or not."""
+        self.alive = False
+        if self.incarnation == self.disk.incarnation:
+            if self.flushing > self.disk.durable and self.kernel.random() < 0.5:
+                self.disk.commit(self.flushing, self.sim)
+            self.disk.crash()
+        for conn in self.conns.values():
+            self.net.sever(conn, self.net.notice_s)
+        self.conns.clear()
+
+    # ------------------------------------------------------------ journal first, then act
+
+    def record(
+        self, event: BrainEvent, conn: Conn | None = None, handler: Any = None, args: tuple[Any, ...] = ()
+    ) -> None:
+        """Journal and handle ``event``; its instructions are carried out, and its reply goes to ``handler`` of the
+        client behind ``conn``, once it is durable."""
+        if not self.alive:
+            return
+        if self.incarnation != self.disk.incarnation:
+            self.superseded()
+            return
+        disk, sim = self.disk, self.sim
+        instructions = self.brain.handle(event)
+        sim.brain_events += 1
+        done = None
+        if type(event) is ShardDone:
+            for i in instructions:
+                if type(i) is Reply and type(i.answer) is Ok and event.shard not in sim.truth.done:
+                    done = event
+        disk.log.append((event, done))
+        if sim.validate:
+            self.brain.validate()
+        if self.kernel.lines is not None:
+            sim.say_event(self, event, instructions)
+        self.since_snapshot += 1
+        if self.since_snapshot >= sim.scenario.snapshot_every:
+            self.since_snapshot = 0
+            disk.snapshots.append((len(disk.log), self.brain.snapshot()))
+            del disk.snapshots[:-3]
+        if sim.parts.early_replies:
+            self.carry_out(instructions, conn, handler, args, event)
+        else:
+            self.pending.append((instructions, conn, handler, args, event))
+        if not self.flushing:
+            self.flush()
+
+    def flush(self) -> None:
+        self.flushing = len(self.disk.log)
+        self.later(self.sim.scenario.fsync_s * (0.5 + self.kernel.random()), self.flushed, len(self.pending))
+
+    def flushed(self, n: int) -> None:
+        if self.incarnation != self.disk.incarnation:
+            self.superseded()
+            return
+        self.disk.commit(self.flushing, self.sim)
+        self.flushing = 0
+        ready, self.pending = self.pending[:n], self.pending[n:]
+        for entry in ready:
+            self.carry_out(*entry)
+        if self.disk.durable < len(self.disk.log) or self.pending:
+            self.flush()
+
+    def superseded(self) -> None:
+        """A later master holds the journal: this one's commit is refused, and it ends."""
+        self.kernel.say(self, "a later master holds the journal: end")
+        self.alive = False
+        for conn in self.conns.values():
+            self.net.sever(conn, self.net.notice_s)
+
+    def carry_out(
+        self,
+        instructions: list[InstructionType],
+        conn: Conn | None,
+        handler: Any,
+        args: tuple[Any, ...],
+        event: BrainEvent,
+    ) -> None:
+        net, sim = self.net, self.sim
+        for i in instructions:
+            kind = type(i)
+            if kind is Reply:
+                answer = i.answer  # type: ignore[union-attr]
+                if type(event) is ShardAsked and type(answer) is Granted:
+                    before = sim.truth.granted.get((event.worker, event.incarnation, event.ask))
+                    current = before is not None and sim.lease_current(self.brain, before)
+                    sim.truth.grants(event.worker, event.incarnation, event.ask, answer.lease, current)
+                if conn is not None:
+                    net.to_client(conn, handler, conn, *args, answer)
+            elif kind is StartProcess:
+                self.order(("agent", i.node), "start", i.role, i.slot, i.incarnation)  # type: ignore[union-attr]
+            elif kind is StopProcess:
+                self.order(("agent", i.node), "stop", i.role, i.slot, i.incarnation, i.grace_s)  # type: ignore[union-attr]
+            elif kind is PublishPlacement:
+                for conn_ in list(self.conns.values()):
+                    if isinstance(conn_.client, Worker):
+                        net.to_client(conn_, conn_.client.on_placement, conn_, i.placement)  # type: ignore[union-attr]
+            elif kind is ReleaseShards:
+                for conn_ in list(self.conns.values()):
+                    if isinstance(conn_.client, Ps):
+                        net.to_client(conn_, conn_.client.on_release, conn_, i.shards)  # type: ignore[union-attr]
+            elif kind is RevokeLease:
+                self.order(("worker", i.member.slot), "revoke", i.lease)  # type: ignore[union-attr]
+            elif kind is FinishJob:
+                sim.job_over(i.exit_code, i.error)  # type: ignore[union-attr]
+
+    def order(self, whom: tuple[str, Any], what: str, *args: Any) -> None:
+        """To a client that is connected; if it is not, it is told at its next hello."""
+        conn = self.conns.get(whom)
+        if conn is not None:
+            self.net.to_client(conn, conn.client.on_order, conn, what, args)  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------ requests
+
+    def now(self) -> float:
+        self.clock = max(self.clock, EPOCH_S + self.kernel.now)
+        return self.clock
+
+    def on_hello_node(self, conn: Conn, node: NodeId, places: int, ps_places: int, running: Any) -> None:
+        self.greet(conn, ("agent", node))
+        self.watch.node_heard(node, self.now())
+        self.record(NodeJoined(self.now(), node, "", places, ps_places, running))
+        self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
+
+    def on_hello_member(
+        self, conn: Conn, key: MemberKey, incarnation: Incarnation, node: NodeId, address: Any, leases: Any
+    ) -> None:
+        self.greet(conn, (key.role.value, key.slot))
+        self.hear(self.watch.heard(key, incarnation, self.now(), (), node))
+        event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases)
+        self.record(event, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
+
+    def greet(self, conn: Conn, whom: tuple[str, Any]) -> None:
+        old = self.conns.get(whom)
+        if old is not None and old is not conn and old.opened_at > conn.opened_at:
+            return
+        self.conns[whom] = conn
+        conn.greeted = True
+
+    def on_beat(self, conn: Conn, key: MemberKey | NodeId, incarnation: Incarnation, progress: Any) -> None:
+        if isinstance(key, MemberKey):
+            self.hear(self.watch.heard(key, incarnation, self.now(), progress))
+        else:
+            self.watch.node_heard(key, self.now())
+        self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
+
+    def on_call(self, conn: Conn, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
+        """A request that becomes one event; its reply goes to ``handler(conn, *key, answer)``."""
+        if conn.greeted:
+            self.record(event_class(self.now(), *args), conn, handler, key)
+
+    def hear(self, events: Sequence[MemberHeard]) -> None:
+        for event in events:
+            self.record(event)
+
+    def tick(self) -> None:
+        now = self.now()
+        self.watch.look(self.brain, now)
+        for event in self.watch.tick(now):
+            self.record(event)
+        self.later(TICK_S, self.tick)
+
+
+# ---------------------------------------------------------------- clients of the master
+
+
+class Member(Client):
+    """What agents, workers and ps have in common: one connection, hello on it, beats, calls said again."""
+
+    def __init__(self, sim: Simulation, name: str, node: str) -> None:
+        super().__init__(sim.kernel, name, node)
+        self.sim, self.net = sim, sim.net
+        self.conn: Conn | None = None
+        self.welcome = False
+        self.heard_at = 0.0
+
+    def start(self) -> None:
+        self.connect()
+        self.later(BEAT_S * self.kernel.random(), self.beat)
+
+    def connect(self) -> None:
+        self.welcome = False
+        self.heard_at = self.kernel.now
+        self.conn = self.net.connect(self, self.sim.master)
+        if self.sim.master.alive:
+            self.hello(self.conn)
+        else:
+            self.net.sever(self.conn, 0.1)
+
+    def connection_lost(self, conn: Conn) -> None:
+        if conn is self.conn:
+            self.conn = None
+            self.connect()
+
+    def call(self, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
+        if self.conn is not None and self.welcome:
+            self.net.to_server(self.conn, self.conn.server.on_call, self.conn, event_class, handler, key, *args)  # type: ignore[attr-defined]
+
+    def beat(self) -> None:
+        """Every half second; an answer that is overdue breaks the connection, and hello says everything again."""
+        self.later(BEAT_S, self.beat)
+        conn = self.conn
+        if conn is None:
+            return
+        if self.kernel.now - self.heard_at > 2 * OVERDUE_S:
+            self.net.sever(conn, 0.01)
+        elif self.welcome:
+            self.send_beat(conn)
+            self.again()
+
+    def on_beaten(self, conn: Conn) -> None:
+        if conn is self.conn:
+            self.heard_at = self.kernel.now
+
+    def welcomed(self, conn: Conn) -> bool:
+        if conn is not self.conn:
+            return False
+        self.heard_at = self.kernel.now
+        self.welcome = True
+        return True
+
+    def hello(self, conn: Conn) -> None:
+        raise NotImplementedError
+
+    def send_beat(self, conn: Conn) -> None:
+        raise NotImplementedError
+
+    def again(self) -> None:
+        """Say again what is overdue."""
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.exit(-15)
+
+    def exit(self, status: int) -> None:
+        """End of the process; its agent sees it."""
+        if self.alive:
+            self.alive = False
+            if self.conn is not None:
+                self.conn.up = False
+            self.sim.process_ended(self, status)
+
+
+class Agent(Member):
+    """Starts and buries the processes of one node."""
+
+    def __init__(self, sim: Simulation, node: str, places: int, ps_places: int) -> None:
+        super().__init__(sim, f"agent@{node}", node)
+        self.id, self.places, self.ps_places = NodeId(node), places, ps_places
+        self.children: dict[tuple[Role, Slot], Worker | Ps] = {}
+        self.starting: dict[tuple[Role, Slot], Incarnation] = {}
+        self.exits: dict[tuple[Role, Slot, Incarnation], int] = {}
+
+    def hello(self, conn: Conn) -> None:
+        running = [(r, s, p.incarnation, 1) for (r, s), p in self.children.items() if p.alive]
+        running += [(r, s, i, 0) for (r, s), i in self.starting.items()]
+        server: Any = conn.server
+        self.net.to_server(
+            conn, server.on_hello_node, conn, self.id, self.places, self.ps_places, tuple(sorted(running))
+        )
+
+    def on_welcome(self, conn: Conn, answer: Any) -> None:
+        if self.welcomed(conn):
+            self.again()
+
+    def send_beat(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(conn, server.on_beat, conn, self.id, 0, ())
+
+    def again(self) -> None:
+        for (role, slot, incarnation), status in list(self.exits.items()):
+            key = (role, slot, incarnation)
+            self.call(ProcessExited, self.on_exited, key, role, slot, incarnation, status)
+
+    def on_exited(self, conn: Conn, role: Role, slot: Slot, incarnation: Incarnation, answer: Any = None) -> None:
+        self.exits.pop((role, slot, incarnation), None)
+
+    def child_ended(self, child: Worker | Ps, status: int) -> None:
+        key = (child.key.role, child.key.slot)
+        if self.children.get(key) is child:
+            del self.children[key]
+        self.exits[*key, child.incarnation] = status
+        self.later(0.01 * self.kernel.random(), self.again)
+
+    def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
+        role, slot, incarnation = args[:3]
+        child = self.children.get((role, slot))
+        if what == "start":
+            if self.starting.get((role, slot), 0) >= incarnation:
+                return
+            if child is not None:
+                if child.incarnation >= incarnation:
+                    return
+                child.exit(-9)
+            if (role, slot, incarnation) in self.exits:
+                return
+            self.starting[role, slot] = incarnation
+            low, high = self.sim.scenario.spawn_s
+            self.later(low + (high - low) * self.kernel.random(), self.spawn, role, slot, incarnation)
+        elif what == "stop":
+            if self.starting.get((role, slot)) == incarnation:
+                del self.starting[role, slot]
+                self.exits[role, slot, incarnation] = -15
+                self.later(0.01, self.again)
+            if child is not None and child.incarnation == incarnation:
+                child.fire(child.terminate, ())
+                self.later(args[3], self.kill, child)
+
+    def kill(self, child: Worker | Ps) -> None:
+        child.exit(-9)
+
+    def spawn(self, role: Role, slot: Slot, incarnation: Incarnation) -> None:
+        if self.starting.get((role, slot)) != incarnation:
+            return
+        del self.starting[role, slot]
+        child: Worker | Ps
+        if role is Role.WORKER:
+            child = Worker(self.sim, slot, incarnation, self.node)
+        else:
+            child = Ps(self.sim, slot, incarnation, self.node)
+            self.sim.servers[slot] = child
+        self.children[role, slot] = child
+        self.sim.processes.append(child)
+        self.kernel.say(self, f"started {child.name}")
+        child.start()
+
+
+# ---------------------------------------------------------------- a ps
+
+
+class Ps(Member):
+    """Answers from its ledger. Every apply is told to the truth."""
+
+    def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
+        super().__init__(sim, f"ps:{slot}.{incarnation}", node)
+        self.key = MemberKey(Role.PS, slot)
+        self.incarnation = incarnation
+        self.owned = tuple(b for b in range(sim.spec.buckets) if b % sim.spec.ps == slot)
+        old = sim.servers.get(slot)
+        self.ledger = sim.parts.ledger(self.owned) if old is None else old.ledger  # as if recovered
+        self.ledger.on_apply = self.on_apply
+        self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
+        self.applying: Token | None = None
+
+    def hello(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(
+            conn, server.on_hello_member, conn, self.key, self.incarnation, NodeId(self.node), self.address, ()
+        )
+
+    def on_welcome(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+            return
+        self.welcomed(conn)
+
+    def send_beat(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(conn, server.on_beat, conn, self.key, self.incarnation, ())
+
+    def on_placement(self, conn: Conn, placement: Placement) -> None:
+        pass
+
+    def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
+        pass
+
+    def on_release(self, conn: Conn, shards: tuple[ShardKey, ...]) -> None:
+        self.sim.truth.releases(self.key.slot, shards)
+        self.ledger.release(shards)
+
+    def on_apply(self, bucket: int, shard: int, lo: int, hi: int) -> None:
+        assert self.applying is not None
+        self.sim.truth.applies(self.key.slot, BucketId(bucket), ShardKey(shard), lo, hi, self.applying.lease)
+
+    def on_open(self, worker: Worker, lease: Lease) -> None:
+        answer = self.ledger.open(lease.shard, lease.start, lease.no)
+        if self.kernel.lines is not None:
+            self.kernel.say(self, f"open {lease.shard:x} lease {lease.no:x} of {worker}: {answer}")
+        if answer is None:
+            self.net.send(self, worker, worker.on_closed, self.key.slot, lease.no)
+            return
+        self.sim.truth.opens(self.key.slot, lease.shard, lease.no)
+        buckets, marks = answer
+        self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, buckets, marks)
+
+    def on_push(self, worker: Worker, token: Token, bitmap: bytes) -> None:
+        sim = self.sim
+        if token.ps_incarnation != self.incarnation and not sim.parts.no_ps_incarnation:
+            answer = Pushed(0, 0, fenced=True)
+        else:
+            self.applying = token
+            r = self.ledger.push(token.shard, token.lo, token.hi, token.lease, bitmap)
+            answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
+            if r.gap < 0 and not r.fenced and token.shard not in sim.truth.done:
+                bits = int.from_bytes(bitmap, "little") if bitmap else -1
+                addressed = self.owned if bits < 0 else tuple(b for b in self.owned if bits >> b & 1)
+                sim.truth.acknowledges(self.key.slot, addressed, token.shard, token.lo, token.hi)
+        if self.kernel.lines is not None:
+            self.kernel.say(
+                self, f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
+            )
+        self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer)
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class Worker(Member):
+    """Drives the protocol machine: one batch computed at a time, the next one handed out ahead."""
+
+    def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
+        super().__init__(sim, f"worker:{slot}.{incarnation}", node)
+        self.key = MemberKey(Role.WORKER, slot)
+        self.incarnation = incarnation
+        scenario, rng = sim.scenario, sim.kernel.rng
+        self.protocol: WorkerProtocol = sim.parts.protocol(
+            worker=slot,
+            incarnation=incarnation,
+            batch_samples=rng.randint(*scenario.batch),
+            window=rng.randint(1, 3),
+            ask_ahead=rng.randint(0, 2),
+        )
+        self.queue: list[Work] = []
+        self.depth = rng.randint(1, 2)
+        self.busy = False
+        self.leaving = False
+        self.plan_known = False
+        self.pace = scenario.batch_s * (0.5 + rng.random())
+        self.stamps: dict[Slot, float] = {}
+        self.master_stamp = 0.0
+
+    # ------------------------------------------------------------ the master
+
+    def hello(self, conn: Conn) -> None:
+        server: Any = conn.server
+        node, held = NodeId(self.node), self.protocol.held()
+        self.net.to_server(conn, server.on_hello_member, conn, self.key, self.incarnation, node, None, held)
+
+    def on_welcome(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+            return
+        if not isinstance(answer, Welcome) or not self.welcomed(conn):
+            return
+        if self.kernel.lines is not None:
+            self.kernel.say(self, f"welcome, revoked {answer.revoked}")
+        if answer.placement is None:
+            self.later(0.1, self.hello_again, conn)
+            return
+        self.act(self.protocol.placement(answer.placement))
+        for lease in answer.revoked:
+            self.act(self.protocol.revoked(lease))
+        if not self.plan_known:
+            self.register()
+        else:
+            self.act(self.protocol.master_lost())
+        self.pump()
+
+    def hello_again(self, conn: Conn) -> None:
+        if conn is self.conn:
+            self.hello(conn)
+
+    def register(self) -> None:
+        slot, incarnation = self.key.slot, self.incarnation
+        self.call(PlanRegistered, self.on_registered, (), slot, incarnation, self.sim.plan)
+
+    def on_registered(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Registered) and not self.plan_known:
+            self.plan_known = True
+            self.act(self.protocol.begin(answer.dataset, self.sim.scenario.epochs))
+        elif isinstance(answer, Fenced):
+            self.exit(4)
+
+    def on_placement(self, conn: Conn, placement: Placement) -> None:
+        self.act(self.protocol.placement(placement))
+        self.pump()
+
+    def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
+        if what == "revoke":
+            self.act(self.protocol.revoked(args[0]))
+            self.pump()
+
+    def on_answer(self, conn: Conn, ask: int, answer: AnswerType) -> None:
+        self.master_stamp = self.kernel.now
+        if self.kernel.lines is not None:
+            self.kernel.say(self, f"ask {ask}: {answer}")
+        self.act(self.protocol.answered(ask, answer))
+        self.pump()
+
+    def on_done(self, conn: Conn, lease: LeaseNo, answer: AnswerType) -> None:
+        self.master_stamp = self.kernel.now
+        self.act(self.protocol.done_answered(lease, answer))
+        self.pump()
+
+    def on_given_back(self, conn: Conn, lease: LeaseNo, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+            return
+        self.act(self.protocol.given_back(lease))
+
+    def send_beat(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(conn, server.on_beat, conn, self.key, self.incarnation, self.protocol.progress())
+
+    # ------------------------------------------------------------ the ps
+
+    def on_opened(
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], marks: Sequence[int]
+    ) -> None:
+        self.stamps[ps] = self.kernel.now
+        self.act(self.protocol.opened(ps, lease, incarnation, buckets, marks))
+        self.pump()
+
+    def on_closed(self, ps: Slot, lease: LeaseNo) -> None:
+        self.act(self.protocol.closed(ps, lease, f"closed by ps:{ps}"))
+        self.pump()
+
+    def on_pushed(self, ps: Slot, token: Token, answer: Pushed) -> None:
+        self.stamps[ps] = self.kernel.now
+        self.act(self.protocol.pushed(ps, token, answer))
+        self.pump()
+
+    # ------------------------------------------------------------ work
+
+    def pump(self) -> None:
+        """Hand out ahead, and compute if idle."""
+        protocol, queue, rng = self.protocol, self.queue, self.kernel.rng
+        while len(queue) < self.depth:
+            work = protocol.next_work()
+            if work is None:
+                break
+            queue.append(work)
+            if rng.random() < 0.1:
+                protocol.set_batch_samples(rng.randint(*self.sim.scenario.batch))
+            self.act(protocol.more())
+        if queue and not self.busy:
+            work = queue.pop(0)
+            if queue and work.joins(queue[0]) and rng.random() < 0.2:
+                work = work.join(queue.pop(0))
+            self.busy = True
+            self.later(self.pace * (0.5 + rng.random()), self.computed, work)
+
+    def computed(self, work: Work) -> None:
+        self.busy = False
+        self.act(self.protocol.computed(work))
+        self.pump()
+
+    def again(self) -> None:
+        now = self.kernel.now
+        if not self.plan_known:
+            self.register()
+        elif now - self.master_stamp > OVERDUE_S:
+            self.act(self.protocol.master_lost())
+            self.master_stamp = now
+        for ps, at in self.stamps.items():
+            if now - at > OVERDUE_S:
+                self.stamps[ps] = now
+                self.act(self.protocol.lost(ps))
+
+    def act(self, actions: list[Action]) -> None:
+        sim, net, now = self.sim, self.net, self.kernel.now
+        me = self.key.slot, self.incarnation
+        for a in actions:
+            if not self.alive:
+                return
+            kind = type(a)
+            if kind is SendPush:
+                self.stamps[a.ps] = now  # type: ignore[attr-defined]
+                ps = sim.servers[a.ps]  # type: ignore[attr-defined]
+                net.send(self, ps, ps.on_push, self, a.token, a.bitmap)  # type: ignore[attr-defined]
+            elif kind is SendOpen:
+                self.stamps[a.ps] = now  # type: ignore[attr-defined]
+                ps = sim.servers[a.ps]  # type: ignore[attr-defined]
+                net.send(self, ps, ps.on_open, self, a.lease)  # type: ignore[attr-defined]
+            elif kind is AskShard:
+                self.master_stamp = now
+                self.call(ShardAsked, self.on_answer, (a.ask,), *me, a.dataset, a.until_epoch, a.ask)  # type: ignore[attr-defined]
+            elif kind is SendDone:
+                self.master_stamp = now
+                key = (a.lease.no,)  # type: ignore[attr-defined]
+                self.call(ShardDone, self.on_done, key, *me, a.lease.shard, a.lease.no, a.servers, a.skipped)  # type: ignore[attr-defined]
+            elif kind is SendGiveBack:
+                key = (a.lease.no,)  # type: ignore[attr-defined]
+                self.call(ShardReturned, self.on_given_back, key, *me, a.lease.shard, a.lease.no, a.reason)  # type: ignore[attr-defined]
+            elif kind is AskLater:
+                self.later(min(a.after_s, 1.0), self.ask_again, a.ask)  # type: ignore[attr-defined]
+            elif kind is Halt:
+                self.kernel.say(self, f"halt: {a.reason}")  # type: ignore[attr-defined]
+                self.exit(4)
+            elif kind is Finished:
+                self.exit(0)
+            elif kind is Drop and self.kernel.lines is not None:
+                self.kernel.say(self, f"drop {a.lease.no:x}: {a.reason}")  # type: ignore[attr-defined]
+
+    def ask_again(self, ask: int) -> None:
+        self.act(self.protocol.ask_again(ask))
+
+    def terminate(self) -> None:
+        if not self.leaving:
+            self.leaving = True
+            self.act(self.protocol.leave("asked to end"))
+
+
+__all__ = ["Agent", "Disk", "Master", "Ps", "Refused", "ScaleAsked", "Violation", "Worker"]

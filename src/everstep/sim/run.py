@@ -1,0 +1,295 @@
+"""One run of the simulator: build the cluster, let chaos loose, heal, and check every promise.
+
+``simulate(seed)`` raises ``Violation`` if a promise is broken, an ``AssertionError`` of the brain if an invariant is;
+else it returns what happened. The last act of every run is to read the whole journal as bytes, replay it through a
+fresh brain and compare the states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import BrainEvent, Note, Reply, ScaleAsked
+from everstep.brain.watch import Watch
+from everstep.ids import Incarnation, Slot
+from everstep.model.member import Role
+from everstep.model.shard import Lease
+from everstep.sim.cluster import Agent, Disk, Master, Ps, Worker
+from everstep.sim.kernel import Kernel, Network, Process, Violation
+from everstep.sim.ledger import Ledger
+from everstep.sim.scenario import Scenario, random_scenario
+from everstep.sim.truth import Truth
+from everstep.tables.protocol import WorkerProtocol
+
+_encoder = msgspec.msgpack.Encoder()
+_events = msgspec.msgpack.Decoder(list[BrainEvent])
+
+
+class Parts(NamedTuple):
+    """The code under test. Mutations replace some of it."""
+
+    brain: type[Brain] = Brain
+    watch: type[Watch] = Watch
+    protocol: type[WorkerProtocol] = WorkerProtocol
+    ledger: type[Ledger] = Ledger
+    early_replies: bool = False  # a shell that answers before the event is durable
+    no_ps_incarnation: bool = False  # a ps that does not look at the token's incarnation
+
+
+class Outcome(NamedTuple):
+    seed: int
+    crc: int
+    events: int
+    brain_events: int
+    virtual_s: float
+    faults: int  # that struck
+    masters: int
+    failovers: int  # masters that died after everyone alive had joined them
+    replayed: int  # events
+    deaths: int  # of workers
+    applied: int  # (bucket, position) pairs
+    retried: int  # batches
+
+
+class Simulation:
+    """All of one run's state."""
+
+    def __init__(
+        self, seed: int, scenario: Scenario, parts: Parts = Parts(), trace: bool = False, validate: bool = True
+    ) -> None:
+        self.seed, self.scenario, self.parts, self.validate = seed, scenario, parts, validate
+        self.kernel = Kernel(seed, trace)
+        self.net = Network(self.kernel)
+        self.spec, self.plan = scenario.spec(), scenario.plan()
+        self.truth = Truth(self.plan, scenario.epochs, scenario.buckets)
+        self.disk = Disk()
+        self.servers: dict[Slot, Ps] = {}
+        self.processes: list[Worker | Ps] = []
+        self.over: tuple[int, str] | None = None
+        self.healed = False
+        self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = 0
+        self.master: Master = self.new_master()
+        self.home = Agent(self, "node0", 0, scenario.ps)
+        self.agents = {"node0": self.home}
+        self.home.start()
+        if scenario.second_node:
+            self.new_agent("node1")
+
+    # ------------------------------------------------------------ what happens to processes
+
+    def new_master(self) -> Master:
+        self.masters += 1
+        master = self.master = Master(self, self.masters)
+        return master
+
+    def new_agent(self, node: str) -> None:
+        agent = self.agents[node] = Agent(self, node, 2, 0)
+        agent.start()
+
+    def process_ended(self, process: Worker | Ps | Any, status: int) -> None:
+        self.kernel.say(process, f"ended with {status}")
+        if isinstance(process, Agent):
+            return
+        if isinstance(process, Worker):
+            self.deaths += status != 0
+        if process in self.processes:
+            self.processes.remove(process)
+        agent = self.agents.get(process.node)
+        if agent is not None and agent.alive:
+            agent.fire(agent.child_ended, (process, status))
+
+    def kill_master(self) -> None:
+        master = self.master
+        if not master.alive:
+            return
+        clients = [c for c in (*self.agents.values(), *self.processes) if c.alive]
+        if all(c.welcome and c.conn is not None and c.conn.server is master for c in clients):
+            self.failovers += 1
+        self.kernel.say(master, "killed")
+        master.die()
+        self.home.later(self.scenario.restart_s * (0.5 + self.kernel.random()), self.restart_master, master)
+
+    def restart_master(self, dead: Master) -> None:
+        if self.master is dead:
+            self.kernel.say(self.new_master(), "started")
+
+    def job_over(self, exit_code: int, error: str) -> None:
+        if self.over is None:
+            self.over = exit_code, error
+            self.kernel.say("job", f"over: {exit_code} {error}")
+            self.kernel.stopped = True
+
+    def lease_current(self, brain: Brain, lease: Lease) -> bool:
+        held = brain.leases.get(lease.shard)
+        return held is not None and held.no == lease.no
+
+    # ------------------------------------------------------------ faults
+
+    def strike(self, fault: str) -> None:
+        rng, net = self.kernel.rng, self.net
+        self.kernel.say("FAULT", fault)
+        self.faults += 1
+        workers = [p for p in self.processes if isinstance(p, Worker)]
+        worker = rng.choice(workers) if workers else None
+        if fault in ("kill master", "kill worker and master"):
+            self.kill_master()
+        if fault in ("kill worker", "kill worker and master") and worker is not None:
+            worker.exit(-9)
+        elif fault == "stop worker" and worker is not None:
+            worker.pause(rng.choice([0.3, 1.5, 4.0]))
+        elif fault == "stop master":
+            self.master.pause(rng.choice([0.2, 2.0]))
+        elif fault == "stop agent":
+            rng.choice(list(self.agents.values())).pause(rng.choice([0.3, 4.0]))
+        elif fault == "cut worker from master" and worker is not None:
+            a, b = worker.name, self.master.name
+            self.cut(a, b, rng.random() < 0.7, rng.uniform(0.2, 4.0))
+        elif fault == "cut worker from a ps" and worker is not None and self.servers:
+            ps = rng.choice(list(self.servers.values()))
+            self.cut(worker.name, ps.name, rng.random() < 0.5, rng.uniform(0.2, 4.0))
+        elif fault == "cut node":
+            self.cut("node1", "node0", rng.random() < 0.7, rng.uniform(0.3, 4.0))
+        elif fault == "kill node":
+            self.kill_node("node1", rng.uniform(0.1, 4.0) if rng.random() < 0.7 else -1.0)
+        elif fault == "second master":
+            self.kernel.say(self.new_master(), "started beside the old one")
+        elif fault == "scale":
+            self.scale(rng.randint(1, 4))
+        elif fault == "sever":
+            conns = [c.conn for c in (*self.agents.values(), *self.processes) if c.conn is not None]
+            if conns:
+                net.sever(rng.choice(conns), 0.3)
+        elif fault == "lossy":
+            net.loss = min(0.4, net.loss + 0.1)
+        if self.scenario.ps_restarts and self.servers and rng.random() < 0.3:
+            self.restart_ps(rng.choice(list(self.servers.values())))
+
+    def cut(self, a: str, b: str, both: bool, seconds: float) -> None:
+        self.net.partition(a, b, both)
+        self.kernel.after(seconds, self.uncut, a, b)
+
+    def uncut(self, a: str, b: str) -> None:
+        self.net.cut -= {(a, b), (b, a)}
+
+    def kill_node(self, node: str, back_s: float) -> None:
+        agent = self.agents.get(node)
+        if agent is None or not agent.alive:
+            return
+        agent.exit(-9)
+        for child in list(agent.children.values()):
+            child.exit(-9)
+        if back_s >= 0:
+            self.kernel.after(back_s, self.node_back, node)
+
+    def node_back(self, node: str) -> None:
+        if not self.agents[node].alive:
+            self.new_agent(node)
+
+    def restart_ps(self, ps: Ps) -> None:
+        """It comes back at once, in a new life, with all its state; nobody saw it go."""
+        if not ps.alive:
+            return
+        self.kernel.say(ps, "restarts with its state")
+        ps.alive = False
+        if ps.conn is not None:
+            ps.conn.up = False
+        self.processes.remove(ps)
+        new = Ps(self, ps.key.slot, Incarnation(ps.incarnation + 1), ps.node)
+        self.servers[ps.key.slot] = new
+        self.processes.append(new)
+        self.home.children[Role.PS, ps.key.slot] = new
+        new.start()
+
+    def scale(self, count: int) -> None:
+        if self.master.alive and self.kernel.now >= self.master.paused_until:
+            self.master.record(ScaleAsked(self.master.now(), Role.WORKER, count))
+
+    def heal(self) -> None:
+        """The end of all faults."""
+        self.kernel.say("HEAL", "")
+        self.healed = True
+        net = self.net
+        net.loss = net.duplicate = net.straggle = 0.0
+        net.cut.clear()
+        for process in (*self.processes, *self.agents.values(), self.master):
+            process.paused_until = min(process.paused_until, self.kernel.now)
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        kernel, scenario, net = self.kernel, self.scenario, self.net
+        net.loss, net.duplicate, net.straggle = scenario.loss, scenario.duplicate, scenario.straggle
+        for when, fault in scenario.faults:
+            kernel.at(when, self.strike, fault)
+        if scenario.master_every_s:
+            kernel.after(scenario.master_every_s, self.kill_again)
+        kernel.at(scenario.chaos_s, self.heal)
+        kernel.run(scenario.chaos_s + scenario.heal_s)
+        if self.over is None:
+            raise Violation(f"not finished {scenario.heal_s:g} s after the last fault: {self.where()}")
+        if self.over[0] != 0:
+            raise Violation(f"the job failed: {self.over[1]}")
+        fingerprints = {b: f for ps in self.servers.values() for b, f in ps.ledger.fingerprints.items()}
+        self.truth.finished(fingerprints)
+        self.replay()
+        retried = 0
+        return Outcome(
+            self.seed,
+            kernel.crc,
+            kernel.events,
+            self.brain_events,
+            kernel.now,
+            self.faults,
+            self.masters,
+            self.failovers,
+            self.replayed,
+            self.deaths,
+            self.truth.applied,
+            retried,
+        )
+
+    def kill_again(self) -> None:
+        if not self.healed:
+            self.kill_master()
+            self.kernel.after(self.scenario.master_every_s * (0.5 + self.kernel.random()), self.kill_again)
+
+    def replay(self) -> None:
+        """The journal as bytes, through a fresh brain: the same state, from snapshots or from the start."""
+        log = [event for event, _ in self.disk.log]
+        fresh = self.parts.brain()
+        for event in _events.decode(_encoder.encode(log)):
+            fresh.handle(event)
+        if fresh.snapshot() != self.master.brain.snapshot():
+            raise Violation("replaying the journal from its start gives another state")
+
+    def where(self) -> str:
+        brain = self.master.brain
+        epochs = [repr(e) for d in brain.shards.datasets for e in d.epochs]
+        held = [f"{h.shard:x} by worker:{h.worker}" for h in brain.leases.values()]
+        return f"{epochs}, leases {held}, processes {[str(p) for p in self.processes]}"
+
+    def say_event(self, master: Process, event: BrainEvent, instructions: list[Any]) -> None:
+        """The trace of one brain step."""
+        self.kernel.say(master, f"{event!r:.160}")
+        for i in instructions:
+            text = repr(i.answer) if isinstance(i, Reply) else str(i.decision) if isinstance(i, Note) else repr(i)
+            self.kernel.say(master, f"   -> {text:.140}")
+
+
+def simulate(
+    seed: int,
+    scenario: Scenario | None = None,
+    parts: Parts = Parts(),
+    trace: list[str] | None = None,
+    validate: bool = True,
+) -> Outcome:
+    """One whole run. ``trace``: lines are appended to it. Raises Violation or AssertionError if a promise broke."""
+    sim = Simulation(seed, scenario or random_scenario(seed), parts, trace is not None, validate)
+    try:
+        return sim.run()
+    finally:
+        if trace is not None:
+            trace += sim.kernel.lines or []

@@ -1,0 +1,124 @@
+"""What kind of run a seed stands for: the job's size, how bad the network is, which faults strike and when."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from everstep.config.spec import JobSpec
+from everstep.model.shard import Plan
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in virtual seconds; probabilities per message or draw; ranges are (low, high), both included."""
+
+    workers: int = 2
+    ps: int = 2
+    buckets: int = 4
+    samples: int = 60
+    shard_samples: int = 15
+    epochs: int = 2
+    batch: tuple[int, int] = (2, 6)
+    batch_s: float = 0.08  # mean time to compute one
+    second_node: bool = False  # with two more places for workers
+    loss: float = 0.0
+    duplicate: float = 0.0
+    straggle: float = 0.0  # a message that takes up to 2 s
+    fsync_s: float = 0.004
+    spawn_s: tuple[float, float] = (0.03, 0.15)
+    restart_s: float = 0.05  # until the agent has started another master
+    snapshot_every: int = 40  # events
+    chaos_s: float = 6.0  # faults strike until then
+    heal_s: float = 40.0  # and this much later everything must be finished
+    faults: tuple[tuple[float, str], ...] = ()  # (when, which)
+    master_every_s: float = 0.0  # > 0: besides, kill the master this often
+    ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
+
+    def spec(self) -> JobSpec:
+        return JobSpec(
+            name="sim",
+            workers=self.workers,
+            ps=self.ps,
+            buckets=self.buckets,
+            suspect_after_s=1.2,
+            lost_after_s=2.5,
+            lease_s=5.0,
+            max_restarts=1000,
+            quarantine_after=1000,
+        )
+
+    def plan(self) -> Plan:
+        return Plan(name="train", samples=self.samples, shard_samples=self.shard_samples, seed=1)
+
+
+FAULTS = {
+    "kill master": 5,
+    "kill worker": 6,
+    "kill worker and master": 2,
+    "stop worker": 3,  # SIGSTOP, for longer or shorter than it takes to be declared lost
+    "stop master": 1,
+    "stop agent": 1,
+    "cut worker from master": 3,
+    "cut worker from a ps": 2,
+    "cut node": 2,
+    "kill node": 2,
+    "second master": 1,  # the old one still runs
+    "scale": 2,
+    "sever": 2,
+    "lossy": 2,
+}
+
+
+def random_scenario(seed: int) -> Scenario:
+    """The scenario of ``seed``: from calm to everything at once."""
+    rng = random.Random(f"scenario {seed}")
+    second = rng.random() < 0.4
+    names = [n for n in FAULTS if second or n not in ("cut node", "kill node")]
+    weights = [FAULTS[n] for n in names]
+    if rng.random() < 0.3:  # only a few kinds, more often
+        chosen = rng.sample(range(len(names)), 2)
+        weights = [w if i in chosen else 0 for i, w in enumerate(weights)]
+    chaos_s = rng.uniform(1.0, 5.0)
+    count = rng.randint(0, 14)
+    faults = sorted((round(rng.uniform(0.1, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    return Scenario(
+        workers=rng.randint(1, 3),
+        ps=rng.randint(1, 3),
+        buckets=rng.choice([3, 4, 6]),
+        samples=rng.randint(8, 70),
+        shard_samples=rng.choice([5, 8, 15, 20]),
+        epochs=rng.choice([1, 2, 2, 3]),
+        batch=rng.choice([(1, 4), (2, 6), (3, 9)]),
+        batch_s=rng.choice([0.02, 0.06, 0.12]),
+        second_node=second,
+        loss=rng.choice([0.0, 0.0, 0.01, 0.05]),
+        duplicate=rng.choice([0.0, 0.02, 0.1]),
+        straggle=rng.choice([0.0, 0.01, 0.05]),
+        fsync_s=rng.choice([0.001, 0.004, 0.03]),
+        restart_s=rng.choice([0.01, 0.05, 0.5]),
+        snapshot_every=rng.choice([10, 40, 10_000]),
+        chaos_s=chaos_s,
+        faults=tuple(faults),
+        ps_restarts=rng.random() < 0.15,
+    )
+
+
+def failover_scenario(seed: int) -> Scenario:
+    """Master failovers and little else: for counting them."""
+    return Scenario(
+        workers=2,
+        ps=1,
+        buckets=2,
+        samples=400,
+        shard_samples=10,
+        epochs=2,
+        batch=(2, 4),
+        batch_s=0.05,
+        fsync_s=0.002,
+        restart_s=0.005,
+        snapshot_every=20,
+        chaos_s=20.0,
+        heal_s=60.0,
+        master_every_s=0.06,
+    )

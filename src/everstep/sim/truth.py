@@ -1,0 +1,121 @@
+"""What must be true, kept apart from the code under test: it sees what is applied, not why.
+
+A counting model: one byte per (bucket, position of an epoch) that says how often it was applied. Everything that is
+wrong is told at the moment it happens, so that the trace ends at the cause.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.shard import Lease, Plan, split_key
+from everstep.sim.kernel import Violation
+
+_MASK = (1 << 64) - 1
+
+
+def mix64(x: int) -> int:
+    """splitmix64's finalizer."""
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
+    return x ^ x >> 31
+
+
+@lru_cache(maxsize=4096)
+def epoch_fingerprint(epoch_key: int, samples: int) -> int:
+    """The order-free fingerprint that every bucket must show after one whole epoch."""
+    base = mix64(epoch_key)
+    return sum(mix64((base + position) & _MASK) for position in range(samples)) & _MASK
+
+
+class Truth:
+    """Counts of one job: ``plan`` (dataset 0), ``epochs``, ``buckets``."""
+
+    def __init__(self, plan: Plan, epochs: int, buckets: int) -> None:
+        self.plan, self.epochs, self.buckets = plan, epochs, buckets
+        self.counts = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
+        self.missing = [plan.samples * buckets for _ in range(epochs)]
+        self.fence: dict[tuple[Slot, ShardKey], LeaseNo] = {}
+        self.done: dict[ShardKey, LeaseNo] = {}
+        self.granted: dict[tuple[Slot, Incarnation, int], Lease] = {}
+        self.applied = 0
+
+    # ------------------------------------------------------------ at the ps
+
+    def opens(self, ps: Slot, shard: ShardKey, lease: LeaseNo) -> None:
+        """``ps`` let ``lease`` open ``shard``: it must be the latest, and epochs must come one after the other."""
+        known = self.fence.get((ps, shard), 0)
+        if lease < known:
+            raise Violation(f"ps:{ps} let lease {lease:x} open shard {shard:x} after the later {known:x}")
+        self.fence[ps, shard] = lease
+        epoch = split_key(shard)[1]
+        if epoch and self.missing[epoch - 1]:
+            raise Violation(
+                f"shard {shard:x} of epoch {epoch} opened, {self.missing[epoch - 1]} counts of the last miss"
+            )
+
+    def applies(self, ps: Slot, bucket: BucketId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo) -> None:
+        """``ps`` applied positions ``[lo, hi)`` to ``bucket``."""
+        if lease != self.fence.get((ps, shard)):
+            raise Violation(f"ps:{ps} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
+        _, epoch, index = split_key(shard)
+        start, stop = self.plan.bounds(index)
+        if not start <= lo < hi <= stop:
+            raise Violation(f"ps:{ps} applied [{lo}, {hi}), shard {shard:x} is [{start}, {stop})")
+        counts = self.counts[epoch][bucket]
+        if any(counts[lo:hi]):
+            raise Violation(f"bucket {bucket} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps}, shard {shard:x})")
+        counts[lo:hi] = b"\1" * (hi - lo)
+        self.missing[epoch] -= hi - lo
+        self.applied += hi - lo
+
+    def acknowledges(self, ps: Slot, buckets: tuple[int, ...], shard: ShardKey, lo: int, hi: int) -> None:
+        """``ps`` answered "applied or repeat" for ``[lo, hi)`` in ``buckets``: it must be so."""
+        counts = self.counts[split_key(shard)[1]]
+        for bucket in buckets:
+            if not all(counts[bucket][lo:hi]):
+                raise Violation(
+                    f"ps:{ps} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {bucket} lacks some of it"
+                )
+
+    def releases(self, ps: Slot, shards: tuple[ShardKey, ...]) -> None:
+        """The master let ``ps`` forget ``shards``."""
+        for shard in shards:
+            if shard not in self.done:
+                raise Violation(f"shard {shard:x} released before it was done")
+
+    # ------------------------------------------------------------ at the master
+
+    def grants(self, worker: Slot, incarnation: Incarnation, ask: int, lease: Lease, current: bool) -> None:
+        """The answer to an ask. ``current``: the lease of the answer before this one still stands."""
+        key = (worker, incarnation, ask)
+        before = self.granted.get(key)
+        if before is not None and before.no != lease.no and current:
+            raise Violation(f"ask {ask} of worker:{worker} answered with {before} and with {lease}")
+        self.granted[key] = lease
+        if lease.shard in self.done:
+            raise Violation(f"shard {lease.shard:x} granted to worker:{worker} again after it was done")
+
+    def is_done(self, shard: ShardKey, lease: LeaseNo) -> None:
+        """The master counts ``shard`` as done: every bucket must have all of it."""
+        _, epoch, index = split_key(shard)
+        start, stop = self.plan.bounds(index)
+        for bucket, counts in enumerate(self.counts[epoch]):
+            if not all(counts[start:stop]):
+                lacks = counts.index(0, start, stop)
+                raise Violation(f"shard {shard:x} counts as done, bucket {bucket} lacks position {lacks}")
+        self.done[shard] = lease
+
+    # ------------------------------------------------------------ at the end
+
+    def finished(self, fingerprints: dict[int, int]) -> None:
+        """Every position of every epoch in every bucket once, and the ps's own fingerprints say the same."""
+        for epoch, counts in enumerate(self.counts):
+            for bucket, row in enumerate(counts):
+                if not all(row):
+                    raise Violation(f"finished, but epoch {epoch} lacks position {row.index(0)} in bucket {bucket}")
+        want = sum(epoch_fingerprint(epoch, self.plan.samples) for epoch in range(self.epochs)) & _MASK
+        for bucket in range(self.buckets):
+            if fingerprints.get(bucket) != want:
+                raise Violation(f"fingerprint of bucket {bucket} is {fingerprints.get(bucket, 0):x}, not {want:x}")
