@@ -1,0 +1,116 @@
+"""What the journal says about leases and shards, for the audit: every event folded through the real brain."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import BrainEvent, Granted, MemberJoined, Ok, Reply, ShardAsked, ShardDone
+from everstep.errors import PlatformError
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.shard import Plan, shard_key, split_key
+
+
+class JobFacts:
+    """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``done``: shards
+    whose done the brain took."""
+
+    def __init__(self) -> None:
+        self.brain = Brain()
+        self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
+        self.done: set[ShardKey] = set()
+
+    def __repr__(self) -> str:
+        return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self.done)} shards done>"
+
+    def take(self, event: BrainEvent) -> None:
+        """Fold one event in."""
+        out = self.brain.handle(event)
+        if isinstance(event, ShardAsked):
+            for reply in out:
+                if isinstance(reply, Reply) and isinstance(reply.answer, Granted):
+                    self._grant(reply.answer.lease.no, reply.answer.lease.shard, event.worker, event.incarnation)
+        elif isinstance(event, ShardDone):
+            if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
+                self.done.add(event.shard)
+        elif isinstance(event, MemberJoined):
+            for lease in event.leases:  # adopted: granted by a master whose journal lost its tail
+                held = self.brain.leases.get(lease.shard)
+                if held is not None and (held.no, held.worker) == (lease.no, event.slot):
+                    self._grant(lease.no, lease.shard, event.slot, event.incarnation)
+
+    def _grant(self, no: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
+        self.grants.setdefault(no, set()).add((shard, worker, incarnation))
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Plans by dataset number."""
+        return [dataset.plan for dataset in self.brain.shards.datasets]
+
+    @property
+    def owner(self) -> tuple[Slot, ...]:
+        """Bucket -> ps slot; empty before every ps has joined."""
+        return self.brain.placement.owner if self.brain.placement is not None else ()
+
+    @property
+    def buckets(self) -> int:
+        return len(self.owner)
+
+    @property
+    def over(self) -> bool:
+        """The job ended by its own decision, with success."""
+        return self.brain.job.exit_code == 0
+
+    def bounds(self, shard: ShardKey) -> tuple[int, int] | None:
+        """Positions ``[start, stop)`` of a shard; None if no plan has it."""
+        number, _, index = split_key(shard)
+        if number >= len(self.plans) or index >= self.plans[number].shards:
+            return None
+        return self.plans[number].bounds(index)
+
+    def shard_name(self, shard: ShardKey) -> str:
+        """``train e0 #12``."""
+        return self.brain.shards.name(shard)
+
+    def quarantined(self) -> dict[ShardKey, str]:
+        """Shards set aside, and why."""
+        return {
+            shard_key(dataset.number, epoch.number, index): reason
+            for dataset in self.brain.shards.datasets
+            for epoch in dataset.epochs
+            for index, reason in epoch.quarantined.items()
+        }
+
+
+class JournalReader:
+    """Reads a journal (``master/journal.py``) without changing it, also while a master writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.facts = JobFacts()
+        self._path = path
+        self._seq = -1
+        self._decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
+        try:
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
+        except sqlite3.Error as error:
+            raise PlatformError(f"cannot open {path}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._db.close()
+
+    def advance(self) -> None:
+        """Fold in every event journaled since the last call. Raises PlatformError on a journal that cannot be read."""
+        try:
+            for seq, raw in self._db.execute("SELECT seq, event FROM events WHERE seq > ? ORDER BY seq", (self._seq,)):
+                self.facts.take(self._decoder.decode(raw))
+                self._seq = seq
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise PlatformError(f"cannot read {self._path} after event {self._seq}: {error}") from error
