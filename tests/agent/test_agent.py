@@ -1,0 +1,312 @@
+"""The agent's loop with real processes; the master and its orders are scripted here, so every race can be staged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.agent import agent as agent_module
+from everstep.agent.agent import Agent, Outcome, last_error_line
+from everstep.brain.events import Ok
+from everstep.config.spec import JobSpec
+from everstep.errors import DeadlineError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Role
+from everstep.net.messages import End, Exited, Finish, RequestType, Start, Stop
+from everstep.platforms.local import ended
+
+pytestmark = pytest.mark.processes
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+class Told:
+    """A control connection that takes note; ``away`` makes the master unreachable."""
+
+    def __init__(self) -> None:
+        self.requests: list[RequestType] = []
+        self.away = False
+        self.seen = threading.Condition()
+
+    def call(self, request: RequestType, timeout_s: float) -> Ok:
+        if self.away:
+            time.sleep(0.01)
+            raise DeadlineError("away")
+        with self.seen:
+            self.requests.append(request)
+            self.seen.notify_all()
+        return Ok()
+
+    def close(self) -> None: ...
+
+    def exits(self) -> list[Exited]:
+        return [r for r in self.requests if isinstance(r, Exited)]
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        with self.seen:
+            assert self.seen.wait_for(what, 60), self.requests
+
+
+class Stage:
+    """An agent whose processes run the code given here; ``play`` runs beside its loop and drives it."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_master: bool = True) -> None:
+        self.code = {"everstep.master": SLEEP, "everstep.ps": SLEEP}
+        real = agent_module.python_argv
+
+        def argv(module: str, *args: str) -> list[str]:
+            return [sys.executable, "-c", self.code[module]] if module in self.code else real(module, *args)
+
+        monkeypatch.setattr(agent_module, "python_argv", argv)
+        self.run_dir = tmp_path / "run"
+        for name in ("logs", "sock"):
+            (self.run_dir / name).mkdir(parents=True)
+        script = tmp_path / "train.py"
+        script.write_text(SLEEP)
+        self.script = script
+        self.told = Told()
+        self.said: list[str] = []
+        self.agent = Agent(
+            JobSpec(script=str(script)),
+            self.run_dir,
+            NodeId("node0"),
+            lambda _: self.told,
+            self.said.append,
+            keeps_master=keeps_master,
+        )
+        self.failure: BaseException | None = None
+
+    def run(self, play: Callable[[], None]) -> Outcome:
+        def act() -> None:
+            try:
+                play()
+            except BaseException as error:
+                self.failure = error
+            finally:
+                self.finish(0)
+
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        outcome = self.agent.run()
+        thread.join(30)
+        if self.failure is not None:
+            raise self.failure
+        return outcome
+
+    def finish(self, code: int, error: str = "") -> None:
+        self.agent.on_order(Finish(code, error))
+
+    def start(self, role: Role, incarnation: int, slot: int = 0) -> None:
+        self.agent.on_order(Start(role, Slot(slot), Incarnation(incarnation)))
+
+    def pid(self, role: Role, incarnation: int, slot: int = 0) -> int:
+        """The process's id, once it runs."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for r, s, i, pid in self.agent.hello().running:
+                if (r, s, i) == (role, slot, incarnation) and pid:
+                    return pid
+            time.sleep(0.01)
+        raise AssertionError(f"{role}:{slot} #{incarnation} never ran: {self.agent.hello()}")
+
+    def master_pid(self, other_than: int = 0) -> int:
+        until(lambda: self.agent._master is not None and self.agent._master.pid != other_than)
+        assert self.agent._master is not None
+        return self.agent._master.pid
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    # processes of a stage do not end by themselves when told to finish
+    monkeypatch.setattr(agent_module, "PS_GRACE_S", 0.1)
+    monkeypatch.setattr(agent_module, "KILL_AFTER_S", 0.5)
+    return Stage(tmp_path, monkeypatch)
+
+
+def gone(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return ended(fd, 10.0)
+    finally:
+        os.close(fd)
+
+
+def test_killed_members_are_reported_and_everything_ends_with_the_job(stage: Stage) -> None:
+    pids: list[int] = []
+
+    def play() -> None:
+        for incarnation in (1, 2):  # every recovery twice in a row
+            for role in (Role.WORKER, Role.PS):
+                stage.start(role, incarnation)
+                stage.start(role, incarnation)  # said again: nothing new
+                pid = stage.pid(role, incarnation)
+                pids.append(pid)
+                os.kill(pid, signal.SIGKILL)
+                report = Exited(role, Slot(0), Incarnation(incarnation), -signal.SIGKILL)
+                stage.told.wait_for(lambda report=report: report in stage.told.requests)  # type: ignore[misc]
+        stage.start(Role.WORKER, 3)
+        stage.start(Role.PS, 3)
+        pids.extend((stage.pid(Role.WORKER, 3), stage.pid(Role.PS, 3), stage.master_pid()))
+
+    assert stage.run(play).exit_code == 0
+    assert all(gone(pid) for pid in pids)
+    assert len(stage.told.exits()) >= 4
+    assert list((stage.run_dir / "sock").iterdir()) == []
+
+
+def test_a_newer_incarnation_replaces_an_older_one_that_still_runs(stage: Stage) -> None:
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        old = stage.pid(Role.WORKER, 1)
+        stage.start(Role.WORKER, 2)
+        assert stage.pid(Role.WORKER, 2) != old
+        assert gone(old)
+        stage.start(Role.WORKER, 1)  # a late order changes nothing
+        assert stage.pid(Role.WORKER, 2)
+
+    stage.run(play)
+
+
+def test_end_is_sigterm_then_sigkill_and_harmless_when_repeated(stage: Stage) -> None:
+    stage.script.write_text(
+        "import signal, time, pathlib, os\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(stage.script.parent / 'deaf')!r}).write_text('')\ntime.sleep(600)\n"
+    )
+
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        pid = stage.pid(Role.WORKER, 1)
+        deaf = stage.script.parent / "deaf"
+        until(deaf.exists)
+        for _ in range(3):
+            stage.agent.on_order(End(Role.WORKER, Slot(0), Incarnation(1), 0.2))
+        assert gone(pid)
+        stage.told.wait_for(stage.told.exits)
+        stage.agent.on_order(End(Role.WORKER, Slot(0), Incarnation(1), 0.2))
+        assert [e.status for e in stage.told.exits()] == [-signal.SIGKILL]
+
+    stage.run(play)
+
+
+def test_an_exit_while_the_master_is_away_stays_in_hello_until_it_is_taken_note_of(stage: Stage) -> None:
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        pid = stage.pid(Role.PS, 1)
+        stage.told.away = True
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid)
+        assert (Role.PS, 0, 1, pid) in stage.agent.hello().running
+        stage.told.away = False
+        stage.told.wait_for(stage.told.exits)
+        until(lambda: stage.agent.hello().running == ())
+
+    stage.run(play)
+
+
+def test_killed_master_is_restarted_twice(stage: Stage) -> None:
+    def play() -> None:
+        pid = stage.master_pid()
+        for _ in range(2):
+            os.kill(pid, signal.SIGKILL)
+            pid = stage.master_pid(other_than=pid)
+
+    assert stage.run(play).exit_code == 0
+    assert sum("master lost (signal 9 (SIGKILL))" in line for line in stage.said) == 2
+
+
+def test_killed_template_reports_its_workers_and_comes_back_twice(stage: Stage) -> None:
+    def play() -> None:
+        for incarnation in (1, 2):
+            stage.start(Role.WORKER, incarnation)
+            worker = stage.pid(Role.WORKER, incarnation)
+            assert stage.agent._template is not None
+            os.kill(stage.agent._template.process.pid, signal.SIGKILL)
+            stage.told.wait_for(lambda n=incarnation: len(stage.told.exits()) == n)  # type: ignore[misc]
+            assert gone(worker)
+        stage.start(Role.WORKER, 3)
+        assert stage.pid(Role.WORKER, 3)
+
+    assert stage.run(play).exit_code == 0
+    assert [e.status for e in stage.told.exits()][:2] == [-signal.SIGKILL] * 2
+
+
+def test_a_master_that_cannot_live_ends_the_job_in_one_line(stage: Stage) -> None:
+    stage.code["everstep.master"] = "import sys; sys.exit('Traceback: boom')"
+    stage.agent._master_budget.first_pause_s = 0.001
+    stage.agent._master_budget.longest_pause_s = 0.001
+    outcome = stage.run(lambda: until(lambda: stage.agent.outcome))
+    assert outcome.exit_code == 4
+    assert "died 10 times in a row" in outcome.error and "boom" in outcome.error and "\n" not in outcome.error
+
+
+def test_a_master_that_says_why_it_cannot_go_on_is_not_restarted(stage: Stage) -> None:
+    stage.code["everstep.master"] = "import sys; print('everstep: port 7000 is in use', file=sys.stderr); sys.exit(4)"
+    outcome = stage.run(lambda: until(lambda: stage.agent.outcome))
+    assert (outcome.exit_code, outcome.error) == (4, "port 7000 is in use")
+    assert not any("restarting" in line for line in stage.said)
+
+
+def test_the_scripts_error_is_shown_once_with_its_log(stage: Stage) -> None:
+    stage.script.write_text("def f():\n    raise ValueError('no good')\nf()\n")
+
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        stage.told.wait_for(stage.told.exits)
+        stage.finish(1, stage.told.exits()[0].error)
+
+    outcome = stage.run(play)
+    assert (outcome.exit_code, outcome.error) == (1, "worker:0: ValueError: no good (train.py:2)")
+    assert outcome.detail.startswith("Traceback") and outcome.log.endswith("worker-0.log")
+
+
+@pytest.mark.parametrize("signo", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -> None:
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        stage.pid(Role.WORKER, 1)
+        os.kill(os.getpid(), signo)
+        stage.told.wait_for(lambda: any(isinstance(r, Stop) for r in stage.told.requests))
+
+    assert stage.run(play).exit_code == 130
+
+
+def test_a_second_ctrl_c_kills_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "STOP_ANSWER_S", 600.0)
+    stage.told.away = True
+
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: stage.agent._asked_to_stop)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: stage.agent._closed)
+
+    assert stage.run(play).exit_code == 130
+    assert stage.said[-1] == "stopping at once"
+
+
+def test_last_error_line_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "master.log"
+    assert last_error_line(log) == ""
+    log.write_text("everstep: disk full\nTraceback\nKeyError: 'x'\n")
+    assert last_error_line(log) == "disk full"
+    log.write_text("Traceback\nKeyError: 'x'\n\n")
+    assert (last_error_line(log), last_error_line(log, any_line=True)) == ("", "KeyError: 'x'")
