@@ -1,0 +1,367 @@
+"""Who may speak: the job's secret, and the mutual challenge that begins every connection.
+
+::
+
+    client                                            server
+      | -- Hello(client nonce, identity) ---------------> |
+      | <- Challenge(server nonce, identity, HMAC) ------ |   HMAC(secret, "server" | both nonces | both identities)
+      | -- Proof(HMAC) ---------------------------------> |   HMAC(secret, "client" | ...)
+
+Either side may say ``Refusal(reason)`` instead and close. Nothing secret is sent, nothing can be replayed (both sides
+choose a nonce) or reflected (the two HMACs begin with different words), and the identities (role, slot,
+incarnation, purpose) are bound to the proof. Before the proof a server reserves at most ``AUTH_LIMITS`` bytes.
+
+``ClientAuth`` and ``ServerAuth`` are sans-io (frames in, frames out); ``authenticate_client`` and
+``authenticate_server`` drive them over a blocking socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from everstep import __version__
+from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, encode_frame
+from everstep.net.retry import Deadline
+
+PROTOCOL = 1
+"""Version of framing, handshake and messages; both sides must speak the same one."""
+
+AUTH_S = 5.0
+"""Seconds that a handshake may take, TLS included."""
+
+_NONCE_BYTES = 32
+_SECRET_BYTES = 32
+
+
+class SecretError(WireError):
+    """The two sides do not have the same job secret. Trying again does not help."""
+
+
+class VersionError(WireError):
+    """The two sides are different versions of everstep. Trying again does not help."""
+
+
+# ---------------------------------------------------------------- the secret file
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """What every process of a job shares and nobody else has."""
+
+    key: bytes  # 32 random bytes
+    cert_pem: str = ""  # TLS between nodes; empty: this job never leaves its machine
+    key_pem: str = ""
+
+    def __repr__(self) -> str:
+        return "<Secret>"  # never in a log
+
+
+class _SecretFile(msgspec.Struct, frozen=True):
+    secret: str
+    cert_pem: str = ""
+    key_pem: str = ""
+
+
+def _certificate() -> tuple[str, str]:
+    """A fresh self-signed certificate and its key, as PEM."""
+    # Costs 0.1 s and some MB: only the process that creates a job loads it.
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    from everstep.net.tls import SERVER_NAME
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
+    # Wide limits: clocks of the nodes may differ, and a job may run for months.
+    day = datetime.timedelta(days=1)
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - 2 * day)
+        .not_valid_after(now + 3650 * day)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM).decode(), key_pem.decode()
+
+
+def create_secret(path: Path) -> Secret:
+    """Make a job's secret and write it to ``path``, readable by the user only; a file there is replaced, never half.
+
+    Raises PlatformError when it cannot be written."""
+    cert_pem, key_pem = _certificate()
+    made = Secret(secrets.token_bytes(_SECRET_BYTES), cert_pem, key_pem)
+    text = msgspec.json.encode(_SecretFile(made.key.hex(), cert_pem, key_pem))
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.unlink(missing_ok=True)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise PlatformError(f"cannot write the job's secret to {path}: {error.strerror or error}") from error
+    return made
+
+
+def load_secret(path: Path) -> Secret:
+    """Raises ConfigError in one line: no such file, readable by others, malformed."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(64 * 1024)
+    except FileNotFoundError:
+        raise ConfigError(f"no secret file at {path}: copy RUN_DIR/secret of the job's first node to it") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the secret file {path}: {error.strerror or error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"the secret file {path} is open to others (mode {mode:04o}): chmod 600 {path}")
+    try:
+        raw = msgspec.json.decode(text, type=_SecretFile)
+        key = bytes.fromhex(raw.secret)
+    except (msgspec.MsgspecError, ValueError):
+        raise ConfigError(
+            f"{path} is not a secret file of a job: copy RUN_DIR/secret of its first node again"
+        ) from None
+    if len(key) != _SECRET_BYTES:
+        raise ConfigError(f"the secret in {path} has {len(key)} bytes instead of {_SECRET_BYTES}: copy it again")
+    return Secret(key, raw.cert_pem, raw.key_pem)
+
+
+# ---------------------------------------------------------------- the handshake
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who speaks, for what. ``role``: worker, ps, master, agent, or command (``everstep status`` and the like)."""
+
+    purpose: Literal["control", "data"]
+    role: Literal["worker", "ps", "master", "agent", "command"]
+    slot: Slot = Slot(0)
+    incarnation: Incarnation = Incarnation(0)
+    node: NodeId = NodeId("")
+    pid: int = 0
+    protocol: int = PROTOCOL
+    package: str = __version__
+
+    def __str__(self) -> str:
+        match self.role:
+            case "worker" | "ps":
+                return f"{self.role}:{self.slot} #{self.incarnation}"
+            case "agent":
+                return f"agent of {self.node}"
+        return str(self.role)
+
+
+class _Hello(msgspec.Struct, frozen=True, tag="hello"):
+    nonce: bytes
+    identity: Identity
+
+
+class _Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    nonce: bytes
+    identity: Identity
+    mac: bytes
+
+
+class _Proof(msgspec.Struct, frozen=True, tag="proof"):
+    mac: bytes
+
+
+class _Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    reason: Literal["version", "secret", "purpose"]
+    protocol: int = PROTOCOL
+    package: str = __version__
+
+
+class _Versions(msgspec.Struct, frozen=True):
+    """The part of an identity that every version of the wire can read."""
+
+    protocol: int
+    package: str
+
+
+class _OldHello(msgspec.Struct, frozen=True):
+    identity: _Versions
+
+
+_encoder = msgspec.msgpack.Encoder()
+_Message = _Hello | _Challenge | _Proof | _Refusal
+_message: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+_old_hello = msgspec.msgpack.Decoder(_OldHello)
+
+
+def _mac(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Identity) -> bytes:
+    parts = (side, hello.nonce, nonce, _encoder.encode(hello.identity), _encoder.encode(server))
+    text = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return hmac.digest(secret.key, text, hashlib.sha256)
+
+
+def _frame(message: _Message) -> bytes:
+    return encode_frame(Kind.AUTH, _encoder.encode(message))
+
+
+def _decode(frame: Frame) -> _Message:
+    if frame.kind != Kind.AUTH:
+        raise WireError("the peer did not begin with a handshake")
+    try:
+        return _message.decode(frame.header)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"malformed handshake: {error}") from None
+
+
+def _version_error(who: str, protocol: int, package: str) -> VersionError:
+    return VersionError(
+        f"{who} is everstep {package} (wire {protocol}), this is {__version__} (wire {PROTOCOL}): "
+        "install the same version everywhere"
+    )
+
+
+class ClientAuth:
+    """The client's side: send ``begin()``, give it the server's frame, send what ``answer`` returns; done."""
+
+    def __init__(self, secret: Secret, identity: Identity) -> None:
+        self._secret = secret
+        self._hello = _Hello(secrets.token_bytes(_NONCE_BYTES), identity)
+        self.server: Identity | None = None
+        self.farewell = b""  # to send before closing after a SecretError: the server then knows why
+
+    def begin(self) -> bytes:
+        return _frame(self._hello)
+
+    def answer(self, frame: Frame) -> bytes:
+        """Raises SecretError, VersionError, WireError."""
+        message = _decode(frame)
+        if isinstance(message, _Refusal):
+            if message.reason == "version":
+                raise _version_error("the server", message.protocol, message.package)
+            if message.reason == "purpose":
+                raise WireError(f"the server takes no {self._hello.identity.purpose} connections")
+            raise SecretError("the server refused this secret: is it another job's?")
+        if not isinstance(message, _Challenge) or len(message.nonce) != _NONCE_BYTES:
+            raise WireError("malformed handshake: no challenge")
+        expected = _mac(self._secret, b"server", self._hello, message.nonce, message.identity)
+        if not hmac.compare_digest(expected, message.mac):
+            self.farewell = _frame(_Refusal("secret"))
+            raise SecretError("the server does not have this job's secret: the secret file belongs to another job")
+        self.server = message.identity
+        return _frame(_Proof(_mac(self._secret, b"client", self._hello, message.nonce, message.identity)))
+
+
+class ServerAuth:
+    """The server's side: ``take(frame)`` for the client's two frames, send what it returns.
+
+    ``client`` is set, and ``done`` true, once the client has proved itself. On a WireError send ``farewell`` and
+    close."""
+
+    def __init__(self, secret: Secret, identity: Identity) -> None:
+        self._secret = secret
+        self._identity = identity
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._hello: _Hello | None = None
+        self.client: Identity | None = None
+        self.farewell = b""
+
+    @property
+    def done(self) -> bool:
+        return self.client is not None
+
+    def take(self, frame: Frame) -> bytes:
+        """Raises SecretError, VersionError, WireError."""
+        if self._hello is None:
+            self._check_version(frame)
+        message = _decode(frame)
+        if isinstance(message, _Refusal):
+            raise SecretError("the peer has another secret than this job's")
+        if self._hello is None:
+            if not isinstance(message, _Hello) or len(message.nonce) != _NONCE_BYTES:
+                raise WireError("malformed handshake: no hello")
+            if message.identity.purpose != self._identity.purpose:
+                self.farewell = _frame(_Refusal("purpose"))
+                raise WireError(f"{message.identity} asked for a {message.identity.purpose} connection here")
+            self._hello = message
+            mac = _mac(self._secret, b"server", message, self._nonce, self._identity)
+            return _frame(_Challenge(self._nonce, self._identity, mac))
+        if not isinstance(message, _Proof):
+            raise WireError("malformed handshake: no proof")
+        expected = _mac(self._secret, b"client", self._hello, self._nonce, self._identity)
+        if not hmac.compare_digest(expected, message.mac):
+            self.farewell = _frame(_Refusal("secret"))
+            raise SecretError(f"the peer that calls itself {self._hello.identity} has another secret than this job's")
+        self.client = self._hello.identity
+        return b""
+
+    def _check_version(self, frame: Frame) -> None:
+        # Before anything else is decoded: another version may have other fields.
+        try:
+            versions = _old_hello.decode(frame.header).identity
+        except msgspec.MsgspecError as error:
+            raise WireError(f"malformed handshake: {error}") from None
+        if (versions.protocol, versions.package) != (PROTOCOL, __version__):
+            self.farewell = _frame(_Refusal("version"))
+            raise _version_error("the peer", versions.protocol, versions.package)
+
+
+def _farewell(stream: FrameSocket, frame: bytes) -> None:
+    if frame:
+        with contextlib.suppress(WireError, DeadlineError):  # a courtesy
+            stream.send_raw(frame, deadline=Deadline(0.2))
+
+
+def authenticate_client(stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline) -> Identity:
+    """Prove ourselves on a fresh connection, and have the server do so; returns who it says it is.
+
+    Raises SecretError, VersionError (do not try again), WireError, DeadlineError. The caller closes then."""
+    auth = ClientAuth(secret, identity)
+    try:
+        stream.send_raw(auth.begin(), deadline=deadline)
+        proof = auth.answer(stream.recv(deadline=deadline))
+        stream.send_raw(proof, deadline=deadline)
+    except ClosedError:
+        raise WireError("the server closed the connection during the handshake") from None
+    except WireError:
+        _farewell(stream, auth.farewell)
+        raise
+    assert auth.server is not None
+    return auth.server
+
+
+def authenticate_server(stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline) -> Identity:
+    """The server's side of a fresh connection; returns who the client proved to be. Raises as the client's side."""
+    auth = ServerAuth(secret, identity)
+    try:
+        while not auth.done:
+            reply = auth.take(stream.recv(deadline=deadline))
+            if reply:
+                stream.send_raw(reply, deadline=deadline)
+    except ClosedError:
+        raise WireError("the peer closed the connection during the handshake") from None
+    except WireError:
+        _farewell(stream, auth.farewell)
+        raise
+    assert auth.client is not None
+    return auth.client

@@ -1,0 +1,388 @@
+"""The data plane: workers <-> ps. Blocking sockets, a thread a connection, requests answered in order.
+
+Measured choice: with kernels that run without the GIL, one thread a connection serves several million rows a second
+from one process, at a fraction of the CPU of any RPC library. Rows of clients on the same node lie in the client's
+shared memory (``arena.py``); from other nodes they travel as the frame's body.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from everstep.errors import EverstepError, WireError
+from everstep.model.member import Address
+from everstep.net.arena import Arena, map_arena
+from everstep.net.auth import AUTH_S, Identity, Secret, authenticate_client, authenticate_server
+from everstep.net.frames import AUTH_LIMITS, DATA_LIMITS, Buffer, ClosedError, FrameSocket, Kind, Limits
+from everstep.net.log import LineLimit, logger
+from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Taken
+from everstep.net.retry import Deadline
+from everstep.net.sockets import connect, is_local
+
+if TYPE_CHECKING:
+    import ssl
+
+MAX_ARENA_BYTES = 256 << 30  # address space, not memory: the client pays for the pages
+_SEND_S = 30.0
+"""A client that takes nothing of an answer for so long is cut off."""
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[DataRequest] = msgspec.msgpack.Decoder(DataRequest)
+_answer_decoder: msgspec.msgpack.Decoder[DataAnswer] = msgspec.msgpack.Decoder(DataAnswer)
+
+
+class Service(Protocol):
+    """What a ``DataServer`` serves. Called from many threads at once."""
+
+    def handle(
+        self, request: DataRequest, body: memoryview, arena: memoryview | None
+    ) -> tuple[DataAnswer, Sequence[Buffer]]:
+        """The answer and the buffers behind it. ``body`` is good until it returns; the buffers until sent."""
+        ...
+
+
+class DataServer:
+    """Serves ``service`` on listening sockets until ``close``; TCP ones with TLS when ``tls``.
+
+    A client that breaks the protocol loses its connection, with one log line; all others go on.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        listeners: Sequence[socket.socket],
+        secret: Secret,
+        identity: Identity,
+        *,
+        tls: bool = True,
+        limits: Limits = DATA_LIMITS,
+        max_connections: int = 4096,
+        max_strangers: int = 64,
+        auth_s: float = AUTH_S,
+    ) -> None:
+        self._service, self._secret, self._identity = service, secret, identity
+        self._limits, self._auth_s = limits, auth_s
+        self._max_connections, self._max_strangers = max_connections, max_strangers
+        self._listeners = list(listeners)
+        self._context: ssl.SSLContext | None = None
+        if tls and any(sock.family != socket.AF_UNIX for sock in listeners):
+            from everstep.net.tls import server_context
+
+            self._context = server_context(secret)
+        self._lock = threading.Lock()
+        self._streams: set[FrameSocket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._strangers = 0
+        self._closing = False
+        self._limit = LineLimit()
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(sock,), name="everstep-accept", daemon=True)
+            for sock in self._listeners
+        ]
+        for thread in self._acceptors:
+            thread.start()
+
+    # ------------------------------------------------------------ accepting
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                sock, peer = listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                # Out of descriptors or the like: said, and tried again; the connections that are up go on.
+                self._limit.warning(f"cannot take a connection: {error.strerror or error}")
+                threading.Event().wait(0.1)
+                continue
+            where = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a local process"
+            with self._lock:
+                full = self._strangers >= self._max_strangers or len(self._streams) >= self._max_connections
+                if not full:
+                    self._strangers += 1
+            if full:
+                self._limit.warning(f"connection from {where} refused: too many connections")
+                sock.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock, where), name="everstep-data", daemon=True)
+            with self._lock:
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket, where: str) -> None:
+        stream: FrameSocket | None = None
+        stranger = True
+        try:
+            deadline = Deadline(self._auth_s, f"the handshake with {where}")
+            stream = self._wrap(sock, deadline)
+            client = authenticate_server(stream, self._secret, self._identity, deadline)
+            where = str(client)
+            with self._lock:
+                stranger = False
+                self._strangers -= 1
+            stream.limits = self._limits
+            stream.set_ticks(0.0, 1.0)  # a worker may think as long as it likes between two requests
+            self._converse(stream)
+        except ClosedError:
+            pass  # the client left
+        except EverstepError as error:
+            if not self._closing:
+                self._limit.warning(f"connection from {where} closed: {error}")
+        except Exception:
+            logger.exception("connection from %s failed", where)
+        finally:
+            with self._lock:
+                if stranger:
+                    self._strangers -= 1
+                if stream is not None:
+                    self._streams.discard(stream)
+                self._threads.discard(threading.current_thread())
+            if stream is not None:
+                stream.close()
+            sock.close()
+
+    def _wrap(self, sock: socket.socket, deadline: Deadline) -> FrameSocket:
+        sock.settimeout(None)
+        local = sock.family == socket.AF_UNIX
+        if local or self._context is None:
+            stream = FrameSocket(sock, AUTH_LIMITS, fds=local)
+            self._keep(stream)
+            return stream
+        from everstep.net.tls import TlsSocket
+
+        wrapped = TlsSocket(sock, self._context, server_side=True)
+        stream = FrameSocket(wrapped, AUTH_LIMITS)
+        self._keep(stream)
+        try:
+            wrapped.handshake(deadline)
+        except BaseException:
+            with self._lock:
+                self._streams.discard(stream)
+            raise
+        return stream
+
+    def _keep(self, stream: FrameSocket) -> None:
+        with self._lock:
+            self._streams.add(stream)
+            closing = self._closing
+        if closing:
+            stream.shutdown()
+
+    # ------------------------------------------------------------ serving
+
+    def _converse(self, stream: FrameSocket) -> None:
+        arena: memoryview | None = None
+        while True:
+            frame = stream.recv()
+            if frame.kind != Kind.REQUEST:
+                raise WireError(f"unexpected frame of kind {frame.kind}")
+            try:
+                request = _request_decoder.decode(frame.header)
+            except msgspec.MsgspecError as error:
+                raise WireError(f"malformed request: {error}") from None
+            answer: DataAnswer
+            buffers: Sequence[Buffer]
+            if isinstance(request, Attach):
+                fd = stream.take_fd()
+                if fd is None:
+                    raise WireError("shared memory was announced, but no descriptor came along")
+                arena = map_arena(fd, request.size_bytes, MAX_ARENA_BYTES)
+                answer, buffers = Taken(), ()
+            else:
+                answer, buffers = self._handle(request, memoryview(frame.body), arena)
+            stream.send(Kind.ANSWER, _encoder.encode(answer), buffers, deadline=Deadline(_SEND_S, "taking the answer"))
+
+    def _handle(
+        self, request: DataRequest, body: memoryview, arena: memoryview | None
+    ) -> tuple[DataAnswer, Sequence[Buffer]]:
+        try:
+            return self._service.handle(request, body, arena)
+        except Exception as error:
+            # Whatever it was, nothing of it was acknowledged; the client decides whether to go on.
+            logger.exception("request %s failed", type(request).__name__)
+            text = str(error) or type(error).__name__
+            return Bad(f"{type(error).__name__}: {text}" if not isinstance(error, EverstepError) else text), ()
+
+    # ------------------------------------------------------------ end
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._streams)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop listening, cut every connection (a request being handled ends first), wait for the threads."""
+        with self._lock:
+            self._closing = True
+            streams, threads = list(self._streams), list(self._threads)
+        for sock in self._listeners:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+            sock.close()
+        for stream in streams:
+            stream.shutdown()
+        deadline = Deadline(timeout_s)
+        for thread in [*self._acceptors, *threads]:
+            if thread is not threading.current_thread():
+                thread.join(deadline.left_s)
+
+    def __repr__(self) -> str:
+        return f"<DataServer {self._identity}, {self.connections} connections>"
+
+
+class DataClient:
+    """One connection to one ps. Several requests may be in flight; answers come in order.
+
+    One thread may ``send`` while another ``receive``s. After any error but a ``Bad`` answer the client is closed:
+    make a new one and ask again (requests are idempotent). Raises WireError when the connection breaks or the ps is
+    not the ``expect``-ed one, DeadlineError when it does not answer in time.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        secret: Secret,
+        identity: Identity,
+        run_dir: Path | None = None,
+        tls: Literal["all", "control"] = "all",
+        expect: tuple[int, int] | None = None,
+        limits: Limits = DATA_LIMITS,
+        connect_timeout_s: float = AUTH_S,
+    ) -> None:
+        """``expect``: (slot, incarnation) that must answer at the address."""
+        self.address, self.identity = address, identity
+        self.shm = is_local(address, identity.node, run_dir)
+        self.closed = False
+        self._send_lock, self._recv_lock = threading.Lock(), threading.Lock()
+        self._arena: Arena | None = None
+        self._attached_bytes = 0
+        self._flight: deque[bool] = deque()  # per request on its way: whether its answer is ours to swallow
+        self._stash: deque[tuple[DataAnswer, bytes]] = deque()  # received while a send had to wait
+        deadline = Deadline(connect_timeout_s, f"a connection to {_where(address)}")
+        self._stream = connect(
+            address,
+            node=identity.node,
+            run_dir=run_dir,
+            secret=secret,
+            limits=AUTH_LIMITS,
+            tls=tls == "all",
+            deadline=deadline,
+        )
+        try:
+            self.server = authenticate_client(self._stream, secret, identity, deadline)
+            if expect is not None and (self.server.slot, self.server.incarnation) != expect:
+                raise WireError(f"{_where(address)} is {self.server} now, not ps:{expect[0]} #{expect[1]}")
+        except BaseException:
+            self.close()
+            raise
+        self._stream.limits = limits
+
+    def attach(self, arena: Arena) -> None:
+        """Share ``arena`` from the next request on, and again whenever it grew. Unix connections only."""
+        if not self.shm:
+            raise WireError(f"{_where(self.address)} is another node: no shared memory with it")
+        self._arena = arena
+        self._attached_bytes = 0
+
+    # ------------------------------------------------------------ asking
+
+    def request(
+        self,
+        message: DataRequest,
+        buffers: Sequence[Buffer] = (),
+        *,
+        into: memoryview | None = None,
+        timeout_s: float = 30.0,
+    ) -> tuple[DataAnswer, memoryview]:
+        """Send and receive; see ``receive`` for the body."""
+        deadline = Deadline(timeout_s, f"an answer of {self.server}")
+        self._send(message, buffers, deadline)
+        return self._receive(into, deadline)
+
+    def send(self, message: DataRequest, buffers: Sequence[Buffer] = (), *, timeout_s: float = 30.0) -> None:
+        """Send without waiting for the answer; ``buffers`` (C-contiguous) are the body, free again on return."""
+        self._send(message, buffers, Deadline(timeout_s, f"sending to {self.server}"))
+
+    def receive(self, *, into: memoryview | None = None, timeout_s: float = 30.0) -> tuple[DataAnswer, memoryview]:
+        """The answer to the oldest request on its way. Its body is in ``into`` if that is large enough, else in a
+        buffer that is good until the next ``receive``."""
+        return self._receive(into, Deadline(timeout_s, f"an answer of {self.server}"))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent whose answers were not received yet."""
+        return sum(not ours for ours in list(self._flight)) + len(self._stash)
+
+    def _send(self, message: DataRequest, buffers: Sequence[Buffer], deadline: Deadline) -> None:
+        header = _encoder.encode(message)
+        with self._send_lock:
+            self._check_open()
+            try:
+                arena = self._arena
+                if arena is not None and arena.size != self._attached_bytes:
+                    size = arena.size
+                    self._flight.append(True)
+                    attach = _encoder.encode(Attach(size))
+                    self._stream.send(Kind.REQUEST, attach, deadline=deadline, fds=[arena.fd])
+                    self._attached_bytes = size
+                self._flight.append(False)
+                self._stream.send(Kind.REQUEST, header, buffers, deadline=deadline)
+            except BaseException:
+                self.close()
+                raise
+
+    def _receive(self, into: memoryview | None, deadline: Deadline) -> tuple[DataAnswer, memoryview]:
+        with self._recv_lock:
+            try:
+                while True:
+                    self._check_open()
+                    if not self._flight:
+                        raise WireError("an answer was awaited without a request")
+                    frame = self._stream.recv(deadline=deadline, into=into)
+                    if frame.kind != Kind.ANSWER:
+                        raise WireError(f"unexpected frame of kind {frame.kind} from {self.server}")
+                    try:
+                        answer = _answer_decoder.decode(frame.header)
+                    except msgspec.MsgspecError as error:
+                        raise WireError(f"malformed answer of {self.server}: {error}") from None
+                    if not self._flight.popleft():
+                        return answer, memoryview(frame.body)
+                    if not isinstance(answer, Taken):
+                        raise WireError(f"{self.server} did not take the shared memory: {answer}")
+            except BaseException:
+                self.close()
+                raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the connection to {_where(self.address)} is closed")
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """From any thread; whoever waits in send or receive finds out at once. Harmless when repeated."""
+        self.closed = True
+        self._stream.close()
+
+    def __enter__(self) -> DataClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        way = "unix" if self.shm else "tcp"
+        return f"<DataClient to {_where(self.address)} {way} {'closed' if self.closed else 'open'}>"
+
+
+def _where(address: Address) -> str:
+    return f"{address.host}:{address.port}" if address.host else address.unix

@@ -1,0 +1,392 @@
+"""Frames: the one framing of every connection.
+
+A frame is a preamble of 20 bytes ``<4sBBHIQ`` (magic ``ESF1``, kind, flags, 0, header length, body length), a header
+(msgpack of a struct of ``messages.py``) and a raw body (arrays; data plane only). Every size is checked against
+``Limits`` before a byte is reserved for it: a peer that announces 4 GiB gets its connection closed.
+
+``FrameDecoder`` is sans-io (bytes in, frames out), for asyncio and tests. ``FrameSocket`` is for blocking sockets:
+bodies are received straight into their place and sent by gather, without a copy in Python.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from everstep.errors import WireError
+from everstep.net.retry import Deadline
+
+if TYPE_CHECKING:
+    from everstep.net.tls import TlsSocket
+
+Buffer: TypeAlias = Any
+"""Anything C-contiguous with the buffer protocol: bytes, memoryview, ndarray (collections.abc.Buffer is 3.12's)."""
+
+MAGIC = b"ESF1"
+_PREAMBLE = struct.Struct("<4sBBHIQ")
+PREAMBLE_BYTES = _PREAMBLE.size
+
+_CHUNK_BYTES = 64 * 1024  # a read-ahead of this size fetches a small frame in one system call
+_KEEP_BODY_BYTES = 64 * 1024 * 1024  # a receive buffer that grew beyond this is not kept for the next frame
+_IOV_MAX = 512  # below the kernel's 1024
+_FDS_MAX = 4
+
+
+class Kind(IntEnum):
+    AUTH = 1
+    CALL = 2
+    RETURN = 3
+    ORDER = 4
+    REQUEST = 5
+    ANSWER = 6
+
+
+_KINDS = frozenset(int(k) for k in Kind)
+
+
+class Limits(NamedTuple):
+    """Largest header and body that are accepted, in bytes."""
+
+    header_bytes: int
+    body_bytes: int
+
+
+AUTH_LIMITS = Limits(header_bytes=4096, body_bytes=0)
+CONTROL_LIMITS = Limits(header_bytes=8 << 20, body_bytes=0)
+DATA_LIMITS = Limits(header_bytes=1 << 20, body_bytes=1 << 30)
+
+
+class ClosedError(WireError):
+    """The peer closed the connection between two frames."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    flags: int
+    header: bytes
+    body: memoryview | bytes
+
+
+def preamble(kind: int, header_bytes: int, body_bytes: int = 0, flags: int = 0) -> bytes:
+    return _PREAMBLE.pack(MAGIC, kind, flags, 0, header_bytes, body_bytes)
+
+
+def encode_frame(kind: int, header: bytes, body: bytes = b"", flags: int = 0) -> bytes:
+    """A whole frame as bytes, for frames without large bodies."""
+    return _PREAMBLE.pack(MAGIC, kind, flags, 0, len(header), len(body)) + header + body
+
+
+def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) -> tuple[int, int, int, int]:
+    """(kind, flags, header length, body length) of the preamble at ``at``; raises WireError."""
+    magic, kind, flags, zero, header_bytes, body_bytes = _PREAMBLE.unpack_from(buffer, at)
+    if magic != MAGIC or kind not in _KINDS or zero != 0:
+        raise WireError(f"not an everstep frame: it begins with {bytes(buffer[at : at + 8])!r}")
+    if header_bytes > limits.header_bytes:
+        raise WireError(f"frame header of {header_bytes} bytes announced, at most {limits.header_bytes} allowed")
+    if body_bytes > limits.body_bytes:
+        raise WireError(f"frame body of {body_bytes} bytes announced, at most {limits.body_bytes} allowed")
+    return kind, flags, header_bytes, body_bytes
+
+
+class FrameDecoder:
+    """Bytes in, frames out. After a WireError the connection is to be closed: the decoder stays broken.
+
+    ``limits`` may be raised between frames (after authentication).
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._buffer = bytearray()
+        self._error: WireError | None = None
+
+    def feed(self, data: bytes, most: int = 1 << 30) -> list[Frame]:
+        """The frames that ``data`` completes, at most ``most`` (the rest come with ``feed(b"")``)."""
+        if self._error is not None:
+            raise self._error
+        source: bytes | bytearray
+        if self._buffer:
+            self._buffer += data
+            source = self._buffer
+        else:
+            source = data  # the common case: whole frames arrive, nothing is copied to a buffer
+        frames: list[Frame] = []
+        at, end = 0, len(source)
+        try:
+            while end - at >= PREAMBLE_BYTES and len(frames) < most:
+                kind, flags, header_bytes, body_bytes = _checked(source, at, self.limits)
+                header_at = at + PREAMBLE_BYTES
+                body_at = header_at + header_bytes
+                if end < body_at + body_bytes:
+                    break
+                frames.append(
+                    Frame(kind, flags, bytes(source[header_at:body_at]), bytes(source[body_at : body_at + body_bytes]))
+                )
+                at = body_at + body_bytes
+        except WireError as error:
+            self._error = error
+            if not frames:
+                raise
+            # Frames before the garbage are good; the error comes with the next feed.
+            return frames
+        if source is self._buffer:
+            del self._buffer[:at]
+        else:
+            self._buffer += memoryview(data)[at:]
+        return frames
+
+    @property
+    def error(self) -> WireError | None:
+        """Why the stream is broken, once it is."""
+        return self._error
+
+    @property
+    def buffered_bytes(self) -> int:
+        return len(self._buffer)
+
+
+def _flat(buffer: Buffer) -> memoryview:
+    """A byte view of a C-contiguous buffer (bytes, memoryview, ndarray, mmap)."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class FrameSocket:
+    """Frames over a blocking socket (Unix, TCP, TLS). One thread may send while another receives.
+
+    Waits are cut in ticks by SO_RCVTIMEO/SO_SNDTIMEO, which cost nothing where data is there (unlike
+    ``settimeout``, which polls before every call); the deadline is looked at once a tick.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket | TlsSocket,
+        limits: Limits,
+        *,
+        fds: bool = False,
+        recv_tick_s: float = 0.1,
+        send_tick_s: float = 0.1,
+    ) -> None:
+        self.sock = sock
+        self.limits = limits
+        self._tls: TlsSocket | None = None if isinstance(sock, socket.socket) else sock
+        self._plain: socket.socket | None = sock if isinstance(sock, socket.socket) else None
+        self._take_fds = fds
+        self._fds: list[int] = []
+        self._in = memoryview(bytearray(_CHUNK_BYTES))
+        self._start = self._end = 0
+        self._body = memoryview(b"")
+        self.closed = False
+        self.set_ticks(recv_tick_s, send_tick_s)
+
+    def set_ticks(self, recv_s: float, send_s: float) -> None:
+        """How long one system call may block, in seconds; 0: for ever (then only without a deadline)."""
+        raw = self._tls.raw if self._tls is not None else self._plain
+        assert raw is not None
+        for option, seconds in ((socket.SO_RCVTIMEO, recv_s), (socket.SO_SNDTIMEO, send_s)):
+            raw.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+    # ------------------------------------------------------------ sending
+
+    def send(
+        self,
+        kind: int,
+        header: bytes,
+        buffers: Sequence[Buffer] = (),
+        *,
+        deadline: Deadline | None = None,
+        fds: Sequence[int] = (),
+        flags: int = 0,
+    ) -> None:
+        """Send one frame whose body is the buffers one after the other. ``fds`` ride along (Unix sockets only).
+
+        Raises WireError when the peer is gone, DeadlineError. After either the connection is useless: close it.
+        """
+        views = [view for view in map(_flat, buffers) if view.nbytes]
+        body_bytes = sum(view.nbytes for view in views)
+        views.insert(0, memoryview(preamble(kind, len(header), body_bytes, flags) + header))
+        try:
+            if fds and self._plain is not None:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                sent = self._plain.sendmsg(views[:1], rights)
+                _advance(views, sent)
+            self._send_views(views, deadline)
+        except OSError as error:
+            raise WireError(f"the peer is gone: {_reason(error)}") from error
+
+    def send_raw(self, frames: bytes, *, deadline: Deadline | None = None) -> None:
+        """Send frames that ``encode_frame`` made. Raises as ``send``."""
+        try:
+            self._send_views([memoryview(frames)], deadline)
+        except OSError as error:
+            raise WireError(f"the peer is gone: {_reason(error)}") from error
+
+    def _send_views(self, views: list[memoryview], deadline: Deadline | None) -> None:
+        sender = self._tls if self._tls is not None else self._plain
+        assert sender is not None
+        while views or (self._tls is not None and self._tls.unsent):
+            try:
+                sent = sender.sendmsg(views[:_IOV_MAX])
+            except BlockingIOError:
+                self._tick(deadline)
+                continue
+            _advance(views, sent)
+
+    def _tick(self, deadline: Deadline | None) -> None:
+        if self.closed:
+            raise ClosedError("the connection is closed")
+        if deadline is not None:
+            deadline.check()
+
+    # ------------------------------------------------------------ receiving
+
+    def recv(self, *, deadline: Deadline | None = None, into: memoryview | None = None) -> Frame:
+        """The next frame. Its body lies in ``into`` when that is given and large enough, else in a buffer that is
+        used again by the next ``recv``. Raises ClosedError, WireError, DeadlineError; after any of them: close."""
+        try:
+            self._fill(PREAMBLE_BYTES, deadline, boundary=True)
+            kind, flags, header_bytes, body_bytes = _checked(self._in, self._start, self.limits)
+            self._start += PREAMBLE_BYTES
+            if header_bytes <= _CHUNK_BYTES:
+                self._fill(header_bytes, deadline)
+                header = bytes(self._in[self._start : self._start + header_bytes])
+                self._start += header_bytes
+            else:
+                big = bytearray(header_bytes)
+                self._read(memoryview(big), deadline)
+                header = bytes(big)
+            if not body_bytes:
+                return Frame(kind, flags, header, b"")
+            body = self._place(body_bytes, into)
+            self._read(body, deadline)
+            return Frame(kind, flags, header, body)
+        except OSError as error:
+            raise WireError(f"the peer is gone: {_reason(error)}") from error
+
+    def _place(self, body_bytes: int, into: memoryview | None) -> memoryview:
+        if into is not None and into.nbytes >= body_bytes:
+            return into.cast("B")[:body_bytes] if into.format != "B" or into.ndim != 1 else into[:body_bytes]
+        if len(self._body) > _KEEP_BODY_BYTES >= body_bytes:
+            self._body = memoryview(b"")
+        if len(self._body) < body_bytes:
+            grown = body_bytes if body_bytes > _KEEP_BODY_BYTES else 1 << (body_bytes - 1).bit_length()
+            self._body = memoryview(bytearray(grown))
+        return self._body[:body_bytes]
+
+    def _fill(self, need: int, deadline: Deadline | None, boundary: bool = False) -> None:
+        """Have ``need`` (<= one chunk) bytes in the read-ahead."""
+        if self._end - self._start >= need:
+            return
+        if self._start:
+            if self._start < self._end:
+                left = bytes(self._in[self._start : self._end])
+                self._in[: len(left)] = left
+            self._end -= self._start
+            self._start = 0
+        while self._end < need:
+            count = self._recv_some(self._in[self._end :], deadline)
+            if count == 0:
+                if boundary and self._end == 0:
+                    raise ClosedError("the peer closed the connection")
+                raise WireError("the peer closed the connection within a frame")
+            self._end += count
+
+    def _read(self, view: memoryview, deadline: Deadline | None) -> None:
+        """Fill the whole view: first from the read-ahead, the rest straight from the socket."""
+        at = min(len(view), self._end - self._start)
+        view[:at] = self._in[self._start : self._start + at]
+        self._start += at
+        while at < len(view):
+            count = self._recv_some(view[at:], deadline)
+            if count == 0:
+                raise WireError("the peer closed the connection within a frame")
+            at += count
+
+    def _recv_some(self, view: memoryview, deadline: Deadline | None) -> int:
+        while True:
+            try:
+                if self._plain is None:
+                    assert self._tls is not None
+                    return self._tls.recv_into(view)
+                if not self._take_fds:
+                    return self._plain.recv_into(view)
+                return self._recv_with_fds(view)
+            except BlockingIOError:
+                self._tick(deadline)
+
+    def _recv_with_fds(self, view: memoryview) -> int:
+        assert self._plain is not None
+        room = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
+        count, ancillary, _flags, _address = self._plain.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._fds.extend(fds)
+        if len(self._fds) > _FDS_MAX:
+            raise WireError(f"{len(self._fds)} file descriptors arrived that no message asked for")
+        return count
+
+    def recv_bytes(self, most: int = _CHUNK_BYTES) -> bytes | None:
+        """Whatever has arrived, b"" at the end of the stream, None at a tick; for a FrameDecoder."""
+        if self._end > self._start:
+            return self.take_buffered()
+        try:
+            sock = self._tls if self._tls is not None else self._plain
+            assert sock is not None
+            count = sock.recv_into(self._in[:most])
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise WireError(f"the peer is gone: {_reason(error)}") from error
+        return bytes(self._in[:count])
+
+    def take_fd(self) -> int | None:
+        """The oldest file descriptor that came along; the caller closes it."""
+        return self._fds.pop(0) if self._fds else None
+
+    def take_buffered(self) -> bytes:
+        """What was read ahead and not used; for handing the connection over to a decoder."""
+        rest = bytes(self._in[self._start : self._end])
+        self._start = self._end = 0
+        return rest
+
+    # ------------------------------------------------------------ end
+
+    def shutdown(self) -> None:
+        """Wake whoever waits in send or recv; they find the connection closed. From any thread."""
+        self.closed = True
+        raw = self._tls.raw if self._tls is not None else self._plain
+        assert raw is not None
+        with contextlib.suppress(OSError):  # not connected any more
+            raw.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shutdown()
+        self.sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __repr__(self) -> str:
+        transport = "tls" if self._tls is not None else "plain"
+        return f"<FrameSocket {transport} {'closed' if self.closed else 'open'}>"
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes from the views, in place."""
+    done = 0
+    while done < len(views) and count >= views[done].nbytes:
+        count -= views[done].nbytes
+        done += 1
+    del views[:done]
+    if count:
+        views[0] = views[0][count:]
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
