@@ -257,6 +257,9 @@ class Brain:
                 continue
             runs.add((role, slot, incarnation))
             seat.member.pid = pid or seat.member.pid
+            if seat.stopping:
+                why = Decision("stop", "it was asked to leave; its agent may not have heard")
+                out.append(StopProcess(e.node, role, slot, incarnation, STOP_GRACE_S, why))
         if job.over:
             out.append(FinishJob(cast(int, job.exit_code), job.error))
             return out

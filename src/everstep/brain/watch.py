@@ -101,6 +101,11 @@ class Watch:
         """A lease is over (done, returned, revoked)."""
         self._leases.pop(no, None)
 
+    def position(self, no: LeaseNo, default: int) -> int:
+        """The last position that its worker told of a lease."""
+        known = self._leases.get(no)
+        return known.position if known is not None else default
+
     def forget(self, key: MemberKey, incarnation: Incarnation | None = None) -> None:
         """This process is known to be gone (any incarnation if None)."""
         ear = self._members.get(key)

@@ -1,0 +1,229 @@
+"""What members measure and report: soft state for status, metrics and the summary; decides nothing.
+
+A new master takes the values and the counters of the last line of ``metrics.jsonl`` over from the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.watch import Watch
+from everstep.ids import Incarnation, Slot
+from everstep.model.member import MemberKey, MemberState, Role
+from everstep.net.messages import EpochStatus, MemberStatus, StatusReport
+from everstep.policies.places import HOME_NODE
+
+METRICS_FILE = "metrics.jsonl"
+_TAIL_BYTES = 64 * 1024
+_EPOCHS_SHOWN = 20  # of each dataset, the newest
+
+
+class MetricsLine(msgspec.Struct, kw_only=True):
+    """One line of ``metrics.jsonl``. ``retried``: batches computed again, by ``slot.incarnation`` of the worker."""
+
+    at: float
+    samples_done: int
+    samples_per_s: float
+    workers: int
+    todo: int
+    doing: int
+    values: dict[str, float] = {}
+    retried: dict[str, int] = {}
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """``summary.json``: how the job ended."""
+
+    job: str
+    phase: str
+    exit_code: int
+    error: str
+    samples_done: int
+    wall_s: float
+    samples_per_s: float
+    failures: dict[str, int]
+    batches_retried: int
+    shards_returned: int
+    workers: int
+    ps: int
+    epochs: int
+    master_incarnation: int
+    values: dict[str, float]
+
+
+class Readings:
+    """Newest readings by member, values the script reported, counters that outlive their worker."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.values: dict[str, float] = {}
+        self._by_member: dict[MemberKey, tuple[Incarnation, dict[str, float], float]] = {}
+        self._retried: dict[str, int] = {}
+        self._path = run_dir / METRICS_FILE
+        self._last: tuple[float, int] | None = None
+        self._rate = 0.0
+        self._recover()
+
+    def __repr__(self) -> str:
+        return f"<readings of {len(self._by_member)} members, {len(self.values)} values>"
+
+    def _recover(self) -> None:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            with self._path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                lines = [line for line in file.read().split(b"\n")[:-1] if line]  # the last may be cut short
+            if lines:
+                line = msgspec.json.decode(lines[-1], type=MetricsLine)
+                self.values.update(line.values)
+                self._retried.update(line.retried)
+
+    def take(self, key: MemberKey, incarnation: Incarnation, readings: dict[str, float], at: float) -> None:
+        known = self._by_member.get(key)
+        if known is not None and known[0] > incarnation:
+            return
+        self._by_member[key] = (incarnation, readings, at)
+        if "retried" in readings:
+            self._retried[f"{key.slot}.{incarnation}"] = int(readings["retried"])
+
+    def of(self, key: MemberKey, incarnation: Incarnation) -> dict[str, float]:
+        known = self._by_member.get(key)
+        return known[1] if known is not None and known[0] == incarnation else {}
+
+    @property
+    def batches_retried(self) -> int:
+        return sum(self._retried.values())
+
+    # ------------------------------------------------------------ views
+
+    def samples_done(self, brain: Brain, watch: Watch) -> int:
+        """Samples of done shards, plus what the workers say of those that they hold."""
+        return brain.shards.samples_done + sum(
+            max(0, watch.position(held.no, held.start) - held.start) for held in brain.doing()
+        )
+
+    def samples_per_s(self, brain: Brain) -> float:
+        """Sum over the workers' own rates; where none tells, from the shards done lately."""
+        told = [
+            self.of(seat.member.key, seat.member.incarnation).get("samples_per_s", 0.0)
+            for seat in brain.members.workers.values()
+            if seat.running
+        ]
+        return sum(told) or self._rate
+
+    def metrics(self, brain: Brain, watch: Watch, at: float) -> MetricsLine:
+        done = self.samples_done(brain, watch)
+        if self._last is not None and at > self._last[0]:
+            self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
+        self._last = (at, done)
+        epochs = [dataset.epochs[-1] for dataset in brain.shards.datasets if dataset.epochs]
+        return MetricsLine(
+            at=round(at, 3),
+            samples_done=done,
+            samples_per_s=round(self.samples_per_s(brain), 1),
+            workers=sum(s.member.state is MemberState.ALIVE for s in brain.members.workers.values()),
+            todo=sum(epoch.todo for epoch in epochs),
+            doing=sum(epoch.doing for epoch in epochs),
+            values=self.values,
+            retried=self._retried,
+        )
+
+    def status(self, brain: Brain, watch: Watch, at: float, finishing: bool, master_pid: int) -> StatusReport:
+        job = brain.job
+        members = [
+            MemberStatus(
+                Role.MASTER,
+                Slot(0),
+                job.master_incarnation,
+                HOME_NODE,
+                master_pid,
+                MemberState.ALIVE,
+                job.master_failures,
+            )
+        ]
+        for seat in brain.members.all():
+            member = seat.member
+            readings = self.of(member.key, member.incarnation)
+            state = "waiting" if seat.waiting else str(member.state)
+            if seat.stopping and seat.running:
+                state = "leaving"
+            members.append(
+                MemberStatus(
+                    member.role,
+                    member.slot,
+                    member.incarnation,
+                    member.node,
+                    member.pid,
+                    state,
+                    seat.losses,
+                    brain.shards.name(seat.held[0]) if seat.held else "",
+                    readings.get("samples_per_s", 0.0) if seat.running else 0.0,
+                    int(readings.get("rss_bytes", 0)) if seat.running else 0,
+                )
+            )
+        epochs = [
+            EpochStatus(
+                dataset.plan.name,
+                epoch.number,
+                dataset.epochs_known,
+                epoch.shards,
+                epoch.todo,
+                epoch.doing,
+                epoch.done,
+                dataset.plan.samples,
+                epoch.samples_done,
+            )
+            for dataset in brain.shards.datasets
+            for epoch in dataset.epochs[-_EPOCHS_SHOWN:]
+        ]
+        return StatusReport(
+            job=job.spec.name,
+            phase="finishing" if finishing else str(job.phase),
+            at=at,
+            started_at=job.started_at,
+            master_incarnation=job.master_incarnation,
+            members=tuple(members),
+            epochs=tuple(epochs),
+            samples_done=self.samples_done(brain, watch),
+            samples_per_s=self.samples_per_s(brain),
+            values=self.values,
+            failures=failures(brain),
+            batches_retried=self.batches_retried,
+            exit_code=job.exit_code,
+            error=job.error,
+        )
+
+    def summary(self, brain: Brain, at: float) -> Summary:
+        job = brain.job
+        wall_s = max(0.0, at - job.started_at)
+        return Summary(
+            job=job.spec.name,
+            phase=str(job.phase),
+            exit_code=job.exit_code if job.exit_code is not None else 4,
+            error=job.error,
+            samples_done=brain.shards.samples_done,
+            wall_s=round(wall_s, 3),
+            samples_per_s=round(brain.shards.samples_done / wall_s, 1) if wall_s > 0 else 0.0,
+            failures=failures(brain),
+            batches_retried=self.batches_retried,
+            shards_returned=brain.shards.returns,
+            workers=len(brain.members.workers),
+            ps=len(brain.members.servers),
+            epochs=sum(epoch.finished for dataset in brain.shards.datasets for epoch in dataset.epochs),
+            master_incarnation=job.master_incarnation,
+            values=self.values,
+        )
+
+
+def failures(brain: Brain) -> dict[str, int]:
+    """Failures survived so far, by role."""
+    job = brain.job
+    return {
+        "worker": job.worker_failures,
+        "ps": job.ps_failures,
+        "master": job.master_failures,
+        "node": job.node_failures,
+    }

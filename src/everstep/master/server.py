@@ -1,0 +1,481 @@
+"""The shell round the brain: request -> event -> brain -> journal -> durable -> answers and orders.
+
+One asyncio loop owns brain, watch and connections; only the journal's writer has a thread of its own. Nobody hears
+of an event before it is durable: answers and orders wait in ``_undurable``, in the order of their events. Heartbeats
+are not events; they feed the watch and the readings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    AnswerType,
+    BrainEvent,
+    Fenced,
+    FinishJob,
+    InstructionType,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    Note,
+    Ok,
+    PlanRegistered,
+    ProcessExited,
+    PublishPlacement,
+    Refused,
+    ReleaseShards,
+    Reply,
+    RevokeLease,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StartProcess,
+    StopAsked,
+    StopProcess,
+)
+from everstep.brain.watch import TICK_S, Watch
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError, PlatformError
+from everstep.ids import NodeId
+from everstep.master.readings import METRICS_FILE, Readings
+from everstep.model.decision import Decision
+from everstep.model.member import MemberKey, Role
+from everstep.net import messages as wire
+from everstep.net.auth import Identity, Secret, load_secret
+from everstep.net.control_server import ControlServer, Peer
+from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, write_master
+from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
+from everstep.storage.atomic import write_atomic
+from everstep.storage.journal import Journal
+
+logger = logging.getLogger("everstep.master")
+
+METRICS_S = 2.0
+PS_LEAVE_S = 12.0  # how long the end of the job waits for the ps to write their final cuts
+LAST_WORDS_S = 0.2  # for the last orders to leave
+
+Answer = AnswerType | wire.StatusReport | wire.SpecReport
+_OK = Ok()
+
+
+class Clock:
+    """Seconds since the epoch that never go back, also across masters, and follow the monotonic clock meanwhile."""
+
+    def __init__(self, not_before: float) -> None:
+        self._offset = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        return self._offset + time.monotonic()
+
+
+class Undurable(msgspec.Struct):
+    """What may happen once event ``seq`` is durable."""
+
+    seq: int
+    at: float
+    future: asyncio.Future[Answer] | None
+    answer: AnswerType | None
+    instructions: list[InstructionType]
+
+
+class LineFile:
+    """Appends JSON lines; a full disk costs lines, never the job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab")
+        self._failed = False
+
+    def write(self, line: object) -> None:
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.warning("cannot write %s: %s", self._path, error.strerror or error)
+            self._failed = True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class Master:
+    """One master. ``run`` serves until the job is over and returns the exit status of the process."""
+
+    def __init__(self, run_dir: Path, spec: JobSpec, secret: Secret) -> None:
+        self.run_dir, self.spec = run_dir, spec
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._stopped_by: int | None = None
+        self._failure: EverstepError | None = None
+        self.journal = Journal(
+            run_dir / "journal.sqlite",
+            on_durable=lambda seq: self._from_writer(self._durable, seq),
+            on_error=lambda error: self._from_writer(self._journal_failed, error),
+        )
+        restored = self.journal.restore()
+        self.brain: Brain = restored.brain
+        self.restored = restored
+        self.clock = Clock(restored.at)
+        self.watch = Watch(spec)
+        self.readings = Readings(run_dir)
+        self._undurable: collections.deque[Undurable] = collections.deque()
+        self._agents: dict[NodeId, Peer] = {}
+        self._members: dict[MemberKey, Peer] = {}
+        self._finish: FinishJob | None = None
+        self._events = LineFile(run_dir / "events.jsonl")
+        self._metrics = LineFile(run_dir / METRICS_FILE)
+        identity = Identity(
+            purpose="control", role="master", incarnation=self.journal.incarnation, node=_NODE0, pid=os.getpid()
+        )
+        self.server = ControlServer(secret, identity, self._request, on_disconnect=self._disconnected)
+        self._handlers: dict[type, Callable[[Peer, Any], Any]] = {
+            wire.Beat: self._beat,
+            wire.AskShard: self._ask_shard,
+            wire.Done: self._done,
+            wire.GiveBack: self._give_back,
+            wire.Register: self._register,
+            wire.HelloNode: self._hello_node,
+            wire.HelloMember: self._hello_member,
+            wire.Exited: self._exited,
+            wire.Report: self._report,
+            wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count)),
+            wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason)),
+            wire.GetStatus: lambda peer, r: self.status(),
+            wire.GetSpec: lambda peer, r: wire.SpecReport(self.spec),
+        }
+
+    def __repr__(self) -> str:
+        return f"<master #{self.journal.incarnation} {self.brain!r} {len(self._undurable)} waiting for the disk>"
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> int:
+        """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
+        try:
+            self._tell(MasterStarted(self.clock.now(), self.journal.incarnation, self.spec))
+            self.watch.look(self.brain, self.clock.now())
+            await self._listen()
+            self._signals()
+            gc.freeze()  # what was replayed stays: no collection needs to look at it
+            tick = asyncio.create_task(self._ticking())
+            try:
+                await self._over.wait()
+            finally:
+                tick.cancel()
+        except EverstepError as error:
+            self._failure = self._failure or error
+        return await self._leave()
+
+    async def _listen(self) -> None:
+        info = MasterInfo(pid=os.getpid(), incarnation=self.journal.incarnation)
+        await self.server.listen(listen_unix(self.run_dir / MASTER_SOCKET))
+        if self.spec.bind:
+            host, port = parse_host_port(self.spec.bind)
+            sock = listen_tcp(host, port)
+            info = MasterInfo(pid=info.pid, incarnation=info.incarnation, host=host, port=sock.getsockname()[1])
+            await self.server.listen(sock)
+        write_master(self.run_dir, info)
+
+    def _signals(self) -> None:
+        for signo in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(signo, self._signalled, signo)
+
+    def _signalled(self, signo: int) -> None:
+        self._stopped_by = signo
+        self._over.set()
+
+    async def _leave(self) -> int:
+        if self._failure is not None:
+            self._say_failure(self._failure)
+        await self.server.close(1.0)
+        await asyncio.to_thread(self.journal.close)
+        if self._finish is not None and self._failure is None:
+            self._write_summary()
+        self._events.close()
+        self._metrics.close()
+        if self._failure is not None:
+            return self._failure.exit_code
+        if self._finish is None and self._stopped_by is not None:
+            return 128 + self._stopped_by  # a master that is only told to end will be started again
+        return 0
+
+    def _say_failure(self, error: EverstepError) -> None:
+        """Nothing more can be decided durably: the job ends here."""
+        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        for peer in self.server.peers:
+            peer.send(wire.Finish(error.exit_code, str(error)))
+
+    def _from_writer(self, call: Callable[[Any], None], argument: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call, argument)
+
+    def _journal_failed(self, error: EverstepError) -> None:
+        self._failure = error
+        self._over.set()
+
+    # ------------------------------------------------------------ events in, instructions out
+
+    def _tell(self, event: BrainEvent, future: asyncio.Future[Answer] | None = None) -> None:
+        """Hand an event to the brain and queue what follows until it is durable."""
+        try:
+            instructions = self.brain.handle(event)
+        except Exception:
+            # The event is not journaled: the next master does without it, this one's state cannot be trusted.
+            logger.exception("the brain failed on %r", event)
+            os._exit(3)
+        answer: AnswerType | None = None
+        if instructions and isinstance(instructions[0], Reply):
+            answer = instructions[0].answer
+        try:
+            seq = self.journal.append(event, instructions)
+        except EverstepError as error:
+            self._journal_failed(error)
+            return
+        self.journal.maybe_snapshot(self.brain)
+        self._undurable.append(Undurable(seq, event.at, future, answer, instructions))
+
+    def _submit(self, event: BrainEvent) -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._tell(event, future)
+        return future
+
+    def _durable(self, seq: int) -> None:
+        """Everything up to ``seq`` is on disk: act and answer."""
+        waiting = self._undurable
+        while waiting and waiting[0].seq <= seq:
+            done = waiting.popleft()
+            for instruction in done.instructions:
+                if type(instruction) is not Reply:
+                    self._execute(instruction, done.at)
+            if done.future is not None and not done.future.done() and done.answer is not None:
+                done.future.set_result(done.answer)
+
+    def _execute(self, instruction: InstructionType, at: float) -> None:
+        match instruction:
+            case StartProcess(node, role, slot, incarnation, decision):
+                self._order(self._agents.get(node), wire.Start(role, slot, incarnation))
+                if incarnation > 1 or decision.inputs:
+                    self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
+            case StopProcess(node, role, slot, incarnation, grace_s, decision):
+                self._order(self._agents.get(node), wire.End(role, slot, incarnation, grace_s))
+                self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
+            case PublishPlacement(placement, decision):
+                for peer in list(self._members.values()):
+                    self._order(peer, wire.NewPlacement(placement))
+                self._note(at, "", decision, version=placement.version)
+            case ReleaseShards(shards):
+                for key, peer in self._members.items():
+                    if key.role is Role.PS:
+                        self._order(peer, wire.Release(shards))
+            case RevokeLease(member, lease, decision):
+                self._order(self._members.get(member), wire.Revoke(lease))
+                self._note(at, str(member), decision)
+            case Note(member, decision):
+                self._note(at, member, decision)
+            case FinishJob():
+                self._finish_job(instruction)
+
+    def _order(self, peer: Peer | None, order: wire.OrderType) -> None:
+        """To whoever is connected; the others hear of it at their next hello."""
+        if peer is not None and not peer.closed:
+            peer.send(order)
+
+    def _note(self, at: float, member: str, decision: Decision, **more: int) -> None:
+        line = {
+            "at": round(at, 6),
+            "member": member,
+            "action": decision.action,
+            "reason": decision.reason,
+            "inputs": {**decision.inputs, **more},
+        }
+        if decision.rejected:
+            line["rejected"] = decision.rejected
+        self._events.write(line)
+        news = wire.News(at, member, str(decision))
+        for peer in self._agents.values():
+            self._order(peer, news)
+
+    # ------------------------------------------------------------ requests
+
+    def _request(self, peer: Peer, request: wire.RequestType) -> Any:
+        if self._failure is not None:
+            return None
+        return self._handlers[type(request)](peer, request)
+
+    def _hello_node(self, peer: Peer, r: wire.HelloNode) -> Any:
+        if peer.identity.role != "agent":
+            return Refused(f"{peer.identity} is no agent")
+        peer.tag = r.node
+        self._agents[r.node] = peer
+        at = self.clock.now()
+        self.watch.node_heard(r.node, at)
+        return self._submit(NodeJoined(at, r.node, r.host, r.worker_places, r.ps_places, r.running))
+
+    def _hello_member(self, peer: Peer, r: wire.HelloMember) -> Any:
+        who = peer.identity
+        if (who.role, who.slot, who.incarnation) != (str(r.role), r.slot, r.incarnation):
+            return Refused(f"{who} says hello as {r.role}:{r.slot} #{r.incarnation}")
+        key = MemberKey(r.role, r.slot)
+        at = self.clock.now()
+        future = self._submit(MemberJoined(at, r.role, r.slot, r.incarnation, r.node, r.pid, r.address, r.leases))
+        if self.brain.members.current(r.role, r.slot, r.incarnation) is not None:
+            self._members[key] = peer  # orders reach it from now on; those of a later event follow its answer
+            peer.tag = key
+            for heard in self.watch.heard(key, r.incarnation, at, node=r.node):
+                self._tell(heard)
+        if self._finish is not None:
+            self._order(peer, wire.Finish(self._finish.exit_code, self._finish.error))
+        return future
+
+    def _beat(self, peer: Peer, r: wire.Beat) -> Answer:
+        at = self.clock.now()
+        who = peer.identity
+        if who.role == "agent":
+            if isinstance(peer.tag, str):
+                self.watch.node_heard(NodeId(peer.tag), at)
+            return _OK
+        if who.role not in ("worker", "ps"):
+            return _OK
+        role = Role(who.role)
+        key = MemberKey(role, who.slot)
+        seat = self.brain.members.current(role, who.slot, who.incarnation)
+        if seat is None:
+            return Fenced(f"{key} #{who.incarnation} was replaced")
+        for heard in self.watch.heard(key, who.incarnation, at, r.progress):
+            self._tell(heard)
+        self.readings.take(key, who.incarnation, r.readings, at)
+        if r.values:
+            self.readings.values.update(r.values)
+        return _OK
+
+    def _report(self, peer: Peer, r: wire.Report) -> Answer:
+        self.readings.values.update(r.values)
+        self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
+        return _OK
+
+    def _register(self, peer: Peer, r: wire.Register) -> Any:
+        who = peer.identity
+        return self._submit(PlanRegistered(self.clock.now(), who.slot, who.incarnation, r.plan))
+
+    def _ask_shard(self, peer: Peer, r: wire.AskShard) -> Any:
+        who = peer.identity
+        return self._submit(ShardAsked(self.clock.now(), who.slot, who.incarnation, r.dataset, r.until_epoch, r.ask))
+
+    def _done(self, peer: Peer, r: wire.Done) -> Any:
+        who = peer.identity
+        return self._submit(
+            ShardDone(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.servers, r.skipped)
+        )
+
+    def _give_back(self, peer: Peer, r: wire.GiveBack) -> Any:
+        who = peer.identity
+        return self._submit(ShardReturned(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.reason))
+
+    def _exited(self, peer: Peer, r: wire.Exited) -> Any:
+        if peer.identity.role != "agent":
+            return Refused(f"{peer.identity} is no agent")
+        return self._submit(ProcessExited(self.clock.now(), r.role, r.slot, r.incarnation, r.status, r.error))
+
+    def _disconnected(self, peer: Peer) -> None:
+        """Only a hint: the watch decides. Orders to it are dropped until its next hello."""
+        if isinstance(peer.tag, MemberKey):
+            if self._members.get(peer.tag) is peer:
+                del self._members[peer.tag]
+        elif isinstance(peer.tag, str) and self._agents.get(NodeId(peer.tag)) is peer:
+            del self._agents[NodeId(peer.tag)]
+
+    def status(self) -> wire.StatusReport:
+        finishing = self._finish is not None
+        return self.readings.status(self.brain, self.watch, self.clock.now(), finishing, os.getpid())
+
+    # ------------------------------------------------------------ time
+
+    async def _ticking(self) -> None:
+        metrics_at = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            at = self.clock.now()
+            self.watch.look(self.brain, at)
+            for event in self.watch.tick(at):
+                self._tell(event)
+            if at - metrics_at >= METRICS_S and self._finish is None:
+                metrics_at = at
+                self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        self._metrics.write(self.readings.metrics(self.brain, self.watch, self.clock.now()))
+
+    # ------------------------------------------------------------ the end
+
+    def _finish_job(self, finish: FinishJob) -> None:
+        """Tell everyone (again, to those who said hello since), and leave when every ps has written its last cut."""
+        for peer in self.server.peers:
+            peer.send(wire.Finish(finish.exit_code, finish.error))
+        if self._finish is None:
+            self._finish = finish
+            self._write_summary()
+            self._finishing = asyncio.create_task(self._wait_for_ps())
+
+    async def _wait_for_ps(self) -> None:
+        end = self._loop.time() + PS_LEAVE_S
+        while self._loop.time() < end and any(key.role is Role.PS for key in self._members):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(LAST_WORDS_S)
+        self._over.set()
+
+    def _write_summary(self) -> None:
+        try:
+            data = msgspec.json.format(msgspec.json.encode(self.readings.summary(self.brain, self.clock.now())))
+            write_atomic(self.run_dir / "summary.json", data + b"\n")
+        except PlatformError as error:
+            logger.warning("%s", error)
+
+
+_NODE0 = NodeId("node0")
+
+
+def load_spec(run_dir: Path) -> JobSpec:
+    """The spec that ``everstep run`` left in the run directory. Raises ConfigError."""
+    path = run_dir / "job.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=JobSpec)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is of another version of everstep, or damaged: {error}") from error
+
+
+async def _main(run_dir: Path) -> int:
+    return await Master(run_dir, load_spec(run_dir), load_secret(run_dir / SECRET_FILE)).run()
+
+
+def serve(run_dir: Path) -> int:
+    """Be the master of ``run_dir`` until the job is over; returns the exit status."""
+    import uvloop
+
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_main(run_dir))
+    except EverstepError as error:
+        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        return error.exit_code

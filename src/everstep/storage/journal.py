@@ -1,0 +1,342 @@
+"""The master's durable event log: SQLite, WAL, synchronous=FULL, group commit.
+
+One writer thread owns the database. Events that arrive while one transaction is being synced go into the next one
+together, so a durable event costs a small part of an fsync. Beside each event stands a short digest of the
+instructions that handling it gave: ``everstep replay`` checks them.
+
+All events are kept, for ``replay``, ``explain`` and ``audit``: the file grows by about 60 bytes an event, that is
+per shard a few hundred bytes and never per batch. Snapshots (the newest two are kept) only shorten a restart: what is
+replayed on top of one is at most ``SNAPSHOT_EVERY`` events and what one group holds.
+
+Two masters cannot both rule: opening for writing raises the incarnation stored in the file, and every transaction
+first checks that it is still its own. An older master's next commit fails with ``FencedError``.
+
+Tables: ``meta(key, value)``; ``events(seq, event, digest)``, msgpack of ``BrainEvent``; ``snapshots(seq, state)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import BrainEvent, InstructionType
+from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
+from everstep.ids import Incarnation
+
+VERSION = 1
+SNAPSHOT_EVERY = 20_000
+_BUSY_S = 5.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, event BLOB NOT NULL, digest BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL);
+"""
+
+_encode = msgspec.msgpack.Encoder().encode
+_event_decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
+
+
+def digest_of(instructions: Sequence[InstructionType]) -> bytes:
+    """Eight bytes that stand for these instructions."""
+    return hashlib.blake2b(_encode(instructions), digest_size=8).digest()
+
+
+class Entry(NamedTuple):
+    """One journaled event."""
+
+    seq: int
+    event: BrainEvent
+    digest: bytes
+
+
+class Restored(NamedTuple):
+    """The brain as of event ``seq`` (0: an empty journal), after ``replayed`` events on top of a snapshot.
+
+    ``at``: time of the last event, 0.0 if there is none."""
+
+    brain: Brain
+    seq: int
+    replayed: int
+    at: float
+
+
+class Journal:
+    """Opens ``path`` for writing and takes it over from whoever wrote it before.
+
+    ``incarnation``: of the master that opens it; None: one more than the last. ``on_durable(seq)`` and
+    ``on_error(error)`` are called on the writer thread: everything up to ``seq`` is durable; nothing more will be.
+    Raises PlatformError (cannot be opened or written), ConfigError (of another version), FencedError (``incarnation``
+    is not newer than the file's).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        incarnation: Incarnation | None = None,
+        *,
+        on_durable: Callable[[int], None] | None = None,
+        on_error: Callable[[EverstepError], None] | None = None,
+        snapshot_every: int = SNAPSHOT_EVERY,
+    ) -> None:
+        self.path = path
+        self.snapshot_every = snapshot_every
+        self._on_durable, self._on_error = on_durable, on_error
+        self._db = _open(path)
+        try:
+            self.incarnation = self._take_over(incarnation)
+            row = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
+            snap = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM snapshots").fetchone()
+        except sqlite3.Error as error:
+            self._db.close()
+            raise _failure(path, error) from error
+        except EverstepError:
+            self._db.close()
+            raise
+        self._seq: int = row[0]
+        self._snapshot_seq: int = snap[0]
+        self._lock = threading.Condition()
+        self._pending: list[tuple[int, bytes, bytes]] = []
+        self._snapshots: list[tuple[int, bytes]] = []
+        self._durable: int = self._seq
+        self._error: EverstepError | None = None
+        self._closing = False
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<journal {self.path.name} #{self.incarnation} seq={self._seq} durable={self._durable}>"
+
+    def _take_over(self, incarnation: Incarnation | None) -> Incarnation:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        meta: dict[str, int] = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        if meta.get("version", VERSION) != VERSION:
+            db.execute("ROLLBACK")
+            raise ConfigError(
+                f"{self.path} is of journal version {meta['version']}, this everstep writes {VERSION}: use a new run "
+                "directory"
+            )
+        last = meta.get("incarnation", 0)
+        mine = Incarnation(last + 1) if incarnation is None else incarnation
+        if mine <= last:
+            db.execute("ROLLBACK")
+            raise FencedError(f"{self.path} belongs to master #{last}, this is only #{mine}")
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('version', ?), ('incarnation', ?)", (VERSION, mine))
+        db.execute("COMMIT")
+        return mine
+
+    # ------------------------------------------------------------ reading, before the first append
+
+    def restore(self) -> Restored:
+        """The brain that the journal's events make: newest readable snapshot plus the events behind it."""
+        try:
+            brain, seq = Brain(), 0
+            for snap_seq, state in self._db.execute("SELECT seq, state FROM snapshots ORDER BY seq DESC").fetchall():
+                try:
+                    brain, seq = Brain.restore(state), snap_seq
+                    break
+                except msgspec.MsgspecError:
+                    continue  # of an older release, or damaged: the events are all there
+            replayed, at = 0, 0.0
+            rows = self._db.execute("SELECT seq, event FROM events WHERE seq > ? ORDER BY seq", (seq,))
+            for row_seq, raw in rows:
+                event = _event_decoder.decode(raw)
+                brain.handle(event)
+                seq, at = row_seq, event.at
+                replayed += 1
+            if not replayed and seq:
+                row = self._db.execute("SELECT event FROM events WHERE seq = ?", (seq,)).fetchone()
+                at = _event_decoder.decode(row[0]).at if row else 0.0
+            return Restored(brain, seq, replayed, at)
+        except sqlite3.Error as error:
+            raise _failure(self.path, error) from error
+        except msgspec.MsgspecError as error:
+            raise PlatformError(f"{self.path} is damaged: {error}") from error
+
+    # ------------------------------------------------------------ writing, one caller at a time
+
+    def append(self, event: BrainEvent, instructions: Sequence[InstructionType] = ()) -> int:
+        """Queue an event with the instructions it gave; returns its number at once. Not durable yet: wait with
+        ``durable`` or ``flush``, or for ``on_durable``. Raises the error that ended the journal, if one did."""
+        data, digest = _encode(event), digest_of(instructions)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._closing:
+                raise PlatformError(f"{self.path} is closed")
+            self._seq += 1
+            self._pending.append((self._seq, data, digest))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_loop, name="everstep-journal", daemon=True)
+                self._thread.start()
+            elif len(self._pending) == 1:
+                self._lock.notify_all()
+            return self._seq
+
+    def maybe_snapshot(self, brain: Brain) -> bool:
+        """Store a snapshot if the last one is ``snapshot_every`` events old. Call right after ``append``."""
+        if self._seq - self._snapshot_seq < self.snapshot_every:
+            return False
+        with self._lock:
+            self._snapshot_seq = self._seq
+            self._snapshots.append((self._seq, brain.snapshot()))
+        return True
+
+    @property
+    def seq(self) -> int:
+        """Number of the last event appended."""
+        return self._seq
+
+    @property
+    def durable_seq(self) -> int:
+        return self._durable
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Wait until everything appended so far is durable. Raises DeadlineError, or the journal's error."""
+        with self._lock:
+            seq = self._seq
+            done = self._lock.wait_for(lambda: self._durable >= seq or self._error is not None, timeout_s)
+            if self._error is not None:
+                raise self._error
+            if not done:
+                raise DeadlineError(f"{self.path} was not synced within {timeout_s:g} s")
+
+    async def durable(self, seq: int) -> None:
+        """Wait until event ``seq`` is durable. Raises the journal's error."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._durable >= seq:
+                return
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append((seq, future))
+        await future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued and close. Quiet about an error that was told before."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return  # a disk that hangs: the daemon thread dies with the process
+        self._db.close()
+
+    # ------------------------------------------------------------ the writer thread
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._lock:
+                while not self._pending and not self._closing:
+                    self._lock.wait()
+                events, self._pending = self._pending, []
+                snapshots, self._snapshots = self._snapshots, []
+                if not events and self._closing:
+                    return
+            error: EverstepError | None = None
+            try:
+                self._commit(events, snapshots)
+            except sqlite3.Error as failure:
+                error = _failure(self.path, failure)
+            except EverstepError as failure:
+                error = failure
+            with self._lock:
+                if error is not None:
+                    self._error = error
+                else:
+                    self._durable = events[-1][0]
+                ready = [f for seq, f in self._waiters if error is not None or seq <= self._durable]
+                self._waiters = [w for w in self._waiters if error is None and w[0] > self._durable]
+                self._lock.notify_all()
+            for future in ready:
+                _wake(future, error)
+            if error is not None:
+                if self._on_error is not None:
+                    self._on_error(error)
+                return
+            if self._on_durable is not None:
+                self._on_durable(self._durable)
+
+    def _commit(self, events: list[tuple[int, bytes, bytes]], snapshots: list[tuple[int, bytes]]) -> None:
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            row = db.execute("SELECT value FROM meta WHERE key = 'incarnation'").fetchone()
+            if row is None or row[0] != self.incarnation:
+                now = row[0] if row is not None else "nobody"
+                raise FencedError(f"master #{self.incarnation} was replaced: {self.path} belongs to #{now}")
+            db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
+            if snapshots:
+                db.executemany("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", snapshots)
+                db.execute(
+                    "DELETE FROM snapshots WHERE seq NOT IN (SELECT seq FROM snapshots ORDER BY seq DESC LIMIT 2)"
+                )
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+def _wake(future: asyncio.Future[None], error: EverstepError | None) -> None:
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    try:
+        future.get_loop().call_soon_threadsafe(settle)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA wal_autocheckpoint = 4000")
+            db.executescript(_SCHEMA)
+        except BaseException:
+            db.close()
+            raise
+        return db
+    except sqlite3.Error as error:
+        raise _failure(path, error) from error
+
+
+def _failure(path: Path, error: sqlite3.Error) -> PlatformError:
+    return PlatformError(
+        f"cannot write the journal {path}: {error}; see that the disk has space and the file is writable"
+        if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError)
+        else f"the journal {path} is damaged or no journal: {error}"
+    )
+
+
+def read_journal(path: Path) -> Iterator[Entry]:
+    """Every event in order, also while a master writes. Raises ConfigError (no such file), PlatformError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: name the run directory that everstep run printed")
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+        try:
+            for seq, raw, digest in db.execute("SELECT seq, event, digest FROM events ORDER BY seq"):
+                yield Entry(seq, _event_decoder.decode(raw), digest)
+        finally:
+            db.close()
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        raise PlatformError(f"cannot read {path}: {error}") from error
