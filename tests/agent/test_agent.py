@@ -278,13 +278,18 @@ def test_the_scripts_error_is_shown_once_with_its_log(stage: Stage) -> None:
 
 @pytest.mark.parametrize("signo", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -> None:
+    old = signal.signal(signo, signal.SIG_DFL)  # not ignored, as under nohup
+
     def play() -> None:
         stage.start(Role.WORKER, 1)
         stage.pid(Role.WORKER, 1)
         os.kill(os.getpid(), signo)
         stage.told.wait_for(lambda: any(isinstance(r, Stop) for r in stage.told.requests))
 
-    assert stage.run(play).exit_code == 130
+    try:
+        assert stage.run(play).exit_code == 130
+    finally:
+        signal.signal(signo, old)
 
 
 def test_a_second_ctrl_c_kills_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

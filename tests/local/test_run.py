@@ -1,0 +1,184 @@
+"""One command, real processes, ``kill -9``: the wiring of everything. Every recovery twice in a row within a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from everstep.agent.rundir import in_use
+from everstep.cli.status import scale_workers, stop_job
+from everstep.model.member import Role
+
+if TYPE_CHECKING:
+    from tests.local.conftest import Run
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_job_trains_to_its_end_and_leaves_nothing(run: Run) -> None:
+    run.write(epochs=1, pause_s=0.0)
+    code = run.start("--workers", "2", "--ps", "2").wait()
+    assert code == 0, run.story()
+    text = run.text()
+    assert "worker 0 begins" in text and "worker 0 ends" in text and "worker 1 begins" not in text
+    assert "done: 2,000 samples" in text, text
+    assert run.leftovers() == {}
+    assert list((run.run_dir / "sock").iterdir()) == []
+    run.check_audit()
+
+
+def test_workers_killed_twice(run: Run) -> None:
+    run.start("--workers", "2")
+    for life in (1, 2):
+        member = run.alive(Role.WORKER, 1, at_least=life)
+        run.trained(life * 150)
+        os.kill(member.pid, signal.SIGKILL)
+    run.alive(Role.WORKER, 1, at_least=3)
+    assert run.wait() == 0, run.story()
+    assert "2 worker" in run.text() and run.leftovers() == {}
+    run.check_audit()
+
+
+def test_master_killed_twice_while_workers_train_on(run: Run) -> None:
+    run.start("--workers", "2")
+    pid = 0
+    for life in (1, 2):
+        pid = run.master_pid(other_than=pid)
+        run.trained(life * 150)
+        os.kill(pid, signal.SIGKILL)
+    run.master_pid(other_than=pid)
+    assert run.alive(Role.WORKER, 0).incarnation == 1
+    assert run.wait() == 0, run.story()
+    assert run.leftovers() == {}
+    run.check_audit()
+
+
+def test_worker_and_master_killed_at_once_twice(run: Run) -> None:
+    run.start("--workers", "2")
+    pid = 0
+    for life in (1, 2):
+        pid = run.master_pid(other_than=pid)
+        member = run.alive(Role.WORKER, 0, at_least=life)
+        run.trained(life * 150)
+        for victim in (pid, member.pid):
+            os.kill(victim, signal.SIGKILL)
+    assert run.wait() == 0, run.story()
+    assert run.leftovers() == {}
+    run.check_audit()
+
+
+def test_template_killed_twice(run: Run) -> None:
+    run.write(epochs=3)
+    run.start("--workers", "2")
+    for life in (1, 2):
+        member = run.alive(Role.WORKER, 0, at_least=life)
+        run.trained(life * 100)
+        template = int(Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(template, signal.SIGKILL)
+    assert run.wait() == 0, run.story()
+    assert run.leftovers() == {}
+    run.check_audit()
+
+
+def test_losing_a_ps_ends_the_job_with_one_clear_line(run: Run) -> None:
+    run.start("--workers", "2", "--ps", "2")
+    member = run.alive(Role.PS, 1)
+    run.trained(100)
+    os.kill(member.pid, signal.SIGKILL)
+    assert run.wait() == 4, run.story()
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("everstep: ") and "ps" in last and "export" in last, run.text()
+    assert run.leftovers() == {}
+
+
+def test_ctrl_c_stops_everything_with_130(run: Run) -> None:
+    run.write(epochs=50)
+    run.start("--workers", "2")
+    run.trained(100)
+    assert run.popen is not None
+    run.popen.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.story()
+    assert "stopping" in run.text() and "Traceback" not in run.text()
+    assert run.leftovers() == {}
+    assert not in_use(run.run_dir)
+
+
+def test_the_agent_killed_takes_everything_along(run: Run) -> None:
+    run.write(epochs=50)
+    run.start("--workers", "2", "--ps", "2")
+    run.trained(100)
+    assert run.popen is not None
+    run.popen.send_signal(signal.SIGKILL)
+    run.popen.wait()
+    assert run.leftovers() == {}
+
+
+def test_the_parent_killed_ends_the_job(run: Run) -> None:
+    run.write(epochs=50)
+    # a parent that starts the job and waits
+    code = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    run.start("--workers", "2", under=(sys.executable, "-c", code))
+    run.trained(100)
+    assert run.popen is not None
+    run.popen.send_signal(signal.SIGKILL)
+    run.popen.wait()
+    assert run.leftovers() == {}
+
+
+def test_scaling_up_and_down_twice_restarts_nobody(run: Run) -> None:
+    run.write(epochs=6)
+    run.start("--workers", "1")
+    first = run.alive(Role.WORKER, 0)
+    for life in (1, 2):
+        scale_workers(run.run_dir, 2)
+        run.alive(Role.WORKER, 1, at_least=life)
+        run.trained(life * 100)
+        scale_workers(run.run_dir, 1)
+    assert run.alive(Role.WORKER, 0).pid == first.pid
+    assert run.wait() == 0, run.story()
+    assert run.leftovers() == {}
+    run.check_audit()
+
+
+def test_stop_ends_the_job(run: Run) -> None:
+    run.write(epochs=50)
+    run.start("--workers", "2")
+    run.trained(100)
+    stop_job(run.run_dir)
+    assert run.wait() == 0, run.story()
+    assert run.leftovers() == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [
+        ("import everstep as es\njob = es.join()\nraise ValueError('no good')", 1, "ValueError: no good (train.py:3)"),
+        ("import nowhere_to_be_found", 1, "No module named 'nowhere_to_be_found'"),
+        ("import everstep as es\njob = es.join()", 1, "without taking a batch"),
+        ("print('not a job')", 1, "without joining the job"),
+        ("import everstep as es\nes.join().loader('no.parquet', batch_size=8)", 2, "no.parquet"),
+    ],
+)
+def test_the_scripts_own_error_is_shown_once(run: Run, code: str, exit_code: int, words: str) -> None:
+    run.script.write_text(code)
+    assert run.start("--workers", "2").wait() == exit_code, run.story()
+    text = run.text()
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("everstep: ") and words in last and "worker" in last, text
+    assert text.count("Traceback") <= 1 and text.count("no good (train.py:3)") <= 2
+    assert run.leftovers() == {}
+
+
+def test_a_port_in_use_is_one_line(run: Run) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run.start("--bind", f"127.0.0.1:{port}").wait() == 4, run.story()
+    assert f"port {port}" in run.text() and "Traceback" not in run.text()
+    assert run.leftovers() == {}
