@@ -134,7 +134,7 @@ class PsOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"<PsOptimizer {self._twin_name} {self.groups}>"
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand the gradients to the ps. They are applied in the background; the next batches bring the new values."""
         loss = None
         if closure is not None:

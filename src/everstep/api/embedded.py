@@ -24,13 +24,13 @@ from everstep.config.load import new_run_dir, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, InternalError, ScriptError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.master.journal import Journal
 from everstep.model.member import Address, Role
 from everstep.net import messages
-from everstep.net.data import Arena
+from everstep.net.arena import Arena
 from everstep.net.messages import RequestType
 from everstep.ps.service import PsService
 from everstep.storage.atomic import write_atomic
+from everstep.storage.journal import Journal
 from everstep.tables.client import PsClient, Sendable, Then
 
 _NODE = NodeId("node0")
@@ -48,7 +48,7 @@ class DirectLink:
         return f"<DirectLink ps:{self.slot}>"
 
     def submit(self, message: Sendable, then: Then) -> None:
-        answer, buffers = self._service.handle(message, memoryview(b""), self._arena.buffer)
+        answer, buffers = self._service.handle(message, memoryview(b""), self._arena.view)
         body = b"".join(bytes(b) for b in buffers) if buffers else b""
         then(answer, memoryview(body))
 
@@ -78,7 +78,7 @@ class EmbeddedMaster:
                 if isinstance(wanted, Reply):
                     answer = wanted.answer
                 elif isinstance(wanted, ReleaseShards):
-                    self.service.store.release(wanted.shards)
+                    self.service.release(wanted.shards)
                 elif isinstance(wanted, PublishPlacement):
                     self.service.set_placement(wanted.placement)
                     if self.listener is not None:
@@ -231,6 +231,7 @@ class EmbeddedSeat:
         }
         write_atomic(self.run_dir / "summary.json", msgspec.json.encode(summary))
         self.master.close()
+        self._let_go()
         if samples:
             shown = "".join(f", {name} {value:.4g}" for name, value in values.items())
             print(
@@ -238,3 +239,8 @@ class EmbeddedSeat:
                 f"everstep audit {self.run_dir}",
                 flush=True,
             )
+
+    def _let_go(self) -> None:
+        """Free the tables now, also where the script keeps the job in a global variable."""
+        self.client.links.clear()
+        del self.service, self.master

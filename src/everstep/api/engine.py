@@ -482,6 +482,7 @@ class Engine:
         for item in group:
             for rows in item.rows.tables:
                 if rows.touched:
+                    rows.drop_padding()
                     tables.setdefault(rows.table, []).append(rows)
         holders = [item.rows for item in group]
         bad = next((r for found in tables.values() for r in found if not isfinite_all(r.grads)), None)
@@ -529,9 +530,9 @@ class Engine:
         """One TableRows with the sum of several gradients of the same table."""
         keys, grads = [], []
         for rows in found:
-            keep = np.arange(rows.u) != rows.padding_at
-            keys.append(rows.keys[keep])
-            grads.append(rows.grads[keep])
+            rows.drop_padding()
+            keys.append(rows.keys)
+            grads.append(rows.grads)
         all_keys, all_grads = np.concatenate(keys), np.concatenate(grads)
         router = found[0].batch.router
         routed, inverse, counts = router.route(found[0].table, all_keys)

@@ -7,7 +7,7 @@ gradients go there.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows
 from everstep.tables.routing import TableRows
+
+Mode = Literal["sum", "mean"]
 
 
 class Lookup:
@@ -97,7 +99,7 @@ class _Bag(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: str
+        ctx: Any, anchor: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: Mode
     ) -> Tensor:
         ctx.lookup, ctx.offsets, ctx.mode = lookup, offsets, mode
         ctx.save_for_backward(*(() if weights is None else (weights,)))
@@ -194,7 +196,7 @@ class Embedding(_Table):
         if input.numel() == 0:
             return torch.empty((*input.shape, self.dim))
         lookup = source.lookup(self.name, input)
-        out: Tensor = _Gather.apply(source.anchor, lookup, (*input.shape, self.dim))
+        out: Tensor = _Gather.apply(source.anchor, lookup, (*input.shape, self.dim))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -257,11 +259,11 @@ class EmbeddingBag(_Table):
             mode = "sum"
         out: Tensor
         if bounds is None and weights is None:
-            out = _Gather.apply(source.anchor, lookup, (bags, self.dim))
+            out = _Gather.apply(source.anchor, lookup, (bags, self.dim))  # type: ignore[no-untyped-call]
         else:
             if bounds is None:
                 bounds = np.arange(bags + 1, dtype=np.int64)
-            out = _Bag.apply(source.anchor, weights, lookup, bounds, mode)
+            out = _Bag.apply(source.anchor, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
         return out
 
 

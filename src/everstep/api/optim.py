@@ -138,7 +138,7 @@ def twin_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimize
         case torch.optim.Adagrad:
             known = {"eps": group["eps"], "weight_decay": group["weight_decay"], "initial_accumulator_value": 0}
             spec = Adagrad(lr, group["eps"], group["weight_decay"], float(group["initial_accumulator_value"]))
-            never = {"maximize": False, "lr_decay": 0}
+            never = {"maximize": False, "lr_decay": False}  # 0 == False
         case torch.optim.Adam | torch.optim.AdamW:
             known = {"betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
             betas = (float(group["betas"][0]), float(group["betas"][1]))

@@ -21,9 +21,10 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net import messages
+from everstep.net.arena import Arena
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
-from everstep.net.data import Arena, DataClient
+from everstep.net.data import DataClient
 from everstep.net.messages import OrderType, RequestType
 from everstep.net.rendezvous import SECRET_FILE, master_address
 from everstep.tables.client import Connection, PsClient, SocketLink
@@ -211,8 +212,15 @@ class WorkerSeat:
 
     def _connect(self, place: PsPlace) -> tuple[Connection, bool]:
         """A data connection; on the same node the ps maps our memory."""
-        client = DataClient(place.address, self._secret, self._identity("data"), run_dir=self.run_dir)
-        shared = place.address.node == self.node and os.environ.get("EVERSTEP_SHM", "1") != "0"
+        client = DataClient(
+            place.address,
+            secret=self._secret,
+            identity=self._identity("data"),
+            run_dir=self.run_dir,
+            tls=self.spec.tls,
+            expect=(place.slot, place.incarnation),
+        )
+        shared = client.shm and os.environ.get("EVERSTEP_SHM", "1") != "0"
         if shared:
             client.attach(self.arena)
         return client, shared

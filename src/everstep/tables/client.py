@@ -56,7 +56,7 @@ class Connection(Protocol):
     """The part of ``everstep.net.data.DataClient`` that a link uses."""
 
     def request(
-        self, message: DataRequest, buffers: Any = (), into: memoryview | None = None, timeout_s: float = 30.0
+        self, message: DataRequest, buffers: Any = (), *, into: memoryview | None = None, timeout_s: float = 30.0
     ) -> tuple[DataAnswer, memoryview]: ...
 
     def close(self) -> None: ...
@@ -201,7 +201,7 @@ class SocketLink:
 
 
 def _bytes(memory: Memory, at: int, size: int) -> memoryview:
-    return memory.view(at, (size,), np.uint8).data
+    return memory.array(at, size, np.uint8).data
 
 
 def _in_body(
@@ -213,7 +213,11 @@ def _in_body(
         dim = dims[part.table]
         keys_at, at = at, at + 8 * part.n
         rows_at, at = at, at + 4 * dim * part.n
+        pad = -at % 8  # keys must lie aligned
+        at += pad
         buffers += [_bytes(memory, part.keys_at, 8 * part.n), _bytes(memory, part.rows_at, 4 * dim * part.n)]
+        if pad:
+            buffers.append(memoryview(bytes(pad)))
         moved.append(Part(part.table, part.n, keys_at, rows_at, part.lr))
     return moved
 

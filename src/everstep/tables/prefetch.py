@@ -89,7 +89,7 @@ class Predictor:
         at = ids.untyped_storage().data_ptr()
         best: View | None = None
         for path, base in integer_tensors(batch):
-            offset = ids.storage_offset() - base.storage_offset()
+            offset = int(ids.storage_offset()) - int(base.storage_offset())
             if base.untyped_storage().data_ptr() != at or base.dtype != ids.dtype or offset < 0:
                 continue
             if best is None or offset < best.offset:

@@ -24,13 +24,13 @@ _ALIGN = 64
 
 
 class Memory(Protocol):
-    """Where rows live: ``everstep.net.data.Arena``."""
+    """Where rows live: ``everstep.net.arena.Arena``."""
 
-    def allocate(self, n_bytes: int) -> int: ...
+    def alloc(self, n: int) -> int: ...
 
     def free(self, offset: int) -> None: ...
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
+    def array(self, offset: int, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
 
 
 class Router:
@@ -49,9 +49,8 @@ class Router:
 
     def route(self, table: TableId, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], list[int]]:
         """``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by bucket."""
-        keys, inverse, counts = unique_route(ids, self.n_buckets, int(table), self.bucket_ps)
-        out = counts.tolist()
-        return keys, inverse, out + [0] * (len(self.slots) - len(out))
+        keys, inverse, counts = unique_route(ids, self.n_buckets, table, self.bucket_ps, len(self.slots))
+        return keys, inverse, counts.tolist()
 
 
 class TableRows:
@@ -96,17 +95,24 @@ class TableRows:
         out, done = [], 0
         rows_at = self.grads_at if grads else self.values_at
         for ps in range(n_ps):
-            n, first = self.counts[ps], done
+            n = self.counts[ps]
+            if n:
+                part = Part(self.table, n, self.keys_at + 8 * done, rows_at + 4 * self.dim * done, lr)
+                out.append((ps, part))
             done += n
-            if grads and first <= self.padding_at < done:  # the padding row has no gradient: leave it out
-                runs = [(first, self.padding_at), (self.padding_at + 1, done)]
-            else:
-                runs = [(first, done)]
-            for lo, hi in runs:
-                if hi > lo:
-                    part = Part(self.table, hi - lo, self.keys_at + 8 * lo, rows_at + 4 * self.dim * lo, lr)
-                    out.append((ps, part))
         return out
+
+    def drop_padding(self) -> None:
+        """Leave the padding row, which has no gradient, out of what is pushed. Lookups are not possible afterwards."""
+        at, self.padding_at = self.padding_at, -1
+        if at < 0:
+            return
+        self.keys[at:-1] = self.keys[at + 1 :].copy()
+        self.grads[at:-1] = self.grads[at + 1 :].copy()
+        self.u -= 1
+        self.keys, self.grads = self.keys[:-1], self.grads[:-1]
+        ps = int(np.searchsorted(np.cumsum(self.counts), at, side="right"))
+        self.counts = [n - (i == ps) for i, n in enumerate(self.counts)]
 
 
 def _up(n: int) -> int:
@@ -143,9 +149,9 @@ class BatchRows:
                 for rows in added:
                     setattr(rows, name, size)
                     size += _up(4 * rows.dim * rows.u)
-        base = self.memory.allocate(max(size, _ALIGN))
+        base = self.memory.alloc(size)
         self._region.append(base)
-        view = self.memory.view
+        view = self.memory.array
         for rows, (_, keys, _) in zip(added, found, strict=True):
             rows.keys_at += base
             rows.keys = view(rows.keys_at, (rows.u,), np.int64)
