@@ -343,11 +343,12 @@ class Brain:
         member.pid, member.node = e.pid, e.node
         moved = e.address is not None and e.address != member.address
         member.address = e.address if e.address is not None else member.address
+        if new:
+            inputs: dict[str, str | int | float | bool] = {"pid": e.pid, "incarnation": e.incarnation}
+            out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", inputs)))
         if e.role is Role.PS:
             out += self._place(seat, moved or new, e.at)
         revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
-        if new:
-            out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", {"pid": e.pid})))
         welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, self.state.placement, revoked))]
         if e.role is Role.PS and self.shards.released:
             out.append(ReleaseShards(tuple(self.shards.released[-RELEASED_REMEMBERED:])))

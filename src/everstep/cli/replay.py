@@ -1,0 +1,68 @@
+"""``everstep replay``: run the journal through the brain again and compare what it wants with what it wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import InstructionType
+from everstep.storage.journal import digest_of, read_journal
+
+JOURNAL_FILE = "journal.sqlite"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first event whose instructions are not those of the journal. ``got``: what this brain wants."""
+
+    seq: int
+    event: str
+    expected: str  # digest, hex
+    actual: str
+    got: tuple[str, ...]
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """``events`` were replayed; ``difference`` is None if all agreed. ``state``: the brain at the end, in words."""
+
+    events: int
+    masters: int
+    state: str
+    difference: Difference | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.difference is None
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        if self.difference is None:
+            masters = f" of {self.masters} masters" if self.masters > 1 else ""
+            return [f"{self.events} events{masters} replayed: every instruction is the same", self.state]
+        d = self.difference
+        return [
+            f"event {d.seq} gives other instructions than the journal says ({self.events - 1} before it agree)",
+            f"  event:    {d.event}",
+            f"  expected: {d.expected}",
+            f"  actual:   {d.actual}",
+            *(f"    {line}" for line in d.got or ("(nothing)",)),
+        ]
+
+
+def replay(run_dir: Path) -> ReplayResult:
+    """Replay ``run_dir``'s journal from its first event, also of a running job; stops at the first difference.
+
+    Raises ConfigError (no journal there), PlatformError (unreadable)."""
+    brain = Brain()
+    count = 0
+    for seq, event, expected in read_journal(run_dir / JOURNAL_FILE):
+        instructions: list[InstructionType] = brain.handle(event)
+        count += 1
+        actual = digest_of(instructions)
+        if actual != expected:
+            got = tuple(repr(i) for i in instructions)
+            found = Difference(seq, repr(event), expected.hex(), actual.hex(), got)
+            return ReplayResult(count, brain.job.master_incarnation, repr(brain), found)
+    brain.validate()
+    return ReplayResult(count, brain.job.master_incarnation, repr(brain))
