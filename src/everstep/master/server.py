@@ -50,8 +50,9 @@ from everstep.brain.events import (
     StopProcess,
 )
 from everstep.brain.watch import TICK_S, Watch
+from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import ConfigError, EverstepError, PlatformError
+from everstep.errors import EverstepError, PlatformError
 from everstep.ids import NodeId
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
@@ -453,19 +454,8 @@ class Master:
 _NODE0 = NodeId("node0")
 
 
-def load_spec(run_dir: Path) -> JobSpec:
-    """The spec that ``everstep run`` left in the run directory. Raises ConfigError."""
-    path = run_dir / "job.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=JobSpec)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is of another version of everstep, or damaged: {error}") from error
-
-
 async def _main(run_dir: Path) -> int:
-    return await Master(run_dir, load_spec(run_dir), load_secret(run_dir / SECRET_FILE)).run()
+    return await Master(run_dir, read_spec(run_dir), load_secret(run_dir / SECRET_FILE)).run()
 
 
 def serve(run_dir: Path) -> int:
