@@ -1,0 +1,44 @@
+"""``python -m everstep.ps RUN_DIR SLOT INCARNATION NODE [--host HOST]``: one parameter server, started by an agent."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from everstep.errors import EverstepError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ps.process import PsProcess, die_with_parent
+
+
+def main() -> int:
+    """The process's exit code."""
+    parser = argparse.ArgumentParser(prog="everstep.ps")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("slot", type=int)
+    parser.add_argument("incarnation", type=int)
+    parser.add_argument("node")
+    parser.add_argument("--host", default="", help="address by which other nodes reach this one")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
+        die_with_parent()
+    try:
+        ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
+        signal.signal(signal.SIGTERM, lambda *_: ps.stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
+        ps.run()
+    except EverstepError as error:
+        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Freeing gigabytes of rows one by one, and waiting for client threads, serves nobody.
+    os._exit(code)

@@ -1,0 +1,187 @@
+"""The ps process: a ``PsService`` behind the data plane's sockets, told what to do by the master.
+
+It outlives masters: without one it keeps serving (workers hold leases and the placement), and ends only when none
+has come back for ``MASTER_GONE_S``. It ends at once, changing nothing more, when it hears that it was replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.brain.events import Fenced, Refused, Welcome
+from everstep.config.load import read_spec
+from everstep.errors import EverstepError, FencedError, PlatformError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Address, Role
+from everstep.model.placement import Placement
+from everstep.net.auth import Identity, load_secret
+from everstep.net.control import Answered, ControlClient
+from everstep.net.data import DataServer
+from everstep.net.messages import Beat, Finish, HelloMember, NewPlacement, OrderType, Release
+from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
+from everstep.net.sockets import listen_tcp, listen_unix
+from everstep.ps.service import PsService
+
+MASTER_GONE_S = 600.0
+_LOOK_S = 1.0
+
+logger = logging.getLogger("everstep.ps")
+
+
+class PsProcess:
+    """``run`` serves until the job is over, SIGTERM, or this ps was replaced; returns when all is written.
+
+    ``host``: address by which other nodes reach this one; used where the spec has ``bind``.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        slot: Slot,
+        incarnation: Incarnation,
+        node: NodeId,
+        host: str = "",
+        master: Callable[[], Address | None] | None = None,
+    ) -> None:
+        """Raises ConfigError (job.json, secret), PlatformError (sockets, audit log)."""
+        self.slot, self.incarnation, self.node = slot, incarnation, node
+        spec = read_spec(run_dir)
+        secret = load_secret(run_dir / SECRET_FILE)
+        self._over = threading.Event()
+        self._error: EverstepError | None = None
+        self.service = PsService.create(
+            n_buckets=spec.buckets,
+            seed=spec.seed,
+            slot=slot,
+            incarnation=incarnation,
+            run_dir=run_dir,
+            on_failure=lambda why: self._fail(PlatformError(why)),
+        )
+        listeners = [listen_unix(run_dir / ps_socket(slot))]
+        port = 0
+        if spec.bind and host:
+            listeners.append(listen_tcp(host, 0))
+            port = listeners[-1].getsockname()[1]
+        self.address = Address(node, ps_socket(slot), host if port else "", port)
+        self.server = DataServer(
+            self.service, listeners, secret, self._identity("data"), tls=spec.tls == "all" and bool(port)
+        )
+        self.control = ControlClient(
+            address=master if master is not None else lambda: master_address(run_dir),
+            run_dir=run_dir,
+            secret=secret,
+            identity=self._identity("control"),
+            hello=self._hello,
+            on_order=self._ordered,
+            on_welcome=self._welcomed,
+            on_fenced=self._fenced,
+            beat=self._beat,
+        )
+
+    def __repr__(self) -> str:
+        return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"
+
+    # ------------------------------------------------------------ life
+
+    def run(self) -> None:
+        """Raises FencedError, PlatformError (audit log not writable, master gone for good), SecretError."""
+        while not self._over.wait(_LOOK_S):
+            if self.control.failed is not None:
+                self._fail(self.control.failed)
+            elif self.control.away_s > MASTER_GONE_S:
+                self._fail(PlatformError(f"no master for {MASTER_GONE_S:.0f} s: ps:{self.slot} gives up"))
+        try:
+            # Fenced: somebody else is this ps now; the log ends where it is.
+            if not isinstance(self._error, FencedError):
+                self.service.finish()
+        finally:
+            self.server.close()
+            self.control.close()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End in order, as after Finish. Safe in a signal handler."""
+        self._over.set()
+
+    def _fail(self, error: EverstepError) -> None:
+        if self._error is None:
+            self._error = error
+        self._over.set()
+
+    # ------------------------------------------------------------ the master
+
+    def _identity(self, purpose: str) -> Identity:
+        return Identity(
+            purpose="control" if purpose == "control" else "data",
+            role="ps",
+            slot=self.slot,
+            incarnation=self.incarnation,
+            node=self.node,
+            pid=os.getpid(),
+        )
+
+    def _hello(self) -> HelloMember:
+        return HelloMember(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address)
+
+    def _welcomed(self, answer: Answered) -> None:
+        match answer:
+            case Welcome(placement=Placement() as placement):
+                self._place(placement)
+            case Refused(error=error):
+                self._fail(PlatformError(f"the master refused ps:{self.slot}: {error}"))
+
+    def _fenced(self, answer: Fenced) -> None:
+        self._fail(FencedError(f"ps:{self.slot} #{self.incarnation} was replaced: {answer.reason}"))
+
+    def _ordered(self, order: OrderType) -> None:
+        match order:
+            case NewPlacement(placement=placement):
+                self._place(placement)
+            case Release(shards=shards):
+                self.service.release(shards)
+            case Finish():
+                self.stop()
+
+    def _place(self, placement: Placement) -> None:
+        try:
+            if not self.service.set_placement(placement):
+                self._fail(FencedError(f"ps:{self.slot} #{self.incarnation} was replaced"))
+        except EverstepError as error:
+            self._fail(error)
+
+    def _beat(self) -> Beat:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        stats = self.service.store.stats()
+        return Beat(
+            readings={
+                "rss_bytes": float(rss_bytes()),
+                "cpu_s": used.ru_utime + used.ru_stime,
+                "rows": float(sum(stats.rows.values())),
+                "store_bytes": float(stats.bytes),
+                "pushes": float(stats.pushes),
+                "pulls": float(stats.pulls),
+                "connections": float(self.server.connections),
+            }
+        )
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process; 0 where /proc does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the agent ends; nobody would take note of this process any more."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
