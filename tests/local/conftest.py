@@ -79,6 +79,7 @@ class Run:
         self.script = folder / "train.py"
         self.out = folder / "out.txt"
         self.popen: subprocess.Popen[bytes] | None = None
+        self.joined: dict[str, subprocess.Popen[bytes]] = {}
         self.write()
 
     def write(self, rows: int = 2000, epochs: int = 2, pause_s: float = 0.02) -> None:
@@ -162,11 +163,46 @@ class Run:
             parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
         return "\n".join(parts)
 
-    def leftovers(self) -> dict[int, str]:
+    def leftovers(self, run_dir: Path | None = None) -> dict[int, str]:
         """Processes that are still there although the job has ended; waits for those that are just dying."""
+        where = run_dir or self.run_dir
         with contextlib.suppress(AssertionError):
-            until(lambda: not processes_of(self.run_dir), 10.0)
-        return processes_of(self.run_dir)
+            until(lambda: not processes_of(where), 10.0)
+        return processes_of(where)
+
+    # ------------------------------------------------------------ other nodes
+
+    def join(self, node: str, argv: list[str], run_dir: Path) -> None:
+        with (self.folder / f"{node}.txt").open("wb") as out:
+            self.joined[node] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder, start_new_session=True
+            )
+
+    def join_text(self, node: str) -> str:
+        return (self.folder / f"{node}.txt").read_text(errors="replace")
+
+    def wait_join(self, node: str, timeout_s: float = 60.0) -> int:
+        return self.joined[node].wait(timeout_s)
+
+    def kill_join(self, node: str) -> None:
+        self.joined[node].send_signal(signal.SIGKILL)
+        self.joined[node].wait()
+
+    def alive_on(self, node: str) -> MemberStatus:
+        """A worker of that node, once it is alive."""
+        found: list[MemberStatus] = []
+
+        def look() -> bool:
+            status = self.status()
+            found.extend(
+                m
+                for m in (status.members if status is not None else ())
+                if m.node == node and m.state == "alive" and m.pid and m.role == Role.WORKER
+            )
+            return bool(found)
+
+        until(look, why=lambda: f"{self.story()}\n--- {node}\n{self.join_text(node)}")
+        return found[0]
 
     def check_audit(self) -> None:
         from everstep.monitor.audit import audit
@@ -178,7 +214,11 @@ class Run:
         if self.popen is not None and self.popen.poll() is None:
             self.popen.send_signal(signal.SIGKILL)
             self.popen.wait()
-        for pid in processes_of(self.run_dir):
+        for joined in self.joined.values():
+            joined.kill()
+            joined.wait()
+        where = [self.run_dir, *(self.folder / node for node in self.joined)]
+        for pid in [pid for path in where for pid in processes_of(path)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

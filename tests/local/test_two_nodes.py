@@ -1,0 +1,132 @@
+"""A second node joins by TCP: over loopback, and in a network of its own where the machine permits that."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from everstep.model.member import Role
+
+if TYPE_CHECKING:
+    from conftest import Run
+
+pytestmark = pytest.mark.processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def join(run: Run, at: str, node: str, *, under: tuple[str, ...] = (), secret: Path | None = None) -> Path:
+    """Start an agent; its run directory. It is ended with the run."""
+    run_dir = run.folder / node
+    argv = [sys.executable, "-m", "everstep.cli", "agent", "--join", at, "--node", node, "--workers", "1"]
+    argv += ["--secret-file", str(secret or run.run_dir / "secret"), "--run-dir", str(run_dir)]
+    run.join(node, [*under, *argv], run_dir)
+    return run_dir
+
+
+def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    run.write(epochs=8)
+    run.start("--workers", "1", "--ps", "1", "--bind", at)
+    run.alive(Role.WORKER, 0)
+    for life, node in enumerate(("b1", "b2"), 1):
+        join(run, at, node)
+        member = run.alive_on(node)
+        run.trained(life * 200)
+        run.kill_join(node)
+        assert run.leftovers(run.folder / node) == {}
+        assert member.role == Role.WORKER
+    assert run.wait(120) == 0, run.story()
+    assert run.leftovers() == {}
+    run.check_audit()
+
+
+def test_a_second_node_ends_with_the_job(run: Run) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    run.write(epochs=4)
+    run.start("--workers", "1", "--bind", at)
+    run.alive(Role.WORKER, 0)
+    run_dir = join(run, at, "b")
+    run.alive_on("b")
+    assert run.wait() == 0, run.story()
+    assert run.wait_join("b") == 0, run.story()
+    assert run.leftovers(run_dir) == {}
+    run.check_audit()
+
+
+def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
+    import msgspec
+
+    from everstep.net.auth import create_secret
+
+    at = f"127.0.0.1:{free_port()}"
+    run.start("--workers", "1", "--bind", at)
+    run.alive(Role.WORKER, 0)
+    wrong = run.folder / "wrong"
+    create_secret(wrong)
+    own = msgspec.json.decode((run.run_dir / "secret").read_bytes(), type=dict[str, str])
+    own["secret"] = secrets.token_hex(32)  # right certificate, wrong secret
+    half = run.folder / "half"
+    half.write_bytes(msgspec.json.encode(own))
+    half.chmod(0o600)
+    for node, secret in (("b1", wrong), ("b2", half)):
+        join(run, at, node, secret=secret)
+        assert run.wait_join(node) in (2, 4)
+        text = run.join_text(node)
+        assert text.startswith("everstep: ") and text.count("\n") == 1 and "secret" in text, text
+    assert run.wait() == 0, run.story()
+    run.check_audit()
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[str, str, str]]:
+    """Two network namespaces joined by a cable: names of both and the first one's address."""
+    tag = f"es{os.getpid() % 10000}"
+    one, two = f"{tag}a", f"{tag}b"
+    commands = [
+        f"netns add {one}",
+        f"netns add {two}",
+        f"link add {tag}v0 netns {one} type veth peer name {tag}v1 netns {two}",
+        f"-n {one} addr add 10.231.7.1/24 dev {tag}v0",
+        f"-n {two} addr add 10.231.7.2/24 dev {tag}v1",
+        *(f"-n {ns} link set {dev} up" for ns, dev in ((one, f"{tag}v0"), (two, f"{tag}v1"), (one, "lo"), (two, "lo"))),
+    ]
+    try:
+        if shutil.which("ip") is None:
+            pytest.skip("no ip command")
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"network namespaces are not permitted: {done.stderr.strip()}")
+        yield one, two, "10.231.7.1"
+    finally:
+        for ns in (one, two):
+            subprocess.run(["ip", "netns", "del", ns], capture_output=True)
+
+
+def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: tuple[str, str, str]) -> None:
+    one, two, host = networks
+    at = f"{host}:7171"
+    run.write(epochs=8)
+    run.start("--workers", "1", "--ps", "2", "--bind", at, under=("ip", "netns", "exec", one))
+    run.alive(Role.WORKER, 0)
+    for life, node in enumerate(("far1", "far2"), 1):
+        join(run, at, node, under=("ip", "netns", "exec", two))
+        run.alive_on(node)
+        run.trained(life * 200)
+        run.kill_join(node)
+        assert run.leftovers(run.folder / node) == {}
+    assert run.wait(120) == 0, run.story()
+    run.check_audit()
