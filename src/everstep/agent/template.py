@@ -76,7 +76,7 @@ def receive(conn: socket.socket) -> Packet | None:
 
 
 # What every training script needs; `everstep.api.job` brings the library with it.
-_ALWAYS = ("torch", "numpy", "pyarrow", "pyarrow.parquet", "everstep.api.job", "everstep.api.nn")
+_ALWAYS = ("torch", "numpy", "pyarrow", "pyarrow.parquet", "everstep.api.job", "everstep.api.nn", "everstep.api.worker")
 
 
 def preload(names: list[str]) -> list[str]:
@@ -89,6 +89,15 @@ def preload(names: list[str]) -> list[str]:
             # `from package import name` may have given us an attribute's parent only; nothing to do but go on
             failed.append(name)
     return failed
+
+
+def warm_up() -> None:
+    """Torch imports half of itself (dynamo, sympy: 1.5 s) when the first optimizer is made: do it once, here. No
+    gradient is computed: autograd's threads would not survive the fork."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(Exception):
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()
 
 
 class Template:
@@ -166,6 +175,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     began = time.monotonic()
     failed = preload([*_ALWAYS, *modules, *script_imports(Path(script))])
+    warm_up()
     gc.collect()
     gc.freeze()  # workers share these pages; a collection in a worker must not copy them
     die_with_parent(os.getppid(), 0)  # from here on the socketpair's end tells
