@@ -60,7 +60,7 @@ from everstep.brain.events import (
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.placement import acknowledged_by_all, first_placement, places_of, refreshed
-from everstep.brain.shards import RELEASE_BATCH, RELEASED_REMEMBERED, Dataset, Epoch, Held, Shards
+from everstep.brain.shards import RELEASE_BATCH, RELEASED_REMEMBERED, Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -393,8 +393,9 @@ class Brain:
             if self.job.phase is Phase.STARTING:
                 self.job.phase = Phase.TRAINING
         else:
-            if not changed or places_of(servers) == old.servers:
-                return []
+            places = places_of(servers)
+            if not changed or places == old.servers or len(places) < len(old.servers):
+                return []  # (one that is on its way back publishes the map when it says hello)
             placement = refreshed(old, servers)
             why = Decision("publish the map again", f"{seat.member.key} is at a new address or in a new life")
         self.state.placement = placement
@@ -558,7 +559,7 @@ class Brain:
     def _returned_note(self, seat: Seat, held: Held, reason: str) -> Note:
         inputs: dict[str, str | int | float | bool] = {
             "shard": self.shards.name(held.shard),
-            "lease": held.no,
+            "lease": lease_words(held.no),
             "start": held.start,
             "stop": held.stop,
         }
@@ -678,7 +679,7 @@ class Brain:
         if held is None:
             if e.lease in seat.done:
                 return [_OK]
-            return [Reply(Refused(f"lease {e.lease} of {self.shards.name(e.shard)} is not current"))]
+            return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
         placement = self.state.placement
         dead = acknowledged_by_all(placement, e.servers) if placement is not None else "no ps has joined"
         if dead:
@@ -740,7 +741,7 @@ class Brain:
         why = Decision(
             "revoke the lease",
             f"no progress on {self.shards.name(e.shard)} for {e.idle_s:.0f} s",
-            {"idle_s": round(e.idle_s, 3), "lease_s": self.job.spec.lease_s, "lease": held.no},
+            {"idle_s": round(e.idle_s, 3), "lease_s": self.job.spec.lease_s, "lease": lease_words(held.no)},
             ("replace the worker: it still sends heartbeats",),
         )
         return [

@@ -10,10 +10,15 @@ from __future__ import annotations
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Lease, Plan, ShardState, shard_key, split_key
+from everstep.model.shard import LEASE_COUNTER_BITS, Lease, Plan, ShardState, shard_key, split_key
 
 RELEASE_BATCH = 16
 RELEASED_REMEMBERED = 256  # said again to a ps that re-joins; a release lost for good only costs it some memory
+
+
+def lease_words(no: int) -> str:
+    """``2.7``: the 7th lease of master 2."""
+    return f"{no >> LEASE_COUNTER_BITS}.{no & ((1 << LEASE_COUNTER_BITS) - 1)}"
 
 
 class Held(msgspec.Struct, array_like=True):

@@ -149,7 +149,7 @@ class Watch:
     def tick(self, at: float) -> list[WatchEvent]:
         """What the silence up to ``at`` means. Each thing is said once."""
         last, self._ticked = self._ticked, at
-        if last is not None and not 0 <= at - last <= PAUSE_S:
+        if last is None or not 0 <= at - last <= PAUSE_S:  # the first one: we may have been stopped before it
             self._forgive(at)
             return []
         out: list[WatchEvent] = []

@@ -1,0 +1,258 @@
+"""Transcripts: commands to a brain and, below ``----``, what it answers and wants done.
+
+::
+
+    ask worker:0#1 1
+    ----
+    reply granted d e0 #0 [0, 30) lease 1.1
+
+Each command is one event (a second after the last); after each one the invariants are checked and the brain is
+replaced by its own snapshot restored. ``EVERSTEP_REWRITE=1 pytest tests/brain`` writes the answers anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    Answer,
+    BrainEvent,
+    EndOfData,
+    Fenced,
+    FinishJob,
+    Granted,
+    InstructionType,
+    LeaseExpired,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    Note,
+    PlanRegistered,
+    ProcessExited,
+    PublishPlacement,
+    Refused,
+    Registered,
+    ReleaseShards,
+    Reply,
+    RevokeLease,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StartProcess,
+    StopAsked,
+    StopProcess,
+    Wait,
+    Welcome,
+)
+from everstep.brain.shards import lease_words
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Address, Role
+from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
+
+
+def parse_member(text: str) -> tuple[Role, Slot, Incarnation]:
+    """``worker:0#2``."""
+    role, _, rest = text.partition(":")
+    slot, _, incarnation = rest.partition("#")
+    return Role(role), Slot(int(slot)), Incarnation(int(incarnation or 1))
+
+
+def parse_shard(text: str) -> ShardKey:
+    """``e0#3`` (of dataset 0) or ``d1e0#3``."""
+    dataset, rest = 0, text
+    if rest.startswith("d"):
+        number, _, rest = rest[1:].partition("e")
+        dataset, rest = int(number), "e" + rest
+    epoch, _, index = rest[1:].partition("#")
+    return shard_key(dataset, int(epoch), int(index))
+
+
+def parse_lease(text: str) -> LeaseNo:
+    """``2.7``: the 7th of master 2."""
+    master, _, counter = text.partition(".")
+    return lease_no(int(master), int(counter))
+
+
+class Story:
+    """A brain, its clock, and the words for both."""
+
+    def __init__(self) -> None:
+        self.brain = Brain()
+        self.at = 0.0
+
+    def say(self, line: str) -> list[str]:
+        """Run one command; the lines that it gave."""
+        words = shlex.split(line)
+        named = dict(word.split("=", 1) for word in words[1:] if "=" in word and not word.startswith("="))
+        plain = [word for word in words[1:] if "=" not in word]
+        if words[0] == "state":
+            return list(self._state())
+        self.at += 1.0
+        event = self._event(words[0], plain, named)
+        before = self.brain.snapshot()
+        instructions = self.brain.handle(event)
+        assert instructions == Brain.restore(before).handle(event), "the restored brain wants something else"
+        self.brain.validate()
+        self.brain = Brain.restore(self.brain.snapshot())
+        return [self._words(i) for i in instructions] or ["nothing"]
+
+    # ------------------------------------------------------------ commands
+
+    def _event(self, verb: str, plain: list[str], named: dict[str, str]) -> BrainEvent:
+        at = self.at
+        match verb:
+            case "master":
+                fields = {name: msgspec.json.decode(value) for name, value in named.items()}
+                return MasterStarted(at, Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec))
+            case "node":
+                running = [(*parse_member(text), 0) for text in named.get("running", "").split(",") if text]
+                node = NodeId(plain[0])
+                return NodeJoined(at, node, "", int(named.get("workers", 0)), int(named.get("ps", 0)), tuple(running))
+            case "node-lost":
+                return NodeLost(at, NodeId(plain[0]), " ".join(plain[1:]))
+            case "join":
+                role, slot, incarnation = parse_member(plain[0])
+                node = NodeId(named.get("node", "node0"))
+                address = Address(node, f"sock/ps-{slot}.sock") if role is Role.PS else None
+                leases = []
+                for text in filter(None, named.get("leases", "").split(",")):
+                    shard, _, no = text.partition("@")
+                    leases.append(self._lease(parse_shard(shard), parse_lease(no)))
+                return MemberJoined(at, role, slot, incarnation, node, 100 + slot, address, tuple(leases))
+            case "silent":
+                return MemberSilent(at, *parse_member(plain[0]), float(plain[1]), "lost" in plain)
+            case "heard":
+                return MemberHeard(at, *parse_member(plain[0]))
+            case "exit":
+                return ProcessExited(at, *parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]))
+            case "plan":
+                _, slot, incarnation = parse_member(plain[0])
+                plan = Plan(
+                    name=plain[1],
+                    samples=int(plain[2]),
+                    shard_samples=int(plain[3]),
+                    seed=int(named.get("seed", 0)),
+                    fingerprint=named.get("fingerprint", ""),
+                )
+                return PlanRegistered(at, slot, incarnation, plan)
+            case "ask":
+                _, slot, incarnation = parse_member(plain[0])
+                until, dataset = int(named.get("until", 1)), int(named.get("dataset", 0))
+                return ShardAsked(at, slot, incarnation, dataset, until, int(plain[1]))
+            case "done":
+                _, slot, incarnation = parse_member(plain[0])
+                text = named.get("ps", "0#1")
+                servers = tuple((Slot(int(a)), Incarnation(int(b))) for a, b in (p.split("#") for p in text.split(",")))
+                skipped = tuple(
+                    (int(lo), int(hi)) for lo, hi in (r.split("-") for r in named.get("skipped", "").split(",") if r)
+                )
+                return ShardDone(at, slot, incarnation, parse_shard(plain[1]), parse_lease(plain[2]), servers, skipped)
+            case "return":
+                _, slot, incarnation = parse_member(plain[0])
+                reason = " ".join(plain[3:])
+                return ShardReturned(at, slot, incarnation, parse_shard(plain[1]), parse_lease(plain[2]), reason)
+            case "expire":
+                return LeaseExpired(at, parse_shard(plain[0]), parse_lease(plain[1]), float(plain[2]))
+            case "scale":
+                return ScaleAsked(at, Role(plain[0]), int(plain[1]))
+            case "stop":
+                return StopAsked(at, " ".join(plain))
+        raise ValueError(f"no such command: {verb}")
+
+    def _lease(self, shard: ShardKey, no: LeaseNo) -> Lease:
+        datasets = self.brain.shards.datasets
+        number, _, index = split_key(shard)
+        start, stop = datasets[number].plan.bounds(index) if number < len(datasets) else (0, 0)
+        return Lease(no, shard, start, stop)
+
+    # ------------------------------------------------------------ words
+
+    def _words(self, instruction: InstructionType) -> str:
+        match instruction:
+            case Reply(answer):
+                return f"reply {self._answer(answer)}"
+            case StartProcess(node, role, slot, incarnation, decision):
+                return f"start {role}:{slot}#{incarnation} on {node}: {_why(decision)}"
+            case StopProcess(node, role, slot, incarnation, grace_s, decision):
+                return f"stop {role}:{slot}#{incarnation} on {node} grace {grace_s:g} s: {_why(decision)}"
+            case PublishPlacement(placement, decision):
+                return f"publish placement v{placement.version} {list(placement.owner)}: {_why(decision)}"
+            case ReleaseShards(shards):
+                return "release " + ", ".join(self.brain.shards.name(key) for key in shards)
+            case RevokeLease(member, lease, decision):
+                return f"revoke {lease_words(lease)} of {member}: {_why(decision)}"
+            case Note(member, decision):
+                return f"note {member or 'job'} | {_why(decision)}"
+            case FinishJob(exit_code, error):
+                return f"finish {exit_code} {error}".rstrip()
+
+    def _answer(self, answer: Answer) -> str:
+        match answer:
+            case Granted(lease):
+                name = self.brain.shards.name(lease.shard)
+                return f"granted {name} [{lease.start}, {lease.stop}) lease {lease_words(lease.no)}"
+            case Welcome(master, placement, revoked):
+                version = f"placement v{placement.version}" if placement is not None else "no placement yet"
+                gone = f", revoked {', '.join(map(lease_words, revoked))}" if revoked else ""
+                return f"welcome to master #{master}, {version}{gone}"
+            case Fenced(reason):
+                return f"fenced: {reason}"
+            case Refused(error):
+                return f"refused: {error}"
+            case Registered(dataset):
+                return f"registered as dataset {dataset}"
+            case Wait(retry_after_s):
+                return f"wait {retry_after_s:g} s"
+            case EndOfData():
+                return "end of data"
+        return "ok"
+
+    def _state(self) -> Iterator[str]:
+        brain = self.brain
+        error = f" {brain.job.error}" if brain.job.error else ""
+        job, samples = brain.job, brain.shards.samples_done
+        yield f"{job.phase}, wants {job.workers_wanted} workers, {samples} samples done{error}"
+        for seat in brain.members.all():
+            flags = "".join(f" {name}" for name in ("stopping", "finished", "waiting") if getattr(seat, name))
+            holds = ", ".join(f"{brain.shards.name(key)} by {lease_words(brain.leases[key].no)}" for key in seat.held)
+            m = seat.member
+            yield f"{m.role}:{m.slot}#{m.incarnation} {m.state} on {m.node}{flags}" + (
+                f" holds {holds}" if holds else ""
+            )
+        for dataset in brain.shards.datasets:
+            for epoch in dataset.epochs:
+                head = f" head {epoch.returned}" if epoch.returned else ""
+                aside = f" aside {list(epoch.quarantined)}" if epoch.quarantined else ""
+                counts = f"{epoch.todo} todo {epoch.doing} doing {epoch.done} done"
+                yield f"{dataset.plan.name} e{epoch.number}: {counts}{head}{aside}"
+
+
+def _why(decision: Decision) -> str:
+    return str(decision)
+
+
+def run_transcript(text: str) -> str:
+    """The text with every answer replaced by what the brain really says."""
+    story = Story()
+    out: list[str] = []
+    lines = iter(text.splitlines())
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            out.append(line)
+            continue
+        out += [line, "----", *story.say(line)]
+        for old in lines:  # the recorded answer ends with an empty line
+            if not old.strip():
+                out.append(old)
+                break
+    return "\n".join(out).rstrip() + "\n"
