@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from everstep.model.table import OptimizerSpec
 from everstep.net import messages
 
 _job: Job | None = None
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 def join(
@@ -62,6 +64,7 @@ class Job:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         spec = seat.spec
+        _keep_memory()
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
         if spec.threads_per_worker:
             torch.set_num_threads(spec.threads_per_worker)
@@ -254,6 +257,18 @@ class Job:
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
+
+
+def _keep_memory() -> None:
+    """Let the allocator keep what tensors free. Its default gives large blocks back to the kernel at once, and each
+    batch pays for clearing the same pages again: 5 to 15 % of a step on the CPU. EVERSTEP_MALLOC=0 leaves it alone."""
+    if os.environ.get("EVERSTEP_MALLOC", "1") == "0":
+        return
+    with suppress(OSError, AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 32 << 20)
+        mallopt(_M_MMAP_MAX, 0)
 
 
 def _last_error() -> str:
