@@ -31,7 +31,7 @@ import msgspec
 from everstep import __version__
 from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, encode_frame
+from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_header, encode_frame
 from everstep.net.retry import Deadline
 
 PROTOCOL = 1
@@ -228,10 +228,7 @@ def _frame(message: _Message) -> bytes:
 def _decode(frame: Frame) -> _Message:
     if frame.kind != Kind.AUTH:
         raise WireError("the peer did not begin with a handshake")
-    try:
-        return _message.decode(frame.header)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"malformed handshake: {error}") from None
+    return decode_header(_message, frame.header, "handshake")
 
 
 def _version_error(who: str, protocol: int, package: str) -> VersionError:
@@ -317,10 +314,7 @@ class ServerAuth:
 
     def _check_version(self, frame: Frame) -> None:
         # Before anything else is decoded: another version may have other fields.
-        try:
-            versions = _old_hello.decode(frame.header).identity
-        except msgspec.MsgspecError as error:
-            raise WireError(f"malformed handshake: {error}") from None
+        versions = decode_header(_old_hello, frame.header, "handshake").identity
         if (versions.protocol, versions.package) != (PROTOCOL, __version__):
             self.farewell = _frame(_Refusal("version"))
             raise _version_error("the peer", versions.protocol, versions.package)

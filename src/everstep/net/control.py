@@ -23,7 +23,15 @@ from everstep.brain.events import AnswerType, Fenced
 from everstep.errors import DeadlineError, EverstepError, InternalError, WireError
 from everstep.model.member import Address
 from everstep.net.auth import AUTH_S, Identity, Secret, SecretError, VersionError, authenticate_client
-from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, FrameDecoder, FrameSocket, Kind, encode_frame
+from everstep.net.frames import (
+    AUTH_LIMITS,
+    CONTROL_LIMITS,
+    FrameDecoder,
+    FrameSocket,
+    Kind,
+    decode_header,
+    encode_frame,
+)
 from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Beat, Call, OrderType, RequestType, Return, SpecReport, StatusReport
 from everstep.net.retry import Deadline, backoff
@@ -191,7 +199,9 @@ class ControlClient:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        waits = backoff()
+        # A socket file on this machine is tried for nothing; a whole cluster must not hammer a restarted master.
+        limit_s = 0.2 if self._run_dir is not None else 0.5
+        waits = backoff(limit_s=limit_s)
         while not self._stop.wait(next(waits)):
             try:
                 stream, decoder = self._connect()
@@ -224,7 +234,7 @@ class ControlClient:
                     self._drop_beats()
                 stream.close()
             if greeted:
-                waits = backoff()  # it was a good connection: the next attempt comes at once
+                waits = backoff(limit_s=limit_s)  # it was a good connection: the next attempt comes at once
         self._fail_all(WireError("the connection to the master was closed"))
 
     def _connect(self) -> tuple[FrameSocket, FrameDecoder]:
@@ -397,13 +407,10 @@ def _call_frame(call_id: int, request: RequestType) -> bytes:
 
 
 def _said(kind: int, header: bytes) -> Return | OrderType:
-    try:
-        if kind == Kind.RETURN:
-            return _return_decoder.decode(header)
-        if kind == Kind.ORDER:
-            return _order_decoder.decode(header)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"malformed message from the master: {error}") from None
+    if kind == Kind.RETURN:
+        return decode_header(_return_decoder, header, "answer of the master")
+    if kind == Kind.ORDER:
+        return decode_header(_order_decoder, header, "order of the master")
     raise WireError(f"unexpected frame of kind {kind} from the master")
 
 

@@ -17,7 +17,7 @@ import msgspec
 from everstep.brain.events import AnswerType
 from everstep.errors import WireError
 from everstep.net.auth import AUTH_S, Identity, Secret, ServerAuth
-from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, Kind, preamble
+from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, Kind, decode_header, preamble
 from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Call, OrderType, RequestType, Return, SpecReport, StatusReport
 
@@ -236,10 +236,7 @@ class _Connection(asyncio.Protocol):
     def _take(self, frame: Frame) -> None:
         if frame.kind != Kind.CALL:
             raise WireError(f"unexpected frame of kind {frame.kind}")
-        try:
-            call = _call_decoder.decode(frame.header)
-        except msgspec.MsgspecError as error:
-            raise WireError(f"malformed request: {error}") from None
+        call = decode_header(_call_decoder, frame.header, "request")
         assert self.peer is not None
         try:
             answer = self.server.handler(self.peer, call.request)

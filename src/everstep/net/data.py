@@ -21,7 +21,17 @@ from everstep.errors import EverstepError, WireError
 from everstep.model.member import Address
 from everstep.net.arena import Arena, map_arena
 from everstep.net.auth import AUTH_S, Identity, Secret, authenticate_client, authenticate_server
-from everstep.net.frames import AUTH_LIMITS, DATA_LIMITS, Buffer, ClosedError, FrameSocket, Kind, Limits
+from everstep.net.frames import (
+    AUTH_LIMITS,
+    DATA_LIMITS,
+    Buffer,
+    ClosedError,
+    Frame,
+    FrameSocket,
+    Kind,
+    Limits,
+    decode_header,
+)
 from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Taken
 from everstep.net.retry import Deadline
@@ -32,7 +42,8 @@ if TYPE_CHECKING:
 
 MAX_ARENA_BYTES = 256 << 30  # address space, not memory: the client pays for the pages
 _SEND_S = 30.0
-"""A client that takes nothing of an answer for so long is cut off."""
+_SLOW_BYTES_PER_S = 1e6
+"""A client that does not take an answer within ``_SEND_S`` seconds and its bytes at this speed is cut off."""
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[DataRequest] = msgspec.msgpack.Decoder(DataRequest)
@@ -184,10 +195,7 @@ class DataServer:
             frame = stream.recv()
             if frame.kind != Kind.REQUEST:
                 raise WireError(f"unexpected frame of kind {frame.kind}")
-            try:
-                request = _request_decoder.decode(frame.header)
-            except msgspec.MsgspecError as error:
-                raise WireError(f"malformed request: {error}") from None
+            request = decode_header(_request_decoder, frame.header, "request")
             answer: DataAnswer
             buffers: Sequence[Buffer]
             if isinstance(request, Attach):
@@ -198,7 +206,9 @@ class DataServer:
                 answer, buffers = Taken(), ()
             else:
                 answer, buffers = self._handle(request, memoryview(frame.body), arena)
-            stream.send(Kind.ANSWER, _encoder.encode(answer), buffers, deadline=Deadline(_SEND_S, "taking the answer"))
+            stream.send(
+                Kind.ANSWER, _encoder.encode(answer), buffers, deadline=Deadline(_send_s(buffers), "taking the answer")
+            )
 
     def _handle(
         self, request: DataRequest, body: memoryview, arena: memoryview | None
@@ -266,7 +276,7 @@ class DataClient:
         self._arena: Arena | None = None
         self._attached_bytes = 0
         self._flight: deque[bool] = deque()  # per request on its way: whether its answer is ours to swallow
-        self._stash: deque[tuple[DataAnswer, bytes]] = deque()  # received while a send had to wait
+        self._stash: deque[Frame] = deque()  # received while a send had to wait
         deadline = Deadline(connect_timeout_s, f"a connection to {_where(address)}")
         self._stream = connect(
             address,
@@ -320,7 +330,7 @@ class DataClient:
     @property
     def in_flight(self) -> int:
         """Requests sent whose answers were not received yet."""
-        return sum(not ours for ours in list(self._flight)) + len(self._stash)
+        return sum(not ours for ours in list(self._flight))
 
     def _send(self, message: DataRequest, buffers: Sequence[Buffer], deadline: Deadline) -> None:
         header = _encoder.encode(message)
@@ -335,7 +345,7 @@ class DataClient:
                     self._stream.send(Kind.REQUEST, attach, deadline=deadline, fds=[arena.fd])
                     self._attached_bytes = size
                 self._flight.append(False)
-                self._stream.send(Kind.REQUEST, header, buffers, deadline=deadline)
+                self._stream.send(Kind.REQUEST, header, buffers, deadline=deadline, on_wait=self._make_room)
             except BaseException:
                 self.close()
                 raise
@@ -347,13 +357,10 @@ class DataClient:
                     self._check_open()
                     if not self._flight:
                         raise WireError("an answer was awaited without a request")
-                    frame = self._stream.recv(deadline=deadline, into=into)
+                    frame = self._next(into, deadline)
                     if frame.kind != Kind.ANSWER:
                         raise WireError(f"unexpected frame of kind {frame.kind} from {self.server}")
-                    try:
-                        answer = _answer_decoder.decode(frame.header)
-                    except msgspec.MsgspecError as error:
-                        raise WireError(f"malformed answer of {self.server}: {error}") from None
+                    answer = decode_header(_answer_decoder, frame.header, f"answer of {self.server}")
                     if not self._flight.popleft():
                         return answer, memoryview(frame.body)
                     if not isinstance(answer, Taken):
@@ -361,6 +368,28 @@ class DataClient:
             except BaseException:
                 self.close()
                 raise
+
+    def _next(self, into: memoryview | None, deadline: Deadline) -> Frame:
+        if not self._stash:
+            return self._stream.recv(deadline=deadline, into=into)
+        frame = self._stash.popleft()
+        if into is not None and 0 < len(frame.body) <= into.nbytes:
+            place = into.cast("B")[: len(frame.body)]
+            place[:] = frame.body
+            frame = frame._replace(body=place)
+        return frame
+
+    def _make_room(self) -> None:
+        """The ps takes nothing of what we send. It may be waiting for us to take its answers: do that meanwhile, or
+        a thread that sends several requests before it receives would wait for itself."""
+        if not self._recv_lock.acquire(blocking=False):
+            return  # somebody receives already
+        try:
+            if self._flight and self._stream.readable():
+                frame = self._stream.recv(deadline=Deadline(AUTH_S, f"the rest of an answer of {self.server}"))
+                self._stash.append(Frame(frame.kind, frame.flags, frame.header, bytes(frame.body)))
+        finally:
+            self._recv_lock.release()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -382,6 +411,11 @@ class DataClient:
     def __repr__(self) -> str:
         way = "unix" if self.shm else "tcp"
         return f"<DataClient to {_where(self.address)} {way} {'closed' if self.closed else 'open'}>"
+
+
+def _send_s(buffers: Sequence[Buffer]) -> float:
+    """How long a client may take for an answer: a slow network is not a stuck client."""
+    return _SEND_S + sum(memoryview(b).nbytes for b in buffers) / _SLOW_BYTES_PER_S
 
 
 def _where(address: Address) -> str:

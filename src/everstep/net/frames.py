@@ -13,11 +13,14 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
 
 from everstep.errors import WireError
 from everstep.net.retry import Deadline
@@ -25,6 +28,7 @@ from everstep.net.retry import Deadline
 if TYPE_CHECKING:
     from everstep.net.tls import TlsSocket
 
+T = TypeVar("T")
 Buffer: TypeAlias = Any
 """Anything C-contiguous with the buffer protocol: bytes, memoryview, ndarray (collections.abc.Buffer is 3.12's)."""
 
@@ -92,6 +96,14 @@ def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) ->
     if body_bytes > limits.body_bytes:
         raise WireError(f"frame body of {body_bytes} bytes announced, at most {limits.body_bytes} allowed")
     return kind, flags, header_bytes, body_bytes
+
+
+def decode_header(decoder: msgspec.msgpack.Decoder[T], header: bytes, what: str) -> T:
+    """Raises WireError for whatever a stranger may have put there, and nothing else."""
+    try:
+        return decoder.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
+        raise WireError(f"malformed {what}: {error}") from None
 
 
 class FrameDecoder:
@@ -202,8 +214,10 @@ class FrameSocket:
         deadline: Deadline | None = None,
         fds: Sequence[int] = (),
         flags: int = 0,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
-        """Send one frame whose body is the buffers one after the other. ``fds`` ride along (Unix sockets only).
+        """Send one frame whose body is the buffers one after the other. ``fds`` ride along (Unix sockets only);
+        ``on_wait`` is called at every tick at which the peer has taken nothing.
 
         Raises WireError when the peer is gone, DeadlineError. After either the connection is useless: close it.
         """
@@ -215,7 +229,7 @@ class FrameSocket:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
                 sent = self._plain.sendmsg(views[:1], rights)
                 _advance(views, sent)
-            self._send_views(views, deadline)
+            self._send_views(views, deadline, on_wait)
         except OSError as error:
             raise WireError(f"the peer is gone: {_reason(error)}") from error
 
@@ -226,7 +240,9 @@ class FrameSocket:
         except OSError as error:
             raise WireError(f"the peer is gone: {_reason(error)}") from error
 
-    def _send_views(self, views: list[memoryview], deadline: Deadline | None) -> None:
+    def _send_views(
+        self, views: list[memoryview], deadline: Deadline | None, on_wait: Callable[[], None] | None = None
+    ) -> None:
         sender = self._tls if self._tls is not None else self._plain
         assert sender is not None
         while views or (self._tls is not None and self._tls.unsent):
@@ -234,8 +250,12 @@ class FrameSocket:
                 sent = sender.sendmsg(views[:_IOV_MAX])
             except BlockingIOError:
                 self._tick(deadline)
+                if on_wait is not None:
+                    on_wait()
                 continue
             _advance(views, sent)
+            if views and deadline is not None:  # a peer that takes a byte a second must not hold us for ever
+                deadline.check()
 
     def _tick(self, deadline: Deadline | None) -> None:
         if self.closed:
@@ -295,6 +315,8 @@ class FrameSocket:
                     raise ClosedError("the peer closed the connection")
                 raise WireError("the peer closed the connection within a frame")
             self._end += count
+            if deadline is not None and self._end < need:
+                deadline.check()
 
     def _read(self, view: memoryview, deadline: Deadline | None) -> None:
         """Fill the whole view: first from the read-ahead, the rest straight from the socket."""
@@ -306,6 +328,8 @@ class FrameSocket:
             if count == 0:
                 raise WireError("the peer closed the connection within a frame")
             at += count
+            if deadline is not None and at < len(view):
+                deadline.check()
 
     def _recv_some(self, view: memoryview, deadline: Deadline | None) -> int:
         while True:
@@ -345,6 +369,14 @@ class FrameSocket:
         except OSError as error:
             raise WireError(f"the peer is gone: {_reason(error)}") from error
         return bytes(self._in[:count])
+
+    def readable(self) -> bool:
+        """Whether ``recv`` would find something at once."""
+        if self._end > self._start:
+            return True
+        poller = select.poll()
+        poller.register(self.sock.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
 
     def take_fd(self) -> int | None:
         """The oldest file descriptor that came along; the caller closes it."""
