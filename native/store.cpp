@@ -157,7 +157,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
   const uint64_t size = entries_.load(std::memory_order_relaxed) ? mask_.load(std::memory_order_relaxed) + 1 : 0;
   if ((uint64_t(count_) + 1) * 10 > size * 7) grow();
   const uint32_t slot = count_;
-  if (slot == kNone - 1) throw std::length_error("a bucket holds at most 2^32 - 2 rows of a table: use more buckets");
+  if (slot == kNone - 1) throw std::runtime_error("a bucket holds at most 2^32 - 2 rows of a table: use more buckets");
   if ((slot >> table_.page_bits) == pages_.size()) pages_.push_back(pool_.take(table_.page_bytes));
   reinterpret_cast<int64_t*>(page(slot))[in_page(slot)] = key;
   float* at = this->values(slot);
@@ -534,6 +534,18 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       out.gap = out.gap < 0 ? mark.watermark : std::min(out.gap, mark.watermark);
       continue;
     }
+    // What can fail (memory for new rows) comes before the first update: a bucket has all of a batch or nothing.
+    for (size_t p = 0; p < parts.size(); ++p) {
+      PartWork& work = works[p];
+      const Run* run = work.at(b);
+      if (!run) continue;
+      Rows& rows = *bucket.rows[work.table->index];
+      for (size_t i = run->begin; i < run->end; ++i) {
+        uint32_t& slot = work.slots[i];
+        if (slot == Rows::kNone) slot = rows.find(work.part->keys[i], work.hashes[i]);
+        if (slot == Rows::kNone) slot = rows.insert(work.part->keys[i], work.hashes[i], nullptr);
+      }
+    }
     for (size_t p = 0; p < parts.size(); ++p) {
       PartWork& work = works[p];
       const Run* run = work.at(b);
@@ -545,9 +557,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
         float* values[kChunk];
         float* state[kChunk];
         for (size_t k = 0; k < m; ++k) {
-          uint32_t slot = work.slots[at + k];
-          if (slot == Rows::kNone) slot = rows.find(work.part->keys[at + k], work.hashes[at + k]);
-          if (slot == Rows::kNone) slot = rows.insert(work.part->keys[at + k], work.hashes[at + k], nullptr);
+          const uint32_t slot = work.slots[at + k];
           values[k] = rows.values(slot);
           state[k] = rows.state(slot);
           prefetch_row_write(values[k], table.dim);
