@@ -5,11 +5,11 @@ everstep run --workers 2 --ps 1 examples/01_flights_dlrm.py         # the same s
 """
 
 import torch
-from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
-from scoring import logistic_auc, score
 from torch import nn
 
 import everstep as es
+from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
+from scoring import logistic_auc, score
 
 
 class DLRM(nn.Module):

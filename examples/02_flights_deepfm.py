@@ -5,11 +5,11 @@ the "meta" device they take no memory here: their rows appear on the ps when the
 """
 
 import torch
-from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
-from scoring import logistic_auc, score
 from torch import nn
 
 import everstep as es
+from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
+from scoring import logistic_auc, score
 
 ROWS = 1 << 20  # keys are hashed to this many rows; about 62,000 are ever used
 
