@@ -43,6 +43,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token
+from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Client, Conn, Process, Violation
 from everstep.tables.protocol import (
@@ -73,7 +74,7 @@ OVERDUE_S = 1.0  # a call without an answer is said again
 
 
 class Disk:
-    """The journal as the disk keeps it: survives masters. ``log[:durable]`` is synced; the rest dies with the master."""
+    """The journal as the disk keeps it: it survives masters; what is behind ``log[:durable]`` dies with them."""
 
     def __init__(self) -> None:
         self.log: list[tuple[BrainEvent, ShardDone | None]] = []
@@ -131,7 +132,7 @@ class Master(Process):
     def die(self) -> None:
         """SIGKILL. The transaction under way may have reached the disk, or not."""
         self.alive = False
-        if self.incarnation == self.disk.incarnation:
+        if not self.outdated():
             if self.flushing > self.disk.durable and self.kernel.random() < 0.5:
                 self.disk.commit(self.flushing, self.sim)
             self.disk.crash()
@@ -148,7 +149,7 @@ class Master(Process):
         client behind ``conn``, once it is durable."""
         if not self.alive:
             return
-        if self.incarnation != self.disk.incarnation:
+        if self.outdated():
             self.superseded()
             return
         disk, sim = self.disk, self.sim
@@ -159,6 +160,15 @@ class Master(Process):
             for i in instructions:
                 if type(i) is Reply and type(i.answer) is Ok and event.shard not in sim.truth.done:
                     done = event
+        elif type(event) is ShardAsked:
+            for i in instructions:
+                if type(i) is Reply and type(i.answer) is Granted:
+                    before = sim.truth.granted.get((event.worker, event.incarnation, event.ask))
+                    current = before is not None and sim.lease_current(self.brain, before)
+                    sim.truth.grants(event.worker, event.incarnation, event.ask, i.answer.lease, current)
+        elif type(event) is MemberJoined and event.leases:
+            for lease in event.leases:
+                sim.truth.confirms(lease, sim.lease_current(self.brain, lease))
         disk.log.append((event, done))
         if sim.validate:
             self.brain.validate()
@@ -181,7 +191,7 @@ class Master(Process):
         self.later(self.sim.scenario.fsync_s * (0.5 + self.kernel.random()), self.flushed, len(self.pending))
 
     def flushed(self, n: int) -> None:
-        if self.incarnation != self.disk.incarnation:
+        if self.outdated():
             self.superseded()
             return
         self.disk.commit(self.flushing, self.sim)
@@ -191,6 +201,10 @@ class Master(Process):
             self.carry_out(*entry)
         if self.disk.durable < len(self.disk.log) or self.pending:
             self.flush()
+
+    def outdated(self) -> bool:
+        """Whether the journal refuses this master's commits."""
+        return self.incarnation != self.disk.incarnation
 
     def superseded(self) -> None:
         """A later master holds the journal: this one's commit is refused, and it ends."""
@@ -212,10 +226,6 @@ class Master(Process):
             kind = type(i)
             if kind is Reply:
                 answer = i.answer  # type: ignore[union-attr]
-                if type(event) is ShardAsked and type(answer) is Granted:
-                    before = sim.truth.granted.get((event.worker, event.incarnation, event.ask))
-                    current = before is not None and sim.lease_current(self.brain, before)
-                    sim.truth.grants(event.worker, event.incarnation, event.ask, answer.lease, current)
                 if conn is not None:
                     net.to_client(conn, handler, conn, *args, answer)
             elif kind is StartProcess:
@@ -248,7 +258,8 @@ class Master(Process):
         return self.clock
 
     def on_hello_node(self, conn: Conn, node: NodeId, places: int, ps_places: int, running: Any) -> None:
-        self.greet(conn, ("agent", node))
+        if conn.greeted or not self.greet(conn, ("agent", node)):
+            return
         self.watch.node_heard(node, self.now())
         self.record(NodeJoined(self.now(), node, "", places, ps_places, running))
         self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
@@ -256,17 +267,20 @@ class Master(Process):
     def on_hello_member(
         self, conn: Conn, key: MemberKey, incarnation: Incarnation, node: NodeId, address: Any, leases: Any
     ) -> None:
-        self.greet(conn, (key.role.value, key.slot))
+        if not self.greet(conn, (key.role.value, key.slot)):
+            return
         self.hear(self.watch.heard(key, incarnation, self.now(), (), node))
         event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases)
         self.record(event, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
 
-    def greet(self, conn: Conn, whom: tuple[str, Any]) -> None:
+    def greet(self, conn: Conn, whom: tuple[str, Any]) -> bool:
+        """Whether this hello counts: one from an older connection of the same process that arrives late does not."""
         old = self.conns.get(whom)
-        if old is not None and old is not conn and old.opened_at > conn.opened_at:
-            return
+        if old is not None and old.client is conn.client and old.opened_at > conn.opened_at:
+            return False
         self.conns[whom] = conn
         conn.greeted = True
+        return True
 
     def on_beat(self, conn: Conn, key: MemberKey | NodeId, incarnation: Incarnation, progress: Any) -> None:
         if isinstance(key, MemberKey):
@@ -285,6 +299,9 @@ class Master(Process):
             self.record(event)
 
     def tick(self) -> None:
+        if self.outdated():  # else an idle old master would keep its members for ever
+            self.superseded()
+            return
         now = self.now()
         self.watch.look(self.brain, now)
         for event in self.watch.tick(now):
@@ -333,7 +350,7 @@ class Member(Client):
         conn = self.conn
         if conn is None:
             return
-        if self.kernel.now - self.heard_at > 2 * OVERDUE_S:
+        if self.kernel.now - self.heard_at > OVERDUE_S:
             self.net.sever(conn, 0.01)
         elif self.welcome:
             self.send_beat(conn)
@@ -460,7 +477,13 @@ class Agent(Member):
 
 
 class Ps(Member):
-    """Answers from its ledger. Every apply is told to the truth."""
+    """Answers from its ledger. Every apply is told to the truth.
+
+    A later life takes over what the one before had, "as if recovered" from an image: shards that are done are complete,
+    others may have fallen back. It serves once the master knows of it, as a recovery ordered by the master does.
+    """
+
+    ledger: Ledger
 
     def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, f"ps:{slot}.{incarnation}", node)
@@ -468,10 +491,9 @@ class Ps(Member):
         self.incarnation = incarnation
         self.owned = tuple(b for b in range(sim.spec.buckets) if b % sim.spec.ps == slot)
         old = sim.servers.get(slot)
-        self.ledger = sim.parts.ledger(self.owned) if old is None else old.ledger  # as if recovered
-        self.ledger.on_apply = self.on_apply
+        self.ledger = old.ledger if old is not None else sim.parts.ledger(sim.spec.buckets, self.owned)
+        self.serving = old is None
         self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
-        self.applying: Token | None = None
 
     def hello(self, conn: Conn) -> None:
         server: Any = conn.server
@@ -484,6 +506,9 @@ class Ps(Member):
             self.exit(4)
             return
         self.welcomed(conn)
+        if not self.serving:
+            self.serving = True
+            self.sim.fall_back(self)
 
     def send_beat(self, conn: Conn) -> None:
         server: Any = conn.server
@@ -499,11 +524,9 @@ class Ps(Member):
         self.sim.truth.releases(self.key.slot, shards)
         self.ledger.release(shards)
 
-    def on_apply(self, bucket: int, shard: int, lo: int, hi: int) -> None:
-        assert self.applying is not None
-        self.sim.truth.applies(self.key.slot, BucketId(bucket), ShardKey(shard), lo, hi, self.applying.lease)
-
     def on_open(self, worker: Worker, lease: Lease) -> None:
+        if not self.serving:
+            return
         answer = self.ledger.open(lease.shard, lease.start, lease.no)
         if self.kernel.lines is not None:
             self.kernel.say(self, f"open {lease.shard:x} lease {lease.no:x} of {worker}: {answer}")
@@ -514,18 +537,25 @@ class Ps(Member):
         buckets, marks = answer
         self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, buckets, marks)
 
-    def on_push(self, worker: Worker, token: Token, bitmap: bytes) -> None:
-        sim = self.sim
+    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool) -> None:
+        sim, slot = self.sim, self.key.slot
+        shard, lo, hi = token.shard, token.lo, token.hi
+        if not self.serving:
+            return
         if token.ps_incarnation != self.incarnation and not sim.parts.no_ps_incarnation:
             answer = Pushed(0, 0, fenced=True)
         else:
-            self.applying = token
-            r = self.ledger.push(token.shard, token.lo, token.hi, token.lease, bitmap)
+            r = self.ledger.push(shard, lo, hi, token.lease, bitmap, skipped)
             answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
-            if r.gap < 0 and not r.fenced and token.shard not in sim.truth.done:
+            if r.applied:
+                bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
+                for bucket in self.owned:
+                    if bits >> bucket & 1:
+                        sim.truth.applies(slot, BucketId(bucket), shard, lo, hi, token.lease, skipped)
+            if r.gap < 0 and not r.fenced and shard not in sim.truth.done:
                 bits = int.from_bytes(bitmap, "little") if bitmap else -1
-                addressed = self.owned if bits < 0 else tuple(b for b in self.owned if bits >> b & 1)
-                sim.truth.acknowledges(self.key.slot, addressed, token.shard, token.lo, token.hi)
+                addressed = tuple(b for b in self.owned if bits >> b & 1)
+                sim.truth.acknowledges(slot, addressed, shard, lo, hi)
         if self.kernel.lines is not None:
             self.kernel.say(
                 self, f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
@@ -673,7 +703,8 @@ class Worker(Member):
 
     def computed(self, work: Work) -> None:
         self.busy = False
-        self.act(self.protocol.computed(work))
+        skip = self.sim.scenario.skip
+        self.act(self.protocol.computed(work, bool(skip) and self.kernel.random() < skip))
         self.pump()
 
     def again(self) -> None:
@@ -698,7 +729,7 @@ class Worker(Member):
             if kind is SendPush:
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
                 ps = sim.servers[a.ps]  # type: ignore[attr-defined]
-                net.send(self, ps, ps.on_push, self, a.token, a.bitmap)  # type: ignore[attr-defined]
+                net.send(self, ps, ps.on_push, self, a.token, a.bitmap, a.skipped)  # type: ignore[attr-defined]
             elif kind is SendOpen:
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
                 ps = sim.servers[a.ps]  # type: ignore[attr-defined]

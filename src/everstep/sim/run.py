@@ -14,12 +14,12 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, Note, Reply, ScaleAsked
 from everstep.brain.watch import Watch
-from everstep.ids import Incarnation, Slot
+from everstep.ids import Incarnation, ShardKey, Slot
 from everstep.model.member import Role
-from everstep.model.shard import Lease
+from everstep.model.shard import Lease, ShardState, split_key
+from everstep.native.ledger import Ledger, batch_fingerprint
 from everstep.sim.cluster import Agent, Disk, Master, Ps, Worker
 from everstep.sim.kernel import Kernel, Network, Process, Violation
-from everstep.sim.ledger import Ledger
 from everstep.sim.scenario import Scenario, random_scenario
 from everstep.sim.truth import Truth
 from everstep.tables.protocol import WorkerProtocol
@@ -70,7 +70,7 @@ class Simulation:
         self.processes: list[Worker | Ps] = []
         self.over: tuple[int, str] | None = None
         self.healed = False
-        self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = 0
+        self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
         self.master: Master = self.new_master()
         self.home = Agent(self, "node0", 0, scenario.ps)
         self.agents = {"node0": self.home}
@@ -95,6 +95,7 @@ class Simulation:
             return
         if isinstance(process, Worker):
             self.deaths += status != 0
+            self.retried += process.protocol.retried
         if process in self.processes:
             self.processes.remove(process)
         agent = self.agents.get(process.node)
@@ -190,7 +191,7 @@ class Simulation:
 
     def restart_ps(self, ps: Ps) -> None:
         """It comes back at once, in a new life, with all its state; nobody saw it go."""
-        if not ps.alive:
+        if not ps.alive or not self.home.welcome:  # a hello of its agent under way would still tell of the old life
             return
         self.kernel.say(ps, "restarts with its state")
         ps.alive = False
@@ -202,6 +203,23 @@ class Simulation:
         self.processes.append(new)
         self.home.children[Role.PS, ps.key.slot] = new
         new.start()
+
+    def fall_back(self, ps: Ps) -> None:
+        """The new life's image may be older than what the old life acknowledged, for shards that are not done."""
+        rng, brain = self.kernel.rng, self.master.brain
+        for bucket, book in ps.ledger.buckets.items():
+            for shard, mark in book.shards.items():
+                key = ShardKey(shard)
+                if key in self.truth.done or brain.shards.state(key) >= ShardState.DONE or rng.random() < 0.5:
+                    continue
+                start, _ = self.plan.bounds(split_key(key)[2])
+                lo, hi = rng.randint(start, mark[0]), mark[0]
+                if lo < hi:
+                    self.truth.undoes(bucket, key, lo, hi)
+                    book.fingerprint = (book.fingerprint - batch_fingerprint(shard, lo, hi)) & (1 << 64) - 1
+                    mark[0] = lo
+                    if self.kernel.lines is not None:
+                        self.kernel.say(ps, f"bucket {bucket} of shard {shard:x} fell back from {hi} to {lo}")
 
     def scale(self, count: int) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
@@ -232,10 +250,9 @@ class Simulation:
             raise Violation(f"not finished {scenario.heal_s:g} s after the last fault: {self.where()}")
         if self.over[0] != 0:
             raise Violation(f"the job failed: {self.over[1]}")
-        fingerprints = {b: f for ps in self.servers.values() for b, f in ps.ledger.fingerprints.items()}
+        fingerprints = {b: ps.ledger.fingerprints()[b] for ps in self.servers.values() for b in ps.owned}
         self.truth.finished(fingerprints)
         self.replay()
-        retried = 0
         return Outcome(
             self.seed,
             kernel.crc,
@@ -248,7 +265,7 @@ class Simulation:
             self.replayed,
             self.deaths,
             self.truth.applied,
-            retried,
+            self.retried,
         )
 
     def kill_again(self) -> None:

@@ -25,6 +25,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = 0.0
     duplicate: float = 0.0
     straggle: float = 0.0  # a message that takes up to 2 s
+    skip: float = 0.0  # batches whose gradients are not finite and dropped
     fsync_s: float = 0.004
     spawn_s: tuple[float, float] = (0.03, 0.15)
     restart_s: float = 0.05  # until the agent has started another master
@@ -82,6 +83,7 @@ def random_scenario(seed: int) -> Scenario:
     chaos_s = rng.uniform(1.0, 5.0)
     count = rng.randint(0, 14)
     faults = sorted((round(rng.uniform(0.1, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    ps_restarts = rng.random() < 0.15
     return Scenario(
         workers=rng.randint(1, 3),
         ps=rng.randint(1, 3),
@@ -95,12 +97,13 @@ def random_scenario(seed: int) -> Scenario:
         loss=rng.choice([0.0, 0.0, 0.01, 0.05]),
         duplicate=rng.choice([0.0, 0.02, 0.1]),
         straggle=rng.choice([0.0, 0.01, 0.05]),
+        skip=0.0 if ps_restarts else rng.choice([0.0, 0.0, 0.05]),
         fsync_s=rng.choice([0.001, 0.004, 0.03]),
         restart_s=rng.choice([0.01, 0.05, 0.5]),
         snapshot_every=rng.choice([10, 40, 10_000]),
         chaos_s=chaos_s,
         faults=tuple(faults),
-        ps_restarts=rng.random() < 0.15,
+        ps_restarts=ps_restarts,
     )
 
 

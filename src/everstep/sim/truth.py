@@ -10,23 +10,16 @@ from functools import lru_cache
 
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Lease, Plan, split_key
+from everstep.native.ledger import batch_fingerprint
 from everstep.sim.kernel import Violation
 
 _MASK = (1 << 64) - 1
 
 
-def mix64(x: int) -> int:
-    """splitmix64's finalizer."""
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
-    return x ^ x >> 31
-
-
 @lru_cache(maxsize=4096)
 def epoch_fingerprint(epoch_key: int, samples: int) -> int:
     """The order-free fingerprint that every bucket must show after one whole epoch."""
-    base = mix64(epoch_key)
-    return sum(mix64((base + position) & _MASK) for position in range(samples)) & _MASK
+    return batch_fingerprint(epoch_key << 32, 0, samples)
 
 
 class Truth:
@@ -40,6 +33,7 @@ class Truth:
         self.done: dict[ShardKey, LeaseNo] = {}
         self.granted: dict[tuple[Slot, Incarnation, int], Lease] = {}
         self.applied = 0
+        self.skipped = [0] * buckets  # fingerprints of what moved the watermark without gradients
 
     # ------------------------------------------------------------ at the ps
 
@@ -55,8 +49,10 @@ class Truth:
                 f"shard {shard:x} of epoch {epoch} opened, {self.missing[epoch - 1]} counts of the last miss"
             )
 
-    def applies(self, ps: Slot, bucket: BucketId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo) -> None:
-        """``ps`` applied positions ``[lo, hi)`` to ``bucket``."""
+    def applies(
+        self, ps: Slot, bucket: BucketId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo, skipped: bool = False
+    ) -> None:
+        """``ps`` applied positions ``[lo, hi)`` to ``bucket`` (``skipped``: moved its watermark over them)."""
         if lease != self.fence.get((ps, shard)):
             raise Violation(f"ps:{ps} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
         _, epoch, index = split_key(shard)
@@ -69,6 +65,14 @@ class Truth:
         counts[lo:hi] = b"\1" * (hi - lo)
         self.missing[epoch] -= hi - lo
         self.applied += hi - lo
+        if skipped:
+            self.skipped[bucket] += batch_fingerprint(shard, lo, hi)
+
+    def undoes(self, bucket: int, shard: ShardKey, lo: int, hi: int) -> None:
+        """``bucket`` came back from an image that lacks ``[lo, hi)``."""
+        epoch = split_key(shard)[1]
+        self.counts[epoch][bucket][lo:hi] = bytes(hi - lo)
+        self.missing[epoch] += hi - lo
 
     def acknowledges(self, ps: Slot, buckets: tuple[int, ...], shard: ShardKey, lo: int, hi: int) -> None:
         """``ps`` answered "applied or repeat" for ``[lo, hi)`` in ``buckets``: it must be so."""
@@ -97,6 +101,11 @@ class Truth:
         if lease.shard in self.done:
             raise Violation(f"shard {lease.shard:x} granted to worker:{worker} again after it was done")
 
+    def confirms(self, lease: Lease, current: bool) -> None:
+        """After a worker told that it holds ``lease``: whether it is the shard's lease now."""
+        if current and any(self.fence.get(key, 0) > lease.no for key in self.fence if key[1] == lease.shard):
+            raise Violation(f"lease {lease.no:x} of shard {lease.shard:x} is current, though a later one fenced it")
+
     def is_done(self, shard: ShardKey, lease: LeaseNo) -> None:
         """The master counts ``shard`` as done: every bucket must have all of it."""
         _, epoch, index = split_key(shard)
@@ -117,5 +126,6 @@ class Truth:
                     raise Violation(f"finished, but epoch {epoch} lacks position {row.index(0)} in bucket {bucket}")
         want = sum(epoch_fingerprint(epoch, self.plan.samples) for epoch in range(self.epochs)) & _MASK
         for bucket in range(self.buckets):
-            if fingerprints.get(bucket) != want:
-                raise Violation(f"fingerprint of bucket {bucket} is {fingerprints.get(bucket, 0):x}, not {want:x}")
+            have = (fingerprints.get(bucket, 0) + self.skipped[bucket]) & _MASK
+            if have != want:
+                raise Violation(f"fingerprint of bucket {bucket} is {have:x}, not {want:x}")
