@@ -81,7 +81,9 @@ class TlsSocket:
                     self._flush(deadline)
                     self._take(deadline)
         except ssl.SSLCertVerificationError as error:
-            raise WireError("the peer's certificate is not this job's: its secret file is another one") from error
+            from everstep.net.auth import SecretError  # final: trying again does not help
+
+            raise SecretError("the peer's certificate is not this job's: the secret file is another job's") from error
         except ssl.SSLError as error:
             raise WireError(f"TLS handshake failed: {error.reason or error}") from error
         except OSError as error:
