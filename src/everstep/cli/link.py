@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,9 @@ from everstep.net.messages import RequestType
 from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
 
 ANSWER_S = 10.0
+
+# A command says what went wrong once, through its own error; the log lines of its connection would double it.
+logging.getLogger("everstep").addHandler(logging.NullHandler())
 
 
 def connect_agent(agent: Agent, address: Callable[[], Address | None], secret: Secret) -> ControlClient:
