@@ -691,7 +691,7 @@ class Worker(Member):
             if work is None:
                 break
             queue.append(work)
-            if rng.random() < 0.1:
+            if not self.sim.healed and rng.random() < 0.1:
                 protocol.set_batch_samples(rng.randint(*self.sim.scenario.batch))
             self.act(protocol.more())
         if queue and not self.busy:

@@ -1,0 +1,393 @@
+"""Protocol bugs, planted one at a time. The simulator is worth what it catches: every one of these must be found.
+
+Each mutation replaces a part by a subclass, or patches one function for the time of a run. What is *not* here was
+tried and found harmless, because another rule makes up for it: a ragged interval pushed to all buckets (those ahead
+answer "repeat"), batches that are not cut at watermarks (gap after gap, but the shard's end brings all together), a fenced push taken for acknowledged ("done" is then refused), an adopted lease of an older number
+that no ps has fenced, an end of data said while others still work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from everstep.brain import brain as brain_module
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    InstructionType,
+    LeaseExpired,
+    MemberHeard,
+    Ok,
+    ReleaseShards,
+    Reply,
+    ShardAsked,
+    ShardDone,
+)
+from everstep.brain.members import Members, Seat
+from everstep.brain.shards import Epoch, Shards
+from everstep.brain.watch import Watch, WatchEvent
+from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.model.member import Role
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Token, shard_key, split_key
+from everstep.native.ledger import Ledger, PushResult
+from everstep.net.messages import Pushed
+from everstep.sim.cluster import Disk, Master
+from everstep.sim.kernel import Violation
+from everstep.sim.run import Parts, simulate
+from everstep.tables.protocol import Action, AskShard, WorkerProtocol, _Held, _State
+
+# ---------------------------------------------------------------- the ledger of a ps
+
+
+class NoFenceOnOpen(Ledger):
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        fences = {b: k.shards[shard][1] for b, k in self.buckets.items() if shard in k.shards}
+        answer = super().open(shard, start, lease)
+        if answer is not None:
+            for b, fence in fences.items():
+                self.buckets[b].shards[shard][1] = fence
+        return answer
+
+
+class FenceOneBucket(Ledger):
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        fences = {b: k.shards[shard][1] for b, k in list(self.buckets.items())[1:] if shard in k.shards}
+        answer = super().open(shard, start, lease)
+        if answer is not None:
+            for b, fence in fences.items():
+                self.buckets[b].shards[shard][1] = fence
+        return answer
+
+
+class PushIgnoresFence(Ledger):
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        books = [k.shards[shard] for k in self.buckets.values() if shard in k.shards]
+        fences = [book[1] for book in books]
+        for book in books:
+            book[1] = min(book[1], lease)
+        result = super().push(shard, lo, hi, lease, buckets, skipped)
+        for book, fence in zip(books, fences, strict=True):
+            book[1] = fence
+        return result
+
+
+class OpenIgnoresFence(Ledger):
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        for book in self.buckets.values():
+            if shard in book.shards:
+                book.shards[shard][1] = min(book.shards[shard][1], lease)
+        return super().open(shard, start, lease)
+
+
+class OpenStartsOver(Ledger):
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        for book in self.buckets.values():
+            if shard in book.shards and book.shards[shard][1] < lease:
+                book.shards[shard][0] = start
+        return super().open(shard, start, lease)
+
+
+class GapMovesWatermark(Ledger):
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        result = super().push(shard, lo, hi, lease, buckets, skipped)
+        if result.gap >= 0:
+            for book in self.buckets.values():
+                if shard in book.shards and book.shards[shard][0] < lo:
+                    book.shards[shard][0] = hi
+        return result
+
+
+class GapAcknowledged(Ledger):
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        return super().push(shard, lo, hi, lease, buckets, skipped)._replace(gap=-1)
+
+
+class RepeatApplied(Ledger):
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        for b in self.check_push(shard, lo, hi, lease, buckets):
+            mark = self.buckets[b].shards.get(shard)
+            if mark is not None and mark[0] == hi and mark[1] <= lease:
+                mark[0] = lo
+        return super().push(shard, lo, hi, lease, buckets, skipped)
+
+
+class OverlapApplied(Ledger):
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+        for b in self.check_push(shard, lo, hi, lease, buckets):
+            mark = self.buckets[b].shards.get(shard)
+            if mark is not None and lo < mark[0] < hi and mark[1] <= lease:
+                mark[0] = lo
+        return super().push(shard, lo, hi, lease, buckets, skipped)
+
+
+class ForgetsReleased(Ledger):
+    def release(self, shards: Sequence[int]) -> None:
+        super().release(shards)
+        self.released.clear()
+
+
+# ---------------------------------------------------------------- the brain
+
+
+class DoneOfDeadPs(Brain):
+    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
+        placement = self.state.placement
+        if placement is not None:
+            now = tuple((p.slot, p.incarnation) for p in placement.servers)
+            e = ShardDone(e.at, e.worker, e.incarnation, e.shard, e.lease, now, e.skipped)
+        return super()._shard_done(e)
+
+
+class ReturnedToNoPlace(Brain):
+    def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
+        out = super()._lease_expired(e)
+        self.lose(e.shard, bool(out))
+        return out
+
+    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+        held = list(seat.held)
+        out = super()._drop_leases(seat, at, reason)
+        for key in held:
+            self.lose(key, True)
+        return out
+
+    def lose(self, key: int, really: bool) -> None:
+        epoch = self.shards.epoch_of(key)  # type: ignore[arg-type]
+        if really and epoch is not None:
+            epoch.returned.remove(split_key(key)[2])  # type: ignore[arg-type]
+
+    def validate(self) -> None:
+        """Blind: the simulator must find it by itself."""
+
+
+class DuplicateGrant(Brain):
+    def _shard_asked(self, e: ShardAsked) -> list[InstructionType]:
+        seat = self.members.workers.get(e.worker)
+        if seat is not None and seat.member.incarnation == e.incarnation and e.dataset in seat.granted:
+            seat.granted[e.dataset].pop(e.ask, None)
+        return super()._shard_asked(e)
+
+
+class ReleasesTooMuch(Brain):
+    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
+        out = super()._shard_done(e)
+        if out and type(out[0]) is Reply and type(out[0].answer) is Ok:
+            dataset, epoch, index = split_key(e.shard)
+            out.append(ReleaseShards(tuple(shard_key(dataset, epoch, i) for i in range(index + 1))))
+        return out
+
+
+class ReleasesAtReturn(Brain):
+    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+        held = tuple(seat.held)
+        out = super()._drop_leases(seat, at, reason)
+        return [*out, ReleaseShards(held)] if held else out
+
+
+# ---------------------------------------------------------------- the worker's protocol
+
+
+class NoReconcile(WorkerProtocol):
+    def _reconcile(self, held: _Held) -> None:
+        super()._reconcile(held)
+        held.ragged = []
+
+
+class RaggedToOnePs(WorkerProtocol):
+    def _reconcile(self, held: _Held) -> None:
+        super()._reconcile(held)
+        held.ragged = [(lo, hi, dict(list(who.items())[:1])) for lo, hi, who in held.ragged]
+
+
+class DoneBeforeLastAck(WorkerProtocol):
+    def computed(self, work: Any, skipped: bool = False) -> list[Action]:
+        out = super().computed(work, skipped)
+        held = self._held.get(work.lease.no)
+        if held is not None and held.position >= held.lease.stop and not held.ragged and not held.handed:
+            held.state = _State.REPORTED
+            out.append(self._done(held))
+        return out
+
+
+class WorksBeforeAllOpened(WorkerProtocol):
+    def opened(
+        self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
+    ) -> list[Action]:
+        servers, self._servers = self._servers, {ps: self._servers.get(ps, Incarnation(0))}
+        try:
+            return super().opened(ps, lease, incarnation, buckets, watermarks)
+        finally:
+            self._servers = servers
+
+
+class GapTakenForAck(WorkerProtocol):
+    def pushed(self, ps: Slot, token: Token, answer: Pushed) -> list[Action]:
+        if answer.gap >= 0:
+            answer = Pushed(answer.applied, answer.repeats)
+        return super().pushed(ps, token, answer)
+
+
+class NeverPushesAgain(WorkerProtocol):
+    def lost(self, ps: Slot) -> list[Action]:
+        return []
+
+
+class NeverAsksAgain(WorkerProtocol):
+    def master_lost(self) -> list[Action]:
+        return [a for a in super().master_lost() if not isinstance(a, AskShard)]
+
+
+class OldLifeCounts(WorkerProtocol):
+    def placement(self, placement: Placement) -> list[Action]:
+        if self._servers:
+            self._servers = {s.slot: s.incarnation for s in placement.servers}
+            return []
+        return super().placement(placement)
+
+    def _done(self, held: _Held) -> Any:
+        held.opened = {ps: (self._servers[ps], b, w) for ps, (_, b, w) in held.opened.items()}
+        return super()._done(held)
+
+
+# ---------------------------------------------------------------- the watch
+
+
+class NeverLost(Watch):
+    def tick(self, at: float) -> list[WatchEvent]:
+        return [e for e in super().tick(at) if isinstance(e, LeaseExpired | MemberHeard)]
+
+
+class NoGrace(Watch):
+    def look(self, brain: Brain, at: float) -> None:
+        super().look(brain, at - 10.0 if self._ticked is None else at)
+
+    def _forgive(self, at: float) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- all of them
+
+
+class Mutation(NamedTuple):
+    """``catches``: a seed known to catch it, found by ``python -m everstep.sim --mutations``."""
+
+    name: str
+    what: str
+    parts: Parts
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+
+
+def _forget_incarnation(_: Members, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+    return _.of(role).get(slot)
+
+
+def _one_number_line(master_incarnation: int, counter: int) -> LeaseNo:
+    return LeaseNo(1 << 40 | counter)
+
+
+def _early_epoch(self: Epoch) -> bool:
+    return self.done + self.doing + len(self.quarantined) == self.shards
+
+
+def _adopt_anything(self: Shards, lease: Lease) -> bool:
+    epoch = self.epoch_of(lease.shard)
+    return epoch is not None and lease.shard not in self.leases and split_key(lease.shard)[2] in epoch.returned
+
+
+def _keep_snapshots(self: Disk) -> None:
+    del self.log[self.durable :]
+
+
+def _never_outdated(self: Master) -> bool:
+    return False
+
+
+def _never_validate(self: Brain) -> None:
+    """Blind: the simulator must find it by itself."""
+
+
+_BLIND = (Brain, "validate", _never_validate)
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("no-fence-on-open", "opening does not fence older leases", Parts(ledger=NoFenceOnOpen)),
+    Mutation("fence-one-bucket", "opening fences only the first bucket of a ps", Parts(ledger=FenceOneBucket)),
+    Mutation("push-ignores-fence", "a fenced push is applied", Parts(ledger=PushIgnoresFence)),
+    Mutation("open-ignores-fence", "an older lease may open after a later one", Parts(ledger=OpenIgnoresFence)),
+    Mutation("open-starts-over", "opening resets the watermarks", Parts(ledger=OpenStartsOver)),
+    Mutation("gap-moves-watermark", "a push behind a gap moves the watermark", Parts(ledger=GapMovesWatermark)),
+    Mutation("ack-before-apply", "a push that was not applied is acknowledged", Parts(ledger=GapAcknowledged)),
+    Mutation("repeat-applied", "a push sent again is applied again", Parts(ledger=RepeatApplied)),
+    Mutation("overlap-applied", "a push that overlaps the watermark is applied whole", Parts(ledger=OverlapApplied)),
+    Mutation("forgets-released", "a released shard may be opened again", Parts(ledger=ForgetsReleased)),
+    Mutation("done-of-dead-ps", "acknowledgements of a dead ps count", Parts(brain=DoneOfDeadPs)),
+    Mutation("returned-to-no-place", "a returned shard is not to do again", Parts(brain=ReturnedToNoPlace)),
+    Mutation("duplicate-grant", "one ask is granted two shards", Parts(brain=DuplicateGrant)),
+    Mutation("releases-too-much", "shards are released with a later one that is done", Parts(brain=ReleasesTooMuch)),
+    Mutation("releases-at-return", "shards are released when their worker is lost", Parts(brain=ReleasesAtReturn)),
+    Mutation(
+        "zombies-welcome",
+        "what an older incarnation says counts",
+        Parts(),
+        ((Members, "current", _forget_incarnation), _BLIND),
+    ),
+    Mutation(
+        "lease-numbers-reused",
+        "lease numbers start over with each master",
+        Parts(),
+        ((brain_module, "lease_no", _one_number_line), _BLIND),
+    ),
+    Mutation(
+        "early-epoch",
+        "an epoch begins while shards of the last one are worked on",
+        Parts(),
+        ((Epoch, "finished", property(_early_epoch)), _BLIND),
+    ),
+    Mutation(
+        "adopts-fenced-lease",
+        "a lease that was taken back is adopted again",
+        Parts(),
+        ((Shards, "can_adopt", _adopt_anything), _BLIND),
+    ),
+    Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
+    Mutation("snapshot-ahead", "a snapshot of unsynced events is used", Parts(), ((Disk, "crash", _keep_snapshots),)),
+    Mutation(
+        "two-masters", "the journal takes an older master's events", Parts(), ((Master, "outdated", _never_outdated),)
+    ),
+    Mutation("no-reconcile", "a new owner goes on from the highest watermark", Parts(protocol=NoReconcile)),
+    Mutation("ragged-to-one-ps", "a ragged interval goes to one ps only", Parts(protocol=RaggedToOnePs)),
+    Mutation("done-before-last-ack", "done is said with the last push", Parts(protocol=DoneBeforeLastAck)),
+    Mutation("works-before-opened", "work begins at the first ps that opened", Parts(protocol=WorksBeforeAllOpened)),
+    Mutation("gap-taken-for-ack", "the answer gap counts as acknowledged", Parts(protocol=GapTakenForAck)),
+    Mutation("never-pushes-again", "a lost push is not sent again", Parts(protocol=NeverPushesAgain)),
+    Mutation("never-asks-again", "a lost ask is not sent again", Parts(protocol=NeverAsksAgain)),
+    Mutation("old-life-counts", "a ps in a new life is not opened again", Parts(protocol=OldLifeCounts)),
+    Mutation("never-lost", "silence is never told", Parts(watch=NeverLost)),
+    Mutation("no-grace", "a new master takes the silence before it for theirs", Parts(watch=NoGrace)),
+)
+
+
+@contextmanager
+def planted(mutation: Mutation) -> Iterator[Parts]:
+    """The mutation's patches are in force inside the with-block (this process only)."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in mutation.patches:
+            saved.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, value)
+        yield mutation.parts
+    finally:
+        for owner, name, value in reversed(saved):
+            setattr(owner, name, value)
+
+
+def catch(mutation: Mutation, seeds: range, run: Callable[..., object] = simulate) -> tuple[int, str] | None:
+    """The first seed whose run finds the bug, and how; None if none does."""
+    with planted(mutation) as parts:
+        for seed in seeds:
+            try:
+                run(seed, parts=parts)
+            except (Violation, AssertionError, KeyError, ValueError, IndexError) as error:
+                return seed, f"{type(error).__name__}: {error}"
+    return None
