@@ -94,12 +94,12 @@ def tune_tcp(sock: socket.socket) -> None:
 
 def listen_tcp(host: str, port: int) -> socket.socket:
     """Listen at ``host:port`` (0: any free port). Raises PlatformError in one line: in use, not this machine's."""
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
+        raise PlatformError(f"cannot listen on {host}:{port}: a port is a number from 0 to 65535")
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         raise PlatformError(f"cannot listen on {host}:{port}: no such host ({error})") from None
-    except OverflowError:
-        raise PlatformError(f"cannot listen on {host}:{port}: a port is a number from 0 to 65535") from None
     family, kind, proto, _name, address = found[0]
     sock = socket.socket(family, kind, proto)
     try:
