@@ -108,8 +108,6 @@ class Master(Process):
         self.conns: dict[tuple[str, int], Conn] = {}
         self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], BrainEvent]] = []
         self.flushing = 0  # up to here, when the fsync under way returns
-        self.since_snapshot = 0
-        self.rejoined = False
         disk = self.disk
         # As the real journal: opening it raises the fence in its own transaction.
         disk.incarnation += 1
@@ -174,9 +172,7 @@ class Master(Process):
             self.brain.validate()
         if self.kernel.lines is not None:
             sim.say_event(self, event, instructions)
-        self.since_snapshot += 1
-        if self.since_snapshot >= sim.scenario.snapshot_every:
-            self.since_snapshot = 0
+        if len(disk.log) - (disk.snapshots[-1][0] if disk.snapshots else 0) >= sim.scenario.snapshot_every:
             disk.snapshots.append((len(disk.log), self.brain.snapshot()))
             del disk.snapshots[:-3]
         if sim.parts.early_replies:

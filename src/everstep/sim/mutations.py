@@ -2,8 +2,8 @@
 
 Each mutation replaces a part by a subclass, or patches one function for the time of a run. What is *not* here was
 tried and found harmless, because another rule makes up for it: a ragged interval pushed to all buckets (those ahead
-answer "repeat"), batches that are not cut at watermarks (gap after gap, but the shard's end brings all together), a fenced push taken for acknowledged ("done" is then refused), an adopted lease of an older number
-that no ps has fenced, an end of data said while others still work.
+answer "repeat"), batches that are not cut at watermarks (gap after gap, but the shard's end brings all together), a
+fenced push taken for acknowledged ("done" is then refused), an end of data said while others still work.
 """
 
 from __future__ import annotations
