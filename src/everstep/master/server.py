@@ -462,6 +462,7 @@ def serve(run_dir: Path) -> int:
     """Be the master of ``run_dir`` until the job is over; returns the exit status."""
     import uvloop
 
+    sys.setswitchinterval(0.0005)  # the journal's writer must not wait 5 ms for its turn
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
