@@ -119,12 +119,11 @@ class PsOptimizer(torch.optim.Optimizer):
     schedulers work on its ``param_groups`` (or on those of the optimizer it was made from: they are the same)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int, stepper: Stepper) -> None:
-        if optimizer.state:
+        if any(float(s.get("step", 1)) > 0 for s in optimizer.state.values()):  # Adagrad's begins with step 0
             raise ScriptError("this optimizer has stepped already: give job.optimizer a fresh one")
         specs = [twin_of(optimizer, group) for group in optimizer.param_groups]
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
-        self._twin_name = type(optimizer).__name__
         self._stepper = stepper
         self.groups = [
             DenseGroup(f"dense/{index}/{i}", group, spec)
@@ -132,7 +131,7 @@ class PsOptimizer(torch.optim.Optimizer):
         ]
 
     def __repr__(self) -> str:
-        return f"<PsOptimizer {self._twin_name} {self.groups}>"
+        return f"<PsOptimizer of {len(self.param_groups)} groups>"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand the gradients to the ps. They are applied in the background; the next batches bring the new values."""

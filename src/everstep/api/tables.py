@@ -320,13 +320,13 @@ class TableSet:
                     raise InternalError(f"Scan was answered with {answer!r}")
                 n, at = answer.n, 8 * answer.n
                 keys.append(np.frombuffer(body[:at], np.int64).copy())
-                values.append(np.frombuffer(body[at : at + 4 * n * spec.dim], np.float32).reshape(n, -1).copy())
+                values.append(np.frombuffer(body[at : at + 4 * n * spec.dim], np.float32).reshape(n, spec.dim).copy())
                 at += 4 * n * spec.dim
                 states.append(np.frombuffer(body[at : at + 4 * n * state], np.float32).reshape(n, state).copy())
                 slot = answer.next_slot
         all_keys = np.concatenate(keys) if keys else np.empty(0, np.int64)
         order = np.argsort(all_keys, kind="stable")
-        all_values = np.concatenate([v.reshape(-1, spec.dim) for v in values])[order]
+        all_values = np.concatenate(values)[order]
         return all_keys[order], all_values, np.concatenate(states)[order]
 
     def export(self, table: str) -> dict[str, Tensor]:

@@ -156,7 +156,8 @@ class SocketLink:
 
     def _once(self, connection: Connection, message: Sendable) -> tuple[DataAnswer, memoryview]:
         if self._shared or not isinstance(message, Pull | Push | Put):
-            return connection.request(message, timeout_s=self._answer_s)
+            answer, body = connection.request(message, timeout_s=self._answer_s)
+            return answer, memoryview(bytes(body))  # its buffer is the connection's, good until the next answer
         if isinstance(message, Pull):
             return self._pull(connection, message)
         buffers: list[memoryview] = []
