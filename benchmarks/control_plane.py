@@ -1,9 +1,9 @@
 """Control plane: durable lease and done reports a second, beside a bare echo on the same wire; memory; planning.
 
 ``python -m benchmarks.control_plane [--quick]``. Sixteen client processes ask for shards and report them done as fast
-as the answers come (two requests in flight each, as a worker that asks one ahead; then sixteen); every answer waits for the fsync of
-its journal entry. Rounds alternate with the same clients against an echo server of the same wire that decides nothing
-and writes nothing.
+as the answers come (two requests in flight each, as a worker that asks one ahead; then sixteen); every answer waits
+for the fsync of its journal entry. Rounds alternate with the same clients against an echo server of the same wire
+that decides nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _register(run_dir: Path) -> None:
 
 
 def memory_main() -> None:
-    """100,000 shards, all handed out (the costliest state), and 1,000 members in one brain; prints the process's RSS."""
+    """100,000 shards, all handed out (the costliest state), and 1,000 members in one brain; prints the RSS."""
     import everstep.master.server  # noqa: F401  (what a master has loaded)
 
     brain = Brain()

@@ -1,0 +1,167 @@
+"""Silence in virtual seconds."""
+
+from __future__ import annotations
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    LeaseExpired,
+    MasterStarted,
+    MemberHeard,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    PlanRegistered,
+    ShardAsked,
+)
+from everstep.brain.watch import TICK_S, Watch, WatchEvent
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Address, MemberKey, Role
+from everstep.model.shard import Plan
+
+SPEC = JobSpec(workers=2, ps=1, suspect_after_s=3.0, lost_after_s=8.0, lease_s=20.0)
+NODE = NodeId("node0")
+ONE = Incarnation(1)
+W0, W1, PS = MemberKey(Role.WORKER, Slot(0)), MemberKey(Role.WORKER, Slot(1)), MemberKey(Role.PS, Slot(0))
+
+
+def started() -> Brain:
+    brain = Brain()
+    brain.handle(MasterStarted(0.0, ONE, SPEC))
+    brain.handle(NodeJoined(0.0, NODE, "", 0, 0))
+    brain.handle(MemberJoined(0.0, Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x")))
+    for slot in (Slot(0), Slot(1)):
+        brain.handle(MemberJoined(0.0, Role.WORKER, slot, ONE, NODE, 1))
+    brain.handle(PlanRegistered(0.0, Slot(0), ONE, Plan(name="d", samples=100, shard_samples=10, seed=0)))
+    return brain
+
+
+class Time:
+    """Runs brain and watch; those named in ``beating`` send a heartbeat every second."""
+
+    def __init__(self, brain: Brain) -> None:
+        self.brain, self.watch, self.at = brain, Watch(SPEC), 0.0
+        self.beating: set[MemberKey] = {W0, W1, PS}
+        self.agent_beats = True
+        self.progress: dict[int, int] = {}
+        self.seen: list[WatchEvent] = []
+        self.watch.look(brain, 0.0)
+
+    def run(self, seconds: float) -> list[WatchEvent]:
+        seen: list[WatchEvent] = []
+        for _ in range(round(seconds / TICK_S)):
+            self.at += TICK_S
+            if self.at % 1.0 == 0.0:
+                for key in self.beating:
+                    progress = tuple((no, position) for no, position in self.progress.items())
+                    seen += self.watch.heard(key, ONE, self.at, progress)  # type: ignore[arg-type]
+                if self.agent_beats:
+                    self.watch.node_heard(NODE, self.at)
+            self.watch.look(self.brain, self.at)
+            seen += self.watch.tick(self.at)
+        for event in seen:
+            self.brain.handle(event)
+        return seen
+
+
+def test_everyone_beats_nothing_happens() -> None:
+    assert Time(started()).run(60.0) == []
+
+
+def test_a_silent_worker_is_suspect_then_lost_once_each() -> None:
+    time = Time(started())
+    time.run(2.0)
+    time.beating.discard(W0)
+    (suspect,) = time.run(4.0)
+    assert isinstance(suspect, MemberSilent) and not suspect.lost
+    assert 3.0 <= suspect.silent_s <= 3.0 + TICK_S
+    (lost,) = time.run(10.0)
+    assert isinstance(lost, MemberSilent) and lost.lost and (lost.role, lost.slot) == (Role.WORKER, 0)
+    assert 8.0 <= lost.silent_s <= 8.0 + TICK_S
+
+
+def test_a_suspect_that_is_heard_again_is_forgiven() -> None:
+    time = Time(started())
+    time.beating.discard(W1)
+    time.run(4.0)
+    time.beating.add(W1)
+    heard = time.run(2.0)
+    assert [type(e) for e in heard] == [MemberHeard]
+    assert time.run(30.0) == []
+
+
+def test_a_pause_of_the_master_costs_nobody_anything() -> None:
+    time = Time(started())
+    time.run(2.0)
+    time.at += 100.0  # SIGSTOP of the master: beats lie unread
+    assert time.run(2.0) == []
+
+
+def test_a_clock_that_goes_back_costs_nobody_anything() -> None:
+    time = Time(started())
+    time.at = 1000.0
+    time.run(2.0)
+    time.at = 500.0
+    assert time.run(30.0) == []
+
+
+def test_after_a_restart_of_the_master_everyone_known_has_the_full_time() -> None:
+    brain = started()
+    watch = Watch(SPEC)
+    watch.look(brain, 1000.0)
+    ticks = [1000.0 + TICK_S * n for n in range(1, 60)]
+    lost = [e for at in ticks for e in watch.tick(at) if isinstance(e, MemberSilent) and e.lost]
+    assert {(e.role, e.slot) for e in lost} == {(Role.WORKER, 0), (Role.WORKER, 1), (Role.PS, 0)}
+    assert all(e.at - 1000.0 >= 8.0 for e in lost)
+
+
+def test_a_silent_agent_is_no_lost_node_while_its_members_beat() -> None:
+    time = Time(started())
+    time.agent_beats = False
+    assert time.run(60.0) == []
+
+
+def test_a_silent_node_is_lost_and_named_before_its_members() -> None:
+    time = Time(started())
+    time.agent_beats = False
+    time.beating = set()
+    events = [e for e in time.run(20.0) if not (isinstance(e, MemberSilent) and not e.lost)]
+    assert isinstance(events[0], NodeLost)
+    assert len([e for e in events if isinstance(e, NodeLost)]) == 1
+
+
+def test_a_lease_without_progress_expires_and_one_with_progress_does_not() -> None:
+    brain = started()
+    for slot in (Slot(0), Slot(1)):
+        brain.handle(ShardAsked(0.0, slot, ONE, 0, 1, 1))
+    time = Time(brain)
+    stuck, moving = sorted(held.no for held in brain.leases.values())
+    position = 10
+    expired: list[WatchEvent] = []
+    for _ in range(25):
+        time.progress = {moving: position}
+        expired += time.run(1.0)
+        position += 1
+    (event,) = expired
+    assert isinstance(event, LeaseExpired) and event.lease == stuck
+    assert event.idle_s >= 20.0
+    assert time.watch.position(moving, 0) == position - 1
+
+
+def test_a_replaced_process_is_not_heard() -> None:
+    watch = Watch(SPEC)
+    watch.tick(0.0)
+    watch.heard(W0, Incarnation(2), 0.0)
+    events: list[WatchEvent] = []
+    for n in range(1, 40):
+        watch.heard(W0, Incarnation(1), n * TICK_S)
+        events += watch.tick(n * TICK_S)
+    assert any(isinstance(e, MemberSilent) and e.lost and e.incarnation == 2 for e in events)
+
+
+def test_forget_stops_the_clock() -> None:
+    watch = Watch(SPEC)
+    watch.heard(W0, ONE, 0.0)
+    watch.forget(W0, ONE)
+    assert [e for n in range(60) for e in watch.tick(n * TICK_S)] == []

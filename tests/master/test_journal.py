@@ -1,0 +1,224 @@
+"""The journal: durable, restorable, owned by one master."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    BrainEvent,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    PlanRegistered,
+    ShardAsked,
+    ShardDone,
+)
+from everstep.cli.explain import explain
+from everstep.cli.replay import replay
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Address, Role
+from everstep.model.shard import Plan, lease_no, shard_key
+from everstep.storage.journal import Journal, digest_of, read_journal
+
+ONE = Incarnation(1)
+NODE = NodeId("node0")
+
+
+def events(shards: int = 50) -> list[BrainEvent]:
+    out: list[BrainEvent] = [
+        MasterStarted(1.0, ONE, JobSpec(workers=1, ps=1, buckets=4)),
+        NodeJoined(2.0, NODE, "", 0, 0),
+        MemberJoined(3.0, Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x")),
+        MemberJoined(4.0, Role.WORKER, Slot(0), ONE, NODE, 2),
+        PlanRegistered(5.0, Slot(0), ONE, Plan(name="d", samples=10 * shards, shard_samples=10, seed=0)),
+    ]
+    for n in range(shards):
+        out.append(ShardAsked(6.0 + n, Slot(0), ONE, 0, 1, n + 1))
+        lease = lease_no(1, n + 1)
+        out.append(ShardDone(6.5 + n, Slot(0), ONE, shard_key(0, 0, n), lease, ((Slot(0), ONE),)))
+    return out
+
+
+def write(path: Path, story: list[BrainEvent], **options: int) -> Brain:
+    brain = Brain()
+    journal = Journal(path, **options)  # type: ignore[arg-type]
+    for event in story:
+        journal.append(event, brain.handle(event))
+        journal.maybe_snapshot(brain)
+    journal.flush()
+    journal.close()
+    return brain
+
+
+def test_restore_is_the_fold_of_all_events(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    brain = write(path, events())
+    journal = Journal(path)
+    restored = journal.restore()
+    journal.close()
+    assert restored.brain.snapshot() == brain.snapshot()
+    assert (restored.seq, restored.replayed, restored.at) == (105, 105, 55.5)
+    assert journal.incarnation == 2
+
+
+def test_snapshots_shorten_the_replay_and_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    brain = write(path, events(), snapshot_every=30)
+    journal = Journal(path)
+    restored = journal.restore()
+    journal.close()
+    assert restored.replayed < 30
+    assert restored.brain.snapshot() == brain.snapshot()
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT COUNT(*) FROM snapshots").fetchone() == (2,)
+    db.close()
+    assert len(list(read_journal(path))) == 105
+
+
+def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    brain = write(path, events(), snapshot_every=30)
+    db = sqlite3.connect(path)
+    db.execute("UPDATE snapshots SET state = x'00'")
+    db.commit()
+    db.close()
+    journal = Journal(path)
+    restored = journal.restore()
+    journal.close()
+    assert restored.replayed == 105
+    assert restored.brain.snapshot() == brain.snapshot()
+
+
+def test_nothing_undurable_is_called_durable(tmp_path: Path) -> None:
+    """What a second reader sees at the moment of ``on_durable`` holds at least that event."""
+    path = tmp_path / "journal.sqlite"
+    seen: list[tuple[int, int]] = []
+    reader = sqlite3.connect(path, check_same_thread=False)
+
+    def durable(seq: int) -> None:
+        seen.append((seq, reader.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]))
+
+    journal = Journal(path, on_durable=durable)
+    for event in events():
+        journal.append(event)
+    journal.flush()
+    journal.close()
+    reader.close()
+    assert seen and seen[-1][0] == 105
+    assert all(there >= told for told, there in seen)
+    assert len(seen) < 105  # groups: not one sync an event
+
+
+def test_waiting_for_one_event(tmp_path: Path) -> None:
+    async def story() -> int:
+        journal = Journal(tmp_path / "journal.sqlite")
+        seqs = [journal.append(event) for event in events(5)]
+        await asyncio.gather(*(journal.durable(seq) for seq in seqs))
+        await journal.durable(seqs[0])
+        durable = journal.durable_seq
+        journal.close()
+        return durable
+
+    assert asyncio.run(story()) == 15
+
+
+def test_a_second_master_fences_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    told: list[EverstepError] = []
+    old = Journal(path, on_error=told.append)
+    old.append(events()[0])
+    old.flush()
+    new = Journal(path)
+    old.append(events()[1])
+    with pytest.raises(FencedError, match=r"#1 was replaced.*belongs to #2"):
+        old.flush()
+    with pytest.raises(FencedError):
+        old.append(events()[2])
+    new.append(events()[1])
+    new.flush()
+    assert isinstance(told[0], FencedError)
+    old.close()
+    new.close()
+    assert [entry.seq for entry in read_journal(path)] == [1, 2]
+
+
+def test_a_given_incarnation_must_be_newer(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path, ONE).close()
+    with pytest.raises(FencedError):
+        Journal(path, ONE)
+
+
+def test_a_full_disk_is_one_clear_line_and_nothing_after_it_counts(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    told: list[EverstepError] = []
+    journal = Journal(path, on_error=told.append)
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages + 4}")
+    with pytest.raises(PlatformError, match="disk is full") as caught:
+        for event in events(5000):
+            journal.append(event)
+        journal.flush()
+    assert "\n" not in str(caught.value)
+    assert told
+    with pytest.raises(PlatformError):
+        journal.append(events()[0])
+    journal.close()
+
+
+def test_files_that_are_no_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"this is not a database, and longer than a header" * 100)
+    with pytest.raises(PlatformError, match="damaged or no journal"):
+        Journal(path)
+    with pytest.raises(PlatformError):
+        list(read_journal(path))
+    with pytest.raises(ConfigError, match="does not exist"):
+        list(read_journal(tmp_path / "nothing.sqlite"))
+    with pytest.raises(PlatformError):
+        Journal(tmp_path / "no" / "folder" / "journal.sqlite")
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    db = sqlite3.connect(path)
+    db.execute("UPDATE meta SET value = 99 WHERE key = 'version'")
+    db.commit()
+    db.close()
+    with pytest.raises(ConfigError, match="journal version 99"):
+        Journal(path)
+
+
+def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    write(path, events())
+    assert replay(tmp_path).ok
+    db = sqlite3.connect(path)
+    db.execute("UPDATE events SET digest = ? WHERE seq IN (40, 60)", (digest_of([]),))
+    db.commit()
+    db.close()
+    result = replay(tmp_path)
+    assert result.difference is not None
+    assert result.difference.seq == 40
+    assert result.difference.expected == digest_of([]).hex() != result.difference.actual
+    assert "event 40" in result.lines()[0]
+
+
+def test_explain_gives_reasons(tmp_path: Path) -> None:
+    write(tmp_path / "journal.sqlite", events(2))
+    text = "\n".join(explain(tmp_path))
+    assert "place buckets: all 1 ps have joined" in text
+    assert "epoch finished: 'd' epoch 0: all 2 shards are done" in text
+    worker = "\n".join(explain(tmp_path, "worker:0"))
+    assert "start: the job wants this worker" in worker
+    assert "place buckets" not in worker
+    with pytest.raises(ConfigError, match="worker:7 is not part of this job"):
+        list(explain(tmp_path, "worker:7"))
