@@ -85,9 +85,20 @@ def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtyp
 def _read_csv(file: Path) -> pa.Table:
     delimiter = "\t" if ".tsv" in file.suffixes else ","
     try:
-        return pacsv.read_csv(file, parse_options=pacsv.ParseOptions(delimiter=delimiter))
+        table = pacsv.read_csv(file, parse_options=pacsv.ParseOptions(delimiter=delimiter))
     except pa.ArrowInvalid as error:
         raise DataError(f"{str(file)!r} is no readable CSV file: {one_line(error)}") from None
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        # The reader takes whole numbers beyond int64 for floats: ids would be rounded without a word.
+        if pa.types.is_float64(column.type):
+            values = column.to_numpy()
+            values = values[np.isfinite(values)]
+            far = values[np.abs(values) >= 2.0**63]
+            if far.size and (values % 1 == 0).all():
+                raise DataError(
+                    f"{str(file)!r}: column {name!r} holds whole numbers outside of int64 (about {far[0]:.0f})"
+                )
+    return table
 
 
 def _read_arrow(file: Path) -> pa.Table:
@@ -201,6 +212,8 @@ class ParquetSource:
         return self._fingerprint
 
     def read(self, indices: Int64s) -> Batch:
+        if not len(indices):
+            return {key: array[:0] for key, array in self._load(0).items()}
         place = np.searchsorted(self._starts, indices, side="right") - 1
         order = np.argsort(place, kind="stable")
         groups, first = np.unique(place[order], return_index=True)
@@ -212,8 +225,6 @@ class ParquetSource:
                 if key not in out:
                     out[key] = np.empty((len(indices), *array.shape[1:]), array.dtype)
                 out[key][rows] = array[within]
-        if not out:
-            out = {key: array[:0] for key, array in self._load(0).items()}
         return out
 
     def in_memory(self) -> ArraySource:
