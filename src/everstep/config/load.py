@@ -238,10 +238,20 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         raise ConfigError(f"job file {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read: {error}") from None
+    try:
+        yield from _entries(path, text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path} line {mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{place}: no valid YAML: {problem}") from None
+
+
+def _entries(path: Path, text: str) -> Iterator[tuple[str, Any, int]]:
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
-        if node is None:
+        if node is None or node.tag == "tag:yaml.org,2002:null":
             return
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path} line {node.start_mark.line + 1}: expected lines such as 'workers: 2'")
@@ -254,11 +264,6 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
                 raise ConfigError(f"{path} line {line}: {field} was given in line {seen[field]} already")
             seen[field] = line
             yield field, loader.construct_object(value_node, deep=True), line
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path} line {mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{place}: no valid YAML: {problem}") from None
     finally:
         loader.dispose()
 

@@ -1,0 +1,225 @@
+"""Settings: precedence, origins, and every mistake as one line with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.config.load import (
+    FORMAT,
+    check_script,
+    load_spec,
+    new_run_dir,
+    parse_host_port,
+    read_origins,
+    read_spec,
+    save_spec,
+)
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError, EverstepError, PlatformError
+
+
+def yaml_of(folder: Path, text: str) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(path: Path | None, flags: dict[str, Any], env: dict[str, str], *words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_spec(path, flags, env)
+    text = str(error.value)
+    assert error.value.exit_code == 2 and "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+def test_defaults() -> None:
+    spec, origins = load_spec(None, {}, {"PATH": "/bin", "EVERSTEP_DEBUG": "1", "EVERSTEP_RUN_DIR": "/x"})
+    assert spec == JobSpec()
+    assert set(origins) == set(JobSpec.__struct_fields__) and set(origins.values()) == {"default"}
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    path = yaml_of(tmp_path, "# a job\nworkers: 2\nps: 2\nseed: 2\n")
+    env = {"EVERSTEP_WORKERS": "3", "EVERSTEP_PS": "3"}
+    spec, origins = load_spec(path, {"workers": 4, "name": None}, env)
+    assert (spec.workers, spec.ps, spec.seed, spec.buckets) == (4, 3, 2, 64)
+    assert origins["workers"] == "--workers"
+    assert origins["ps"] == "EVERSTEP_PS"
+    assert origins["seed"] == f"{path} line 4"
+    assert origins["buckets"] == "default"
+
+
+def test_every_type_from_every_place(tmp_path: Path) -> None:
+    path = yaml_of(
+        tmp_path,
+        "name: a.b-c\nargs: [--epochs, 3]\nlease_s: 2m\nsuspect_after_s: 1\nlost_after_s: 2.5\n"
+        "skip_quarantined: true\nnonfinite: skip\nbind: '[::1]:0'\n",
+    )
+    spec, _ = load_spec(path, {"preload": ("a", "b")}, {"EVERSTEP_MAX_RESTARTS": " 5 "})
+    assert spec.args == ("--epochs", "3") and spec.lease_s == 120.0 and spec.lost_after_s == 2.5
+    assert spec.skip_quarantined and spec.preload == ("a", "b") and spec.max_restarts == 5
+    env = {"EVERSTEP_ARGS": "--name 'two words'", "EVERSTEP_SKIP_QUARANTINED": "no", "EVERSTEP_LEASE_S": "500ms"}
+    spec, _ = load_spec(path, {}, env)
+    assert spec.args == ("--name", "two words") and not spec.skip_quarantined and spec.lease_s == 0.5
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_is_all_defaults(text: str, tmp_path: Path) -> None:
+    assert load_spec(yaml_of(tmp_path, text), {}, {})[0] == JobSpec()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("workers: 2\nwokers: 3\n", ("line 2", "'wokers'", "did you mean 'workers'")),
+        ("zzzz: 1\n", ("line 1", "'zzzz'", "known: name")),
+        ("\nworkers: two\n", ("line 2", "workers = 'two'", "whole number")),
+        ("workers: 2.5\n", ("workers = 2.5", "whole number")),
+        ("workers: true\n", ("workers = True", "whole number")),
+        ("workers:\n", ("workers = None", "whole number")),
+        ("workers: [1]\n", ("workers = [1]", "whole number")),
+        ("lease_s: soon\n", ("lease_s = 'soon'", "seconds")),
+        ("lease_s: 3 parsecs\n", ("lease_s", "parsecs")),
+        ("args: --epochs 3\n", ("args", "list of texts")),
+        ("args: [{a: 1}]\n", ("args", "list of texts")),
+        ("name: 7\n", ("name = 7", "a text")),
+        ("skip_quarantined: maybe\n", ("skip_quarantined", "true or false")),
+        ("consistency: sync\n", ("consistency = 'sync'", "expected 'async'")),
+        ("nonfinite: ignore\n", ("nonfinite", "'raise' or 'skip'")),
+        ("nonfinite: [raise]\n", ("nonfinite", "'raise' or 'skip'")),
+        ("workers: 1\nps: 1\nworkers: 2\n", ("line 3", "given in line 1")),
+        ("- workers\n", ("line 1", "expected lines such as")),
+        ("just text\n", ("line 1", "expected lines such as")),
+        ("workers: [1\nps: 2\n", ("no valid YAML", "line")),
+        ("workers: 1\n\tps: 2\n", ("no valid YAML", "line 2")),
+        ("name: a\x01b\n", ("no valid YAML", "special characters")),
+        ("a: 1\n---\nb: 2\n", ("no valid YAML", "line")),
+        ("seed: !!python/object/apply:os.system ['true']\n", ("no valid YAML", "line 1")),
+    ],
+)
+def test_mistakes_in_the_file(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(yaml_of(tmp_path, text), {}, {}, "job.yaml", *words)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    refused(tmp_path / "no.yaml", {}, {}, "no.yaml", "does not exist")
+    refused(tmp_path, {}, {}, "cannot be read")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    refused(tmp_path / "b.yaml", {}, {}, "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"workers": 0}, ("workers = 0", "(--workers)", "from 1")),
+        ({"ps": 0}, ("ps = 0",)),
+        ({"ps": -1}, ("ps = -1",)),
+        ({"seed": -1}, ("seed = -1",)),
+        ({"buckets": 4097}, ("buckets = 4097", "4096")),
+        ({"buckets": 2, "ps": 3}, ("ps = 3", "buckets = 2")),
+        ({"lease_s": float("nan")}, ("lease_s",)),
+        ({"suspect_after_s": 5.0, "lost_after_s": 5.0}, ("lost_after_s", "suspect_after_s = 5.0")),
+        ({"name": "../up"}, ("name = '../up'",)),
+        ({"name": ""}, ("name = ''",)),
+        ({"bind": "nohost"}, ("bind = 'nohost'", "HOST:PORT")),
+        ({"bind": "h:70000"}, ("HOST:PORT", "65535")),
+        ({"bind": ":80"}, ("HOST:PORT",)),
+        ({"wrokers": 1}, ("--wrokers", "did you mean 'workers'")),
+        ({"run_dirr": 1}, ("--run-dirr", "did you mean 'run_dir'")),
+    ],
+)
+def test_values_out_of_range(flags: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(None, flags, {}, *words)
+
+
+def test_mistakes_in_the_environment() -> None:
+    refused(None, {}, {"EVERSTEP_WORKERS": "many"}, "EVERSTEP_WORKERS", "'many'", "whole number")
+    refused(None, {}, {"EVERSTEP_ARGS": "'open"}, "EVERSTEP_ARGS")
+    refused(None, {}, {"EVERSTEP_PS": "0"}, "ps = 0", "EVERSTEP_PS")
+
+
+def test_host_and_port() -> None:
+    assert parse_host_port("10.0.0.1:7000", "x") == ("10.0.0.1", 7000)
+    assert parse_host_port("[::1]:0", "x") == ("::1", 0)
+    for text in ["", "a", "a:", "a:b", "::1:80", "a:1:2", "a: 80"]:
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            parse_host_port(text, "--join")
+
+
+# ---- scripts -------------------------------------------------------------------------------------------------
+
+
+def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "binary.py").write_bytes(b"\x7fELF\0\0")
+    monkeypatch.chdir(tmp_path)
+    assert check_script("train.py") == tmp_path / "train.py"
+    for script, words in [
+        ("", "no training script"),
+        ("trian.py", "did you mean 'train.py'"),
+        ("nowhere/x.py", "does not exist"),
+        (str(tmp_path), "is a directory"),
+        ("binary.py", "no Python"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as error:
+            check_script(script)
+        assert "\n" not in str(error.value)
+
+
+# ---- run directories -----------------------------------------------------------------------------------------
+
+
+def test_a_spec_comes_back(tmp_path: Path) -> None:
+    spec = JobSpec(name="x", workers=3, args=("--a", "b c"), lease_s=7.5, preload=("numpy",))
+    save_spec(tmp_path, spec, {"workers": "--workers"})
+    assert read_spec(tmp_path) == spec and read_origins(tmp_path) == {"workers": "--workers"}
+    assert [p.name for p in tmp_path.iterdir()] == ["job.json"]
+    save_spec(tmp_path, JobSpec(), {})
+    assert read_spec(tmp_path) == JobSpec()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no run directory"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "has no version"),
+        (json.dumps({"version": FORMAT, "spec": {"workers": "two"}}), "is damaged"),
+        (json.dumps({"version": FORMAT, "spec": {"wrokers": 2}}), "is damaged"),
+        (json.dumps({"version": FORMAT}), "is damaged"),
+        (json.dumps({"version": FORMAT + 1, "package": "9.9.9", "spec": {}}), "9.9.9"),
+        (json.dumps({"version": "old", "spec": {}}), "format 'old'"),
+    ],
+)
+def test_directories_that_are_no_runs_of_ours(content: str | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "job.json").write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        read_spec(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_spec(tmp_path / "no")
+
+
+def test_new_run_directories_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [new_run_dir("job") for _ in range(5)]
+    assert len(set(made)) == 5 and all(p.is_dir() and p.parent == tmp_path / "runs" for p in made)
+    assert new_run_dir("job", tmp_path / "other").parent == tmp_path / "other"
+
+
+def test_no_place_for_a_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file in the way")
+    with pytest.raises(PlatformError, match="cannot create a run directory"):
+        new_run_dir("job", tmp_path / "runs")
+    with pytest.raises(EverstepError, match="cannot write"):
+        save_spec(tmp_path / "gone", JobSpec(), {})
