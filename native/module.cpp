@@ -31,6 +31,7 @@ void check(const Array& a, const char* name, size_t ndim) {
 
 template <class Array>
 void check_dense(const Array& a, const char* name) {
+  if (a.size() == 0) return;  // the strides of an array without items say nothing
   int64_t expect = 1;
   for (size_t d = a.ndim(); d-- > 0;) {
     if (a.shape(d) > 1 && a.stride(d) != expect) malformed(std::string(name) + " must be C-contiguous");
@@ -57,6 +58,7 @@ auto mat(const Array& a, const char* name) {
 template <class Array>
 size_t row_stride(const Array& a, const char* name) {
   check<float>(a, name, 2);
+  if (a.size() == 0) return a.shape(1);
   if (a.shape(1) > 1 && a.stride(1) != 1) malformed(std::string(name) + " must be contiguous within a row");
   if (a.shape(0) <= 1) return a.shape(1);
   if (a.stride(0) < int64_t(a.shape(1))) malformed(std::string(name) + " must have rows that do not overlap");

@@ -1,0 +1,373 @@
+"""The store and the kernels once more, in NumPy and Python: slow, plain, and the oracle of the C++ ones.
+
+Same hash, same initial values, same operations in the same order in float32, so results are equal bit for bit; the
+ledger is ``everstep.native.ledger.Ledger``. Not for use in training: a Python loop over rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import PushPart, StoreStats, check_spec
+from everstep.native.ledger import Ledger, PushResult
+from everstep.native.ledger import mix64 as mix64_int
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LANES = 16
+
+
+def mix64(z: U64) -> U64:
+    """Finalizer of splitmix64, element by element."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def key_hash(keys: I64, table: int) -> U64:
+    """Hash of int64 keys ``[n]`` of one table."""
+    return mix64(np.asarray(keys, np.int64).view(np.uint64) ^ np.uint64(mix64_int(table + 1)))
+
+
+def bucket_of(keys: I64, table: int, n_buckets: int) -> NDArray[np.int32]:
+    """Bucket of each key: the high half of its hash, scaled to ``n_buckets``."""
+    return (((key_hash(keys, table) >> np.uint64(32)) * np.uint64(n_buckets)) >> np.uint64(32)).astype(np.int32)
+
+
+def first_values(seed: int, table: int, key: int, dim: int, init: InitSpec) -> F32:
+    """The row of ``key`` before any update, float32 ``[dim]``: a pure function of its arguments."""
+    if init.kind is InitKind.CONSTANT:
+        return np.full(dim, init.a, np.float32)
+    row = mix64_int(mix64_int((seed + _GOLDEN * (table + 1)) & _MASK) ^ (key & _MASK))
+    columns = np.arange(dim, dtype=np.uint64)
+
+    def words(counter: U64) -> U64:
+        return mix64(np.uint64(row) + counter * np.uint64(_GOLDEN))
+
+    if init.kind is InitKind.UNIFORM:
+        u = (words(columns + np.uint64(1)) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        x = (init.a + (init.b - init.a) * u).astype(np.float32)
+        top = np.float32(init.b)
+        return np.where(x == top, np.nextafter(top, np.float32(init.a)), x)
+    total = np.zeros(dim, np.int64)
+    for half in (1, 2):
+        w = words(np.uint64(2) * columns + np.uint64(half))
+        for shift in (0, 16, 32, 48):
+            total += ((w >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64)
+    scale = 1.0 / math.sqrt(8.0 * (65536.0 * 65536.0 - 1.0) / 12.0)
+    return (init.a + init.b * ((total - 262140).astype(np.float64) * scale)).astype(np.float32)
+
+
+def first_state(values: F32, opt: OptimizerSpec) -> F32:
+    """Optimizer state of a new row that begins with ``values``."""
+    dim = len(values)
+    state = np.zeros(opt.state_floats(dim), np.float32)
+    match opt.kind:
+        case OptimizerKind.SGD if len(state) and opt.dampening != 0:
+            state[0] = np.nan  # no gradient yet: the first one is not dampened
+        case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
+            state[:] = opt.initial_accumulator
+        case OptimizerKind.FTRL:
+            pull, l1 = np.float32(opt.beta / opt.lr + opt.l2), np.float32(opt.l1)
+            z = -values * pull - np.where(values > 0, l1, -l1)
+            state[:dim] = np.where(values == 0, np.float32(0), z)
+    return state
+
+
+def _squares(x: F32) -> np.float32:
+    """Sum of squares in 16 fixed lanes, then halves onto halves."""
+    padded = np.zeros(-(-len(x) // _LANES) * _LANES, np.float32)
+    padded[: len(x)] = x
+    lanes = np.zeros(_LANES, np.float32)
+    for chunk in padded.reshape(-1, _LANES):
+        lanes += chunk * chunk
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return np.float32(lanes[0])
+
+
+def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
+    """One optimizer step on one row: ``w`` float32 ``[dim]`` and its state ``s`` change in place."""
+    f = np.float32
+    dim = len(w)
+    if opt.weight_decay != 0 and opt.kind is not OptimizerKind.ADAMW:
+        g = g + f(opt.weight_decay) * w
+    match opt.kind:
+        case OptimizerKind.SGD:
+            if opt.momentum > 0:
+                s[:] = g if np.isnan(s[0]) else s * f(opt.momentum) + f(1.0 - opt.dampening) * g
+                g = g + f(opt.momentum) * s if opt.nesterov else s
+            w[:] = w - f(lr) * g
+        case OptimizerKind.ADAGRAD:
+            s[:] = s + g * g
+            w[:] = w - f(lr) * g / (np.sqrt(s) + f(opt.eps))
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            s[0] = s[0] + _squares(g) / f(dim)
+            w[:] = w - f(lr) / (np.sqrt(s[0]) + f(opt.eps)) * g
+        case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+            if opt.kind is OptimizerKind.ADAMW and opt.weight_decay != 0:
+                w[:] = w * f(1.0 - lr * opt.weight_decay)
+            m, v = s[:dim], s[dim : 2 * dim]
+            s[2 * dim] += f(1)
+            t = float(s[2 * dim])
+            step = f(lr / (1.0 - math.pow(opt.beta1, t)))
+            bias2 = f(math.sqrt(1.0 - math.pow(opt.beta2, t)))
+            m[:] = m + (g - m) * f(1.0 - opt.beta1)
+            v[:] = v * f(opt.beta2) + f(1.0 - opt.beta2) * g * g
+            w[:] = w - step * m / (np.sqrt(v) / bias2 + f(opt.eps))
+        case OptimizerKind.FTRL:
+            z, acc = s[:dim], s[dim:]
+            now = acc + g * g
+            sigma = (np.sqrt(now) - np.sqrt(acc)) / f(lr)
+            z[:] = z + g - sigma * w
+            acc[:] = now
+            over = np.abs(z) - f(opt.l1)
+            size = over / ((f(opt.beta) + np.sqrt(now)) / f(lr) + f(opt.l2))
+            w[:] = np.where(over > 0, np.where(z > 0, -size, size), f(0))
+
+
+class TwinStore:
+    """``everstep.native.Store`` in Python: same methods, same answers, same bits. Not thread-safe."""
+
+    def __init__(self, n_buckets: int, seed: int) -> None:
+        self.n_buckets = n_buckets
+        self.seed = seed & _MASK
+        self.ledger = Ledger(n_buckets, ())
+        self._specs: dict[int, TableSpec] = {}
+        # (table, bucket) -> key -> (values, state); a row's slot is its place in the order of insertion
+        self._rows: dict[tuple[int, int], dict[int, tuple[F32, F32]]] = {}
+        self._pushes = self._pulls = 0
+
+    def __repr__(self) -> str:
+        return f"<TwinStore {self.ledger!r} tables={len(self._specs)}>"
+
+    def own(self, buckets: Sequence[int]) -> None:
+        self.ledger.own(buckets)
+
+    def owned(self) -> list[int]:
+        return list(self.ledger.buckets)
+
+    def declare(self, spec: TableSpec) -> bool:
+        check_spec(spec)
+        known = self._specs.setdefault(spec.id, spec)
+        if known != spec:
+            raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
+        new = (spec.id, 0) not in self._rows
+        for b in range(self.n_buckets):
+            self._rows.setdefault((spec.id, b), {})
+        return new
+
+    def open(self, shard: int, start: int, lease: int) -> tuple[NDArray[np.int32], I64] | None:
+        return _arrays(self.ledger.open(shard, start, lease))
+
+    def watermarks(self, shard: int) -> tuple[NDArray[np.int32], I64] | None:
+        return _arrays(self.ledger.watermarks(shard))
+
+    def release(self, shards: Sequence[int]) -> None:
+        self.ledger.release(shards)
+
+    def shards(self) -> list[int]:
+        return self.ledger.shards()
+
+    def fingerprints(self) -> U64:
+        return np.array(self.ledger.fingerprints(), np.uint64)
+
+    def _spec(self, table: int) -> TableSpec:
+        if table not in self._specs:
+            raise ValueError(f"table {table} was not declared")
+        return self._specs[table]
+
+    def dim(self, table: int) -> int:
+        return self._spec(table).dim
+
+    def state_floats(self, table: int) -> int:
+        spec = self._spec(table)
+        return spec.optimizer.state_floats(spec.dim)
+
+    def _buckets(self, table: int, keys: I64) -> list[int]:
+        buckets: list[int] = bucket_of(keys, table, self.n_buckets).tolist()
+        for b in buckets:
+            if b not in self.ledger.buckets:
+                raise KeyError(f"bucket {b} is not owned here")
+        return buckets
+
+    def _make(self, spec: TableSpec, bucket: int, key: int, values: F32 | None = None) -> tuple[F32, F32]:
+        if values is None:
+            values = first_values(self.seed, spec.id, key, spec.dim, spec.init)
+        row = (values.copy(), first_state(values, spec.optimizer))
+        return self._rows[spec.id, bucket].setdefault(key, row)
+
+    def pull(self, table: int, keys: I64, out: F32, create: bool = True) -> None:
+        spec = self._spec(table)
+        if out.shape != (len(keys), spec.dim):
+            raise ValueError("out must be [keys, dim of the table]")
+        self._pulls += 1
+        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
+            rows = self._rows[table, b]
+            if key in rows or create:
+                out[i] = (rows.get(key) or self._make(spec, b, key))[0]
+            else:
+                out[i] = first_values(self.seed, table, key, spec.dim, spec.init)
+
+    def put_absent(self, table: int, keys: I64, rows: F32) -> int:
+        spec = self._spec(table)
+        if rows.shape != (len(keys), spec.dim):
+            raise ValueError("rows must be [keys, dim of the table]")
+        if not np.isfinite(rows).all():
+            raise ValueError("initial rows hold NaN or Inf")
+        made = 0
+        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
+            if key not in self._rows[table, b]:
+                self._make(spec, b, key, rows[i])
+                made += 1
+        return made
+
+    def locate(self, table: int, keys: I64, slots: I64) -> None:
+        self._spec(table)
+        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
+            rows = self._rows[table, b]
+            slots[i] = list(rows).index(key) if key in rows else -1
+
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes,
+        parts: Sequence[PushPart],
+        skipped: bool = False,
+    ) -> PushResult:
+        addressed = set(self.ledger.check_push(shard, lo, hi, lease, buckets))
+        if skipped and parts:
+            raise ValueError("a skipped range has no rows")
+        if len({part[0] for part in parts}) != len(parts):
+            raise ValueError("a table stands twice in one push")
+        work = []
+        for table, keys, grads, lr in parts:
+            spec = self._spec(table)
+            if grads.shape != (len(keys), spec.dim):
+                raise ValueError("grads must be [keys, dim of the table]")
+            if not math.isfinite(lr):
+                raise ValueError("the learning rate is not finite")
+            step = spec.optimizer.lr if lr < 0 else lr
+            if spec.optimizer.kind is OptimizerKind.FTRL and step == 0:
+                raise ValueError("FTRL needs a learning rate above 0")
+            at = self._buckets(table, keys)
+            if at != sorted(at):
+                raise ValueError("keys are not grouped by ascending bucket")
+            if not set(at) <= addressed:
+                raise ValueError("a key's bucket is not among those addressed")
+            work.append((spec, at, keys.tolist(), grads, step))
+        for spec, _, _, grads, _ in work:
+            if not np.isfinite(grads).all():
+                return PushResult(0, 0, nonfinite=spec.id)
+        if any(len(set(keys)) != len(keys) for _, _, keys, _, _ in work):
+            raise ValueError("a key stands twice in one push")
+        self._pushes += 1
+        before = {b: ledger.shards.get(shard, [-1])[0] for b, ledger in self.ledger.buckets.items()}
+        done = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
+        applied = {b for b, mark in before.items() if self.ledger.buckets[b].shards.get(shard, [-1])[0] != mark}
+        for b in sorted(applied):
+            for spec, at, keys, _, _ in work:
+                for i in range(len(keys)):
+                    if at[i] == b:
+                        self._make(spec, b, keys[i])
+        for spec, at, keys, grads, step in work:
+            for i, key in enumerate(keys):
+                if at[i] in applied:
+                    values, state = self._rows[spec.id, at[i]][key]
+                    update(values, state, grads[i], spec.optimizer, step)
+        return done
+
+    def scan(
+        self, table: int, bucket: int, slot: int, limit: int, state: bool = False
+    ) -> tuple[I64, F32, F32 | None, int]:
+        spec = self._spec(table)
+        if not 0 <= bucket < self.n_buckets or slot < 0 or limit < 1:
+            raise ValueError("no such bucket or slot, or the limit is not positive")
+        if bucket not in self.ledger.buckets:
+            raise KeyError(f"bucket {bucket} is not owned here")
+        rows = list(self._rows[table, bucket].items())
+        found = rows[slot : slot + limit]
+        width = spec.optimizer.state_floats(spec.dim)
+        keys = np.array([key for key, _ in found], np.int64)
+        values = np.array([v for _, (v, _) in found], np.float32).reshape(len(found), spec.dim)
+        states = np.array([s for _, (_, s) in found], np.float32).reshape(len(found), width) if state else None
+        return keys, values, states, slot + limit if slot + limit < len(rows) else -1
+
+    def specs(self) -> list[TableSpec]:
+        return list(self._specs.values())
+
+    def stats(self) -> StoreStats:
+        rows = {
+            spec.name: sum(len(self._rows[spec.id, b]) for b in self.ledger.buckets) for spec in self._specs.values()
+        }
+        return StoreStats(rows, 0, self._pushes, self._pulls)
+
+
+def _arrays(found: tuple[list[int], list[int]] | None) -> tuple[NDArray[np.int32], I64] | None:
+    return (np.array(found[0], np.int32), np.array(found[1], np.int64)) if found is not None else None
+
+
+# ---------------------------------------------------------------- worker-side kernels
+
+
+def unique_route(
+    ids: I64, n_buckets: int, table_id: int, bucket_ps: NDArray[np.int32], n_ps: int = -1
+) -> tuple[I64, NDArray[np.int32], I64]:
+    """As the native one: keys in order of (ps, bucket, first appearance), inverse, keys of each ps."""
+    distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    buckets = bucket_of(distinct, table_id, n_buckets)
+    order = np.lexsort((first, buckets, bucket_ps[buckets]))
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order), dtype=np.int32)
+    n_ps = int(bucket_ps.max()) + 1 if n_ps < 0 else n_ps
+    return distinct[order], place[inverse], np.bincount(bucket_ps[buckets], minlength=n_ps).astype(np.int64)
+
+
+def bag_forward(
+    rows: F32,
+    inverse: NDArray[np.int32],
+    offsets: I64 | None,
+    mode: Literal["sum", "mean"],
+    weights: F32 | None,
+    out: F32,
+) -> None:
+    """As the native one."""
+    bounds = np.arange(len(inverse) + 1) if offsets is None else offsets
+    for i, (lo, hi) in enumerate(pairwise(bounds.tolist())):
+        total = np.zeros(rows.shape[1], np.float32)
+        for k in range(lo, hi):
+            row = rows[inverse[k]] if weights is None else weights[k] * rows[inverse[k]]
+            total = row if k == lo else total + row
+        out[i] = total / np.float32(hi - lo) if mode == "mean" and hi > lo else total
+
+
+def bag_backward(
+    grad_out: F32,
+    inverse: NDArray[np.int32],
+    offsets: I64 | None,
+    mode: Literal["sum", "mean"],
+    weights: F32 | None,
+    u: int,
+    out: F32,
+) -> None:
+    """As the native one."""
+    bounds = np.arange(len(inverse) + 1) if offsets is None else offsets
+    out[:u] = 0
+    for i, (lo, hi) in enumerate(pairwise(bounds.tolist())):
+        for k in range(lo, hi):
+            g = grad_out[i] if weights is None else weights[k] * grad_out[i]
+            out[inverse[k]] += g / np.float32(hi - lo) if mode == "mean" else g

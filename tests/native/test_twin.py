@@ -1,0 +1,217 @@
+"""The C++ store and kernels give the same answers and the same bits as the NumPy twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep import native
+from everstep.model.shard import shard_key
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import Store, twin
+from everstep.native.ledger import bitmap
+from everstep.native.twin import TwinStore
+
+B = 8
+OWNED = (0, 1, 2, 4, 5, 7)
+
+OPTIMIZERS = [
+    OptimizerSpec(OptimizerKind.SGD, 0.1),
+    OptimizerSpec(OptimizerKind.SGD, 0.1, momentum=0.9, weight_decay=0.01),
+    OptimizerSpec(OptimizerKind.SGD, 0.1, momentum=0.9, nesterov=True),
+    OptimizerSpec(OptimizerKind.SGD, 0.1, momentum=0.8, dampening=0.5),
+    OptimizerSpec(OptimizerKind.ADAGRAD, 0.1, eps=1e-10, initial_accumulator=0.1, weight_decay=0.001),
+    OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, 0.1, weight_decay=0.001),
+    OptimizerSpec(OptimizerKind.ADAM, 0.01, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.ADAMW, 0.01, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.FTRL, 0.1, l1=0.05, l2=0.01),
+]
+INITS = [
+    InitSpec(InitKind.CONSTANT, 0.25),
+    InitSpec(InitKind.UNIFORM, -0.5, 0.25),
+    InitSpec(InitKind.NORMAL, 0.1, 2.0),
+]
+
+
+def same(a: Any, b: Any) -> None:
+    assert (a is None) == (b is None), (a, b)
+    if isinstance(a, tuple) and not isinstance(a, native.PushResult):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape, (a, b)
+        assert a.tobytes() == b.tobytes(), (a, b)
+    else:
+        assert a == b
+
+
+def both(stores: list[Any], call: Any, refusals: bool = True) -> Any:
+    """Same answer, or both refuse: in the same way, if ``refusals`` (several things may be wrong with one push)."""
+    answers = []
+    for store in stores:
+        try:
+            answers.append(call(store))
+        except (ValueError, KeyError) as error:
+            answers.append(type(error).__name__ if refusals else "refused")
+    same(answers[0], answers[1])
+    return answers[0]
+
+
+def all_rows(stores: list[Any], tables: list[TableSpec]) -> None:
+    for spec in tables:
+        for b in OWNED:
+            both(stores, lambda s, spec=spec, b=b: s.scan(spec.id, b, 0, 10_000, True))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_random_operations_agree(data: st.DataObject) -> None:
+    draw = data.draw
+    seed = draw(st.integers(0, 2**64 - 1), "seed")
+    stores: list[Any] = [Store(B, seed), TwinStore(B, seed)]
+    for store in stores:
+        store.own(OWNED)
+    tables = []
+    for i in range(draw(st.integers(1, 3), "tables")):
+        opt, init = draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(INITS))
+        tables.append(TableSpec(f"t{i}", draw(st.sampled_from([1, 3, 16, 19, 32, 64])), opt, init))
+        assert both(stores, lambda s: s.declare(tables[-1])) is True
+    shards = [shard_key(0, 0, 0), shard_key(0, 0, 1), shard_key(1, 3, 0)]
+    shard_of, position, lease = st.sampled_from(shards), st.integers(0, 12), st.integers(1, 4)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32), "values"))
+
+    def keys_of(spec: TableSpec, among: tuple[int, ...], tidy: bool) -> np.ndarray:
+        keys = np.unique(rng.integers(-30, 30, rng.integers(0, 40)))
+        buckets = twin.bucket_of(keys, spec.id, B)
+        if tidy:
+            keep = np.isin(buckets, among)
+            keys, buckets = keys[keep], buckets[keep]
+            return keys[np.argsort(buckets, kind="stable")]
+        return keys
+
+    for _ in range(draw(st.integers(1, 25), "operations")):
+        spec = tables[rng.integers(len(tables))]
+        match draw(st.sampled_from(["open", "push", "push", "push", "pull", "put", "release", "marks"])):
+            case "open":
+                shard, start, no = draw(shard_of), draw(st.sampled_from([0, 0, 4])), draw(lease)
+                both(stores, lambda s, a=(shard, start, no): s.open(*a))
+            case "push":
+                lo = draw(position)
+                hi = lo + draw(st.integers(0, 4))
+                some = draw(st.sampled_from([(), (), (1, 4), (0, 3), OWNED]))
+                bits = bitmap(some, B) if some else b""
+                tidy = draw(st.sampled_from([True] * 9 + [False]))
+                parts = []
+                for t in tables[: draw(st.integers(0, len(tables)))]:
+                    keys = keys_of(t, some or OWNED, tidy)
+                    grads = rng.normal(size=(len(keys), t.dim)).astype(np.float32)
+                    if len(keys) and draw(st.integers(0, 19)) == 0:
+                        grads[rng.integers(len(keys)), rng.integers(t.dim)] = rng.choice([np.nan, np.inf, -np.inf])
+                    parts.append((t.id, keys, grads, draw(st.sampled_from([-1.0, 0.05]))))
+                skipped = not parts and draw(st.booleans())
+                args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped)
+                both(stores, lambda s, a=args: s.push(*a), refusals=tidy)
+            case "pull":
+                keys = keys_of(spec, OWNED, draw(st.booleans()))
+                create = draw(st.booleans())
+                outs = [np.zeros((len(keys), spec.dim), np.float32) for _ in stores]
+                pairs = dict(zip(map(id, stores), outs, strict=True))
+                both(stores, lambda s, k=keys, p=pairs, c=create, t=spec: s.pull(t.id, k, p[id(s)], c))
+                same(outs[0], outs[1])
+            case "put":
+                keys = keys_of(spec, OWNED, True)
+                rows = rng.normal(size=(len(keys), spec.dim)).astype(np.float32)
+                both(stores, lambda s, k=keys, r=rows, t=spec: s.put_absent(t.id, k, r))
+            case "release":
+                gone = [draw(shard_of)]
+                both(stores, lambda s, g=gone: s.release(g))
+            case "marks":
+                both(stores, lambda s, k=draw(shard_of): s.watermarks(k))
+        both(stores, lambda s: s.shards())
+        both(stores, lambda s: s.fingerprints())
+    all_rows(stores, tables)
+    assert stores[0].stats()._replace(bytes=0) == stores[1].stats()._replace(bytes=0)
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS, ids=lambda o: f"{o.kind}-{o.momentum}-{o.nesterov}-{o.dampening}")
+@pytest.mark.parametrize("dim", [1, 16, 33, 64, 128])
+def test_many_updates_stay_bit_equal(opt: OptimizerSpec, dim: int) -> None:
+    spec = TableSpec("t", dim, opt, InitSpec(InitKind.NORMAL, 0.0, 0.1))
+    stores: list[Any] = [Store(B, 3), TwinStore(B, 3)]
+    shard = shard_key(0, 0, 0)
+    rng = np.random.default_rng(dim)
+    keys, _, _ = native.unique_route(np.arange(24), B, spec.id, np.zeros(B, np.int32))
+    for store in stores:
+        store.own(range(B))
+        store.declare(spec)
+        store.open(shard, 0, 1)
+    for i in range(30):
+        grads = (rng.normal(size=(24, dim)) * 10.0 ** rng.integers(-6, 4)).astype(np.float32)
+        args = (shard, i, i + 1, 1, b"", [(spec.id, keys, grads, -1.0 if i % 3 else 0.02)])
+        assert both(stores, lambda s, a=args: s.push(*a)).applied == B
+    for b in range(B):
+        both(stores, lambda s, b=b: s.scan(spec.id, b, 0, 100, True))
+
+
+@pytest.mark.parametrize("init", INITS, ids=lambda i: str(i.kind))
+@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
+def test_first_values_equal_at_the_ends_of_int64(init: InitSpec, key: int) -> None:
+    stores: list[Any] = [Store(B, 2**64 - 1), TwinStore(B, 2**64 - 1)]
+    spec = TableSpec("ends", 37, OptimizerSpec(OptimizerKind.FTRL, 0.1, l1=0.3), init)
+    for store in stores:
+        store.own(range(B))
+        store.declare(spec)
+    out = [np.empty((1, 37), np.float32) for _ in stores]
+    for store, rows in zip(stores, out, strict=True):
+        store.pull(spec.id, np.array([key]), rows)
+    same(out[0], out[1])
+    for b in range(B):
+        both(stores, lambda s, b=b: s.scan(spec.id, b, 0, 10, True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 300), st.integers(1, 500), st.integers(1, 64), st.integers(1, 4))
+def test_unique_route(seed: int, n: int, span: int, n_buckets: int, n_ps: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-span, span, n)
+    bucket_ps = rng.integers(0, n_ps, n_buckets).astype(np.int32)
+    same(
+        native.unique_route(ids, n_buckets, 77, bucket_ps, n_ps), twin.unique_route(ids, n_buckets, 77, bucket_ps, n_ps)
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(0, 40),
+    st.sampled_from([1, 7, 16, 32, 64, 128, 130]),
+    st.sampled_from(["sum", "mean", "weights", "single", "single-weights"]),
+)
+def test_bags(seed: int, bags: int, dim: int, how: str) -> None:
+    rng = np.random.default_rng(seed)
+    u = 9
+    rows = rng.normal(size=(u, dim)).astype(np.float32)
+    lengths = np.ones(bags, np.int64) if how.startswith("single") else rng.integers(0, 5, bags)
+    offsets = None if how.startswith("single") else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    n = int(lengths.sum())
+    inverse = rng.integers(0, u, n).astype(np.int32)
+    weights = rng.normal(size=n).astype(np.float32) if how.endswith("weights") else None
+    mode: Any = "mean" if how == "mean" else "sum"
+    wide = [np.zeros((bags, dim + 5), np.float32) for _ in range(2)]
+    for out, module in zip(wide, (native, twin), strict=True):
+        module.bag_forward(rows, inverse, offsets, mode, weights, out[:, 3 : 3 + dim])
+    same(wide[0], wide[1])
+    grad = rng.normal(size=(bags, dim + 4)).astype(np.float32)[:, 2 : 2 + dim]
+    outs = [np.full((u, dim), 7, np.float32) for _ in range(2)]
+    for out, module in zip(outs, (native, twin), strict=True):
+        module.bag_backward(grad, inverse, offsets, mode, weights, u, out)
+    same(outs[0], outs[1])
+    if offsets is None and weights is None:
+        gathered = np.zeros((bags, dim + 5), np.float32)
+        native.gather_rows(rows, inverse, gathered[:, 3 : 3 + dim])
+        same(gathered, wide[0])
