@@ -503,7 +503,12 @@ def test_an_unread_flood_of_calls_is_bounded(
     stream = FrameSocket(connect_unix(run_dir / UNIX.unix, Deadline(5)), AUTH_LIMITS)
     authenticate_client(stream, secret, ME, Deadline(5))
     one = encode_frame(Kind.CALL, msgspec.msgpack.encode(wire.Call(1, wire.Report({"x" * 1000: 1.0}))))
-    sender = threading.Thread(target=lambda: pytest.raises(WireError, stream.send_raw, one * 3000))
+
+    def flood() -> None:
+        with pytest.raises(WireError):
+            stream.send_raw(one * 3000)
+
+    sender = threading.Thread(target=flood)
     sender.start()
     until(lambda: seen)
     master.stop()

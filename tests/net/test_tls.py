@@ -81,7 +81,12 @@ def test_nothing_readable_crosses_the_wire(secret: Secret) -> None:
     a, b = socket.socketpair()
     tls = TlsSocket(a, client_context(secret), server_side=False)
     stream = FrameSocket(tls, DATA_LIMITS, recv_tick_s=0.01)
-    thread = threading.Thread(target=lambda: pytest.raises(WireError, tls.handshake, Deadline(5)))
+
+    def greet() -> None:
+        with pytest.raises(WireError):
+            tls.handshake(Deadline(5))
+
+    thread = threading.Thread(target=greet)
     thread.start()
     assert b"ESF1" not in b.recv(4096)
     b.close()

@@ -7,18 +7,17 @@ of one 16 KiB record.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from everstep.errors import WireError
+from everstep.net.auth import Secret, SecretError
 from everstep.net.retry import Deadline
-
-if TYPE_CHECKING:
-    from everstep.net.auth import Secret
 
 SERVER_NAME = "everstep-job"
 _CHUNK_BYTES = 256 * 1024
@@ -70,7 +69,7 @@ class TlsSocket:
         self._cipher = memoryview(b"")  # encrypted and not sent yet
 
     def handshake(self, deadline: Deadline) -> None:
-        """Raises WireError (also: not this job's certificate), DeadlineError. The socket's ticks must be set."""
+        """Raises SecretError (not this job's certificate), WireError, DeadlineError. The socket's ticks must be set."""
         try:
             while True:
                 try:
@@ -81,13 +80,18 @@ class TlsSocket:
                     self._flush(deadline)
                     self._take(deadline)
         except ssl.SSLCertVerificationError as error:
-            from everstep.net.auth import SecretError  # final: trying again does not help
-
+            self._say_why()
             raise SecretError("the peer's certificate is not this job's: the secret file is another job's") from error
         except ssl.SSLError as error:
+            self._say_why()
             raise WireError(f"TLS handshake failed: {error.reason or error}") from error
         except OSError as error:
             raise WireError(f"the peer is gone: {error.strerror or error}") from error
+
+    def _say_why(self) -> None:
+        """Send the alert that OpenSSL has made, so that the other side's log says what was wrong."""
+        with contextlib.suppress(OSError):
+            self.sendmsg([])
 
     def _flush(self, deadline: Deadline) -> None:
         while self._out.pending or self._cipher:
