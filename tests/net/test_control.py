@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
+from masters import Master
 
 from everstep.brain.events import Fenced, Granted, Ok, Refused, Wait, Welcome
 from everstep.errors import DeadlineError, InternalError, WireError
@@ -23,60 +23,14 @@ from everstep.model.shard import Lease
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, SecretError, VersionError, authenticate_client
 from everstep.net.control import Answered, ControlClient
-from everstep.net.control_server import ControlServer, Peer
+from everstep.net.control_server import Peer
 from everstep.net.frames import AUTH_LIMITS, FrameSocket, Kind, encode_frame, preamble
 from everstep.net.retry import Deadline
-from everstep.net.sockets import connect_unix, listen_tcp, listen_unix
+from everstep.net.sockets import connect_unix
 
 Until = Callable[[Callable[[], object]], None]
-MASTER = Identity(purpose="control", role="master", incarnation=Incarnation(1), node=NodeId("node0"))
 ME = Identity(purpose="control", role="worker", slot=Slot(1), incarnation=Incarnation(1), node=NodeId("node0"))
 UNIX = Address(NodeId("node0"), "sock/master.sock")
-
-
-class Master:
-    """A real ``ControlServer`` on its own loop and thread; ``handle`` is the test's."""
-
-    def __init__(self, run_dir: Path, secret: Secret, handle: Callable[..., Any], *, tcp: bool = False, **more: Any):
-        self.run_dir, self.secret, self.handle, self.tcp, self.more = run_dir, secret, handle, tcp, more
-        self.port = 0
-        self.events: list[str] = []
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._main()))
-        self._thread.start()
-        assert self._ready.wait(20)
-
-    async def _main(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
-        self.server = ControlServer(
-            self.secret,
-            MASTER,
-            self.handle,
-            on_connect=lambda peer: self.events.append(f"+{peer.identity}"),
-            on_disconnect=lambda peer: self.events.append(f"-{peer.identity}"),
-            **self.more,
-        )
-        await self.server.listen(listen_unix(self.run_dir / "sock" / "master.sock"))
-        if self.tcp:
-            sock = listen_tcp("127.0.0.1", 0)
-            self.port = sock.getsockname()[1]
-            await self.server.listen(sock)
-        self._ready.set()
-        await self._over.wait()
-        await self.server.close(0.2)
-
-    def do(self, action: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(action)
-
-    def cut(self) -> None:
-        """Every connection breaks at once, as when the master is killed."""
-        self.do(lambda: [connection.abort() for connection in list(self.server.connections)])
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self.do(self._over.set)
-            self._thread.join(20)
 
 
 @pytest.fixture
