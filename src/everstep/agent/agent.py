@@ -549,6 +549,8 @@ class Agent:
                 error = found.line
                 if self._first_error is None:
                     self._first_error = (entry, found)
+        elif entry.role == Role.PS and status > 0:
+            error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
         report = Exited(entry.role, entry.slot, entry.incarnation, status, error)
         self._reports.put(lambda: self._report(entry, report))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LOG_MARK = "--- everstep: "
 """Begins the lines that everstep itself writes into a worker's log."""
 ERROR_MARK = LOG_MARK + "the script failed"
+TERMINATED = 128 + signal.SIGTERM  # exit code of a worker that was told to end and left in order
 
 
 class WorkerError(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ def run_worker(request: Fork) -> NoReturn:
         _leave_job()
     except SystemExit as exit_:
         code = _exit_status(exit_)
-        if code:
+        if code and code != TERMINATED:
             what = exit_.code if isinstance(exit_.code, str) else f"the script ended itself with exit code {code}"
             _tell(request, WorkerError(request.incarnation, f"{what} ({_place(exit_, script)})", "", 1))
     except KeyboardInterrupt:

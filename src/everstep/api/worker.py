@@ -227,5 +227,6 @@ class WorkerSeat:
 
 
 def _leave_on_term(signo: int, frame: FrameType | None) -> None:
-    """Asked to go (scale-in, stop): end the script as if it had called sys.exit(0); leases are given back at exit."""
-    raise SystemExit(0)
+    """Asked to go (scale-in, stop): end the script in order; leases are given back at exit. The status says by whom:
+    a worker that nobody wanted to end is replaced."""
+    raise SystemExit(128 + signo)
