@@ -254,8 +254,9 @@ class Master(Process):
         return self.clock
 
     def on_hello_node(self, conn: Conn, node: NodeId, places: int, ps_places: int, running: Any) -> None:
-        if conn.greeted or not self.greet(conn, ("agent", node)):
+        if conn.greeted or self.stale(conn, ("agent", node)):
             return
+        self.greet(conn, ("agent", node))
         self.watch.node_heard(node, self.now())
         self.record(NodeJoined(self.now(), node, "", places, ps_places, running))
         self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
@@ -263,23 +264,29 @@ class Master(Process):
     def on_hello_member(
         self, conn: Conn, key: MemberKey, incarnation: Incarnation, node: NodeId, address: Any, leases: Any
     ) -> None:
-        if not self.greet(conn, (key.role.value, key.slot)):
+        whom = (key.role.value, key.slot)
+        if self.stale(conn, whom):
             return
-        self.hear(self.watch.heard(key, incarnation, self.now(), (), node))
         event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases)
         self.record(event, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
+        if self.brain.members.current(key.role, key.slot, incarnation) is not None:
+            self.greet(conn, whom)  # orders of later events follow its answer
+            self.hear(self.watch.heard(key, incarnation, self.now(), (), node))
 
-    def greet(self, conn: Conn, whom: tuple[str, Any]) -> bool:
-        """Whether this hello counts: one from an older connection of the same process that arrives late does not."""
-        old = self.conns.get(whom)
-        if old is not None and old.client is conn.client and old.opened_at > conn.opened_at:
-            return False
+    def stale(self, conn: Conn, whom: tuple[str, Any]) -> bool:
+        """Whether this hello comes late, from an older connection than the one that is known: it does not count."""
+        known = self.conns.get(whom)
+        return known is not None and known is not conn and known.opened_at > conn.opened_at
+
+    def greet(self, conn: Conn, whom: tuple[str, Any]) -> None:
         self.conns[whom] = conn
         conn.greeted = True
-        return True
 
     def on_beat(self, conn: Conn, key: MemberKey | NodeId, incarnation: Incarnation, progress: Any) -> None:
         if isinstance(key, MemberKey):
+            if self.brain.members.current(key.role, key.slot, incarnation) is None:
+                self.net.to_client(conn, conn.client.on_fenced, conn)  # type: ignore[attr-defined]
+                return
             self.hear(self.watch.heard(key, incarnation, self.now(), progress))
         else:
             self.watch.node_heard(key, self.now())
@@ -287,8 +294,7 @@ class Master(Process):
 
     def on_call(self, conn: Conn, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
         """A request that becomes one event; its reply goes to ``handler(conn, *key, answer)``."""
-        if conn.greeted:
-            self.record(event_class(self.now(), *args), conn, handler, key)
+        self.record(event_class(self.now(), *args), conn, handler, key)
 
     def hear(self, events: Sequence[MemberHeard]) -> None:
         for event in events:
@@ -355,6 +361,9 @@ class Member(Client):
     def on_beaten(self, conn: Conn) -> None:
         if conn is self.conn:
             self.heard_at = self.kernel.now
+
+    def on_fenced(self, conn: Conn) -> None:
+        self.exit(4)
 
     def welcomed(self, conn: Conn) -> bool:
         if conn is not self.conn:
