@@ -216,8 +216,8 @@ class Job:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned, before the first batch."""
-        if self._engine.batches:
-            raise ScriptError("job.load_state_dict: only before the first batch of job.steps")
+        if self._tables.started:
+            raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
         if len(state["models"]) != len(self._models):
             raise ScriptError(f"the state is of {len(state['models'])} models, this script has {len(self._models)}")
         for model, values in zip(self._models, state["models"], strict=True):

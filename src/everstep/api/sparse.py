@@ -22,12 +22,13 @@ DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
 
 @dataclass
 class TableInfo:
-    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where the model had values."""
+    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where there are values."""
 
     spec: TableSpec
     padding: int | None = None
     zero_padding: bool = True  # the padding row is zero; False where uploaded values say otherwise
     upload: Tensor | None = None
+    upload_keys: Tensor | None = None  # int64 [rows]: keys of ``upload``; None: 0, 1, 2, ...
 
 
 def swap(

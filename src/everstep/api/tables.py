@@ -104,13 +104,19 @@ class TableSet:
         for info, there in zip(new, ready[: len(new)], strict=True):
             if info.upload is not None:
                 if not there:
-                    self.put(info.spec, None, info.upload.contiguous().numpy())
-                info.upload = None  # the rows live on the ps now
+                    keys = None if info.upload_keys is None else info.upload_keys.numpy()
+                    self.put(info.spec, keys, info.upload.contiguous().numpy())
+                info.upload = info.upload_keys = None  # the rows live on the ps now
         for group, there in zip(groups, ready[len(new) :], strict=True):
             group.routed(self.client.router)
             if not there:
                 self.put(group.spec, group.keys, group.initial())
         self._declared |= {s.name for s in specs}
+
+    @property
+    def started(self) -> bool:
+        """Whether tables exist at the ps: from then on values can not be loaded."""
+        return bool(self._declared)
 
     def put(self, spec: TableSpec, keys: NDArray[np.int64] | None, values: NDArray[np.float32]) -> None:
         """Give rows their first values, in pieces; rows that exist keep theirs. ``keys`` None: 0, 1, 2, ..."""
@@ -343,7 +349,7 @@ class TableSet:
         return {"keys": torch.from_numpy(keys), "weight": torch.from_numpy(values)}
 
     def restore(self, table: str, state: dict[str, Tensor]) -> None:
-        """Load values into rows that do not exist yet. Raises ScriptError where the shape differs."""
+        """Begin with these values. Raises ScriptError where the shape differs, or when training has begun."""
         info = self.infos[table]
         spec = info.spec
         weight = state["weight"].detach().to(torch.float32).contiguous()
@@ -352,13 +358,13 @@ class TableSet:
                 f"table {table!r}: values of shape {tuple(weight.shape)} do not fit "
                 f"({'any' if spec.rows is None else spec.rows}, {spec.dim})"
             )
-        if spec.name not in self._declared and "keys" not in state:
-            info.upload = weight
-            info.zero_padding = False
-            return
-        self.declare()
-        keys = None if "keys" not in state else state["keys"].numpy()
-        self.put(spec, keys, weight.numpy())
+        keys = state.get("keys")
+        if keys is not None and (keys.dtype != torch.int64 or keys.shape != weight.shape[:1]):
+            raise ScriptError(f"table {table!r}: keys must be int64 of shape ({len(weight)},)")
+        if self.started:
+            raise ScriptError(f"table {table!r} is in use: load values before the first batch or evaluation")
+        info.upload, info.upload_keys = weight, keys
+        info.zero_padding = False
 
 
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:
