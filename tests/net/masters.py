@@ -19,8 +19,18 @@ MASTER = Identity(purpose="control", role="master", incarnation=Incarnation(1), 
 
 
 class Master:
-    def __init__(self, run_dir: Path, secret: Secret, handle: Callable[..., Any], *, tcp: bool = False, **more: Any):
+    def __init__(
+        self,
+        run_dir: Path,
+        secret: Secret,
+        handle: Callable[..., Any],
+        *,
+        tcp: bool = False,
+        host: str = "127.0.0.1",
+        **more: Any,
+    ):
         self.run_dir, self.secret, self.handle, self.tcp, self.more = run_dir, secret, handle, tcp, more
+        self.host = host
         self.port = 0
         self.events: list[str] = []
         self._ready = threading.Event()
@@ -41,7 +51,7 @@ class Master:
         )
         await self.server.listen(listen_unix(self.run_dir / "sock" / "master.sock"))
         if self.tcp:
-            sock = listen_tcp("127.0.0.1", 0)
+            sock = listen_tcp(self.host, 0)
             self.port = sock.getsockname()[1]
             await self.server.listen(sock)
         self._ready.set()

@@ -44,6 +44,9 @@ _HELLO_S = 10.0
 _SILENCE_S = 10.0
 """With calls waiting and not one byte for so long, the connection is given up for a new one."""
 
+_STABLE_S = 1.0
+"""A connection that breaks sooner (a request that the master chokes on) is not followed by the next one at once."""
+
 _encoder = msgspec.msgpack.Encoder()
 _return_decoder = msgspec.msgpack.Decoder(Return)
 _order_decoder: msgspec.msgpack.Decoder[OrderType] = msgspec.msgpack.Decoder(OrderType)
@@ -216,7 +219,7 @@ class ControlClient:
                 logger.exception("control client of %s: %s", self._identity, error)
                 self._why = str(error)
                 continue
-            greeted = False
+            greeted, begun = False, time.monotonic()
             try:
                 self._greet(stream, decoder)
                 greeted = True
@@ -233,7 +236,7 @@ class ControlClient:
                     self._stream = self._connecting = None
                     self._drop_beats()
                 stream.close()
-            if greeted:
+            if greeted and time.monotonic() - begun > _STABLE_S:
                 waits = backoff(limit_s=limit_s)  # it was a good connection: the next attempt comes at once
         self._fail_all(WireError("the connection to the master was closed"))
 
