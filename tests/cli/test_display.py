@@ -109,8 +109,10 @@ def test_tail_waits_for_whole_lines_and_survives_truncation(tmp_path: Path) -> N
         log.write("o\n")
         log.flush()
         assert tail.lines() == ["two"]
-    path.write_text("x\n")
+    path.write_text("x\nend")
     assert tail.lines() == ["x"]
+    assert tail.lines(last=True) == ["end"]
+    assert tail.lines(last=True) == []
 
 
 def test_marks_and_traceback_of_a_worker_are_not_shown_but_the_next_life_is(tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_workers_killed_twice(run: Run) -> None:
     run.check_audit()
 
 
+def test_a_worker_told_to_end_by_somebody_else_is_replaced_twice(run: Run) -> None:
+    run.start("--workers", "1")
+    for life in (1, 2):
+        member = run.alive(Role.WORKER, 0, at_least=life)
+        run.trained(life * 150)
+        os.kill(member.pid, signal.SIGTERM)
+    assert run.wait() == 0, run.story()
+    assert "done: 4,000 samples" in run.text(), run.text()
+    run.check_audit()
+
+
 def test_master_killed_twice_while_workers_train_on(run: Run) -> None:
     run.start("--workers", "2")
     pid = 0
@@ -182,3 +193,20 @@ def test_a_port_in_use_is_one_line(run: Run) -> None:
         assert run.start("--bind", f"127.0.0.1:{port}").wait() == 4, run.story()
     assert f"port {port}" in run.text() and "Traceback" not in run.text()
     assert run.leftovers() == {}
+
+
+def test_a_full_disk_ends_the_job_in_one_line(run: Run) -> None:
+    import subprocess
+
+    run.run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", str(run.run_dir)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        run.write(epochs=200, pause_s=0.0)
+        assert run.start("--workers", "2").wait() == 4, run.story()
+        last = run.text().strip().splitlines()[-1]
+        assert last.startswith("everstep: ") and "space" in last and "Traceback" not in run.text(), run.text()
+        assert run.leftovers() == {}
+    finally:
+        subprocess.run(["umount", "-l", str(run.run_dir)], capture_output=True)

@@ -55,6 +55,7 @@ PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
 KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
 MASTER_GONE_S = 600.0  # an agent on another node without a master for so long gives up
+_DISK_RESERVE_BYTES = 64 * 1024
 _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 
 
@@ -311,8 +312,11 @@ class Agent:
             code, error = _read_summary(self.run_dir)
             self._finish(code, error)
             return
-        if status in _FINAL_STATUS:
+        full = disk_is_full(self.run_dir)
+        if status in _FINAL_STATUS or (full and status > 0):
             line = last_error_line(self.run_dir / "logs" / "master.log")
+            if full and not line:  # no log can be written either
+                status, line = 4, f"no space left on the disk of {self.run_dir}; the job cannot be recorded"
             self._finish(status, line or f"the master gave up; see {self.run_dir}/logs/master.log")
             return
         pause_s = self._master_budget.died(lived_s)
@@ -674,6 +678,13 @@ def describe_status(status: int) -> str:
             return f"signal {-status} ({signal.Signals(-status).name})"
         return f"signal {-status}"
     return f"exit code {status}"
+
+
+def disk_is_full(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(path)
+        return disk.f_bavail * disk.f_frsize < _DISK_RESERVE_BYTES
+    return False
 
 
 def error_path(run_dir: Path, slot: int) -> Path:

@@ -46,8 +46,8 @@ class EventLine(msgspec.Struct):
 class Screen(Protocol):
     """Where lines and the picture go."""
 
-    def line(self, text: str, kind: str) -> None:
-        """``kind``: "event", "script" (worker 0's own output)."""
+    def line(self, text: str, kind: str, at: float = 0.0) -> None:
+        """``kind``: "event", "script" (worker 0's own output). ``at``: seconds since 1970, 0 for now."""
 
     def picture(self, status: StatusReport) -> None: ...
 
@@ -97,19 +97,20 @@ class Display:
                 self._wake.wait(POLL_S)
                 self._wake.clear()
             with contextlib.suppress(OSError, ValueError):
-                self._lines(screen)
+                self._lines(screen, last=True)
         finally:
             with contextlib.suppress(OSError, ValueError):
                 screen.close()
 
-    def _lines(self, screen: Screen) -> None:
+    def _lines(self, screen: Screen, last: bool = False) -> None:
         with self._lock:
             said, self._said = self._said, []
-        for line in self._output.lines():
+        for line in self._output.lines(last):
             screen.line(line, "script")
         for raw in self._events.lines():
             with contextlib.suppress(msgspec.MsgspecError):
-                screen.line(str(msgspec.json.decode(raw, type=EventLine)), "event")
+                event = msgspec.json.decode(raw, type=EventLine)
+                screen.line(str(event), "event", event.at)
         for text in said:
             screen.line(text, "event")
 
@@ -121,9 +122,9 @@ class ScriptOutput:
         self._tail = Tail(path)
         self._in_error = False
 
-    def lines(self) -> list[str]:
+    def lines(self, last: bool = False) -> list[str]:
         shown = []
-        for line in self._tail.lines():
+        for line in self._tail.lines(last):
             if line.startswith(LOG_MARK):
                 self._in_error = line.startswith(ERROR_MARK)
             elif not self._in_error:
@@ -136,6 +137,10 @@ class ScriptOutput:
 
 def count(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def time_of_day(at: float = 0.0) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at or None))
 
 
 def clock(seconds: float) -> str:
@@ -201,13 +206,13 @@ class PlainScreen:
         self._now = now
         self._next = now() + every_s
 
-    def line(self, text: str, kind: str) -> None:
-        self._print(text if kind == "script" else f"[{time.strftime('%H:%M:%S')}] {text}")
+    def line(self, text: str, kind: str, at: float = 0.0) -> None:
+        self._print(text if kind == "script" else f"[{time_of_day(at)}] {text}")
 
     def picture(self, status: StatusReport) -> None:
         if self._now() >= self._next:
             self._next = self._now() + self._every_s
-            self._print(f"[{time.strftime('%H:%M:%S')}] {progress_line(status)}")
+            self._print(f"[{time_of_day()}] {progress_line(status)}")
 
     def close(self) -> None:
         self._out.flush()
@@ -228,10 +233,10 @@ class LiveScreen:
         self._live: Live = Live(console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
-    def line(self, text: str, kind: str) -> None:
+    def line(self, text: str, kind: str, at: float = 0.0) -> None:
         from rich.text import Text
 
-        stamp = "" if kind == "script" else time.strftime("%H:%M:%S ")
+        stamp = "" if kind == "script" else f"{time_of_day(at)} "
         body = Text(stamp, style="dim") + Text.from_ansi(text, style="" if kind == "script" else "cyan")
         self._console.print(body)
 

@@ -8,7 +8,8 @@ _PIECE_BYTES = 1 << 20
 
 
 class Tail:
-    """``lines`` gives the whole lines written since the last call; a line without its end waits for it."""
+    """``lines`` gives the whole lines written since the last call; a line without its end waits for it, or for
+    ``last``: nobody will write any more."""
 
     def __init__(self, path: Path, at_end: bool = False) -> None:
         self._path = path
@@ -17,7 +18,7 @@ class Tail:
         if at_end and path.exists():
             self._offset = path.stat().st_size
 
-    def lines(self) -> list[str]:
+    def lines(self, last: bool = False) -> list[str]:
         try:
             with self._path.open("rb") as stream:
                 stream.seek(0, 2)
@@ -29,7 +30,7 @@ class Tail:
             return []
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _PIECE_BYTES:
+        if len(self._rest) > _PIECE_BYTES or (last and self._rest):
             whole.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace").rstrip("\r") for line in whole]

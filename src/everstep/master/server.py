@@ -31,6 +31,7 @@ from everstep.brain.events import (
     InstructionType,
     MasterStarted,
     MemberJoined,
+    MemberSilent,
     NodeJoined,
     Note,
     Ok,
@@ -142,6 +143,7 @@ class Master:
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
         self._finish: FinishJob | None = None
+        self._finished_at = 0.0
         self._events = LineFile(run_dir / "events.jsonl")
         self._metrics = LineFile(run_dir / METRICS_FILE)
         identity = Identity(
@@ -221,7 +223,7 @@ class Master:
 
     def _say_failure(self, error: EverstepError) -> None:
         """Nothing more can be decided durably: the job ends here."""
-        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        _say(error)
         for peer in self.server.peers:
             peer.send(wire.Finish(error.exit_code, str(error)))
 
@@ -394,7 +396,16 @@ class Master:
     def _exited(self, peer: Peer, r: wire.Exited) -> Any:
         if peer.identity.role != "agent":
             return Refused(f"{peer.identity} is no agent")
-        return self._submit(ProcessExited(self.clock.now(), r.role, r.slot, r.incarnation, r.status, r.error))
+        progress = self._progress(r.role, r.slot)
+        return self._submit(ProcessExited(self.clock.now(), r.role, r.slot, r.incarnation, r.status, r.error, progress))
+
+    def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
+        """What the process in this slot last told of its leases."""
+        seat = self.brain.members.of(role).get(slot)
+        if seat is None:
+            return ()
+        held = [self.brain.leases[key] for key in seat.held]
+        return tuple((h.no, self.watch.position(h.no, h.start)) for h in held)
 
     def _disconnected(self, peer: Peer) -> None:
         """Only a hint: the watch decides. Orders to it are dropped until its next hello."""
@@ -417,6 +428,8 @@ class Master:
             at = self.clock.now()
             self.watch.look(self.brain, at)
             for event in self.watch.tick(at):
+                if isinstance(event, MemberSilent) and event.lost:
+                    event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
                 self._tell(event)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
@@ -433,6 +446,7 @@ class Master:
             peer.send(wire.Finish(finish.exit_code, finish.error))
         if self._finish is None:
             self._finish = finish
+            self._finished_at = self.clock.now()
             self._write_summary()
             self._finishing = asyncio.create_task(self._wait_for_ps())
 
@@ -445,7 +459,7 @@ class Master:
 
     def _write_summary(self) -> None:
         try:
-            data = msgspec.json.format(msgspec.json.encode(self.readings.summary(self.brain, self.clock.now())))
+            data = msgspec.json.format(msgspec.json.encode(self.readings.summary(self.brain, self._finished_at)))
             write_atomic(self.run_dir / "summary.json", data + b"\n")
         except PlatformError as error:
             logger.warning("%s", error)
@@ -468,5 +482,11 @@ def serve(run_dir: Path) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(run_dir))
     except EverstepError as error:
-        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        _say(error)
         return error.exit_code
+
+
+def _say(error: EverstepError) -> None:
+    """In the log, which may lie on the very disk that is full."""
+    with contextlib.suppress(OSError):
+        print(f"everstep: {error}", file=sys.stderr, flush=True)
