@@ -555,6 +555,8 @@ class Agent:
                     self._first_error = (entry, found)
         elif entry.role == Role.PS and status > 0:
             error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
+            if not error and disk_is_full(self.run_dir):
+                error = f"no space left on the disk of {self.run_dir}"
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
         report = Exited(entry.role, entry.slot, entry.incarnation, status, error)
         self._reports.put(lambda: self._report(entry, report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -32,13 +33,15 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
         ps.run()
     except EverstepError as error:
-        print(f"everstep: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the log may lie on the very disk that is full
+            print(f"everstep: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     # Freeing gigabytes of rows one by one, and waiting for client threads, serves nobody.
     os._exit(code)
