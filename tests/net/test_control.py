@@ -472,10 +472,23 @@ def test_an_unread_flood_of_calls_is_bounded(
     stream.close()
 
 
-def test_tcp_without_tls_gets_nowhere(start: Callable[..., Master], secret: Secret) -> None:
-    master = start(polite, tcp=True)
+def test_tcp_without_tls_gets_nowhere(
+    start: Callable[..., Master],
+    join: Callable[..., ControlClient],
+    secret: Secret,
+    caplog: pytest.LogCaptureFixture,
+    until: Until,
+) -> None:
+    master = start(polite, tcp=True, auth_s=0.5)
+    good = join(address=lambda: Address(NodeId("far"), host="127.0.0.1", port=master.port))
+    good.wait_connected(20)
     raw = socket.create_connection(("127.0.0.1", master.port))
     stream = FrameSocket(raw, AUTH_LIMITS)
     with pytest.raises(WireError):
         authenticate_client(stream, secret, ME, Deadline(10))
     stream.close()
+    until(lambda: caplog.records)
+    assert [r.getMessage() for r in caplog.records] == [
+        "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
+    ]
+    assert good.call(wire.Report({}), 20) == Ok() and good.connects == 1

@@ -97,12 +97,17 @@ class ControlServer:
         context: ssl.SSLContext = server_context(self.secret)
         self._servers.append(
             await loop.create_server(
-                self._make, sock=sock, backlog=1024, ssl=context, ssl_handshake_timeout=self.auth_s
+                self._make_tls, sock=sock, backlog=1024, ssl=context, ssl_handshake_timeout=self.auth_s
             )
         )
 
     def _make(self) -> _Connection:
         return _Connection(self)
+
+    def _make_tls(self) -> _Connection:
+        connection = _Connection(self)
+        connection.await_tls()
+        return connection
 
     @property
     def peers(self) -> list[Peer]:
@@ -155,7 +160,18 @@ class _Connection(asyncio.Protocol):
             server.limit.warning(f"connection from {self._where()} refused: too many connections")
             self.abort()
             return
+        self._cancel_timer()
         self._timer = self._loop.call_later(server.auth_s, self._too_slow)
+
+    def await_tls(self) -> None:
+        """asyncio closes connections whose TLS handshake fails without a word to anyone: the log shall have one."""
+        self._timer = self._loop.call_later(self.server.auth_s, self._no_tls)
+
+    def _no_tls(self) -> None:
+        self._timer = None
+        self.server.limit.warning(
+            "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
+        )
 
     def data_received(self, data: bytes) -> None:
         if self.closed:
