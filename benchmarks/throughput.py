@@ -194,7 +194,7 @@ def run(quick: bool) -> Result:
         say("TorchRec is left out: EVERSTEP_TORCHREC_PYTHON names no Python that has it")
     with tempfile.TemporaryDirectory(prefix="everstep-bench-data-") as folder:
         for dim, batch in sizes:
-            config = Config(dim, batch, 60_000 if quick else 160_000, Path(folder))
+            config = Config(dim, batch, 40_000 if quick else 160_000, Path(folder))
             say(f"{config.name}: making the data")
             _make_data(config)
             figures[f"{config.name}.load_before"] = psutil.getloadavg()[0]
