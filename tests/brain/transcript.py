@@ -134,7 +134,11 @@ class Story:
             case "heard":
                 return MemberHeard(at, *parse_member(plain[0]))
             case "exit":
-                return ProcessExited(at, *parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]))
+                told = tuple(
+                    (parse_lease(no), int(position))
+                    for no, position in (text.split("@") for text in named.get("at", "").split(",") if text)
+                )
+                return ProcessExited(at, *parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told)
             case "plan":
                 _, slot, incarnation = parse_member(plain[0])
                 plan = Plan(

@@ -61,7 +61,7 @@ from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.placement import acknowledged_by_all, first_placement, places_of, refreshed
 from everstep.brain.shards import RELEASE_BATCH, RELEASED_REMEMBERED, Dataset, Epoch, Held, Shards, lease_words
-from everstep.ids import Incarnation, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
@@ -423,7 +423,7 @@ class Brain:
             0.0,
             Decision("stop", f"it was declared lost ({reason}); it must not come back to life"),
         )
-        return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)})]
+        return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress)]
 
     def _member_heard(self, e: MemberHeard) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
@@ -458,7 +458,7 @@ class Brain:
             why = Decision("fail the job", "the script raised an error", inputs, ("restart it: it would raise again",))
             out.append(Note(str(seat.member.key), why))
             return [*out, self._fail(1, f"the script failed in {seat.member.key}: {e.error}")]
-        return [_OK, *self._gone(seat, e.at, reason, inputs)]
+        return [_OK, *self._gone(seat, e.at, reason, inputs, progress=e.progress)]
 
     def _gone(
         self,
@@ -467,6 +467,7 @@ class Brain:
         reason: str,
         inputs: dict[str, str | int | float | bool],
         node_lost: bool = False,
+        progress: tuple[tuple[LeaseNo, int], ...] = (),
     ) -> list[InstructionType]:
         """A process is no more, or counts as such. Take its leases back and fill the slot again."""
         if seat.member.role is Role.PS:
@@ -478,7 +479,7 @@ class Brain:
         seat.losses += 1
         if not node_lost:
             seat.streak += 1
-        blamed = seat.held[0] if seat.held and not node_lost else None
+        blamed = self.shards.leases[seat.held[0]] if seat.held and not node_lost else None
         inputs = {**inputs, "incarnation": member.incarnation}
         if seat.held:
             inputs["shards"] = ", ".join(self.shards.name(key) for key in seat.held)
@@ -486,7 +487,10 @@ class Brain:
         out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
         out += self._drop_leases(seat, at, f"{member.key} was lost")
         if blamed is not None:
-            out += self._blame(blamed, member.key)
+            position = max((told for no, told in progress if no == blamed.no), default=blamed.start)
+            if position > self.shards.kills_at.get(blamed.shard, blamed.start):
+                seat.streak = 1  # it got on; only those that get nowhere use up the restarts
+            out += self._blame(blamed.shard, position, member.key)
             if self.job.over:
                 return out
         if not may_restart(seat.streak, self.job.spec.max_restarts):
@@ -567,10 +571,10 @@ class Brain:
             str(seat.member.key), Decision("shard returned", f"{self.shards.name(held.shard)}: {reason}", inputs)
         )
 
-    def _blame(self, key: ShardKey, member: object) -> list[InstructionType]:
+    def _blame(self, key: ShardKey, position: int, member: object) -> list[InstructionType]:
         """A worker was lost while it worked on this shard: count, and set the shard aside at the limit."""
         shards, spec = self.shards, self.job.spec
-        count = shards.kills[key] = shards.kills.get(key, 0) + 1
+        count = shards.blame(key, position)
         if not is_poison(count, spec.quarantine_after):
             return []
         number, _, index = split_key(key)

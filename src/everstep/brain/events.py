@@ -67,6 +67,7 @@ class MemberSilent(Event, frozen=True, tag="member_silent"):
     incarnation: Incarnation
     silent_s: float
     lost: bool
+    progress: tuple[tuple[LeaseNo, int], ...] = ()  # as in ProcessExited
 
 
 class MemberHeard(Event, frozen=True, tag="member_heard"):
@@ -79,13 +80,15 @@ class MemberHeard(Event, frozen=True, tag="member_heard"):
 
 class ProcessExited(Event, frozen=True, tag="process_exited"):
     """An agent saw a process end. ``status``: exit code, or minus the signal's number. ``error``: the script's
-    own last line where it raised (then the job fails), else ""."""
+    own last line where it raised (then the job fails), else "". ``progress``: of a worker, the last positions that it
+    told of its leases, as far as known: a shard on which workers get on is not to blame for their loss."""
 
     role: Role
     slot: Slot
     incarnation: Incarnation
     status: int
     error: str = ""
+    progress: tuple[tuple[LeaseNo, int], ...] = ()
 
 
 class PlanRegistered(Event, frozen=True, tag="plan_registered"):

@@ -83,12 +83,14 @@ class Dataset(msgspec.Struct):
 
 class Shards(msgspec.Struct):
     """``taken_back``: the last lease of each shard that waits at the head of TODO. ``kills``: workers lost in a row
-    while working on a shard. ``releasing``: done, release not ordered yet."""
+    while working on a shard without getting further than the one before (``kills_at``: how far). ``releasing``: done,
+    release not ordered yet."""
 
     datasets: list[Dataset] = []
     leases: dict[ShardKey, Held] = {}
     taken_back: dict[ShardKey, LeaseNo] = {}
     kills: dict[ShardKey, int] = {}
+    kills_at: dict[ShardKey, int] = {}
     releasing: list[ShardKey] = []
     released: list[ShardKey] = []
     samples_done: int = 0
@@ -207,6 +209,7 @@ class Shards(msgspec.Struct):
         epoch.samples_done += counted
         self.samples_done += counted
         self.kills.pop(key, None)
+        self.kills_at.pop(key, None)
         self.releasing.append(key)
         return epoch.finished
 
@@ -219,7 +222,19 @@ class Shards(msgspec.Struct):
         epoch.quarantined[index] = reason
         self.taken_back.pop(key, None)
         self.kills.pop(key, None)
+        self.kills_at.pop(key, None)
         return epoch.finished
+
+    def blame(self, key: ShardKey, position: int) -> int:
+        """A worker was lost while it worked on this shard, having told of ``position``. Returns how many in a row
+        got no further: batch by batch through a shard, kills from outside are nothing of its doing."""
+        count = self.kills.get(key, 0) + 1
+        furthest = self.kills_at.get(key)
+        if furthest is not None and position > furthest:
+            count = 1
+        self.kills[key] = count
+        self.kills_at[key] = max(position, furthest or 0)
+        return count
 
     def release_due(self, at_least: int) -> tuple[ShardKey, ...]:
         """DONE -> RELEASED, of all that wait if they are ``at_least`` so many. Memory is the durable tier: a shard

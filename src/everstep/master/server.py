@@ -54,7 +54,7 @@ from everstep.brain.watch import TICK_S, Watch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, PlatformError
-from everstep.ids import NodeId
+from everstep.ids import LeaseNo, NodeId, Slot
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
