@@ -19,6 +19,7 @@ from masters import Master
 from everstep.brain.events import Fenced, Ok, Welcome
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
+from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.shard import Token, shard_key
@@ -209,6 +210,30 @@ def test_a_fenced_ps_ends_and_changes_nothing(job: Job, until: Until) -> None:
     assert not list((job.run_dir / "audit").glob("*"))
 
 
+def test_an_audit_log_that_cannot_be_written_ends_it(job: Job, until: Until) -> None:
+    """A full disk: the push is not answered as applied, and the process says in one line why it ends."""
+    import resource
+
+    process = job.start_ps()
+    address = ready(job, until).address
+    assert address is not None
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (400, 400))
+    with DataClient(address, secret=job.secret, identity=ME, run_dir=job.run_dir) as client:
+        begin(client)
+        answer: object = None
+        for lo in range(0, 1000, 10):
+            try:
+                answer = train(client, lo, lo + 10)
+            except (AssertionError, EverstepError) as error:
+                answer = error
+                break
+    assert isinstance(answer, Exception), "every push was taken"
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 4
+    lines = [line for line in said.splitlines() if line.startswith("everstep: ")]
+    assert len(lines) == 1 and "cannot write" in lines[0] and "ps-0.1.log" in lines[0]
+
+
 def test_it_dies_with_its_parent(job: Job, until: Until) -> None:
     """The agent is killed: its ps goes too."""
     argv = [sys.executable, "-P", "-m", "everstep.ps", str(job.run_dir), "0", "1", "node0"]
@@ -258,7 +283,7 @@ def test_ready_soon_and_small(job: Job, until: Until) -> None:
     begin_s = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import numpy"], check=True)
     bare_s = time.perf_counter() - begin_s
-    assert ready_s < 6 * bare_s
+    assert ready_s < 10 * bare_s
     status = Path(f"/proc/{process.pid}/status").read_text()
     rss_kb = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
     assert rss_kb < 80_000
