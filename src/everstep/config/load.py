@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import yaml
 
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
@@ -232,6 +231,8 @@ def package_version() -> str:
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
     """(field, value, line) of each entry; the first problem is a ConfigError with its line."""
+    import yaml  # here, not above: 15 ms that a restarting master would pay for nothing
+
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -248,6 +249,8 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[str, Any, int]]:
+    import yaml
+
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
