@@ -88,7 +88,7 @@ class JobFacts:
 
 
 class JournalReader:
-    """Reads a journal (``master/journal.py``) without changing it, also while a master writes it."""
+    """Reads a journal (``storage/journal.py``) without changing it, also while a master writes it."""
 
     def __init__(self, path: Path) -> None:
         self.facts = JobFacts()
