@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.errors import EverstepError, InternalError
+from everstep.errors import EverstepError, InternalError, PlatformError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, audit_header
@@ -227,8 +227,9 @@ class PsService:
             self._finished = True
             if self._log is None:
                 return
-            if not self.failure:
-                self._log_cut(Closed)
+            if self.failure:
+                raise PlatformError(self.failure)
+            self._log_cut(Closed)
             self._log.close()
 
     def _log_cut(self, kind: type[Cut] | type[Closed]) -> None:
@@ -245,7 +246,7 @@ class PsService:
             else:
                 return
         self._fail(failure)
-        raise EverstepError(failure)
+        raise PlatformError(failure)
 
     def _fail(self, why: str) -> None:
         with self._lock:
