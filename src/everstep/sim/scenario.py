@@ -27,7 +27,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     straggle: float = 0.0  # a message that takes up to 2 s
     skip: float = 0.0  # batches whose gradients are not finite and dropped
     fsync_s: float = 0.004
-    lease_s: float = 5.0
+    lease_s: float = 5.0  # 1000: expiry mends nothing, the protocol must
     spawn_s: tuple[float, float] = (0.03, 0.15)
     restart_s: float = 0.05  # until the agent has started another master
     snapshot_every: int = 40  # events
@@ -99,7 +99,7 @@ def random_scenario(seed: int) -> Scenario:
         duplicate=rng.choice([0.0, 0.02, 0.1]),
         straggle=rng.choice([0.0, 0.01, 0.05]),
         skip=0.0 if ps_restarts else rng.choice([0.0, 0.0, 0.05]),
-        lease_s=rng.choice([1.0, 5.0]),
+        lease_s=rng.choice([1.0, 5.0, 1000.0]),
         fsync_s=rng.choice([0.001, 0.004, 0.03]),
         restart_s=rng.choice([0.01, 0.05, 0.5]),
         snapshot_every=rng.choice([10, 40, 10_000]),

@@ -1,0 +1,86 @@
+"""The promises under thousands of seeded runs. A failure names the one command that repeats it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from everstep.sim.__main__ import chunk, main, seeds_of, totals
+from everstep.sim.run import simulate
+from everstep.sim.scenario import failover_scenario, random_scenario
+
+SEEDS = 3000
+
+
+@pytest.mark.timeout(400)
+def test_three_thousand_seeds_count_everything_once_and_none_is_stuck() -> None:
+    chunks = [range(i, i + 150) for i in range(0, SEEDS, 150)]
+    outcomes = []
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        for done, failure, _ in pool.map(chunk, chunks):
+            assert failure is None, f"{failure[1]}\nrepeat with: python -m everstep.sim --seed {failure[0]} --trace"
+            outcomes += done
+    assert len(outcomes) == SEEDS
+    # The runs must be as rough as they claim to be, or the result says nothing.
+    assert sum(o.masters - 1 for o in outcomes) > SEEDS
+    assert sum(o.deaths for o in outcomes) > SEEDS
+    assert sum(o.retried for o in outcomes) > SEEDS
+    print(totals(outcomes))
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    first = [simulate(seed) for seed in range(20)]
+    assert [simulate(seed) for seed in range(20)] == first
+    assert len({o.crc for o in first}) == 20
+
+
+def test_a_run_does_not_depend_on_the_hash_seed() -> None:
+    code = "from everstep.sim.run import simulate; print([simulate(s).crc for s in range(30, 50)])"
+    out = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        out.add(done.stdout)
+    assert len(out) == 1
+
+
+def test_a_master_that_is_killed_without_end_loses_nothing() -> None:
+    outcome = simulate(3, failover_scenario(3))
+    assert outcome.failovers > 50
+    assert outcome.applied == 400 * 2 * 2  # positions, epochs, buckets
+
+
+def test_every_kind_of_fault_is_met() -> None:
+    met = {fault for seed in range(200) for _, fault in random_scenario(seed).faults}
+    from everstep.sim.scenario import FAULTS
+
+    assert met == set(FAULTS)
+
+
+def test_tracing_changes_nothing_and_tells_the_story() -> None:
+    lines: list[str] = []
+    traced = simulate(7, trace=lines)
+    assert traced == simulate(7)
+    text = "\n".join(lines)
+    assert "MasterStarted" in text and "started worker:0.1" in text and "over: 0" in text
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0..30", "--jobs", "1"]) == 0
+    assert "every count right, none stuck" in capsys.readouterr().out
+    assert main(["--seed", "4"]) == 0
+    assert main(["--seed", "0", "--trace", "--mutation", "open-starts-over"]) == 1
+    out = capsys.readouterr().out
+    assert "Violation" in out and "FAULT" in out
+    assert main(["--seed", "0", "--mutation", "nonsense"]) == 2
+
+
+def test_ranges_of_seeds() -> None:
+    assert seeds_of("5..9") == range(5, 9)
+    assert seeds_of("0..100:10") == range(0, 100, 10)
+    assert seeds_of("12") == range(0, 12)
