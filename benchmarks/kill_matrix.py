@@ -284,7 +284,8 @@ def run(quick: bool) -> Result:
     references = [one_run("", 100 + i, rng, 0.0) for i in range(2 if quick else 6)]
     for outcome in references:
         say(
-            f"undisturbed: AUC {outcome.auc:.4f}, {outcome.wall_s:.1f} s of which {outcome.train_s:.1f} s training {outcome.why}"
+            f"undisturbed: AUC {outcome.auc:.4f}, {outcome.wall_s:.1f} s of which {outcome.train_s:.1f} s training"
+            f" {outcome.why}"
         )
     aucs = [o.auc for o in references]
     deviation = statistics.stdev(aucs)
