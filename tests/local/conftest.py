@@ -93,6 +93,12 @@ class Run:
             )
         return self
 
+    def everstep(self, *args: str) -> tuple[int, str]:
+        """Another command: exit code, output."""
+        argv = [sys.executable, "-m", "everstep.cli", *args]
+        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
     def text(self) -> str:
         return self.out.read_text(errors="replace")
 

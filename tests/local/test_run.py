@@ -30,6 +30,17 @@ def test_a_job_trains_to_its_end_and_leaves_nothing(run: Run) -> None:
     assert run.leftovers() == {}
     assert list((run.run_dir / "sock").iterdir()) == []
     run.check_audit()
+    for verb, words in {
+        "audit": "exactly once",
+        "replay": "every instruction is the same",
+        "explain": "finish the job",
+        "status": "done: 2,000 samples",
+        "logs": "worker:1 | worker 1 ends",
+    }.items():
+        code, out = run.everstep(verb, str(run.run_dir))
+        assert code == 0 and words in out, out
+    code, out = run.everstep("run", "--run-dir", str(run.run_dir), str(run.script))
+    assert code == 2 and out.startswith("everstep: ") and "has ended" in out, out
 
 
 def test_workers_killed_twice(run: Run) -> None:
@@ -53,6 +64,26 @@ def test_a_worker_told_to_end_by_somebody_else_is_replaced_twice(run: Run) -> No
     assert run.wait() == 0, run.story()
     assert "done: 4,000 samples" in run.text(), run.text()
     run.check_audit()
+
+
+def test_status_tells_of_a_running_job(run: Run) -> None:
+    import json
+
+    run.start("--workers", "2", "--ps", "2")
+    run.trained(100)
+    code, out = run.everstep("status", str(run.run_dir), "--json")
+    report = json.loads(out)
+    assert code == 0 and report["running"] and report["phase"] == "training"
+    assert {(m["role"], m["slot"]) for m in report["members"]} >= {("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)}
+    for m in report["members"]:
+        assert m["pid"] > 0 and m["incarnation"] == 1 and m["node"] == "node0" and m["state"] == "alive"
+    code, out = run.everstep("status", str(run.run_dir))
+    assert code == 0 and "worker:1" in out and "alive" in out
+    code, out = run.everstep("run", "--run-dir", str(run.run_dir), str(run.script))
+    assert code == 2 and "in use" in out
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert (code, out) == (0, "stopping\n")
+    assert run.wait() == 0, run.story()
 
 
 def test_master_killed_twice_while_workers_train_on(run: Run) -> None:

@@ -94,7 +94,8 @@ def explain(run_dir: Path, member: str | None) -> None:
     from everstep.cli.explain import explain as explain_run
 
     need_run_dir(run_dir)
-    click.echo(explain_run(run_dir, member or ""))
+    for line in explain_run(run_dir, member or ""):
+        click.echo(line)
 
 
 @cli.command()
@@ -105,7 +106,8 @@ def replay(run_dir: Path) -> None:
 
     need_run_dir(run_dir)
     result = replay_run(run_dir)
-    click.echo(str(result))
+    for line in result.lines():
+        click.echo(line)
     raise SystemExit(0 if result.ok else 3)
 
 

@@ -31,7 +31,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     script = check_script(spec.script)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     spec = msgspec.structs.replace(spec, script=str(script), name=name)
-    run_dir = Path(spec.run_dir).absolute() if spec.run_dir else new_run_dir(spec.name)
+    run_dir = Path(os.path.normpath(Path(spec.run_dir).absolute())) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
         refuse_used(run_dir)
         remove_sockets(run_dir)
