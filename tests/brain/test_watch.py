@@ -52,16 +52,18 @@ class Time:
         seen: list[WatchEvent] = []
         for _ in range(round(seconds / TICK_S)):
             self.at += TICK_S
+            now: list[WatchEvent] = []
             if self.at % 1.0 == 0.0:
                 for key in self.beating:
                     progress = tuple((no, position) for no, position in self.progress.items())
-                    seen += self.watch.heard(key, ONE, self.at, progress)  # type: ignore[arg-type]
+                    now += self.watch.heard(key, ONE, self.at, progress)  # type: ignore[arg-type]
                 if self.agent_beats:
                     self.watch.node_heard(NODE, self.at)
             self.watch.look(self.brain, self.at)
-            seen += self.watch.tick(self.at)
-        for event in seen:
-            self.brain.handle(event)
+            now += self.watch.tick(self.at)
+            for event in now:
+                self.brain.handle(event)
+            seen += now
         return seen
 
 

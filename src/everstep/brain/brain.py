@@ -270,6 +270,12 @@ class Brain:
             if member.state is MemberState.STARTING and not seat.stopping:
                 why = Decision("start", "it was ordered before, and its agent does not run it")
                 out.append(StartProcess(e.node, member.role, member.slot, member.incarnation, why))
+            elif member.role is Role.PS:
+                # Its loss is final, and this word may be an old one: let its own silence prove it.
+                if member.state is MemberState.ALIVE:
+                    set_state(seat, MemberState.SUSPECT, e.at)
+                    why = Decision("suspect", f"the agent of {e.node} does not list it")
+                    out.append(Note(str(member.key), why))
             else:
                 out += self._gone(seat, e.at, "its agent no longer runs it", {"node": e.node})
                 if job.over:

@@ -128,6 +128,7 @@ class Watch:
                 self._members[key] = _Ear(member.incarnation, member.node, at, suspect=suspect)
             else:
                 ear.node = member.node
+                ear.suspect = ear.suspect or member.state is MemberState.SUSPECT
         for key in [key for key in self._members if key not in known]:
             del self._members[key]
         for node in brain.members.nodes.values():
