@@ -52,18 +52,18 @@ class Time:
         seen: list[WatchEvent] = []
         for _ in range(round(seconds / TICK_S)):
             self.at += TICK_S
-            now: list[WatchEvent] = []
             if self.at % 1.0 == 0.0:
                 for key in self.beating:
                     progress = tuple((no, position) for no, position in self.progress.items())
-                    now += self.watch.heard(key, ONE, self.at, progress)  # type: ignore[arg-type]
+                    for event in self.watch.heard(key, ONE, self.at, progress):  # type: ignore[arg-type]
+                        self.brain.handle(event)
+                        seen.append(event)
                 if self.agent_beats:
                     self.watch.node_heard(NODE, self.at)
             self.watch.look(self.brain, self.at)
-            now += self.watch.tick(self.at)
-            for event in now:
-                self.brain.handle(event)
-            seen += now
+            for silent in self.watch.tick(self.at):
+                self.brain.handle(silent)
+                seen.append(silent)
         return seen
 
 

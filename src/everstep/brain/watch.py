@@ -67,7 +67,8 @@ class Watch:
         progress: tuple[tuple[LeaseNo, int], ...] = (),
         node: NodeId | None = None,
     ) -> list[MemberHeard]:
-        """A sign of life at time ``at``; ``progress``: next position by lease. Returns word of a suspect's return."""
+        """A sign of life at time ``at``; ``progress``: next position by lease. Returns word of a suspect's return, for
+        the brain to hear before the next ``look``."""
         ear = self._members.get(key)
         out: list[MemberHeard] = []
         if ear is None or incarnation > ear.incarnation:
