@@ -25,11 +25,15 @@ struct Optimizer {
 struct RowKernels {
   const char* name;
   bool (*all_finite)(const float* x, size_t n);
-  // dst[i * dst_stride ..] = src[i][0..dim)
-  void (*copy_rows)(const float* const* src, float* dst, size_t n, size_t dim, size_t dst_stride);
+  // hashes[i] = key_hash(keys[i], salt), buckets[i] = bucket_of(hashes[i], n_buckets)
+  void (*hash_keys)(const int64_t* keys, size_t n, uint64_t salt, uint32_t n_buckets, uint64_t* hashes,
+                    uint32_t* buckets);
+  // dst[i * dim ..] = src[i][0..dim). `stream`: past the caches (then `streamable` must hold; call `fence` at last).
+  void (*copy_rows)(const float* const* src, float* dst, size_t n, size_t dim, bool stream);
   // One optimizer step on n rows; grads is [n, dim] without gaps.
   void (*update)(const Optimizer& opt, double lr, float* const* values, float* const* state, const float* grads,
                  size_t n, size_t dim);
+  void (*fence)();
   void (*gather)(const float* rows, const int32_t* inverse, size_t n, size_t dim, float* out, size_t out_stride);
   // offsets: [b + 1], or null: every id is its own bag. weights: [n] or null.
   void (*bag_forward)(const float* rows, const int32_t* inverse, const int64_t* offsets, size_t b, size_t dim,
@@ -37,6 +41,12 @@ struct RowKernels {
   void (*bag_backward)(const float* grad, size_t grad_stride, const int32_t* inverse, const int64_t* offsets, size_t b,
                        size_t dim, bool mean, const float* weights, float* out, size_t u);
 };
+
+// Stores past the caches pay, as in memcpy, when what is written does not fit into them.
+inline constexpr size_t kStreamBytes = size_t(16) << 20;
+static inline bool streamable(const float* dst, size_t dim, size_t stride) {
+  return dim % 16 == 0 && stride % 16 == 0 && (reinterpret_cast<uintptr_t>(dst) & 63) == 0;
+}
 
 extern const RowKernels kRowsBase;
 #if defined(__x86_64__)

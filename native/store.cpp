@@ -8,7 +8,7 @@ namespace everstep {
 
 namespace {
 
-constexpr size_t kChunk = 64;  // rows in flight: their lines are prefetched together, then used
+constexpr size_t kChunk = 32;  // rows in flight: their lines are prefetched together, then used
 constexpr int64_t kMaxBatch = int64_t(1) << 24;
 constexpr size_t kBiasRows = 65536;
 constexpr uint32_t kMaxBuckets = 4096;
@@ -226,40 +226,37 @@ void Store::each_owned(Each&& each) {
   }
 }
 
-// Calls each(bucket, hashes, first, count) for every stretch of keys of one bucket, the next stretch's index lines
-// being prefetched. The bucket is owned; its mutex is held during the call.
+// Calls each(rows, hashes, first, count) for stretches of at most kChunk keys of one bucket, the index lines of the
+// next stretch being prefetched. The bucket is owned; its mutex is held during the call.
 template <class Each>
 void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& each) {
   thread_local std::vector<uint64_t> hashes;
+  thread_local std::vector<uint32_t> in;
   hashes.resize(n);
-  for (size_t i = 0; i < n; ++i) hashes[i] = key_hash(keys[i], table.salt);
+  in.resize(n);
+  kernels_.hash_keys(keys, n, table.salt, n_buckets_, hashes.data(), in.data());
   // Refuse before anything is made, so that a stale map changes nothing.
   for (size_t i = 0; i < n; ++i) {
-    if (!buckets_[bucket_of(hashes[i], n_buckets_)].owned) {
-      throw NotOwned("bucket " + std::to_string(bucket_of(hashes[i], n_buckets_)) + " of key " +
-                     std::to_string(keys[i]) + " is not owned here");
-    }
+    if ((i == 0 || in[i] != in[i - 1]) && !buckets_[in[i]].owned)
+      throw NotOwned("bucket " + std::to_string(in[i]) + " of key " + std::to_string(keys[i]) + " is not owned here");
   }
-  size_t i = 0;
-  uint32_t b = n ? bucket_of(hashes[0], n_buckets_) : 0;
-  while (i < n) {
-    size_t end = i + 1;
-    while (end < n && bucket_of(hashes[end], n_buckets_) == b) ++end;
+  auto prefetch = [&](size_t from) {
+    const size_t to = std::min(n, from + kChunk);
+    for (size_t k = from; k < to && in[k] == in[from]; ++k) buckets_[in[from]].rows[table.index]->prefetch(hashes[k]);
+  };
+  prefetch(0);
+  for (size_t i = 0; i < n;) {
+    const uint32_t b = in[i];
     Bucket& bucket = buckets_[b];
-    if (end < n) {
-      b = bucket_of(hashes[end], n_buckets_);
-      const Rows& next = *buckets_[b].rows[table.index];
-      for (size_t k = end; k < std::min(n, end + kChunk) && bucket_of(hashes[k], n_buckets_) == b; ++k)
-        next.prefetch(hashes[k]);
-    }
     std::lock_guard<std::mutex> hold(bucket.mutex);
     Rows& rows = *bucket.rows[table.index];
-    for (size_t at = i; at < end; at += kChunk) {
-      const size_t m = std::min(kChunk, end - at);
-      for (size_t k = at + m; k < std::min(end, at + m + kChunk); ++k) rows.prefetch(hashes[k]);
-      each(rows, hashes.data() + at, at, m);
+    while (i < n && in[i] == b) {
+      size_t end = i + 1;
+      while (end < n && end < i + kChunk && in[end] == b) ++end;
+      prefetch(end);
+      each(rows, hashes.data() + i, i, end - i);
+      i = end;
     }
-    i = end;
   }
 }
 
@@ -339,6 +336,7 @@ bool Store::open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_
 void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool create) {
   const Table& t = table_of(table);
   pulls_.fetch_add(1, std::memory_order_relaxed);
+  const bool stream = n * t.dim * sizeof(float) >= kStreamBytes && streamable(out, t.dim, t.dim);
   each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m) {
     uint32_t slots[kChunk];
     const float* from[kChunk];
@@ -357,7 +355,7 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool
     }
     float* to = out + first * t.dim;
     if (all) {
-      kernels_.copy_rows(from, to, m, t.dim, t.dim);
+      kernels_.copy_rows(from, to, m, t.dim, stream);
       return;
     }
     for (size_t k = 0; k < m; ++k) {
@@ -368,6 +366,7 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool
       }
     }
   });
+  if (stream) kernels_.fence();
 }
 
 void Store::locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots) {
@@ -405,9 +404,11 @@ struct PartWork {
   const PushPart* part = nullptr;
   double lr = 0;
   std::vector<uint64_t> hashes;
+  std::vector<uint32_t> buckets;
   std::vector<uint32_t> slots;
   std::vector<Run> runs;
   size_t cursor = 0;
+  size_t missing = 0;  // keys without a row yet
 
   const Run* at(uint32_t bucket) {
     while (cursor < runs.size() && runs[cursor].bucket < bucket) ++cursor;
@@ -415,7 +416,23 @@ struct PartWork {
   }
 };
 
+// At most kChunk rows of one part in one bucket: looked up or updated while the next piece's lines are on their way.
+struct Piece {
+  size_t part, begin, end;
+};
+
+void cut_pieces(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket, std::vector<Piece>& pieces) {
+  pieces.clear();
+  for (size_t p = 0; p < n_parts; ++p) {
+    const Run* run = works[p].at(bucket);
+    if (!run) continue;
+    for (size_t at = run->begin; at < run->end; at += kChunk)
+      pieces.push_back(Piece{p, at, std::min(run->end, at + kChunk)});
+  }
+}
+
 void check_missing_unique(const PartWork& work) {
+  if (work.missing < 2) return;
   std::vector<int64_t> missing;
   for (size_t i = 0; i < work.part->n; ++i) {
     if (work.slots[i] == Rows::kNone) missing.push_back(work.part->keys[i]);
@@ -455,18 +472,18 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     work.table = &table_of(part.table);
     work.part = &part;
     work.lr = part.lr < 0 ? work.table->optimizer.lr : part.lr;
-    work.cursor = 0;
+    work.cursor = work.missing = 0;
     work.runs.clear();
     if (!std::isfinite(part.lr)) throw Malformed("the learning rate is not finite");
     if (work.table->optimizer.kind == kFtrl && work.lr == 0) throw Malformed("FTRL needs a learning rate above 0");
     if (work.table->dim != part.dim) throw Malformed("rows of " + std::to_string(part.dim) + " floats for a table of dim " +
                                                      std::to_string(work.table->dim));
     work.hashes.resize(part.n);
-    work.slots.assign(part.n, Rows::kNone);
+    work.buckets.resize(part.n);
+    work.slots.resize(part.n);
+    kernels_.hash_keys(part.keys, part.n, work.table->salt, n_buckets_, work.hashes.data(), work.buckets.data());
     for (size_t i = 0; i < part.n; ++i) {
-      const uint64_t h = key_hash(part.keys[i], work.table->salt);
-      work.hashes[i] = h;
-      const uint32_t b = bucket_of(h, n_buckets_);
+      const uint32_t b = work.buckets[i];
       if (work.runs.empty() || work.runs.back().bucket != b) {
         if (!work.runs.empty() && work.runs.back().bucket > b) throw Malformed("keys are not grouped by ascending bucket");
         if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
@@ -484,25 +501,31 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     }
   }
   // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
+  thread_local std::vector<Piece> pieces;
   for (uint32_t b = 0; b < n_buckets_; ++b) {
-    std::unique_lock<std::mutex> hold;
-    for (size_t p = 0; p < parts.size(); ++p) {
-      PartWork& work = works[p];
-      const Run* run = work.at(b);
-      if (!run) continue;
-      Bucket& bucket = buckets_[b];
-      if (!hold.owns_lock()) hold = std::unique_lock<std::mutex>(bucket.mutex);
+    cut_pieces(works, parts.size(), b, pieces);
+    if (pieces.empty()) continue;
+    Bucket& bucket = buckets_[b];
+    auto prefetch = [&](const Piece& piece) {
+      const PartWork& work = works[piece.part];
+      const Rows& rows = *bucket.rows[work.table->index];
+      for (size_t i = piece.begin; i < piece.end; ++i) rows.prefetch(work.hashes[i]);
+    };
+    prefetch(pieces[0]);
+    std::lock_guard<std::mutex> hold(bucket.mutex);
+    uint32_t stamp = 0;
+    bool twice = false;
+    for (size_t q = 0; q < pieces.size(); ++q) {
+      if (q + 1 < pieces.size()) prefetch(pieces[q + 1]);
+      PartWork& work = works[pieces[q].part];
       Rows& rows = *bucket.rows[work.table->index];
-      const uint32_t stamp = rows.next_stamp();
-      bool twice = false;
-      for (size_t at = run->begin; at < run->end; at += kChunk) {
-        const size_t end = std::min(run->end, at + kChunk);
-        for (size_t i = at; i < end; ++i) rows.prefetch(work.hashes[i]);
-        for (size_t i = at; i < end; ++i)
-          work.slots[i] = rows.find_stamped(work.part->keys[i], work.hashes[i], stamp, twice);
+      if (q == 0 || pieces[q].part != pieces[q - 1].part) stamp = rows.next_stamp();
+      for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
+        work.slots[i] = rows.find_stamped(work.part->keys[i], work.hashes[i], stamp, twice);
+        work.missing += work.slots[i] == Rows::kNone;
       }
-      if (twice) throw Malformed("a key stands twice in one push");
     }
+    if (twice) throw Malformed("a key stands twice in one push");
   }
   for (size_t p = 0; p < parts.size(); ++p) {
     works[p].cursor = 0;
@@ -534,37 +557,40 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       out.gap = out.gap < 0 ? mark.watermark : std::min(out.gap, mark.watermark);
       continue;
     }
+    cut_pieces(works, parts.size(), b, pieces);
     // What can fail (memory for new rows) comes before the first update: a bucket has all of a batch or nothing.
-    for (size_t p = 0; p < parts.size(); ++p) {
-      PartWork& work = works[p];
-      const Run* run = work.at(b);
-      if (!run) continue;
+    for (const Piece& piece : pieces) {
+      PartWork& work = works[piece.part];
+      if (!work.missing) continue;
       Rows& rows = *bucket.rows[work.table->index];
-      for (size_t i = run->begin; i < run->end; ++i) {
+      for (size_t i = piece.begin; i < piece.end; ++i) {
         uint32_t& slot = work.slots[i];
         if (slot == Rows::kNone) slot = rows.find(work.part->keys[i], work.hashes[i]);
         if (slot == Rows::kNone) slot = rows.insert(work.part->keys[i], work.hashes[i], nullptr);
       }
     }
-    for (size_t p = 0; p < parts.size(); ++p) {
-      PartWork& work = works[p];
-      const Run* run = work.at(b);
-      if (!run) continue;
+    float* values[2][kChunk];
+    float* state[2][kChunk];
+    auto fetch = [&](size_t q) {
+      const Piece& piece = pieces[q];
+      const PartWork& work = works[piece.part];
       const Table& table = *work.table;
-      Rows& rows = *bucket.rows[table.index];
-      for (size_t at = run->begin; at < run->end; at += kChunk) {
-        const size_t m = std::min(run->end - at, kChunk);
-        float* values[kChunk];
-        float* state[kChunk];
-        for (size_t k = 0; k < m; ++k) {
-          const uint32_t slot = work.slots[at + k];
-          values[k] = rows.values(slot);
-          state[k] = rows.state(slot);
-          prefetch_row_write(values[k], table.dim);
-          if (table.state) prefetch_row_write(state[k], table.state);
-        }
-        kernels_.update(table.optimizer, work.lr, values, state, work.part->grads + at * table.dim, m, table.dim);
+      const Rows& rows = *bucket.rows[table.index];
+      for (size_t k = 0; k < piece.end - piece.begin; ++k) {
+        const uint32_t slot = work.slots[piece.begin + k];
+        values[q & 1][k] = rows.values(slot);
+        state[q & 1][k] = rows.state(slot);
+        prefetch_row_write(values[q & 1][k], table.dim);
+        if (table.state) prefetch_row_write(state[q & 1][k], table.state);
       }
+    };
+    if (!pieces.empty()) fetch(0);
+    for (size_t q = 0; q < pieces.size(); ++q) {
+      if (q + 1 < pieces.size()) fetch(q + 1);
+      const PartWork& work = works[pieces[q].part];
+      const Table& table = *work.table;
+      kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1],
+                      work.part->grads + pieces[q].begin * table.dim, pieces[q].end - pieces[q].begin, table.dim);
     }
     bucket.fingerprint += fingerprint;
     mark.watermark = hi;
