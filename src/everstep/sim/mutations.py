@@ -25,7 +25,7 @@ from everstep.brain.events import (
     ShardDone,
 )
 from everstep.brain.members import Members, Seat
-from everstep.brain.shards import Epoch, Shards
+from everstep.brain.shards import Epoch
 from everstep.brain.watch import Watch, WatchEvent
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Role
@@ -186,6 +186,18 @@ class ReleasesAtReturn(Brain):
         return [*out, ReleaseShards(held)] if held else out
 
 
+class AdoptsFencedLease(Brain):
+    def _confirm(self, seat: Seat, lease: Lease) -> bool:
+        held = self.shards.leases.get(lease.shard)
+        if held is None or held.no <= lease.no:
+            return super()._confirm(seat, lease)
+        self._release_hold(self.members.workers[held.worker], held, settled=False)
+        self.shards.take_back(lease.shard, 0)
+        self.shards.adopt(lease, seat.member.slot, seat.member.incarnation)
+        seat.held.append(lease.shard)
+        return True
+
+
 # ---------------------------------------------------------------- the worker's protocol
 
 
@@ -291,11 +303,6 @@ def _early_epoch(self: Epoch) -> bool:
     return self.done + self.doing + len(self.quarantined) == self.shards
 
 
-def _adopt_anything(self: Shards, lease: Lease) -> bool:
-    epoch = self.epoch_of(lease.shard)
-    return epoch is not None and lease.shard not in self.leases and split_key(lease.shard)[2] in epoch.returned
-
-
 def _keep_snapshots(self: Disk) -> None:
     del self.log[self.durable :]
 
@@ -344,12 +351,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         Parts(),
         ((Epoch, "finished", property(_early_epoch)), _BLIND),
     ),
-    Mutation(
-        "adopts-fenced-lease",
-        "a lease that was taken back is adopted again",
-        Parts(),
-        ((Shards, "can_adopt", _adopt_anything), _BLIND),
-    ),
+    Mutation("adopts-fenced-lease", "a lease that was taken back is adopted again", Parts(brain=AdoptsFencedLease)),
     Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
     Mutation("snapshot-ahead", "a snapshot of unsynced events is used", Parts(), ((Disk, "crash", _keep_snapshots),)),
     Mutation(
