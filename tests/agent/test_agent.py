@@ -53,6 +53,10 @@ class Told:
 
     def close(self) -> None: ...
 
+    @property
+    def away_s(self) -> float:
+        return 1e9 if self.away else 0.0
+
     def exits(self) -> list[Exited]:
         return [r for r in self.requests if isinstance(r, Exited)]
 
@@ -315,3 +319,19 @@ def test_last_error_line_of_a_log(tmp_path: Path) -> None:
     assert last_error_line(log) == "disk full"
     log.write_text("Traceback\nKeyError: 'x'\n\n")
     assert (last_error_line(log), last_error_line(log, any_line=True)) == ("", "KeyError: 'x'")
+
+
+def test_an_agent_elsewhere_gives_up_when_the_master_is_gone_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_LOOK_S", 0.05)
+    stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+
+    def play() -> None:
+        stage.start(Role.WORKER, 1)
+        stage.pid(Role.WORKER, 1)
+        stage.told.away = True
+        until(lambda: stage.agent.outcome)
+
+    outcome = stage.run(play)
+    assert outcome.exit_code == 4 and "could not be reached" in outcome.error

@@ -172,6 +172,21 @@ def test_the_parent_killed_ends_the_job(run: Run) -> None:
     assert run.leftovers() == {}
 
 
+def test_the_terminal_closed_ends_the_job(run: Run) -> None:
+    import pty
+
+    run.write(epochs=50)
+    argv = [sys.executable, "-m", "everstep.cli", "run", "--run-dir", str(run.run_dir), str(run.script)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, argv)
+    run.trained(100)
+    os.close(terminal)  # the kernel sends SIGHUP to the session of a terminal that is gone
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert run.leftovers() == {}
+
+
 def test_scaling_up_and_down_twice_restarts_nobody(run: Run) -> None:
     run.write(epochs=6)
     run.start("--workers", "1")

@@ -48,13 +48,14 @@ from everstep.net.messages import (
     StatusReport,
     Stop,
 )
-from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn
+from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
 
 WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
 PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
 KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
-MASTER_GONE_S = 600.0  # an agent on another node without a master for so long gives up
+MASTER_GONE_S = 120.0  # an agent on another node without a master for so long gives up
+_LOOK_S = 5.0
 _DISK_RESERVE_BYTES = 64 * 1024
 _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 
@@ -65,6 +66,9 @@ class Control(Protocol):
     def call(self, request: RequestType, timeout_s: float) -> AnswerType | StatusReport | SpecReport: ...
 
     def close(self) -> None: ...
+
+    @property
+    def away_s(self) -> float: ...
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -139,7 +143,6 @@ class Agent:
         self._leaving = False
         self._closed = False
         self._parent_fd = -1
-        self._heard_at = time.monotonic()
         self._work: collections.deque[Callable[[], None]] = collections.deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_no = itertools.count()
@@ -165,6 +168,8 @@ class Agent:
                 self._start_master()
             self.client = self._connect(self)
             reporter.start()
+            if not self._keeps_master:
+                self._after(_LOOK_S, self._look_for_master)
             while not self._finished():
                 self._turn()
             assert self.outcome is not None
@@ -332,6 +337,14 @@ class Agent:
         self._tell(f"master lost ({describe_status(status)}); restarting it, training goes on")
         self._after(pause_s, self._start_master)
 
+    def _look_for_master(self) -> None:
+        """On another node: its agent restarts a dead master within moments, so a long silence is the node's end."""
+        assert self.client is not None
+        if self.client.away_s > MASTER_GONE_S:
+            self._finish(4, f"the master could not be reached for {MASTER_GONE_S:.0f} s")
+        elif not self._leaving:
+            self._after(_LOOK_S, self._look_for_master)
+
     # ------------------------------------------------------------ the template
 
     def _start_template(self) -> None:
@@ -380,6 +393,7 @@ class Agent:
                 # the kernel kills them with their parent; see to it before telling anyone that they are gone
                 send_signal(entry.pidfd, signal.SIGKILL)
                 ended(entry.pidfd, KILL_AFTER_S)
+                sweep_group(entry.pid)
                 self._ended(entry, -signal.SIGKILL)
         if self._leaving:
             for entry in list(self._running.values()):
@@ -453,7 +467,6 @@ class Agent:
         self.post(lambda: self._obey(order))
 
     def _obey(self, order: OrderType) -> None:
-        self._heard_at = time.monotonic()
         match order:
             case Start():
                 self._start(order)
@@ -592,7 +605,6 @@ class Agent:
         return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running)
 
     def beat(self) -> Beat:
-        self._heard_at = time.monotonic()
         return Beat(readings={"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)})
 
     def on_fenced(self, reason: str) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from everstep.agent.agent import Agent
-from everstep.errors import ConfigError
+from everstep.errors import ConfigError, PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control import Answered, ControlClient
 from everstep.net.messages import RequestType
 from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
+from everstep.net.sockets import parse_host_port
 
 ANSWER_S = 10.0
 
@@ -68,10 +70,21 @@ def write_remote_master(run_dir: Path, address: Address) -> None:
     write_master(run_dir, info)
 
 
+def reachable_host(bind: str) -> str:
+    """Where other nodes find a job bound to ``bind``: its host, or for "all addresses" the one of the default route."""
+    if not bind:
+        return ""
+    host, port = parse_host_port(bind)
+    if host not in ("0.0.0.0", "::", "*"):
+        return host
+    try:
+        return own_host("192.0.2.1" if host != "::" else "2001:db8::1", port or 1)  # documentation addresses
+    except OSError:
+        raise PlatformError(f"--bind {bind}: this machine has no route to others; name the address to use") from None
+
+
 def own_host(host: str, port: int) -> str:
     """This machine's address on the way to ``host`` (nothing is sent)."""
-    import socket
-
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

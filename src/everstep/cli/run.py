@@ -53,7 +53,7 @@ def refuse_used(run_dir: Path) -> None:
 
 
 def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
-    from everstep.cli.link import connect_agent
+    from everstep.cli.link import connect_agent, reachable_host
     from everstep.net.auth import create_secret, load_secret
     from everstep.net.rendezvous import master_address
 
@@ -83,7 +83,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         lambda a: connect_agent(a, lambda: master_address(run_dir), load_secret(run_dir / "secret")),
         display.say,
         keeps_master=True,
-        host=spec.bind.rpartition(":")[0].strip("[]"),
+        host=reachable_host(spec.bind),
         prepare=prepare,
     )
     sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {spec.ps} ps, run directory {run_dir}\n")
@@ -102,13 +102,12 @@ def conclude(outcome: Outcome, run_dir: Path, wall_s: float) -> int:
     out = sys.stdout if outcome.exit_code == 0 else sys.stderr
     sys.stdout.flush()
     lines: list[str] = []
-    if outcome.exit_code == 0:
-        summary = read_summary(run_dir)
-        if summary is not None:
-            lines += summary_lines(summary, run_dir)
-        else:
-            lines.append(f"ended after {wall_s:.1f} s; run directory: {run_dir}")
-    else:
+    summary = read_summary(run_dir) if outcome.exit_code in (0, 130) else None
+    if summary is not None:
+        lines += summary_lines(summary, run_dir)
+    elif outcome.exit_code == 0:
+        lines.append(f"ended after {wall_s:.1f} s; run directory: {run_dir}")
+    if outcome.exit_code:
         if outcome.detail:
             lines.append(outcome.detail.rstrip())
         log = f"; log: {outcome.log}" if outcome.log else f"; run directory: {run_dir}"
