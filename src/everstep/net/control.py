@@ -117,8 +117,9 @@ class ControlClient:
             raise InternalError("ControlClient.call inside one of its callbacks would wait for itself")
         future = self.submit(request, timeout_s)
         try:
-            return future.result(timeout_s + 10 * _TICK_S)
-        except FutureTimeout:
+            return future.result(timeout_s)
+        except FutureTimeout:  # on time even while the thread is busy connecting
+            future.cancel()
             raise self._late(request, timeout_s) from None
 
     def submit(self, request: RequestType, timeout_s: float) -> Future[Answered]:
@@ -286,7 +287,8 @@ class ControlClient:
             self._connecting = None
             self._stream = stream
             self._connects += 1
-            waiting = b"".join(self._pending[i].frame for i in sorted(self._pending))
+            pending = [self._pending[i] for i in sorted(self._pending)]
+            waiting = b"".join(p.frame for p in pending if not (p.deadline.expired or p.future.cancelled()))
             if waiting:
                 self._send(stream, waiting)
         if self._stop.is_set():
