@@ -284,7 +284,7 @@ def _spread(values: list[float]) -> float:
 
 def run(quick: bool) -> dict[str, Any]:
     """The row of docs/benchmarks.md."""
-    seconds, rounds = (1.0, 2) if quick else (3.0, 5)
+    seconds, rounds = (1.0, 1) if quick else (2.0, 4)
     rates: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
         for in_flight in (IN_FLIGHT, IN_FLIGHT_MANY):
