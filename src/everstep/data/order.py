@@ -19,7 +19,8 @@ from everstep.errors import InternalError
 Int64s = NDArray[np.int64]
 UInt64s = NDArray[np.uint64]
 
-_ROUNDS: Final = 6
+_ROUNDS: Final = 4
+_ROUNDS_SMALL: Final = 10  # halves of a few bits mix slowly
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _M1: Final = 0xBF58476D1CE4E5B9
 _M2: Final = 0x94D049BB133111EB
@@ -38,9 +39,15 @@ def mix64(x: int) -> int:
 
 def mix64s(x: UInt64s) -> UInt64s:
     """``mix64`` of every element; ``x``: uint64, not changed."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))
+    y = x >> np.uint64(30)
+    y ^= x
+    y *= np.uint64(_M1)
+    t = y >> np.uint64(27)
+    y ^= t
+    y *= np.uint64(_M2)
+    np.right_shift(y, np.uint64(31), out=t)
+    y ^= t
+    return y
 
 
 def make_key(*parts: int) -> int:
@@ -62,14 +69,31 @@ def _feistel(x: UInt64s, n: int, key: int | UInt64s, inverse: bool) -> UInt64s:
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
     shift = np.uint64(low_bits)
     low, high = x & low_mask, x >> shift
-    base = np.uint64(key) if isinstance(key, int) else key
-    for i in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
-        tweak = base + np.uint64(_GOLDEN * (i + 1) & _MASK64)
-        if i % 2 == 0:
-            low = low ^ (mix64s(high + tweak) & low_mask)
+    t = np.empty_like(low)
+    rounds = range(_ROUNDS if n > 4096 else _ROUNDS_SMALL)
+    for i in reversed(rounds) if inverse else rounds:
+        step = _GOLDEN * (i + 1)
+        source = high if i % 2 == 0 else low
+        # The upper half of two multiplications: in place, for this runs for every sample of every epoch.
+        if isinstance(key, int):
+            f = source + np.uint64(mix64(key + step & _MASK64))
         else:
-            high = high ^ (mix64s(low + tweak) & high_mask)
-    return (high << shift) | low
+            f = source + key
+            f += np.uint64(step & _MASK64)
+        f *= np.uint64(_M1)
+        np.right_shift(f, np.uint64(32), out=t)
+        f ^= t
+        f *= np.uint64(_M2)
+        f >>= np.uint64(32)
+        if i % 2 == 0:
+            f &= low_mask
+            low ^= f
+        else:
+            f &= high_mask
+            high ^= f
+    high <<= shift
+    high |= low
+    return high
 
 
 def permute(x: Int64s, n: int, key: int | UInt64s, *, inverse: bool = False) -> Int64s:
