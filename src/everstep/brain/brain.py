@@ -523,7 +523,7 @@ class Brain:
         out.append(Note(str(seat.member.key), Decision("left", "scaled in")))
         if seat.member.slot < self.job.workers_wanted:
             why = Decision("start", "the job was scaled out again while it was leaving")
-            return out + self._start(Role.WORKER, seat.member.slot, at, why)
+            out += self._start(Role.WORKER, seat.member.slot, at, why)  # (it may find no place and wait)
         return out + self._finish_if_all_left()
 
     def _ps_gone(

@@ -1,0 +1,81 @@
+"""What the simulator found, kept as the shortest story that shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    BrainEvent,
+    FinishJob,
+    MasterStarted,
+    MemberJoined,
+    MemberSilent,
+    NodeJoined,
+    NodeLost,
+    PlanRegistered,
+    ProcessExited,
+    ScaleAsked,
+    ShardAsked,
+)
+from everstep.brain.watch import Watch
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Address, MemberKey, Role
+from everstep.model.shard import Plan
+
+ONE = Incarnation(1)
+
+
+def joined(at: float, role: Role, slot: int, node: str, incarnation: int = 1) -> MemberJoined:
+    address = Address(NodeId(node), f"ps-{slot}.{incarnation}") if role is Role.PS else None
+    return MemberJoined(at, role, Slot(slot), Incarnation(incarnation), NodeId(node), 1, address)
+
+
+def brain(spec: JobSpec, *events: BrainEvent) -> Brain:
+    out = Brain()
+    for event in (MasterStarted(0.0, ONE, spec), NodeJoined(1.0, NodeId("node0"), "", 0, spec.ps), *events):
+        out.handle(event)
+        out.validate()
+    return out
+
+
+@pytest.mark.parametrize("how", ["node lost", "silent"])
+def test_a_slot_that_waits_for_a_place_does_not_keep_the_job_alive(how: str) -> None:
+    """Seed 11743: scaled in, out again while it was leaving, then its node died for good; the others finish."""
+    b = brain(
+        JobSpec(workers=1, ps=1),
+        joined(2.0, Role.PS, 0, "node0"),
+        joined(2.0, Role.WORKER, 0, "node0"),
+        NodeJoined(3.0, NodeId("node1"), "", 1, 0),
+        joined(4.0, Role.WORKER, 1, "node1"),
+        PlanRegistered(5.0, Slot(0), ONE, Plan(name="t", samples=5, shard_samples=5, seed=0)),
+        ShardAsked(5.0, Slot(0), ONE, 0, 1, 1),
+        ScaleAsked(6.0, Role.WORKER, 1),
+        ScaleAsked(7.0, Role.WORKER, 2),
+        ProcessExited(8.0, Role.WORKER, Slot(0), ONE, 0),
+    )
+    out = b.handle(NodeLost(9.0, NodeId("node1"), "gone"))
+    if how == "silent":
+        out += b.handle(MemberSilent(9.0, Role.WORKER, Slot(1), ONE, 3.0, True))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
+def test_the_map_waits_for_every_ps_that_comes_back() -> None:
+    """Seed 537: two ps came back at once; the first one's hello published a map without the other."""
+    b = brain(JobSpec(workers=1, ps=2), joined(2.0, Role.PS, 0, "node0"), joined(2.0, Role.PS, 1, "node0"))
+    running = tuple((Role.PS, Slot(s), Incarnation(2), 1) for s in range(2))
+    b.handle(NodeJoined(3.0, NodeId("node0"), "", 0, 2, running))
+    for slot in range(2):
+        b.handle(joined(4.0, Role.PS, slot, "node0", 2))
+        b.validate()
+    assert b.placement is not None
+    assert [(p.slot, p.incarnation) for p in b.placement.servers] == [(0, 2), (1, 2)]
+
+
+def test_a_master_that_was_stopped_before_its_first_tick_declares_nobody_lost() -> None:
+    """Seed 2668: no tick had come before, so the pause was not seen, and the silence was theirs."""
+    watch = Watch(JobSpec(suspect_after_s=1.0, lost_after_s=2.0))
+    watch.heard(MemberKey(Role.PS, Slot(0)), ONE, 10.0)
+    assert watch.tick(15.0) == []
+    assert watch.tick(15.25) == []
