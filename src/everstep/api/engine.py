@@ -56,6 +56,8 @@ from everstep.tables.routing import BatchRows, TableRows, parts_by_ps
 
 _LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
 _MASTER_S = 300.0  # a master may be away so long
+_MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
+_AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
 class _Payload:
@@ -95,6 +97,7 @@ class Engine:
         self.skipped = 0  # batches whose gradient was not finite
         self.values: dict[str, float] = {}
         self.compute_s = 0.0  # seconds between two waits
+        self._batch_s = 0.0  # the same of one batch, smoothed
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inputs: deque[Callable[[], list[Action]]] = deque()
@@ -105,6 +108,7 @@ class Engine:
         self._stepped = False  # the script stepped since the group began
         self._lrs: dict[TableId, float] = {}
         self._stopping = False
+        self._looping = False
         self.registered = 0  # loops begun
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
@@ -125,9 +129,15 @@ class Engine:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        with self._lock:
-            self._stopping = True
-            self._changed.notify_all()
+        """The job is over, or this worker is to go: the loop ends the script after the batch in hand."""
+        self._stopping = True
+
+    def leave_soon(self) -> bool:
+        """From a signal handler: whether the loop will end the script by itself. False the second time."""
+        if not self._looping or self._stopping:
+            return False
+        self._stopping = True
+        return True
 
     def held(self) -> tuple[Lease, ...]:
         with self._lock:
@@ -308,15 +318,27 @@ class Engine:
             run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
             run.thread.start()
         complete = False
+        self._looping = True
         try:
             while (item := self._next(run)) is not None:
                 begin = time.perf_counter()
                 yield item.batch
-                self.compute_s += time.perf_counter() - begin
+                spent_s = time.perf_counter() - begin
+                self.compute_s += spent_s
+                self._look_ahead(spent_s)
                 self._end_of_iteration(item)
             complete = True
         finally:
+            self._looping = False
             self._end_of_loop(run, complete)
+
+    def _look_ahead(self, spent_s: float) -> None:
+        """Hold leases for ``_MASTER_AWAY_S`` of work, so that a restart of the master finds nobody without one."""
+        if self.seat.embedded:
+            return
+        self._batch_s = 0.8 * self._batch_s + 0.2 * spent_s if self._batch_s else spent_s
+        batches = int(_MASTER_AWAY_S / max(self._batch_s, 1e-4))
+        self.protocol.ask_ahead = min(max(2, batches), _AHEAD_BATCHES_MAX)
 
     def _register(self, plan: Any) -> int:
         answer = self.seat.call(messages.Register(plan), _MASTER_S)
@@ -332,6 +354,10 @@ class Engine:
         """The next batch, its rows in place and the parameters up to date; None at the end of the data."""
         while True:
             item = self._read(run) if run.thread is None else self._from_reader(run)
+            if self._stopping:  # scaled in, or the job was stopped: this is a clean end of the script
+                if item is not None:
+                    item.close()
+                raise SystemExit(0)
             if item is None:
                 return None
             assert item.work is not None
@@ -381,7 +407,7 @@ class Engine:
                     return work
                 if self.protocol.finished:
                     return None
-                self._changed.wait(0.5)
+                self._changed.wait(0.2)
 
     def _read_ahead(self, run: _Run) -> None:
         try:
@@ -400,10 +426,12 @@ class Engine:
         begin = time.perf_counter()
         while True:
             try:
-                got = run.ready.get(timeout=0.5)
+                got = run.ready.get(timeout=0.2)
                 break
             except queue.Empty:
                 self._check()
+                if self._stopping:
+                    return None
         self.tables.wait_s += time.perf_counter() - begin
         if isinstance(got, BaseException):
             raise got
@@ -440,7 +468,7 @@ class Engine:
                 left = run.ready.get()
                 if isinstance(left, Item):
                     left.close()
-        if complete and not self._stopping:
+        if complete:
             self.tables.refresh_dense()
             return
         self.leave("the loop ended early" if not failed else "the script failed")
