@@ -296,6 +296,16 @@ def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -
         signal.signal(signo, old)
 
 
+def test_ctrl_z_is_declined(stage: Stage) -> None:
+    def play() -> None:
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        until(lambda: any("suspended" in line for line in stage.said))
+
+    assert stage.run(play).exit_code == 0
+
+
 def test_a_second_ctrl_c_kills_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "STOP_ANSWER_S", 600.0)
     stage.told.away = True

@@ -240,6 +240,9 @@ class Agent:
             if signo == signal.SIGHUP and signal.getsignal(signo) == signal.SIG_IGN:
                 continue  # nohup: stays after the terminal
             old[signo] = signal.signal(signo, lambda s, _: self.post(lambda: self._interrupted(s)))
+        # suspended, this process would be taken for lost while everything that it started trains on
+        no = "Ctrl-Z: a running job cannot be suspended (Ctrl-C stops it)"
+        old[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: self.post(lambda: self._tell(no)))
         return old
 
     def _watch_parent(self) -> None:
