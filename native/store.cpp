@@ -103,26 +103,44 @@ void Table::first_state(const float* values, float* s) const {
 
 // ---------------------------------------------------------------- Rows
 
-uint32_t Rows::find(int64_t key, uint64_t hash) const {
-  const Entry* entries = entries_.load(std::memory_order_relaxed);
-  if (!entries) return kNone;
+// Four entries fill a cache line and are compared without a branch between them: a miss of the branch predictor costs
+// as much as the rest of a lookup. A group that has a free entry ends the search.
+inline Rows::Entry* Rows::entry_of(int64_t key, uint64_t hash) const {
+  Entry* entries = entries_.load(std::memory_order_relaxed);
+  if (!entries) return nullptr;
   const uint64_t mask = mask_.load(std::memory_order_relaxed);
-  for (uint64_t i = hash & mask;; i = (i + 1) & mask) {
-    if (entries[i].slot == kNone) return kNone;
-    if (entries[i].key == key) return entries[i].slot;
+  for (uint64_t g = hash & mask;; g = (g + 1) & mask) {
+    Entry* e = entries + g * kGroup;
+    const unsigned hit = unsigned(e[0].key == key) | unsigned(e[1].key == key) << 1 | unsigned(e[2].key == key) << 2 |
+                         unsigned(e[3].key == key) << 3;
+    if (hit) {
+      Entry* found = e + __builtin_ctz(hit);
+      if (found->slot != kNone) return found;
+      return nullptr;  // key 0 looks like the first free entry; it would stand before that one
+    }
+    if (e[kGroup - 1].slot == kNone) return nullptr;  // groups fill from the front
   }
 }
 
-uint32_t Rows::find_stamped(int64_t key, uint64_t hash, uint32_t stamp, bool& twice) {
-  Entry* entries = entries_.load(std::memory_order_relaxed);
-  if (!entries) return kNone;
-  const uint64_t mask = mask_.load(std::memory_order_relaxed);
-  for (uint64_t i = hash & mask;; i = (i + 1) & mask) {
-    if (entries[i].slot == kNone) return kNone;
-    if (entries[i].key != key) continue;
-    twice |= entries[i].stamp == stamp;
-    entries[i].stamp = stamp;
-    return entries[i].slot;
+inline uint32_t Rows::find(int64_t key, uint64_t hash) const {
+  const Entry* entry = entry_of(key, hash);
+  return entry ? entry->slot : kNone;
+}
+
+inline uint32_t Rows::find_stamped(int64_t key, uint64_t hash, uint32_t stamp, bool& twice) {
+  Entry* entry = entry_of(key, hash);
+  if (!entry) return kNone;
+  twice |= entry->stamp == stamp;
+  entry->stamp = stamp;
+  return entry->slot;
+}
+
+// The free entry where `hash` goes; there is one.
+inline Rows::Entry* Rows::free_entry(Entry* entries, uint64_t mask, uint64_t hash) {
+  for (uint64_t g = hash & mask;; g = (g + 1) & mask) {
+    for (Entry* e = entries + g * kGroup; e != entries + (g + 1) * kGroup; ++e) {
+      if (e->slot == kNone) return e;
+    }
   }
 }
 
@@ -130,7 +148,8 @@ uint32_t Rows::next_stamp() {
   if (++stamp_ == 0) {
     // Wrapped: what older pushes left could look like this one's.
     Entry* entries = entries_.load(std::memory_order_relaxed);
-    for (uint64_t i = 0; entries && i <= mask_.load(std::memory_order_relaxed); ++i) entries[i].stamp = 0;
+    const uint64_t size = (mask_.load(std::memory_order_relaxed) + 1) * kGroup;
+    for (uint64_t i = 0; entries && i < size; ++i) entries[i].stamp = 0;
     stamp_ = 1;
   }
   return stamp_;
@@ -138,23 +157,22 @@ uint32_t Rows::next_stamp() {
 
 void Rows::grow() {
   Entry* old = entries_.load(std::memory_order_relaxed);
-  const uint64_t old_size = old ? mask_.load(std::memory_order_relaxed) + 1 : 0;
+  const uint64_t old_size = old ? (mask_.load(std::memory_order_relaxed) + 1) * kGroup : 0;
   const uint64_t size = old ? old_size * 2 : 16;
+  const uint64_t mask = size / kGroup - 1;
   auto* fresh = reinterpret_cast<Entry*>(pool_.take(size * sizeof(Entry)));
   for (uint64_t i = 0; i < size; ++i) fresh[i] = Entry{0, kNone, 0};
   for (uint64_t i = 0; i < old_size; ++i) {
-    if (old[i].slot == kNone) continue;
-    uint64_t j = key_hash(old[i].key, table_.salt) & (size - 1);
-    while (fresh[j].slot != kNone) j = (j + 1) & (size - 1);
-    fresh[j] = old[i];
+    if (old[i].slot != kNone) *free_entry(fresh, mask, key_hash(old[i].key, table_.salt)) = old[i];
   }
   entries_.store(fresh, std::memory_order_relaxed);
-  mask_.store(size - 1, std::memory_order_relaxed);
+  mask_.store(mask, std::memory_order_relaxed);
   if (old) pool_.give(reinterpret_cast<uint8_t*>(old), old_size * sizeof(Entry));
 }
 
 uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
-  const uint64_t size = entries_.load(std::memory_order_relaxed) ? mask_.load(std::memory_order_relaxed) + 1 : 0;
+  const bool some = entries_.load(std::memory_order_relaxed) != nullptr;
+  const uint64_t size = some ? (mask_.load(std::memory_order_relaxed) + 1) * kGroup : 0;
   if ((uint64_t(count_) + 1) * 10 > size * 7) grow();
   const uint32_t slot = count_;
   if (slot == kNone - 1) throw std::runtime_error("a bucket holds at most 2^32 - 2 rows of a table: use more buckets");
@@ -167,11 +185,8 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
     table_.first_values(key, at);
   }
   table_.first_state(at, state(slot));
-  Entry* entries = entries_.load(std::memory_order_relaxed);
-  const uint64_t mask = mask_.load(std::memory_order_relaxed);
-  uint64_t i = hash & mask;
-  while (entries[i].slot != kNone) i = (i + 1) & mask;
-  entries[i] = Entry{key, slot, 0};
+  *free_entry(entries_.load(std::memory_order_relaxed), mask_.load(std::memory_order_relaxed), hash) =
+      Entry{key, slot, 0};
   ++count_;
   return slot;
 }
@@ -241,8 +256,10 @@ void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& e
       throw NotOwned("bucket " + std::to_string(in[i]) + " of key " + std::to_string(keys[i]) + " is not owned here");
   }
   auto prefetch = [&](size_t from) {
-    const size_t to = std::min(n, from + kChunk);
-    for (size_t k = from; k < to && in[k] == in[from]; ++k) buckets_[in[from]].rows[table.index]->prefetch(hashes[k]);
+    if (from >= n) return;
+    size_t to = from;
+    while (to < n && to < from + kChunk && in[to] == in[from]) ++to;
+    buckets_[in[from]].rows[table.index]->prefetch(hashes.data() + from, to - from);
   };
   prefetch(0);
   for (size_t i = 0; i < n;) {
@@ -508,8 +525,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     Bucket& bucket = buckets_[b];
     auto prefetch = [&](const Piece& piece) {
       const PartWork& work = works[piece.part];
-      const Rows& rows = *bucket.rows[work.table->index];
-      for (size_t i = piece.begin; i < piece.end; ++i) rows.prefetch(work.hashes[i]);
+      bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin, piece.end - piece.begin);
     };
     prefetch(pieces[0]);
     std::lock_guard<std::mutex> hold(bucket.mutex);

@@ -65,9 +65,10 @@ class Rows {
   uint32_t next_stamp();
   // Makes the row, from `values` or, if null, as it begins. The key must not be there.
   uint32_t insert(int64_t key, uint64_t hash, const float* values);
-  void prefetch(uint64_t hash) const {
+  void prefetch(const uint64_t* hashes, size_t n) const {
     const Entry* entries = entries_.load(std::memory_order_relaxed);
-    if (entries) __builtin_prefetch(entries + (hash & mask_.load(std::memory_order_relaxed)));
+    const uint64_t mask = mask_.load(std::memory_order_relaxed);
+    for (size_t i = 0; entries && i < n; ++i) __builtin_prefetch(entries + (hashes[i] & mask) * kGroup);
   }
 
   uint32_t count() const { return count_; }
@@ -85,6 +86,9 @@ class Rows {
     uint32_t slot;   // kNone: empty
     uint32_t stamp;  // of the push that saw it last: finds duplicate keys of one push without another pass
   };
+  static constexpr uint64_t kGroup = 4;
+  Entry* entry_of(int64_t key, uint64_t hash) const;
+  static Entry* free_entry(Entry* entries, uint64_t mask, uint64_t hash);
   uint8_t* page(uint32_t slot) const { return pages_[slot >> table_.page_bits]; }
   size_t in_page(uint32_t slot) const { return slot & ((size_t(1) << table_.page_bits) - 1); }
   void grow();
@@ -93,7 +97,7 @@ class Rows {
   Pool& pool_;
   // Atomic only because other threads prefetch by them without the bucket's mutex.
   std::atomic<Entry*> entries_{nullptr};
-  std::atomic<uint64_t> mask_{0};
+  std::atomic<uint64_t> mask_{0};  // groups - 1
   uint32_t count_ = 0;
   uint32_t stamp_ = 0;
   std::vector<uint8_t*> pages_;
