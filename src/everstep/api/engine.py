@@ -109,6 +109,7 @@ class Engine:
         self._lrs: dict[TableId, float] = {}
         self._stopping = False
         self._looping = False
+        self._exit_status = 0
         self.registered = 0  # loops begun
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
@@ -132,11 +133,12 @@ class Engine:
         """The job is over, or this worker is to go: the loop ends the script after the batch in hand."""
         self._stopping = True
 
-    def leave_soon(self) -> bool:
-        """From a signal handler: whether the loop will end the script by itself. False the second time."""
+    def leave_soon(self, status: int) -> bool:
+        """From a signal handler: whether the loop will end the script by itself, with ``status``. False the second
+        time."""
         if not self._looping or self._stopping:
             return False
-        self._stopping = True
+        self._stopping, self._exit_status = True, status
         return True
 
     def held(self) -> tuple[Lease, ...]:
@@ -357,7 +359,7 @@ class Engine:
             if self._stopping:  # scaled in, or the job was stopped: this is a clean end of the script
                 if item is not None:
                     item.close()
-                raise SystemExit(0)
+                raise SystemExit(self._exit_status)
             if item is None:
                 return None
             assert item.work is not None

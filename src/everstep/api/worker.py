@@ -91,7 +91,7 @@ class WorkerSeat:
             beat=listener.beat,
         )
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _leave_on_term)
+            signal.signal(signal.SIGTERM, self._leave_on_term)
         waited_s = 0.0
         while not self._placed.wait(0.5):
             waited_s += 0.5
@@ -225,8 +225,10 @@ class WorkerSeat:
             client.attach(self.arena)
         return client, shared
 
-
-def _leave_on_term(signo: int, frame: FrameType | None) -> None:
-    """Asked to go (scale-in, stop): end the script in order; leases are given back at exit. The status says by whom:
-    a worker that nobody wanted to end is replaced."""
-    raise SystemExit(128 + signo)
+    def _leave_on_term(self, signo: int, frame: FrameType | None) -> None:
+        """Asked to go (scale-in, stop): end the script, inside the loop after the batch in hand, so that no push is
+        torn; leases are given back. The status says by whom: a worker that nobody wanted to end is replaced. A second
+        signal ends the script at once."""
+        status = 128 + signo
+        if self._listener is None or not self._listener.leave_soon(status):
+            raise SystemExit(status)
