@@ -584,7 +584,7 @@ class Worker(Member):
             incarnation=incarnation,
             batch_samples=rng.randint(*scenario.batch),
             window=rng.randint(1, 3),
-            ask_ahead=rng.randint(0, 2),
+            ask_ahead=rng.choice([0, 1, 2, 2, 6, 12]),
         )
         self.queue: list[Work] = []
         self.depth = rng.randint(1, 2)
