@@ -8,7 +8,9 @@ namespace everstep {
 
 namespace {
 
-constexpr size_t kChunk = 32;  // rows in flight: their lines are prefetched together, then used
+constexpr size_t kAhead = 24;  // lookups whose index lines are on their way
+constexpr size_t kChunk = 128;  // keys handled between two looks at the next bucket
+constexpr size_t kBlock = 8;   // rows whose lines are fetched while those of the block before are used
 constexpr int64_t kMaxBatch = int64_t(1) << 24;
 constexpr size_t kBiasRows = 65536;
 constexpr uint32_t kMaxBuckets = 4096;
@@ -241,8 +243,8 @@ void Store::each_owned(Each&& each) {
   }
 }
 
-// Calls each(rows, hashes, first, count) for stretches of at most kChunk keys of one bucket, the index lines of the
-// next stretch being prefetched. The bucket is owned; its mutex is held during the call.
+// Calls each(rows, hashes, first, count, left) for stretches of at most kChunk of the `left` keys that are left of one
+// bucket. The index lines of the first kAhead of a bucket are on their way; `each` sees to the others. The bucket is owned; its mutex is held during the call.
 template <class Each>
 void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& each) {
   thread_local std::vector<uint64_t> hashes;
@@ -255,25 +257,22 @@ void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& e
     if ((i == 0 || in[i] != in[i - 1]) && !buckets_[in[i]].owned)
       throw NotOwned("bucket " + std::to_string(in[i]) + " of key " + std::to_string(keys[i]) + " is not owned here");
   }
-  auto prefetch = [&](size_t from) {
-    if (from >= n) return;
-    size_t to = from;
-    while (to < n && to < from + kChunk && in[to] == in[from]) ++to;
-    buckets_[in[from]].rows[table.index]->prefetch(hashes.data() + from, to - from);
+  auto run_end = [&](size_t from) {
+    size_t to = from + 1;
+    while (to < n && in[to] == in[from]) ++to;
+    return to;
   };
-  prefetch(0);
+  size_t end = n ? run_end(0) : 0;
   for (size_t i = 0; i < n;) {
-    const uint32_t b = in[i];
-    Bucket& bucket = buckets_[b];
+    Bucket& bucket = buckets_[in[i]];
     std::lock_guard<std::mutex> hold(bucket.mutex);
     Rows& rows = *bucket.rows[table.index];
-    while (i < n && in[i] == b) {
-      size_t end = i + 1;
-      while (end < n && end < i + kChunk && in[end] == b) ++end;
-      prefetch(end);
-      each(rows, hashes.data() + i, i, end - i);
-      i = end;
-    }
+    if (i == 0) rows.prefetch(hashes.data(), std::min(end, kAhead));
+    for (; i < end; i += std::min(kChunk, end - i))
+      each(rows, hashes.data() + i, i, std::min(kChunk, end - i), end - i);
+    if (i == n) break;
+    end = run_end(i);
+    buckets_[in[i]].rows[table.index]->prefetch(hashes.data() + i, std::min(end - i, kAhead));
   }
 }
 
@@ -354,14 +353,16 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool
   const Table& t = table_of(table);
   pulls_.fetch_add(1, std::memory_order_relaxed);
   const bool stream = n * t.dim * sizeof(float) >= kStreamBytes && streamable(out, t.dim, t.dim);
-  each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m) {
+  each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
     uint32_t slots[kChunk];
     const float* from[kChunk];
     bool all = true;
+    float* to = out + first * t.dim;
+    size_t copied = 0;
     for (size_t k = 0; k < m; ++k) {
+      if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
       slots[k] = rows.find(keys[first + k], hashes[k]);
       if (slots[k] == Rows::kNone) {
-        // Looked up again before making it: the same key may stand twice in one pull.
         if (create) slots[k] = rows.insert(keys[first + k], hashes[k], nullptr);
         all &= create;
       }
@@ -369,10 +370,13 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool
         from[k] = rows.values(slots[k]);
         prefetch_row(from[k], t.dim);
       }
+      if (all && k + 1 == copied + 2 * kBlock) {
+        kernels_.copy_rows(from + copied, to + copied * t.dim, kBlock, t.dim, stream);
+        copied += kBlock;
+      }
     }
-    float* to = out + first * t.dim;
     if (all) {
-      kernels_.copy_rows(from, to, m, t.dim, stream);
+      kernels_.copy_rows(from + copied, to + copied * t.dim, m - copied, t.dim, stream);
       return;
     }
     for (size_t k = 0; k < m; ++k) {
@@ -387,8 +391,9 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool
 }
 
 void Store::locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots) {
-  each_run(table_of(table), keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m) {
+  each_run(table_of(table), keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
     for (size_t k = 0; k < m; ++k) {
+      if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
       const uint32_t slot = rows.find(keys[first + k], hashes[k]);
       slots[first + k] = slot == Rows::kNone ? -1 : int64_t(slot);
     }
@@ -399,8 +404,9 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
   const Table& t = table_of(table);
   if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("initial rows hold NaN or Inf");
   int64_t made = 0;
-  each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m) {
+  each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
     for (size_t k = 0; k < m; ++k) {
+      if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
       if (rows.find(keys[first + k], hashes[k]) != Rows::kNone) continue;
       rows.insert(keys[first + k], hashes[k], values + (first + k) * t.dim);
       ++made;
@@ -433,18 +439,19 @@ struct PartWork {
   }
 };
 
-// At most kChunk rows of one part in one bucket: looked up or updated while the next piece's lines are on their way.
+// Rows of one part in one bucket: looked up or updated while the next piece's lines are on their way.
 struct Piece {
   size_t part, begin, end;
 };
 
-void cut_pieces(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket, std::vector<Piece>& pieces) {
+void cut_pieces(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket, size_t size,
+                std::vector<Piece>& pieces) {
   pieces.clear();
   for (size_t p = 0; p < n_parts; ++p) {
     const Run* run = works[p].at(bucket);
     if (!run) continue;
-    for (size_t at = run->begin; at < run->end; at += kChunk)
-      pieces.push_back(Piece{p, at, std::min(run->end, at + kChunk)});
+    for (size_t at = run->begin; at < run->end; at += size)
+      pieces.push_back(Piece{p, at, std::min(run->end, at + size)});
   }
 }
 
@@ -520,12 +527,13 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
   // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
   thread_local std::vector<Piece> pieces;
   for (uint32_t b = 0; b < n_buckets_; ++b) {
-    cut_pieces(works, parts.size(), b, pieces);
+    cut_pieces(works, parts.size(), b, size_t(1) << 40, pieces);
     if (pieces.empty()) continue;
     Bucket& bucket = buckets_[b];
     auto prefetch = [&](const Piece& piece) {
       const PartWork& work = works[piece.part];
-      bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin, piece.end - piece.begin);
+      bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin,
+                                             std::min(kAhead, piece.end - piece.begin));
     };
     prefetch(pieces[0]);
     std::lock_guard<std::mutex> hold(bucket.mutex);
@@ -537,6 +545,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       Rows& rows = *bucket.rows[work.table->index];
       if (q == 0 || pieces[q].part != pieces[q - 1].part) stamp = rows.next_stamp();
       for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
+        if (i + kAhead < pieces[q].end) rows.prefetch(work.hashes.data() + i + kAhead, 1);
         work.slots[i] = rows.find_stamped(work.part->keys[i], work.hashes[i], stamp, twice);
         work.missing += work.slots[i] == Rows::kNone;
       }
@@ -573,7 +582,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       out.gap = out.gap < 0 ? mark.watermark : std::min(out.gap, mark.watermark);
       continue;
     }
-    cut_pieces(works, parts.size(), b, pieces);
+    cut_pieces(works, parts.size(), b, kBlock, pieces);
     // What can fail (memory for new rows) comes before the first update: a bucket has all of a batch or nothing.
     for (const Piece& piece : pieces) {
       PartWork& work = works[piece.part];
@@ -585,8 +594,8 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
         if (slot == Rows::kNone) slot = rows.insert(work.part->keys[i], work.hashes[i], nullptr);
       }
     }
-    float* values[2][kChunk];
-    float* state[2][kChunk];
+    float* values[2][kBlock];
+    float* state[2][kBlock];
     auto fetch = [&](size_t q) {
       const Piece& piece = pieces[q];
       const PartWork& work = works[piece.part];
