@@ -71,7 +71,7 @@ from everstep.policies.restarts import is_poison, may_restart
 
 SNAPSHOT_VERSION = 1
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
-DONE_REMEMBERED = 8  # leases that counted, by worker: a repeated report is answered Ok again
+DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
 WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a second
 _SIGNALS = {
@@ -553,18 +553,25 @@ class Brain:
 
     def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
         """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
-        out: list[InstructionType] = []
         positions: dict[int, int] = {}
+        returned: list[Held] = []
         for key in seat.held:
             number = split_key(key)[0]
             position = positions.get(number, 0)
             positions[number] = position + 1
-            held = self.shards.take_back(key, position)
-            if reason:
-                out.append(self._returned_note(seat, held, reason))
+            returned.append(self.shards.take_back(key, position))
         seat.held = []
         seat.granted = {}
-        return out
+        if not returned or not reason:
+            return []
+        if len(returned) == 1:
+            return [self._returned_note(seat, returned[0], reason)]
+        names = ", ".join(self.shards.name(held.shard) for held in returned)
+        inputs: dict[str, str | int | float | bool] = {
+            "shards": len(returned),
+            "leases": ", ".join(lease_words(held.no) for held in returned),
+        }
+        return [Note(str(seat.member.key), Decision("shards returned", f"{names}: {reason}", inputs))]
 
     def _returned_note(self, seat: Seat, held: Held, reason: str) -> Note:
         inputs: dict[str, str | int | float | bool] = {
