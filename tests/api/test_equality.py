@@ -99,6 +99,28 @@ def test_sparse_optimizers_are_torchs(join: Join, sparse: tuple[OptimizerSpec, T
     assert_same(*both(join, sparse, DENSE[0]))
 
 
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_state_of_the_optimizer_is_torchs(join: Join, number: int) -> None:
+    """state_dict() can be loaded into torch's optimizer, and holds what that would hold."""
+    job = join(seed=7)
+    plain, make = nn.Linear(5, 70), DENSE[number]
+    ours = job.replicate(copy.deepcopy(plain))
+    opt, other = job.optimizer(make(list(ours.parameters()))), make(list(plain.parameters()))
+    for batch in job.steps(job.loader({"x": np.random.default_rng(0).random((60, 5), np.float32)}, batch_size=10)):
+        for model, optimizer in ((ours, opt), (plain, other)):
+            optimizer.zero_grad()
+            model(batch["x"]).cos().sum().backward()
+            optimizer.step()
+    mine, theirs = opt.state_dict(), other.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for i, fields in theirs["state"].items():
+        assert mine["state"][i].keys() == fields.keys()
+        for name, value in fields.items():
+            if name != "step" or number == 4:
+                torch.testing.assert_close(mine["state"][i][name], value, atol=1e-3, rtol=1e-3)
+    other.load_state_dict(mine)
+
+
 def test_scheduler_and_groups(join: Join) -> None:
     """Learning rates of two groups, changed by a scheduler, reach the ps."""
     job = join(seed=7)

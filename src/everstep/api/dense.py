@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from everstep.api.optim import twin_of
 from everstep.errors import ScriptError
-from everstep.model.table import InitSpec, OptimizerSpec, TableSpec
+from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import gather_rows
 from everstep.tables.routing import Router, TableRows
 
@@ -99,6 +99,32 @@ class DenseGroup:
             rows.touched = True
         return True
 
+    def torch_state(self, keys: NDArray[np.int64], state: NDArray[np.float32]) -> list[dict[str, Any]]:
+        """State of each parameter, named as torch does, from that of all rows (float32 [rows, floats])."""
+        ordered, dim = state[np.argsort(keys)], self.dim
+        fields: dict[str, Tensor] = {}
+        match self.spec.optimizer.kind:
+            case OptimizerKind.SGD if self.spec.optimizer.momentum > 0:
+                fields["momentum_buffer"] = torch.from_numpy(np.nan_to_num(ordered[:, :dim], nan=0.0))
+            case OptimizerKind.ADAGRAD:
+                fields["sum"] = torch.from_numpy(ordered[:, :dim])
+            case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+                fields["exp_avg"] = torch.from_numpy(ordered[:, :dim])
+                fields["exp_avg_sq"] = torch.from_numpy(ordered[:, dim : 2 * dim])
+        flat = {name: value.reshape(-1) for name, value in fields.items()}
+        steps = ordered[:, 2 * dim] if "exp_avg" in fields else None
+        out: list[dict[str, Any]] = []
+        at = 0
+        for p in self.params:
+            one: dict[str, Any] = {n: v[at : at + p.numel()].view(p.shape).clone() for n, v in flat.items()}
+            if steps is not None:
+                one["step"] = torch.tensor(float(steps[at // dim]))
+            elif "sum" in one:
+                one["step"] = torch.tensor(0.0)  # Adagrad counts steps for lr_decay only, which the ps does not have
+            out.append(one)
+            at += p.numel()
+        return out
+
     def _rows(self, flat: Tensor) -> NDArray[np.float32]:
         out: NDArray[np.float32] = flat.numpy().reshape(self.n_rows, self.dim)
         return out
@@ -111,7 +137,7 @@ class Stepper(Protocol):
 
     def zeroed(self) -> None: ...
 
-    def dense_rows(self, group: DenseGroup) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+    def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]: ...
 
 
 class PsOptimizer(torch.optim.Optimizer):
@@ -145,6 +171,31 @@ class PsOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._stepper.zeroed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the torch optimizer's own, with the state that the ps has now; torch's optimizer can load it."""
+        state: dict[int, Any] = {}
+        packed, number = [], 0
+        for group, dense in zip(self.param_groups, self.groups, strict=True):
+            ids = list(range(number, number + len(group["params"])))
+            number += len(ids)
+            packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+            trained = {id(p) for p in dense.params}
+            of_params = iter(dense.torch_state(*self._stepper.dense_state(dense)))
+            for i, p in zip(ids, group["params"], strict=True):
+                if id(p) in trained and (one := next(of_params)):
+                    state[i] = one
+        return {"state": state, "param_groups": packed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the options (learning rates, ...) of a saved state. Raises ScriptError where groups differ.
+
+        The state itself (momenta) begins anew: the ps has no way to be given it."""
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ScriptError("the saved optimizer state has other parameter groups than this optimizer")
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "groups"):

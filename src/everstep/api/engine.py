@@ -288,13 +288,13 @@ class Engine:
                 for rows in item.rows.tables:
                     rows.touched = False
 
-    def dense_rows(self, group: DenseGroup) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Values and optimizer state of a group as they are on the ps now, in the order of its keys."""
+    def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
         self.tables.declare()
-        keys, values, state = self.tables.scan(group.spec)
+        keys, _, state = self.tables.scan(group.spec)
         if len(keys) != group.n_rows:
             raise InternalError(f"{group.spec.name} has {len(keys)} rows instead of {group.n_rows}")
-        return values, state
+        return keys, state
 
     # ------------------------------------------------------------ the loop
 
