@@ -448,6 +448,23 @@ def test_a_grant_that_arrives_while_leaving_goes_back() -> None:
     assert m.given_back(LeaseNo(1)) == [Finished()]
 
 
+def test_leaving_does_not_wait_for_a_shard_that_may_never_come() -> None:
+    m = machine()
+    m.begin(0, 1)
+    assert m.leave("scaled in") == []  # the ask is under way: a grant would have to go back
+    assert m.answered(1, Wait(0.05)) == [Finished()]
+    waiting = machine()
+    waiting.begin(0, 1)
+    waiting.answered(1, Wait(0.05))
+    assert waiting.leave("scaled in") == [Finished()]
+
+
+def test_an_ask_that_is_refused_halts() -> None:
+    m = machine()
+    m.begin(0, 1)
+    assert m.answered(1, Refused("dataset 0 is not registered")) == [Halt("dataset 0 is not registered")]
+
+
 def test_a_replaced_worker_halts() -> None:
     ps, place = servers(1)
     m = machine()

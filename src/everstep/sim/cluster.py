@@ -26,12 +26,10 @@ from everstep.brain.events import (
     PlanRegistered,
     ProcessExited,
     PublishPlacement,
-    Refused,
     Registered,
     ReleaseShards,
     Reply,
     RevokeLease,
-    ScaleAsked,
     ShardAsked,
     ShardDone,
     ShardReturned,
@@ -45,7 +43,7 @@ from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
-from everstep.sim.kernel import Client, Conn, Process, Violation
+from everstep.sim.kernel import Client, Conn, Process
 from everstep.tables.protocol import (
     Action,
     AskLater,
@@ -766,6 +764,3 @@ class Worker(Member):
         if not self.leaving:
             self.leaving = True
             self.act(self.protocol.leave("asked to end"))
-
-
-__all__ = ["Agent", "Disk", "Master", "Ps", "Refused", "ScaleAsked", "Violation", "Worker"]

@@ -343,7 +343,7 @@ class WorkerProtocol:
         return [AskShard(self._dataset, self._until, self._asked)]
 
     def answered(self, ask: int, answer: Answer) -> list[Action]:
-        """The answer to an ``AskShard``: Granted, Wait, EndOfData or Fenced."""
+        """The answer to an ``AskShard``: Granted, Wait, EndOfData, Fenced, or Refused (nobody registered the plan)."""
         if not self._asking or ask != self._asked:
             return []
         out: list[Action] = []
@@ -361,14 +361,20 @@ class WorkerProtocol:
             self._open(held, out)
             out += self._more()
         elif isinstance(answer, Wait):
-            self._waiting = True
-            out.append(AskLater(ask, answer.retry_after_s))
+            if self._leaving:  # nothing was granted, so nothing can come of it
+                self._asking = False
+                self._finish(out)
+            else:
+                self._waiting = True
+                out.append(AskLater(ask, answer.retry_after_s))
         elif isinstance(answer, EndOfData):
             self._asking = self._waiting = False
             self._ended = True
             self._finish(out)
         elif isinstance(answer, Fenced):
             return self.fenced(answer.reason)
+        elif isinstance(answer, Refused):
+            return self.fenced(answer.error)
         return out
 
     def done_answered(self, lease: LeaseNo, answer: Answer) -> list[Action]:
