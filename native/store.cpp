@@ -129,14 +129,6 @@ inline uint32_t Rows::find(int64_t key, uint64_t hash) const {
   return entry ? entry->slot : kNone;
 }
 
-inline uint32_t Rows::find_stamped(int64_t key, uint64_t hash, uint32_t stamp, bool& twice) {
-  Entry* entry = entry_of(key, hash);
-  if (!entry) return kNone;
-  twice |= entry->stamp == stamp;
-  entry->stamp = stamp;
-  return entry->slot;
-}
-
 // The free entry where `hash` goes; there is one.
 inline Rows::Entry* Rows::free_entry(Entry* entries, uint64_t mask, uint64_t hash) {
   for (uint64_t g = hash & mask;; g = (g + 1) & mask) {
@@ -146,24 +138,13 @@ inline Rows::Entry* Rows::free_entry(Entry* entries, uint64_t mask, uint64_t has
   }
 }
 
-uint32_t Rows::next_stamp() {
-  if (++stamp_ == 0) {
-    // Wrapped: what older pushes left could look like this one's.
-    Entry* entries = entries_.load(std::memory_order_relaxed);
-    const uint64_t size = (mask_.load(std::memory_order_relaxed) + 1) * kGroup;
-    for (uint64_t i = 0; entries && i < size; ++i) entries[i].stamp = 0;
-    stamp_ = 1;
-  }
-  return stamp_;
-}
-
 void Rows::grow() {
   Entry* old = entries_.load(std::memory_order_relaxed);
   const uint64_t old_size = old ? (mask_.load(std::memory_order_relaxed) + 1) * kGroup : 0;
   const uint64_t size = old ? old_size * 2 : 16;
   const uint64_t mask = size / kGroup - 1;
   auto* fresh = reinterpret_cast<Entry*>(pool_.take(size * sizeof(Entry)));
-  for (uint64_t i = 0; i < size; ++i) fresh[i] = Entry{0, kNone, 0};
+  for (uint64_t i = 0; i < size; ++i) fresh[i] = Entry{0, kNone};
   for (uint64_t i = 0; i < old_size; ++i) {
     if (old[i].slot != kNone) *free_entry(fresh, mask, key_hash(old[i].key, table_.salt)) = old[i];
   }
@@ -188,7 +169,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
   }
   table_.first_state(at, state(slot));
   *free_entry(entries_.load(std::memory_order_relaxed), mask_.load(std::memory_order_relaxed), hash) =
-      Entry{key, slot, 0};
+      Entry{key, slot};
   ++count_;
   return slot;
 }
@@ -526,6 +507,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
   }
   // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
   thread_local std::vector<Piece> pieces;
+  thread_local std::vector<uint64_t> seen_slots;
   for (uint32_t b = 0; b < n_buckets_; ++b) {
     cut_pieces(works, parts.size(), b, size_t(1) << 40, pieces);
     if (pieces.empty()) continue;
@@ -537,17 +519,26 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     };
     prefetch(pieces[0]);
     std::lock_guard<std::mutex> hold(bucket.mutex);
-    uint32_t stamp = 0;
     bool twice = false;
     for (size_t q = 0; q < pieces.size(); ++q) {
       if (q + 1 < pieces.size()) prefetch(pieces[q + 1]);
       PartWork& work = works[pieces[q].part];
       Rows& rows = *bucket.rows[work.table->index];
-      if (q == 0 || pieces[q].part != pieces[q - 1].part) stamp = rows.next_stamp();
+      // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is cleared.
+      if (seen_slots.size() * 64 < rows.count()) seen_slots.resize(rows.count() / 64 + 1);
       for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
         if (i + kAhead < pieces[q].end) rows.prefetch(work.hashes.data() + i + kAhead, 1);
-        work.slots[i] = rows.find_stamped(work.part->keys[i], work.hashes[i], stamp, twice);
-        work.missing += work.slots[i] == Rows::kNone;
+        const uint32_t slot = work.slots[i] = rows.find(work.part->keys[i], work.hashes[i]);
+        if (slot == Rows::kNone) {
+          ++work.missing;
+          continue;
+        }
+        const uint64_t bit = uint64_t(1) << (slot & 63);
+        twice |= (seen_slots[slot >> 6] & bit) != 0;
+        seen_slots[slot >> 6] |= bit;
+      }
+      for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
+        if (work.slots[i] != Rows::kNone) seen_slots[work.slots[i] >> 6] = 0;
       }
     }
     if (twice) throw Malformed("a key stands twice in one push");

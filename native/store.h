@@ -60,9 +60,6 @@ class Rows {
   static constexpr uint32_t kNone = 0xffffffffu;
 
   uint32_t find(int64_t key, uint64_t hash) const;
-  // As find, and marks the entry; `twice` is set when this stamp had marked it before.
-  uint32_t find_stamped(int64_t key, uint64_t hash, uint32_t stamp, bool& twice);
-  uint32_t next_stamp();
   // Makes the row, from `values` or, if null, as it begins. The key must not be there.
   uint32_t insert(int64_t key, uint64_t hash, const float* values);
   void prefetch(const uint64_t* hashes, size_t n) const {
@@ -83,8 +80,7 @@ class Rows {
  private:
   struct Entry {
     int64_t key;
-    uint32_t slot;   // kNone: empty
-    uint32_t stamp;  // of the push that saw it last: finds duplicate keys of one push without another pass
+    uint32_t slot;  // kNone: empty
   };
   static constexpr uint64_t kGroup = 4;
   Entry* entry_of(int64_t key, uint64_t hash) const;
@@ -99,7 +95,6 @@ class Rows {
   std::atomic<Entry*> entries_{nullptr};
   std::atomic<uint64_t> mask_{0};  // groups - 1
   uint32_t count_ = 0;
-  uint32_t stamp_ = 0;
   std::vector<uint8_t*> pages_;
 };
 
