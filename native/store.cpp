@@ -27,12 +27,14 @@ void prefetch_row(const float* at, size_t floats) {
   const char* p = reinterpret_cast<const char*>(at);
   const size_t bytes = std::min<size_t>(floats * 4, 512);
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  __builtin_prefetch(p + bytes - 4);
 }
 
 void prefetch_row_write(float* at, size_t floats) {
   char* p = reinterpret_cast<char*>(at);
-  const size_t bytes = std::min<size_t>(floats * 4, 512);
+  const size_t bytes = std::min<size_t>(floats * 4, 1024);
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1);
+  __builtin_prefetch(p + bytes - 4, 1);  // rows do not begin at a line's start
 }
 
 bool bit(const std::string& bitmap, uint32_t b) {
@@ -285,8 +287,7 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
   while (t.page_bits < 10 && (record << (t.page_bits + 1)) <= (size_t(32) << 10)) ++t.page_bits;
   const size_t slots = size_t(1) << t.page_bits;
   t.values_at = slots * sizeof(int64_t);
-  t.state_at = t.values_at + align64(slots * t.dim * sizeof(float));
-  t.page_bytes = t.state_at + align64(slots * t.state * sizeof(float));
+  t.page_bytes = t.values_at + align64(slots * (t.dim + t.state) * sizeof(float));
   if (optimizer.kind == kAdam || optimizer.kind == kAdamW) {
     for (size_t step = 0; step < kBiasRows; ++step) {
       double b1;
@@ -596,8 +597,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
         const uint32_t slot = work.slots[piece.begin + k];
         values[q & 1][k] = rows.values(slot);
         state[q & 1][k] = rows.state(slot);
-        prefetch_row_write(values[q & 1][k], table.dim);
-        if (table.state) prefetch_row_write(state[q & 1][k], table.state);
+        prefetch_row_write(values[q & 1][k], table.dim + table.state);
       }
     };
     if (!pieces.empty()) fetch(0);

@@ -41,9 +41,10 @@ struct Table {
   uint64_t salt = 0, row_seed = 0;
   Optimizer optimizer;
   Init init;
-  // A page holds 2^page_bits slots: keys int64, values float32[dim], state float32[state], each part 64-byte aligned.
+  // A page holds 2^page_bits slots: their keys int64, then per slot values float32[dim] and state float32[state], side
+  // by side: an update touches one place in memory instead of two.
   int page_bits = 0;
-  size_t values_at = 0, state_at = 0, page_bytes = 0;
+  size_t values_at = 0, page_bytes = 0;
   std::vector<double> bias1;
   std::vector<float> bias2;
 
@@ -71,11 +72,9 @@ class Rows {
   uint32_t count() const { return count_; }
   int64_t key(uint32_t slot) const { return reinterpret_cast<const int64_t*>(page(slot))[in_page(slot)]; }
   float* values(uint32_t slot) const {
-    return reinterpret_cast<float*>(page(slot) + table_.values_at) + in_page(slot) * table_.dim;
+    return reinterpret_cast<float*>(page(slot) + table_.values_at) + in_page(slot) * (table_.dim + table_.state);
   }
-  float* state(uint32_t slot) const {
-    return reinterpret_cast<float*>(page(slot) + table_.state_at) + in_page(slot) * table_.state;
-  }
+  float* state(uint32_t slot) const { return values(slot) + table_.dim; }
 
  private:
   struct Entry {
