@@ -108,6 +108,7 @@ class Engine:
         self._stepped = False  # the script stepped since the group began
         self._lrs: dict[TableId, float] = {}
         self._stopping = False
+        self._job_over = False
         self._looping = False
         self._exit_status = 0
         self.registered = 0  # loops begun
@@ -130,8 +131,9 @@ class Engine:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """The job is over, or this worker is to go: the loop ends the script after the batch in hand."""
-        self._stopping = True
+        """The job is over: the loop ends the script after the batch in hand, and waits for nobody (the ps and the
+        master are leaving too)."""
+        self._stopping = self._job_over = True
 
     def leave_soon(self, status: int) -> bool:
         """From a signal handler: whether the loop will end the script by itself, with ``status``. False the second
@@ -479,13 +481,16 @@ class Engine:
         """Wait a little for pushes on their way, then give all leases back."""
         limit = time.monotonic() + _LEAVE_S
         with self._lock:
-            while self.protocol.unacknowledged and not self.failure and time.monotonic() < limit:
+            while self.protocol.unacknowledged and not self._ending() and time.monotonic() < limit:
                 self._changed.wait(0.1)
-            if self.protocol.finished or not (self.protocol.held() or self.protocol.asking):
+            if self._job_over or self.protocol.finished or not (self.protocol.held() or self.protocol.asking):
                 return
             self.feed(lambda: self.protocol.leave(reason))
-            while not self.protocol.finished and not self.failure and time.monotonic() < limit:
+            while not self.protocol.finished and not self._ending() and time.monotonic() < limit:
                 self._changed.wait(0.1)
+
+    def _ending(self) -> bool:
+        return self._job_over or self.failure is not None
 
     # ------------------------------------------------------------ pushing
 
