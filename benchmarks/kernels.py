@@ -9,6 +9,7 @@ makes them: hash, placement check, lock, index, ledger, finite check, rows.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import time
 from collections.abc import Callable
@@ -193,6 +194,7 @@ def run(quick: bool) -> dict[str, Any]:
             bench.grads.nbytes / (time.perf_counter() - began) / median(copy_per_s)
         )
         del bench
+        gc.collect()  # its sides refer to it; gigabytes
     _lookup(1_000_000 if quick else 4_000_000, rounds, figures, spreads)
     say(f"  lookup: {figures['lookup_over_pandas']:.1f} x pandas")
     holds = {
