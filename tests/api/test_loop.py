@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import everstep as es
 from everstep.api.job import Job
+from everstep.brain import events
 from everstep.errors import DataError, NonFiniteGradientError, ScriptError
 from everstep.monitor.audit import audit
 
@@ -141,6 +143,27 @@ def test_ids_changed_in_place_after_the_pull(join: Join) -> None:
         batch["id"] %= 10
         (-model(batch["id"]).sum()).backward()
     assert {k: v for k, v in counts(model).items() if v} == dict.fromkeys(range(10), 30.0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_lease_taken_away_in_the_middle(join: Join, prefetch: int) -> None:
+    """The master gives the shard away (to us again, under a new lease): what was pushed counts once, the rest is
+    done by the new owner from where the buckets are."""
+    job = join(prefetch=prefetch)
+    model = counting(job)
+    seat, engine = job._seat, job._engine
+    taken = 0
+    for i, batch in enumerate(job.steps(job.loader({"id": np.arange(2000)}, batch_size=4, epochs=2))):
+        (-model(batch["id"]).sum()).backward()
+        if i % 37 == 5:
+            lease = engine.tables.current.work.lease  # type: ignore[union-attr]
+            expired = events.LeaseExpired(time.time(), lease.shard, lease.no, 1.0)
+            seat.master.handle(expired)  # type: ignore[attr-defined]
+            engine.revoked(lease.no)
+            taken += 1
+    assert taken > 10
+    assert counts(model) == dict.fromkeys(range(2000), 2.0)
+    audited(job)
 
 
 def test_eval_reads_only(join: Join) -> None:

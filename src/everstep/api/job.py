@@ -20,7 +20,7 @@ from everstep.api.sparse import InitChoice, Only, swap
 from everstep.api.tables import TableSet
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
-from everstep.errors import EverstepError, ScriptError
+from everstep.errors import DeadlineError, EverstepError, ScriptError
 from everstep.ids import Slot
 from everstep.model.table import OptimizerSpec
 from everstep.net import messages
@@ -180,7 +180,10 @@ class Job:
             except (TypeError, ValueError, RuntimeError):
                 raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
         if self._tables.current is None and not self._engine.failure:  # outside of the loop no beat may follow
-            self._seat.call(messages.Report(dict(self._engine.values)), 30.0)
+            try:
+                self._seat.call(messages.Report(dict(self._engine.values)), 30.0)
+            except DeadlineError as error:  # not worth failing a finished training for
+                print(f"everstep: {', '.join(values)} could not be reported: {error}", file=sys.stderr, flush=True)
 
     def log(self, *words: Any) -> None:
         """Print a line, with the worker's name where there are several."""
