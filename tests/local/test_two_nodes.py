@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -60,9 +61,26 @@ def test_a_second_node_ends_with_the_job(run: Run) -> None:
     run.alive(Role.WORKER, 0)
     run_dir = join(run, at, "b")
     run.alive_on("b")
+    code, out = run.everstep("status", str(run_dir))  # asks the master over TCP
+    assert code == 0 and "worker:1" in out and " b " in out, out
     assert run.wait() == 0, run.story()
     assert run.wait_join("b") == 0, run.story()
     assert run.leftovers(run_dir) == {}
+    run.check_audit()
+
+
+def test_a_second_node_that_is_told_to_leave_gives_back_and_goes(run: Run) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    run.write(epochs=6)
+    run.start("--workers", "1", "--bind", at)
+    run.alive(Role.WORKER, 0)
+    run_dir = join(run, at, "b")
+    run.alive_on("b")
+    run.trained(200)
+    run.joined["b"].send_signal(signal.SIGTERM)
+    assert run.wait_join("b") == 130, run.join_text("b")
+    assert run.leftovers(run_dir) == {}
+    assert run.wait() == 0, run.story()
     run.check_audit()
 
 

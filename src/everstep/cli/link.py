@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.agent.agent import Agent
-from everstep.errors import ConfigError, PlatformError
+from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
@@ -49,11 +49,8 @@ def ask(
 
 
 def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S) -> Answered:
-    """Ask the master of a run on this machine."""
+    """Ask the master of a run, here or (in the run directory of a joined node) elsewhere."""
     secret = load_secret(run_dir / SECRET_FILE)
-    found = master_address(run_dir)
-    if found is not None and not found.unix:
-        raise ConfigError(f"run directory {run_dir}: its master is on another node; ask there")
     return ask(lambda: master_address(run_dir), run_dir, secret, request, timeout_s)
 
 
