@@ -6,6 +6,7 @@ import pytest
 
 from everstep.cli.display import (
     Display,
+    LiveScreen,
     PlainScreen,
     ScriptOutput,
     Summary,
@@ -96,6 +97,16 @@ def test_plain_screen_prints_progress_only_now_and_then() -> None:
         now[0] = float(second)
         screen.picture(report(epoch(0, 4)))
     assert out.getvalue().count("epoch 1/3") == 2
+
+
+def test_live_screen_shows_lines_above_the_picture() -> None:
+    out = io.StringIO()
+    screen = LiveScreen(out)
+    screen.picture(report(epoch(0, 4)))
+    screen.line("worker:1 lost: it was killed by SIGKILL [not markup]", "event", 1.0)
+    screen.line("loss 0.5", "script")
+    screen.close()
+    assert "worker:1 lost: it was killed by SIGKILL [not markup]" in out.getvalue() and "loss 0.5" in out.getvalue()
 
 
 def test_tail_waits_for_whole_lines_and_survives_truncation(tmp_path: Path) -> None:

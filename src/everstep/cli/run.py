@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError
 from everstep.ids import NodeId
 from everstep.net.messages import GetStatus, StatusReport
+from everstep.net.sockets import listen_tcp, parse_host_port
 
 NODE = NodeId("node0")
 STATUS_S = 1.0  # a display waits no longer for the master
@@ -30,12 +32,24 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     spec, origins = load_spec(config, dict(flags), os.environ)
     script = check_script(spec.script)
     name = spec.name if origins.get("name") != "default" else job_name(script)
-    spec = msgspec.structs.replace(spec, script=str(script), name=name)
+    spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind))
     run_dir = Path(os.path.normpath(Path(spec.run_dir).absolute())) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
         refuse_used(run_dir)
         remove_sockets(run_dir)
         return _run(spec, origins, run_dir, live)
+
+
+def settled(bind: str) -> str:
+    """``--bind HOST:0`` takes a free port now, so that every later master of the job listens on the same one."""
+    if not bind:
+        return bind
+    host, port = parse_host_port(bind)
+    if port:
+        return bind
+    with contextlib.closing(listen_tcp(host, 0)) as probe:
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def job_name(script: Path) -> str:
@@ -87,6 +101,10 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         prepare=prepare,
     )
     sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {spec.ps} ps, run directory {run_dir}\n")
+    if spec.bind:
+        host, port = agent.host, parse_host_port(spec.bind)[1]
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        sys.stdout.write(f"other nodes: everstep agent --join {at} --secret-file (a copy of {run_dir}/secret)\n")
     sys.stdout.flush()
     began = time.monotonic()
     display.start()
