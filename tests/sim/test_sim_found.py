@@ -8,6 +8,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     BrainEvent,
     FinishJob,
+    LeaseExpired,
     MasterStarted,
     MemberJoined,
     MemberSilent,
@@ -20,7 +21,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.shard import Plan
 
@@ -79,3 +80,21 @@ def test_a_master_that_was_stopped_before_its_first_tick_declares_nobody_lost() 
     watch.heard(MemberKey(Role.PS, Slot(0)), ONE, 10.0)
     assert watch.tick(15.0) == []
     assert watch.tick(15.25) == []
+
+
+def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
+    """Seed 23713: with a short ``lease_s``, leases that were held ahead ran out before their turn came."""
+    watch = Watch(JobSpec(lease_s=2.0))
+    key = MemberKey(Role.WORKER, Slot(0))
+    for no in (1, 2, 3):
+        watch.granted(LeaseNo(no), ShardKey(no), 0, 0.0)
+    expired = []
+    for step in range(1, 12):
+        at = step * 0.5
+        watch.heard(key, ONE, at, ((LeaseNo(1), step), (LeaseNo(2), 0)))  # it does not know of lease 3
+        expired += [e.lease for e in watch.tick(at) if isinstance(e, LeaseExpired)]
+    assert set(expired) == {3}
+    for step in range(12, 20):  # alive, but it gets nowhere
+        watch.heard(key, ONE, step * 0.5, ((LeaseNo(1), 11), (LeaseNo(2), 0)))
+        expired += [e.lease for e in watch.tick(step * 0.5) if isinstance(e, LeaseExpired)]
+    assert set(expired) == {1, 2, 3}

@@ -80,10 +80,16 @@ class Watch:
             if ear.suspect:
                 ear.suspect = False
                 out.append(MemberHeard(at, key.role, key.slot, incarnation))
+        moved = False
         for no, position in progress:
             known = self._leases.get(no)
             if known is not None and position != known.position:
                 known.position, known.at = position, at
+                moved = True
+        if moved:  # leases held ahead wait for their turn: a worker that gets on keeps them
+            for no, _ in progress:
+                if (known := self._leases.get(no)) is not None:
+                    known.at = at
         return out
 
     def node_heard(self, node: NodeId, at: float) -> None:

@@ -99,7 +99,7 @@ def random_scenario(seed: int) -> Scenario:
         duplicate=rng.choice([0.0, 0.02, 0.1]),
         straggle=rng.choice([0.0, 0.01, 0.05]),
         skip=0.0 if ps_restarts else rng.choice([0.0, 0.0, 0.05]),
-        lease_s=rng.choice([0.4, 1.0, 5.0, 1000.0, 1000.0]),
+        lease_s=rng.choice([1.2, 1.2, 5.0, 1000.0, 1000.0]),
         fsync_s=rng.choice([0.001, 0.004, 0.03]),
         restart_s=rng.choice([0.01, 0.05, 0.5]),
         snapshot_every=rng.choice([10, 40, 10_000]),
