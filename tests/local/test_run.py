@@ -6,16 +6,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from local_jobs import Run, until
 
 from everstep.agent.rundir import in_use
 from everstep.cli.status import scale_workers, stop_job
 from everstep.model.member import Role
-
-if TYPE_CHECKING:
-    from tests.local.conftest import Run
 
 pytestmark = pytest.mark.processes
 
@@ -158,6 +155,17 @@ def test_the_agent_killed_takes_everything_along(run: Run) -> None:
     run.popen.send_signal(signal.SIGKILL)
     run.popen.wait()
     assert run.leftovers() == {}
+
+
+def test_the_agent_killed_at_any_moment_of_its_start_leaves_nothing(run: Run) -> None:
+    for processes in (1, 2, 3, 5):
+        run.run_dir = run.folder / f"run{processes}"
+        run.start("--workers", "2", "--ps", "1")
+        assert run.popen is not None
+        until(lambda n=processes: len(run.processes()) >= n or run.popen.poll() is not None)  # type: ignore[misc]
+        run.popen.send_signal(signal.SIGKILL)
+        run.popen.wait()
+        assert run.leftovers() == {}, processes
 
 
 def test_the_parent_killed_ends_the_job(run: Run) -> None:

@@ -18,7 +18,7 @@ import pytest
 from everstep.model.member import Role
 
 if TYPE_CHECKING:
-    from conftest import Run
+    from local_jobs import Run
 
 pytestmark = pytest.mark.processes
 
