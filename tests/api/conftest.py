@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import everstep as es
 from everstep.api.job import Job
+
+torch.set_num_threads(1)  # small models: threads only wait for each other
 
 
 @pytest.fixture
