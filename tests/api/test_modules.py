@@ -219,6 +219,29 @@ def test_before_a_job(join: Join) -> None:
         es.nn.Embedding("t", 3)(torch.tensor([1]))
 
 
+def test_two_models_with_the_same_names_do_not_share(join: Join) -> None:
+    job = join()
+    towers = [nn.ModuleDict({"emb": nn.Embedding(10, 2)}) for _ in range(2)]
+    before = [copy.deepcopy(t.state_dict()) for t in towers]
+    swapped = [job.sparse(t) for t in towers]
+    assert [t["emb"].name for t in swapped] == ["emb", "emb@2"]
+    for tower, values in zip(swapped, before, strict=True):
+        torch.testing.assert_close(tower.state_dict()["emb.weight"], values["emb.weight"])
+
+
+def test_a_weight_tied_to_a_dense_parameter(join: Join) -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(10, 4), "head": nn.Linear(4, 10)})
+    model["head"].weight = model["emb"].weight
+    with pytest.raises(ScriptError, match="is also 'weight' of 'head'"):
+        join().sparse(model)
+
+
+def test_ids_that_are_no_ids(join: Join) -> None:
+    model = join().sparse(nn.Embedding(10, 4))
+    with pytest.raises(ScriptError, match=r"must be int64 or int32 on the CPU, not torch\.float32"):
+        model(torch.ones(3))
+
+
 def test_only_and_min_rows(join: Join) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

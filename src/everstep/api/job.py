@@ -131,7 +131,9 @@ class Job:
                 f"job.sparse(optimizer={type(optimizer).__name__}): use es.SGD, es.Adagrad, es.RowWiseAdagrad, "
                 "es.Adam, es.AdamW or es.FTRL (they run on the ps)"
             )
-        model, infos, modules = swap(model, optimizer=optimizer, init=init, min_rows=min_rows, only=only)
+        model, infos, modules = swap(
+            model, optimizer=optimizer, init=init, min_rows=min_rows, only=only, taken=self._tables.infos.keys()
+        )
         self._tables.add(infos)
         for module in modules:
             module.attach(self._tables)

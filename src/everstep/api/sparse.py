@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -38,8 +39,11 @@ def swap(
     init: InitChoice,
     min_rows: int,
     only: Only,
+    taken: Collection[str] = (),
 ) -> tuple[nn.Module, list[TableInfo], list[esnn.Embedding | esnn.EmbeddingBag]]:
-    """Put es.nn modules in the place of torch's. Returns the model, its tables and the modules to attach."""
+    """Put es.nn modules in the place of torch's. Returns the model, its tables and the modules to attach.
+
+    ``taken``: tables of earlier calls; a torch module of the same name in another model gets a table of its own."""
     if not isinstance(model, nn.Module):
         raise ScriptError(f"job.sparse needs a torch.nn.Module, not {type(model).__name__}")
     tables: dict[str, TableInfo] = {}
@@ -58,7 +62,10 @@ def swap(
             new[id(module)] = module
         elif type(module) in (nn.Embedding, nn.EmbeddingBag) and _wanted(label, module, min_rows, only):
             assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            table = by_weight.setdefault(id(module.weight), label)
+            table = by_weight.get(id(module.weight), "")
+            if not table:
+                table = by_weight[id(module.weight)] = _free(label, taken)
+                _refuse_tied(model, label, module.weight)
             twin, info = _of_torch(table, module, optimizer, init)
             if table in tables and tables[table].spec != info.spec:
                 raise ScriptError(f"table {table!r} has two meanings: rename one of the modules")
@@ -77,6 +84,23 @@ def swap(
             if child is not None and id(child) in new:
                 module._modules[child_name] = new[id(child)]
     return model, list(tables.values()), list(new.values())
+
+
+def _free(label: str, taken: Collection[str]) -> str:
+    """``label``, or ``label@2``, ``@3``, ...: the same on every worker, for all run the same script."""
+    names = (label if n == 1 else f"{label}@{n}" for n in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _refuse_tied(model: nn.Module, label: str, weight: Tensor) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            for parameter, value in module._parameters.items():
+                if value is weight:
+                    raise ScriptError(
+                        f"the weight of {label!r} is also {parameter!r} of {name!r}: a table on the ps can not be tied "
+                        "to a dense parameter; leave it out with only="
+                    )
 
 
 def _wanted(name: str, module: nn.Module, min_rows: int, only: Only) -> bool:

@@ -225,6 +225,10 @@ class TableSet:
 
     def lookup(self, table: str, ids: Tensor) -> Lookup:
         """The rows for ``ids`` in the current batch, pulled now where they were not foreseen."""
+        if ids.dtype not in (torch.int64, torch.int32) or ids.device.type != "cpu":
+            raise ScriptError(
+                f"ids of table {table!r} must be int64 or int32 on the CPU, not {ids.dtype} on {ids.device}"
+            )
         item = self.current
         if item is None:
             return self._aside(table, ids)
@@ -370,8 +374,5 @@ class TableSet:
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:
     """Ids of all views of one table, int64 [n], contiguous."""
     arrays = [ids.numpy().reshape(-1) for ids in views]
-    for ids in views:
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ScriptError(f"ids must be int64 or int32, not {ids.dtype}")
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return np.ascontiguousarray(whole, dtype=np.int64)
