@@ -63,9 +63,9 @@ def test_every_type_from_every_place(tmp_path: Path) -> None:
     spec, _ = load_spec(path, {"preload": ("a", "b")}, {"EVERSTEP_MAX_RESTARTS": " 5 "})
     assert spec.args == ("--epochs", "3") and spec.lease_s == 120.0 and spec.lost_after_s == 2.5
     assert spec.skip_quarantined and spec.preload == ("a", "b") and spec.max_restarts == 5
-    env = {"EVERSTEP_ARGS": "--name 'two words'", "EVERSTEP_SKIP_QUARANTINED": "no", "EVERSTEP_LEASE_S": "500ms"}
+    env = {"EVERSTEP_ARGS": "--name 'two words'", "EVERSTEP_SKIP_QUARANTINED": "no", "EVERSTEP_LEASE_S": "7500ms"}
     spec, _ = load_spec(path, {}, env)
-    assert spec.args == ("--name", "two words") and not spec.skip_quarantined and spec.lease_s == 0.5
+    assert spec.args == ("--name", "two words") and not spec.skip_quarantined and spec.lease_s == 7.5
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])

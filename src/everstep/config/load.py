@@ -42,7 +42,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "buckets": (1, 4096),
     "max_restarts": (0, 1_000_000),
     "quarantine_after": (1, 1_000_000),
-    "lease_s": (0.1, 86_400.0),
+    "lease_s": (5.0, 86_400.0),
     "suspect_after_s": (0.1, 86_400.0),
     "lost_after_s": (0.1, 86_400.0),
     "threads_per_worker": (0, 1024),

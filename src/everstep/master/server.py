@@ -53,7 +53,7 @@ from everstep.brain.events import (
 from everstep.brain.watch import TICK_S, Watch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import EverstepError, PlatformError
+from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import LeaseNo, NodeId, Slot
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
@@ -61,7 +61,7 @@ from everstep.model.member import MemberKey, Role
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
-from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, write_master
+from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
 from everstep.storage.atomic import write_atomic
 from everstep.storage.journal import Journal
@@ -327,6 +327,9 @@ class Master:
     def _hello_node(self, peer: Peer, r: wire.HelloNode) -> Any:
         if peer.identity.role != "agent":
             return Refused(f"{peer.identity} is no agent")
+        known = self._agents.get(r.node)
+        if known is not None and known.number > peer.number:
+            return None  # said on an older connection than the one it uses now: orders must not go there
         peer.tag = r.node
         self._agents[r.node] = peer
         at = self.clock.now()
@@ -338,6 +341,9 @@ class Master:
         if (who.role, who.slot, who.incarnation) != (str(r.role), r.slot, r.incarnation):
             return Refused(f"{who} says hello as {r.role}:{r.slot} #{r.incarnation}")
         key = MemberKey(r.role, r.slot)
+        known = self._members.get(key)
+        if known is not None and known.number > peer.number and known.identity.incarnation == r.incarnation:
+            return None  # as in _hello_node
         at = self.clock.now()
         future = self._submit(MemberJoined(at, r.role, r.slot, r.incarnation, r.node, r.pid, r.address, r.leases))
         if self.brain.members.current(r.role, r.slot, r.incarnation) is not None:
@@ -433,7 +439,14 @@ class Master:
                 self._tell(event)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
+                self._check_fence()
                 self._write_metrics()
+
+    def _check_fence(self) -> None:
+        """The journal refuses a replaced master's next commit; an idle one commits nothing and must look."""
+        now = read_master(self.run_dir)
+        if now is not None and now.incarnation > self.journal.incarnation:
+            self._journal_failed(FencedError(f"master #{self.journal.incarnation} was replaced by #{now.incarnation}"))
 
     def _write_metrics(self) -> None:
         self._metrics.write(self.readings.metrics(self.brain, self.watch, self.clock.now()))

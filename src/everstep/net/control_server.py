@@ -7,6 +7,7 @@ Answers of one turn of the loop go out in one write.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -29,13 +30,17 @@ _call_decoder = msgspec.msgpack.Decoder(Call)
 
 
 class Peer:
-    """One authenticated connection. ``tag`` is the handler's own (e.g. the member's key)."""
+    """One authenticated connection. ``tag`` is the handler's own (e.g. the member's key). ``number``: grows with
+    every connection of this server, so that an old one's late words can be told from a new one's."""
 
-    __slots__ = ("_connection", "identity", "tag")
+    __slots__ = ("_connection", "identity", "number", "tag")
+
+    _numbers = itertools.count(1)
 
     def __init__(self, connection: _Connection, identity: Identity) -> None:
         self._connection = connection
         self.identity = identity
+        self.number = next(Peer._numbers)
         self.tag: object = None
 
     def send(self, order: OrderType) -> None:
