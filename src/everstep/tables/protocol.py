@@ -462,6 +462,9 @@ class WorkerProtocol:
             return []
         self._reconcile(held)
         held.state = _State.ACTIVE
+        if held.ragged or held.position > held.lease.start:
+            # Somebody began it and was lost: finish it before what nobody has touched.
+            self._held = {held.lease.no: held, **self._held}
         out: list[Action] = []
         self._report(held, out)
         out += self._more()
