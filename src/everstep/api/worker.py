@@ -18,7 +18,7 @@ from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.member import Role
+from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net import messages
 from everstep.net.arena import Arena
@@ -126,16 +126,16 @@ class WorkerSeat:
         timer.start()
 
     def chief(self) -> bool:
-        """Slot 0 is always filled again; the lowest other one stands in for it only when 0 has left for good."""
+        """Slot 0, which is filled again when it is lost; another one stands in only while it is lost. One that has
+        left ended its script, so it has done the chief's work: nobody does it again."""
         if self.slot == 0:
             return True
         assert self.control is not None
         with contextlib.suppress(EverstepError):
             status = self.control.call(messages.GetStatus(), _STATUS_S)
             if isinstance(status, messages.StatusReport):
-                over = ("lost", "left")
-                living = [m.slot for m in status.members if m.role == Role.WORKER and m.state not in over]
-                return bool(living) and self.slot == min(living)
+                slots = [m.slot for m in status.members if m.role == Role.WORKER and m.state != MemberState.LOST]
+                return bool(slots) and self.slot == min(slots)
         return False
 
     def close(self, error: str) -> None:
