@@ -80,7 +80,7 @@ class Run:
         self.joined: dict[str, subprocess.Popen[bytes]] = {}
         self.write()
 
-    def write(self, rows: int = 2000, epochs: int = 2, pause_s: float = 0.02) -> None:
+    def write(self, rows: int = 2000, epochs: int = 6, pause_s: float = 0.03) -> None:
         self.script.write_text(SCRIPT.format(rows=rows, epochs=epochs, pause_s=pause_s))
 
     def start(self, *flags: str, under: tuple[str, ...] = ()) -> Run:

@@ -59,7 +59,7 @@ def test_a_worker_told_to_end_by_somebody_else_is_replaced_twice(run: Run) -> No
         run.trained(life * 150)
         os.kill(member.pid, signal.SIGTERM)
     assert run.wait() == 0, run.story()
-    assert "done: 4,000 samples" in run.text(), run.text()
+    assert "done: 12,000 samples" in run.text(), run.text()
     run.check_audit()
 
 
@@ -112,7 +112,6 @@ def test_worker_and_master_killed_at_once_twice(run: Run) -> None:
 
 
 def test_template_killed_twice(run: Run) -> None:
-    run.write(epochs=3)
     run.start("--workers", "2")
     for life in (1, 2):
         member = run.alive(Role.WORKER, 0, at_least=life)
@@ -196,7 +195,7 @@ def test_the_terminal_closed_ends_the_job(run: Run) -> None:
 
 
 def test_scaling_up_and_down_twice_restarts_nobody(run: Run) -> None:
-    run.write(epochs=6)
+    run.write(epochs=12)
     run.start("--workers", "1")
     first = run.alive(Role.WORKER, 0)
     for life in (1, 2):

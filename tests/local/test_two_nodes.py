@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from everstep.cli.status import stop_job
 from everstep.model.member import Role
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def join(run: Run, at: str, node: str, *, under: tuple[str, ...] = (), secret: P
 
 def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
     at = f"127.0.0.1:{free_port()}"
-    run.write(epochs=8)
+    run.write(epochs=12)
     run.start("--workers", "1", "--ps", "1", "--bind", at)
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("b1", "b2"), 1):
@@ -56,13 +57,15 @@ def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
 
 def test_a_second_node_ends_with_the_job(run: Run) -> None:
     at = f"127.0.0.1:{free_port()}"
-    run.write(epochs=4)
+    run.write(epochs=100)
     run.start("--workers", "1", "--bind", at)
     run.alive(Role.WORKER, 0)
     run_dir = join(run, at, "b")
     run.alive_on("b")
+    run.trained(2500)
     code, out = run.everstep("status", str(run_dir))  # asks the master over TCP
     assert code == 0 and "worker:1" in out and " b " in out, out
+    stop_job(run.run_dir)
     assert run.wait() == 0, run.story()
     assert run.wait_join("b") == 0, run.story()
     assert run.leftovers(run_dir) == {}
@@ -137,7 +140,7 @@ def networks() -> Iterator[tuple[str, str, str]]:
 def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: tuple[str, str, str]) -> None:
     one, two, host = networks
     at = f"{host}:7171"
-    run.write(epochs=8)
+    run.write(epochs=12)
     run.start("--workers", "1", "--ps", "2", "--bind", at, under=("ip", "netns", "exec", one))
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("far1", "far2"), 1):
