@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,8 @@ def zipf_ids(rng: np.random.Generator, n: int, rows: int) -> NDArray[np.int64]:
     weights = np.cumsum(1.0 / np.arange(1, rows + 1) ** ZIPF)
     ranks = np.searchsorted(weights, rng.random(n) * weights[-1])
     step = 2_654_435_761
-    return ((ranks.astype(np.int64) * step) % rows).astype(np.int64)
+    ids: NDArray[np.int64] = ranks.astype(np.int64) * step % rows
+    return ids
 
 
 def data(n: int, rows: int, seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -211,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
