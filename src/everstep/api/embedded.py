@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +235,12 @@ class EmbeddedSeat:
         self._let_go()
         if samples:
             shown = "".join(f", {name} {value:.4g}" for name, value in values.items())
-            print(
-                f"everstep: {samples:,} samples in {wall_s:.1f} s ({samples / wall_s:,.0f}/s){shown}; "
-                f"everstep audit {self.run_dir}",
-                flush=True,
-            )
+            with suppress(OSError):  # nobody reads our output any more
+                print(
+                    f"everstep: {samples:,} samples in {wall_s:.1f} s ({samples / wall_s:,.0f}/s){shown}; "
+                    f"everstep audit {self.run_dir}",
+                    flush=True,
+                )
 
     def _let_go(self) -> None:
         """Free the tables now, also where the script keeps the job in a global variable."""
