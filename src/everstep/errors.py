@@ -6,6 +6,9 @@ Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure 
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 class EverstepError(Exception):
     """Base of all errors that everstep raises on purpose. ``str(error)`` is one line for a person."""
@@ -71,3 +74,18 @@ class InternalError(EverstepError):
     """An invariant of everstep itself is broken; please report it with the run directory."""
 
     exit_code = 3
+
+
+def script_place(error: BaseException, script: Path) -> str:
+    """``file:line`` of the innermost frame in the script's directory: where the user has to look."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    here = str(script.resolve().parent)
+    place = script.name
+    tb = error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if name == str(script) or (name.startswith(here + os.sep) and "site-packages" not in name):
+            place = f"{Path(name).name}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return place

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from everstep.errors import EverstepError, ScriptError, UserError
+from everstep.errors import EverstepError, ScriptError, UserError, script_place
 
 if TYPE_CHECKING:
     from everstep.agent.template import Fork
@@ -54,7 +54,7 @@ def run_worker(request: Fork) -> NoReturn:
         code = _exit_status(exit_)
         if code and code != TERMINATED:
             what = exit_.code if isinstance(exit_.code, str) else f"the script ended itself with exit code {code}"
-            _tell(request, WorkerError(request.incarnation, f"{what} ({_place(exit_, script)})", "", 1))
+            _tell(request, WorkerError(request.incarnation, f"{what} ({script_place(exit_, script)})", "", 1))
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:
@@ -118,7 +118,7 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
     print(f"{ERROR_MARK}\n{text}", end="", file=sys.stderr, flush=True)
     if isinstance(error, EverstepError) and error.exit_code == 4:
         return 4
-    place = _place(error, script)
+    place = script_place(error, script)
     if isinstance(error, UserError) and not isinstance(error, ScriptError):
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
         return error.exit_code
@@ -136,21 +136,6 @@ def _trim(error: BaseException, script: Path) -> traceback.TracebackException:
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
     return traceback.TracebackException(type(error), error, tb)
-
-
-def _place(error: BaseException, script: Path) -> str:
-    """``file:line`` of the innermost frame in the script's directory."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    here = str(script.resolve().parent)
-    place = script.name
-    tb = error.__traceback__
-    while tb is not None:
-        name = tb.tb_frame.f_code.co_filename
-        if name == str(script) or (name.startswith(here + os.sep) and "site-packages" not in name):
-            place = f"{Path(name).name}:{tb.tb_lineno}"
-        tb = tb.tb_next
-    return place
 
 
 def _exit_status(exit_: SystemExit) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import Answer, BrainEvent, FinishJob, Note, PublishPlacement, ReleaseShards, Reply
 from everstep.config.load import new_run_dir, save_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import ConfigError, InternalError, ScriptError
+from everstep.errors import ConfigError, InternalError, PlatformError, ScriptError, UserError, script_place
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
 from everstep.net import messages
@@ -107,6 +108,23 @@ class EmbeddedMaster:
             self._events.close()
 
 
+def _one_line_errors(script: Path) -> None:
+    """A mistake that everstep names ends the script with that one line and its exit code, as under ``everstep run``;
+    every other exception is shown as Python shows it. EVERSTEP_DEBUG=1 keeps the traceback."""
+    shown = sys.excepthook
+    if os.environ.get("EVERSTEP_DEBUG") == "1" or shown is not sys.__excepthook__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if not isinstance(error, UserError | PlatformError):
+            shown(kind, error, tb)
+            return
+        print(f"everstep: {error} ({script_place(error, script)})", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code)
+
+    sys.excepthook = hook
+
+
 class EmbeddedSeat:
     """See the top of this file."""
 
@@ -129,6 +147,8 @@ class EmbeddedSeat:
     def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedSeat:
         """A new run directory and a job of one worker and one ps."""
         script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
+        if script and not hasattr(sys, "ps1"):
+            _one_line_errors(Path(script))
         name = given.get("name") or (Path(script).stem if script else "job")
         if given.get("nonfinite", "raise") not in ("raise", "skip"):
             raise ScriptError(f"es.join(nonfinite={given['nonfinite']!r}): must be 'raise' or 'skip'")
