@@ -177,7 +177,7 @@ def test_template_killed_takes_its_workers_along(tmp_path: Path) -> None:
     assert bench.next() is None
     assert ended(fd, 10.0)
     os.close(fd)
-    assert bench.template.process.reap() == -signal.SIGKILL
+    assert bench.template.process.wait(10.0) and bench.template.process.reap() == -signal.SIGKILL
     bench.template.close()
     bench.template.process.close()
 
