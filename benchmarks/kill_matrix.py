@@ -281,7 +281,7 @@ def run(quick: bool) -> Result:
     victims = os.environ.get("EVERSTEP_KILL_VICTIMS", ",".join(VICTIMS)).split(",")
     rng = random.Random(seed)
     per_victim = 1 if quick else 10
-    references = [one_run("", 100 + i, rng, 0.0) for i in range(2 if quick else 6)]
+    references = [one_run("", 100 + i, rng, 0.0) for i in range(2 if quick else 12)]
     for outcome in references:
         say(
             f"undisturbed: AUC {outcome.auc:.4f}, {outcome.wall_s:.1f} s of which {outcome.train_s:.1f} s training"
