@@ -203,7 +203,6 @@ def _outcome(job: Job, victim: str, code: int, kills: list[Kill], wall_s: float)
         why = f"exit code {code} {why}\n{report.text()}\n{tail}"
     outcome = Outcome(victim, code, exact, auc, kills, why, wall_s=wall_s)
     logs = [read_log(p) for p in sorted((job.run_dir / "audit").glob("ps-*.log"))]
-    facts = job.facts()
     leases = _granted_at(job.run_dir)
     times = np.concatenate([log.at for log in logs])
     outcome.train_s = float(times.max() - times.min()) if len(times) else 0.0
@@ -212,7 +211,7 @@ def _outcome(job: Job, victim: str, code: int, kills: list[Kill], wall_s: float)
             push = _first_push(logs, kill)
             if push is not None:
                 outcome.first_push_s.append(push)
-            shard = _shard_again(logs, facts, kill)
+            shard = _shard_again(logs, kill)
             if shard is not None:
                 outcome.shard_s.append(shard)
         if kill.master:
@@ -235,7 +234,7 @@ def _first_push(logs: list[PsLog], kill: Kill) -> float | None:
     return float(found.min() - kill.at) if len(found) else None
 
 
-def _shard_again(logs: list[PsLog], facts: JobFacts, kill: Kill) -> float | None:
+def _shard_again(logs: list[PsLog], kill: Kill) -> float | None:
     """Seconds from the kill to the next applied range of the shard that the worker was in; None if it was between."""
     log = logs[0]
     mine = np.flatnonzero((log.worker == kill.slot) & (log.incarnation == kill.incarnation))

@@ -92,8 +92,8 @@ class CpuLog:
                 for p in (root, *root.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                         times = p.cpu_times()
-                        known = self._seen.get(p.pid)
-                        is_ps = known[1] if known else "everstep.ps" in p.cmdline()
+                        # Asked until it says so: a process seen between fork and exec has its parent's words.
+                        is_ps = self._seen.get(p.pid, (0.0, False))[1] or "everstep.ps" in p.cmdline()
                         self._seen[p.pid] = (times.user + times.system, is_ps)
         total = sum(cpu for cpu, _ in self._seen.values())
         of_ps = sum(cpu for cpu, is_ps in self._seen.values() if is_ps)
