@@ -43,7 +43,7 @@ def test_it_opens_with_exactly_two_commands() -> None:
     first, second = SHELL[0][0], SHELL[1][0]
     assert README.index(first) < README.index(second) < README.index("## ")
     assert "python3 -m venv" in first and "everstep run" in first
-    assert second.endswith("&& pytest")
+    assert second.endswith("&& pytest -n 2")
 
 
 def test_ci_runs_the_two_long_commands() -> None:
