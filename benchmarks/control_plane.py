@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks._measure import spread
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Granted,
@@ -278,10 +279,6 @@ def _sync_ms() -> float:
     return statistics.median(times) * 1e3
 
 
-def _spread(values: list[float]) -> float:
-    return round((max(values) - min(values)) / statistics.median(values), 3)
-
-
 def run(quick: bool) -> dict[str, Any]:
     """The row of docs/benchmarks.md."""
     seconds, rounds = (1.0, 1) if quick else (2.0, 4)
@@ -327,7 +324,7 @@ def run(quick: bool) -> dict[str, Any]:
         "figures": figures,
         "aims": aims,
         "holds": holds,
-        "spread": {"durable_requests_per_s": _spread(master), "echo_per_s": _spread(echo)},
+        "spread": {"durable_requests_per_s": spread(master), "echo_per_s": spread(echo)},
     }
 
 
