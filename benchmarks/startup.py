@@ -48,9 +48,9 @@ def _wait(what: Callable[[], float | None], alive: Callable[[], bool], log: Path
     raise RuntimeError(f"no first batch:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], signo: int = signal.SIGINT) -> None:
     """Ask, then kill the whole session."""
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signo)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(30)
     with contextlib.suppress(ProcessLookupError):
@@ -140,7 +140,7 @@ def ps_ready() -> dict[str, float]:
         kib = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
         return {"ready_s": ready, "rss_mb": kib * 1024 / 1e6}
     finally:
-        _end(process)
+        _end(process, signal.SIGTERM)  # a ps leaves Ctrl-C to the agent
         shutil.rmtree(folder, ignore_errors=True)
 
 
