@@ -67,6 +67,22 @@ class Time:
         return seen
 
 
+def test_a_process_that_never_says_hello_is_replaced() -> None:
+    brain = Brain()
+    brain.handle(MasterStarted(0.0, ONE, SPEC))
+    brain.handle(NodeJoined(0.0, NODE, "", 0, 0))
+    brain.handle(MemberJoined(0.0, Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x")))
+    brain.handle(MemberJoined(0.0, Role.WORKER, Slot(0), ONE, NODE, 1))
+    time = Time(brain)
+    time.beating = {W0, PS}
+    assert time.run(SPEC.start_s - 1.0) == []
+    (silent,) = time.run(2.0)
+    assert isinstance(silent, MemberSilent) and silent.lost and silent.slot == 1
+    seat = brain.members.workers[Slot(1)]
+    assert seat.member.incarnation == 2 and seat.running
+    assert time.run(SPEC.start_s - 5.0) == []
+
+
 def test_everyone_beats_nothing_happens() -> None:
     assert Time(started()).run(60.0) == []
 

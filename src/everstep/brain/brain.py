@@ -420,7 +420,8 @@ class Brain:
             rejected = (f"replace it now: it may only be slow (lost after {self.job.spec.lost_after_s:g} s)",)
             return [Note(str(seat.member.key), Decision("suspect", reason, inputs, rejected))]
         member = seat.member
-        reason = f"no heartbeat for {e.silent_s:.1f} s"
+        starting = member.state is MemberState.STARTING
+        reason = f"no hello for {e.silent_s:.0f} s" if starting else f"no heartbeat for {e.silent_s:.1f} s"
         stop = StopProcess(
             member.node,
             member.role,

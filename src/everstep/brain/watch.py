@@ -8,6 +8,8 @@ events change the brain. Pure: every call is told the time. Three cautions keep 
 - *Own pauses.* If the time since the last tick is much longer than ticks are apart, the master itself was stopped, or
   the clock jumped: heartbeats may lie unread in its sockets. Everybody's silence restarts then.
 - *A silent agent* is no lost node while a member on the node is heard.
+
+A process that was ordered but never says hello is lost too, after ``start_s``.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ PAUSE_S = 1.5  # ticks farther apart than this: the time was lost by us, not by 
 
 
 class _Ear(msgspec.Struct):
-    """What was heard of one member: ``at`` last, ``suspect``/``lost`` once told."""
+    """What was heard of one member: ``at`` last, ``suspect``/``lost`` once told. ``starting``: no hello yet."""
 
     incarnation: Incarnation
     node: NodeId
     at: float
     suspect: bool = False
     lost: bool = False
+    starting: bool = False
 
 
 class _Progress(msgspec.Struct):
@@ -74,7 +77,7 @@ class Watch:
         if ear is None or incarnation > ear.incarnation:
             self._members[key] = _Ear(incarnation, node or NodeId(""), at)
         elif incarnation == ear.incarnation and not ear.lost:
-            ear.at = max(ear.at, at)
+            ear.at, ear.starting = max(ear.at, at), False
             if node:
                 ear.node = node
             if ear.suspect:
@@ -125,16 +128,18 @@ class Watch:
         known: set[MemberKey] = set()
         for seat in brain.members.all():
             member = seat.member
-            if member.state not in (MemberState.ALIVE, MemberState.SUSPECT):
+            starting = member.state is MemberState.STARTING
+            if not seat.running:
                 continue
             key = member.key
             known.add(key)
             ear = self._members.get(key)
             if ear is None or ear.incarnation < member.incarnation:
                 suspect = member.state is MemberState.SUSPECT
-                self._members[key] = _Ear(member.incarnation, member.node, at, suspect=suspect)
+                self._members[key] = _Ear(member.incarnation, member.node, at, suspect=suspect, starting=starting)
             else:
                 ear.node = member.node
+                ear.starting = ear.starting and starting
                 ear.suspect = ear.suspect or member.state is MemberState.SUSPECT
         for key in [key for key in self._members if key not in known]:
             del self._members[key]
@@ -165,7 +170,11 @@ class Watch:
         heard_on: set[NodeId] = set()
         for key, ear in self._members.items():
             silent_s = at - ear.at
-            if silent_s < suspect_s:
+            if ear.starting:
+                if silent_s >= self.spec.start_s and not ear.lost:
+                    ear.lost = True
+                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, True))
+            elif silent_s < suspect_s:
                 heard_on.add(ear.node)
             elif silent_s >= lost_s:
                 if not ear.lost:

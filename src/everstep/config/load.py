@@ -45,6 +45,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "lease_s": (5.0, 86_400.0),
     "suspect_after_s": (0.1, 86_400.0),
     "lost_after_s": (0.1, 86_400.0),
+    "start_s": (1.0, 86_400.0),
     "threads_per_worker": (0, 1024),
 }
 

@@ -28,5 +28,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lease_s: float = 120.0  # without progress for so long, a shard is taken back from a live worker
     suspect_after_s: float = 3.0  # silence before a member is shown as suspect
     lost_after_s: float = 8.0  # silence before it is declared lost and replaced
+    start_s: float = 600.0  # from the order to start a process to its hello (es.join); then it is replaced
     threads_per_worker: int = 0  # OMP_NUM_THREADS of a worker; 0: cores of the node / workers on it, at least 1
     preload: tuple[str, ...] = ()  # more modules for the warm template to import
