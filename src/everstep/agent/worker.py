@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from everstep.errors import EverstepError, ScriptError, UserError, script_place
+from everstep.errors import EverstepError, ScriptError, script_place
 
 if TYPE_CHECKING:
     from everstep.agent.template import Fork
@@ -119,9 +119,6 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
     if isinstance(error, EverstepError) and error.exit_code == 4:
         return 4
     place = script_place(error, script)
-    if isinstance(error, UserError) and not isinstance(error, ScriptError):
-        _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
-        return error.exit_code
     if isinstance(error, EverstepError):
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
         return error.exit_code
