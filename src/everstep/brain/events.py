@@ -10,11 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan
+from everstep.model.table import TableSpec
 
 # ---------------------------------------------------------------- events
 
@@ -57,6 +59,55 @@ class MemberJoined(Event, frozen=True, tag="member_joined"):
     pid: int
     address: Address | None = None
     leases: tuple[Lease, ...] = ()
+    holds: Holdings | None = None  # a ps: what it holds
+
+
+class MirrorsReady(Event, frozen=True, tag="mirrors_ready"):
+    """A ps has everything of these mirrors' members."""
+
+    slot: Slot
+    incarnation: Incarnation
+    mirrors: tuple[int, ...]
+
+
+class BucketsReady(Event, frozen=True, tag="buckets_ready"):
+    """Buckets that a placement gave to a ps are whole there. ``how``: promoted, rebuilt, loaded."""
+
+    slot: Slot
+    incarnation: Incarnation
+    placement: int  # version
+    buckets: tuple[BucketId, ...]
+    how: str
+
+
+class ImagesWritten(Event, frozen=True, tag="images_written"):
+    """A ps wrote its part of a checkpoint durably, or could not (``error``, one line)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    checkpoint: int
+    images: tuple[BucketImage, ...] = ()
+    tables: tuple[TableSpec, ...] = ()
+    error: str = ""
+
+
+class CheckpointCommitted(Event, frozen=True, tag="checkpoint_committed"):
+    """The manifest that the brain ordered is durable; or it could not be written (``error``)."""
+
+    checkpoint: int
+    error: str = ""
+
+
+class CheckpointAsked(Event, frozen=True, tag="checkpoint_asked"):
+    """``reason``: "asked", "due", "reclaim". ``base``: everything, not only what changed."""
+
+    reason: str
+    base: bool = False
+
+
+class DrainAsked(Event, frozen=True, tag="drain_asked"):
+    target: str  # "ps:1", "worker:0" or a node
+    deadline_s: float
 
 
 class MemberSilent(Event, frozen=True, tag="member_silent"):
@@ -164,6 +215,12 @@ BrainEvent = (
     | LeaseExpired
     | ScaleAsked
     | StopAsked
+    | MirrorsReady
+    | BucketsReady
+    | ImagesWritten
+    | CheckpointCommitted
+    | CheckpointAsked
+    | DrainAsked
 )
 
 # ---------------------------------------------------------------- answers (inside a Reply)
@@ -215,7 +272,11 @@ class Ok(Answer, frozen=True, tag="ok"):
     """Taken; nothing more to say."""
 
 
-AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok
+class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
+    checkpoint: int
+
+
+AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun
 
 # ---------------------------------------------------------------- instructions
 
@@ -286,4 +347,36 @@ class FinishJob(Instruction, frozen=True, tag="finish_job"):
     error: str
 
 
-InstructionType = Reply | StartProcess | StopProcess | PublishPlacement | ReleaseShards | RevokeLease | Note | FinishJob
+class OrderImages(Instruction, frozen=True, tag="order_images"):
+    """Every ps of the placement writes images of the buckets it owns (see messages.TakeImages)."""
+
+    checkpoint: int
+    since: int
+
+
+class CommitManifest(Instruction, frozen=True, tag="commit_manifest"):
+    """Write this manifest durably, then tell the brain (CheckpointCommitted); harmless when repeated."""
+
+    manifest: Manifest
+    decision: Decision
+
+
+class DropCheckpoints(Instruction, frozen=True, tag="drop_checkpoints"):
+    """These checkpoints, and files that no other one needs, may be deleted."""
+
+    checkpoints: tuple[int, ...]
+
+
+InstructionType = (
+    Reply
+    | StartProcess
+    | StopProcess
+    | PublishPlacement
+    | ReleaseShards
+    | RevokeLease
+    | Note
+    | FinishJob
+    | OrderImages
+    | CommitManifest
+    | DropCheckpoints
+)

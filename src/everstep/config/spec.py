@@ -31,3 +31,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     start_s: float = 600.0  # from the order to start a process to its hello (es.join); then it is replaced
     threads_per_worker: int = 0  # OMP_NUM_THREADS of a worker; 0: cores of the node / workers on it, at least 1
     preload: tuple[str, ...] = ()  # more modules for the warm template to import
+    parity: str = "0"  # "K+M": K data buckets a stripe, M parity buckets; "1+1" is a replica; "0" is off
+    protect: Literal["acked", "eager"] = "acked"  # whether a push waits until parity has it
+    checkpoint_every: str = ""  # "30s", "10m" or "10000batches"; empty: only when asked
+    checkpoint_to: str = ""  # directory or fsspec URL; empty: RUN_DIR/checkpoints
+    checkpoint_keep: int = 3  # newest checkpoints that are kept
+    checkpoint_keep_every: str = ""  # "6h": besides, one for every so long; empty: none
+    checkpoint_base_every: int = 8  # after so many increments a full base is written
+    ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
+    on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
+    resume_from: str = ""  # directory or URL of checkpoints this job began from

@@ -1,6 +1,8 @@
-"""Buckets and where they are."""
+"""Buckets and where they are: the desired state that every ps compares with what it holds."""
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import msgspec
 
@@ -16,16 +18,54 @@ class PsPlace(msgspec.Struct, frozen=True, array_like=True):
     address: Address
 
 
+class MirrorKind(StrEnum):
+    PARITY = "parity"  # one row of a stripe's code (a replica is a stripe of one)
+    MOVE = "move"  # one member, at the place where the bucket is to go
+
+
+class Mirror(msgspec.Struct, frozen=True, array_like=True):
+    """What ps ``at`` keeps of ``members``, which live at other ps: the XOR of their pages (``row`` 0), or the sum of
+    ``g**i`` times the page of member ``i`` over GF(2^8) (``row`` 1); and a copy of each one's marks.
+
+    A new ``id`` is built anew from its members' contents; ids are never used twice in a job.
+    """
+
+    id: int
+    members: tuple[BucketId, ...]
+    at: Slot
+    row: int = 0
+    kind: MirrorKind = MirrorKind.PARITY
+
+
 class Placement(msgspec.Struct, frozen=True):
-    """The map bucket -> ps. ``owner[b]`` is the slot that owns bucket ``b``; ``version`` grows with every change."""
+    """``owner[b]`` is the slot that owns bucket ``b``; ``version`` grows with every change.
+
+    ``routing``: the version at which ``owner`` or ``servers`` last changed; pulls and pushes carry and compare it, so
+    that a change of mirrors alone disturbs no worker. ``images``: buckets whose contents are to be loaded from a
+    checkpoint by their owner, unless it holds them: ``(bucket, checkpoint id)``.
+    """
 
     version: int
     owner: tuple[Slot, ...]
     servers: tuple[PsPlace, ...]
+    routing: int = 0  # 0: as version
+    mirrors: tuple[Mirror, ...] = ()
+    images: tuple[tuple[BucketId, int], ...] = ()
 
     @property
     def buckets(self) -> int:
         return len(self.owner)
 
+    @property
+    def route(self) -> int:
+        """The version of ``owner`` and ``servers``."""
+        return self.routing or self.version
+
     def owned_by(self, slot: Slot) -> list[BucketId]:
         return [BucketId(b) for b, s in enumerate(self.owner) if s == slot]
+
+    def mirrors_of(self, bucket: BucketId) -> list[Mirror]:
+        return [m for m in self.mirrors if bucket in m.members]
+
+    def mirrors_at(self, slot: Slot) -> list[Mirror]:
+        return [m for m in self.mirrors if m.at == slot]

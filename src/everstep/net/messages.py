@@ -12,7 +12,8 @@ import msgspec
 
 from everstep.brain.events import AnswerType
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.model.image import BucketImage, Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan, Token
@@ -45,6 +46,53 @@ class HelloMember(Request, frozen=True, tag="hello_member"):
     pid: int
     address: Address | None = None
     leases: tuple[Lease, ...] = ()
+    holds: Holdings | None = None  # a ps: what it holds
+
+
+class MirrorReady(Request, frozen=True, tag="mirror_ready"):
+    """A ps: this mirror has everything of its members. Said again after every hello. Answer: Ok | Fenced."""
+
+    slot: Slot
+    incarnation: Incarnation
+    mirrors: tuple[int, ...]
+
+
+class BucketsReady(Request, frozen=True, tag="buckets_ready"):
+    """A ps: these buckets, which the placement ``version`` gave it, are whole here: promoted, rebuilt or loaded.
+    ``how``: "promoted" | "rebuilt" | "loaded". Answer: Ok | Fenced."""
+
+    slot: Slot
+    incarnation: Incarnation
+    version: int
+    buckets: tuple[BucketId, ...]
+    how: str
+
+
+class ImagesWritten(Request, frozen=True, tag="images_written"):
+    """A ps: its part of checkpoint ``checkpoint`` is durable. ``images``: see everstep.protect.manifest.
+    ``error``: it is not,
+    one line. Answer: Ok | Fenced."""
+
+    slot: Slot
+    incarnation: Incarnation
+    checkpoint: int
+    images: tuple[BucketImage, ...] = ()
+    tables: tuple[TableSpec, ...] = ()
+    error: str = ""
+
+
+class AskCheckpoint(Request, frozen=True, tag="ask_checkpoint"):
+    """From ``everstep checkpoint``: take one now. Answer: CheckpointBegun | Refused."""
+
+    base: bool = False
+
+
+class Drain(Request, frozen=True, tag="drain"):
+    """From ``everstep drain``, or an agent's reclaim notice: empty this node or member within ``deadline_s`` seconds.
+    Answer: Ok | Refused."""
+
+    target: str  # "ps:1", "worker:0" or a node
+    deadline_s: float
 
 
 class Beat(Request, frozen=True, tag="beat"):
@@ -139,6 +187,11 @@ RequestType = (
     | Stop
     | GetStatus
     | GetSpec
+    | MirrorReady
+    | BucketsReady
+    | ImagesWritten
+    | AskCheckpoint
+    | Drain
 )
 
 
@@ -255,7 +308,17 @@ class News(Order, frozen=True, tag="news"):
     text: str
 
 
-OrderType = Start | End | NewPlacement | Release | Revoke | Finish | News
+class TakeImages(Order, frozen=True, tag="take_images"):
+    """To a ps: write images of all buckets it owns, as part of checkpoint ``checkpoint``, under ``url``; only
+    pages changed
+    since checkpoint ``since`` (0: everything). Said again at hello while it is wanted; harmless when repeated."""
+
+    checkpoint: int
+    since: int
+    url: str
+
+
+OrderType = Start | End | NewPlacement | Release | Revoke | Finish | News | TakeImages
 
 # ---------------------------------------------------------------- data plane: worker -> ps
 
@@ -343,7 +406,71 @@ class Stat(msgspec.Struct, frozen=True, tag="stat"):
     """Numbers of this ps. Answer: PsStats."""
 
 
-DataRequest = Attach | Declare | OpenShard | Pull | Push | Put | Scan | Stat
+# ---------------------------------------------------------------- data plane: ps -> ps
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One blob of a bucket's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header."""
+
+    bucket: BucketId
+    seq: int
+    kind: int
+    size_bytes: int
+
+
+class Feed(msgspec.Struct, frozen=True, tag="feed"):
+    """Differences and contents of buckets for the mirrors at this ps, in order. ``mirrors``: per entry the mirror id
+    it is for, 0: every mirror here that has the bucket. From the buckets' owner only; an entry that was
+    applied is a repeat. ``confirmed``: (bucket, seq) that all its mirrors have: older tails may go. Answer:
+    Fed | Moved | Bad."""
+
+    version: int
+    sender: Slot
+    incarnation: Incarnation
+    tables: tuple[TableSpec, ...]  # new ones since the last Feed of this connection
+    entries: tuple[Entry, ...]
+    mirrors: tuple[int, ...]
+    confirmed: tuple[tuple[BucketId, int], ...] = ()
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """From a mirror's ps to the owner of ``bucket``: send its contents into your stream to me (in order with its
+    differences). ``slots``: only these rows, int32 bytes per table in the body (on demand), else everything.
+    ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery). Idempotent. Answer: Taken
+    | Moved | Bad."""
+
+    version: int
+    sender: Slot
+    incarnation: Incarnation
+    mirror: int
+    bucket: BucketId
+    purpose: str
+    parts: tuple[tuple[TableId, int], ...] = ()  # (table, number of uint32 slots in the body), on demand
+
+
+class Tail(msgspec.Struct, frozen=True, tag="tail"):
+    """From the new owner of ``bucket`` to a ps with another mirror of it: from now on take differences of it
+    from me only
+    (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
+
+    version: int
+    sender: Slot
+    incarnation: Incarnation
+    mirror: int
+    bucket: BucketId
+    seq: int
+
+
+class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
+    """From the new owner (its move mirror complete) to the old, living owner: stop serving ``bucket``, let all
+    its mirrors
+    confirm everything, then answer with its last seq. Idempotent. Answer: HandedOver | Moved | Bad."""
+
+    version: int
+    bucket: BucketId
+
+
+DataRequest = Attach | Declare | OpenShard | Pull | Push | Put | Scan | Stat | Feed | Want | Tail | HandOver
 
 # ---------------------------------------------------------------- data plane: answers
 
@@ -395,6 +522,23 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
     version: int
 
 
+class Fed(msgspec.Struct, frozen=True, tag="fed"):
+    """``applied``: per entry: 0 applied, 1 repeat, 2 gap (send again from what the mirror lacks), 3 no such mirror."""
+
+    applied: bytes
+
+
+class Tailed(msgspec.Struct, frozen=True, tag="tailed"):
+    """``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the body."""
+
+    seq: int
+    entries: tuple[Entry, ...] = ()
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    seq: int
+
+
 class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
     n: int
     next_slot: int  # -1: the bucket's last row was in this piece
@@ -414,4 +558,6 @@ class Bad(msgspec.Struct, frozen=True, tag="bad"):
     error: str
 
 
-DataAnswer = Taken | Declared | Opened | Closed | Pulled | Pushed | Moved | Scanned | PsStats | Bad
+DataAnswer = (
+    Taken | Declared | Opened | Closed | Pulled | Pushed | Moved | Scanned | PsStats | Fed | Tailed | HandedOver | Bad
+)

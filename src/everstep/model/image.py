@@ -1,0 +1,78 @@
+"""Images of buckets, checkpoints, and what a ps holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.model.shard import Plan
+from everstep.model.table import TableSpec
+
+MANIFEST_VERSION = 1
+
+
+class ImageFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of a bucket's image: its path under the checkpoint directory, length and checksum (blake2b-128, hex)."""
+
+    path: str
+    size_bytes: int
+    checksum: str
+
+
+class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One bucket as of one moment: ``files``, a base and then the pages changed since, in order: later pages win.
+
+    ``seq``, ``fingerprint``: of the bucket then. ``watermarks``: (shard, watermark) of every shard that was open there.
+    """
+
+    bucket: BucketId
+    seq: int
+    fingerprint: int
+    watermarks: tuple[tuple[ShardKey, int], ...]
+    files: tuple[ImageFile, ...]
+    rows: int = 0
+    bytes_written: int = 0  # for this checkpoint; the older files were there
+
+
+class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
+    """Shards of one epoch that every image covers: ``done`` are ranges [lo, hi) of shard numbers; ``skipped`` and
+    ``quarantined`` as in the audit."""
+
+    epoch: int
+    done: tuple[tuple[int, int], ...]
+    quarantined: tuple[int, ...] = ()
+    samples_done: int = 0
+
+
+class DatasetPosition(msgspec.Struct, frozen=True):
+    plan: Plan
+    epochs: tuple[EpochPosition, ...]
+    finished_epochs: int = 0  # epochs [0, n) are over
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint: it exists when, and only when, its manifest does."""
+
+    version: int = MANIFEST_VERSION
+    everstep: str = ""
+    job: str
+    checkpoint: int
+    at: float  # seconds since the epoch
+    base: int = 0  # the checkpoint whose files its own deltas build on; 0: it is a base
+    seed: int
+    buckets: int
+    tables: tuple[TableSpec, ...] = ()
+    images: tuple[BucketImage, ...]
+    datasets: tuple[DatasetPosition, ...] = ()
+    values: dict[str, float] = {}
+    samples_done: int = 0
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ps holds, told in its hello: buckets that are whole, and mirrors that have everything."""
+
+    buckets: tuple[BucketId, ...] = ()
+    mirrors: tuple[int, ...] = ()
+    placement: int = 0
+    incarnation: Incarnation = Incarnation(0)
+    slot: Slot = Slot(0)
