@@ -27,7 +27,7 @@ from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Plan, epoch_key, shard_key, split_key
 from everstep.monitor.facts import JobFacts, JournalReader
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut
+from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
 
 _OFFENDERS_SHOWN = 50
@@ -157,6 +157,8 @@ class PsLog:
                     )
                 )
                 self._at.append(record.at)
+            elif isinstance(record, Took | Gave):
+                self.bad.append(f"bad record: number {seq}: buckets that change hands are not followed yet")
             else:
                 self._take_cut(record, seq)
         self.n = len(self._rows)

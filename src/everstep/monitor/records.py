@@ -1,7 +1,8 @@
 """What a ps writes into its audit log ``audit/ps-SLOT.INCARNATION.log`` (``storage.chain``), one message each.
 
 Header of the log: ``{"kind": "ps-audit", "slot": int, "incarnation": int, "buckets": int, "owned": hex}``, ``owned``
-being a bitmap (little-endian bits, bit b = bucket b) of the buckets that the log speaks for.
+being a bitmap (little-endian bits, bit b = bucket b) of the buckets that the log speaks for at first: those that began
+here, empty. Later records change them: Took adds a bucket, Gave takes it away; "owned" below is what they are then.
 """
 
 from __future__ import annotations
@@ -46,7 +47,34 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=Fals
     at: float = 0.0
 
 
-AuditRecord = Applied | Cut | Closed
+class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
+    """From here on ``bucket`` is this ps's, as of the bucket's own number ``bucket_seq`` (see everstep.native).
+
+    ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image).
+    ``shards``: int64 pairs (shard, watermark), little-endian, of every shard that is open in it; ``fingerprint``:
+    uint64, of the bucket then. Whatever an earlier owner applied beyond these watermarks is void.
+    """
+
+    seq: int
+    bucket: int
+    how: str
+    bucket_seq: int
+    shards: bytes
+    fingerprint: int
+    at: float = 0.0
+
+
+class Gave(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):
+    """From here on ``bucket`` is no longer this ps's: it left at its own number ``bucket_seq``; nothing is applied to
+    it here after this."""
+
+    seq: int
+    bucket: int
+    bucket_seq: int
+    at: float = 0.0
+
+
+AuditRecord = Applied | Cut | Closed | Took | Gave
 
 
 def bitmap(buckets: list[int], n_buckets: int) -> bytes:
