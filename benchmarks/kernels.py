@@ -3,16 +3,24 @@
 Every side works on 100,000 random rows of a table far larger than the caches (dim 64: 1 GB of values), in huge pages,
 new rows every time. A fraction is bytes of payload moved per second (rows read + rows written, gradients read, state
 read and written; no credit for the index) over the same of a plain copy of as many bytes from random places of an
-array as large. ``kernel`` figures know where the rows are; ``store`` figures are whole calls of ``Store`` as a ps
-makes them: hash, placement check, lock, index, ledger, finite check, rows.
+array as large. ``gather`` and ``bare`` figures know where the rows are; ``store`` figures are whole calls of ``Store``
+as a ps makes them: hash, placement check, lock, index, ledger, finite check, rows. ``ceiling`` figures are loops that
+only read, or read and write, random rows, counted as a gather and a row-wise Adagrad step would be: what the memory of
+this machine allows at best (left out where there is no C++ compiler).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import platform
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +35,35 @@ BATCH = 100_000
 BUCKETS = 64
 AIMS = {
     "gather_dim64_of_memcpy": ">= 0.6",
+    "bare_rowwise_adagrad_dim64_of_memcpy": ">= 0.65",
     "store_rowwise_adagrad_dim64_of_memcpy": ">= 0.65",
     "lookup_over_pandas": ">= 8",
 }
 
 F32 = NDArray[np.float32]
+
+
+def _bare_kernels() -> ctypes.CDLL | None:
+    """``kernels_bare.cpp`` with the row kernels, compiled as the module is; None without sources or a compiler."""
+    here = Path(__file__).parent
+    native = here.parent / "native"
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None or not native.is_dir() or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    flags = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{native}"]
+    wide = {
+        "rows_avx2": ["-mavx2"],
+        "rows_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        objects = []
+        for source in (*native.glob("rows*.cpp"), here / "kernels_bare.cpp"):
+            objects.append(f"{folder}/{source.stem}.o")
+            command = [compiler, *flags, *wide.get(source.stem, []), "-c", str(source), "-o", objects[-1]]
+            subprocess.run(command, check=True, timeout=120)
+        library = f"{folder}/bare.so"
+        subprocess.run([compiler, "-shared", *objects, "-o", library], check=True, timeout=120)
+        return ctypes.CDLL(library)
 
 
 def _quiet(_: str) -> None:
@@ -63,7 +95,7 @@ def _filled(spec: TableSpec, rows: int) -> Store:
 class _Bench:
     """The sides of one dim. Each prepares new random rows, then returns the seconds of the one call measured."""
 
-    def __init__(self, dim: int, rows: int, kinds: list[OptimizerKind]) -> None:
+    def __init__(self, dim: int, rows: int, kinds: list[OptimizerKind], bare: ctypes.CDLL | None) -> None:
         self.dim, self.rows = dim, rows
         self.rng = np.random.default_rng(dim)
         self.table = _huge(rows, dim)
@@ -74,6 +106,14 @@ class _Bench:
         self.sides: dict[str, Callable[[], float]] = {"memcpy": self.memcpy, "gather": self.gather}
         self.stores: dict[OptimizerKind, tuple[TableSpec, Store]] = {}
         self.bytes["memcpy"] = self.bytes["gather"] = 2 * BATCH * dim * 4
+        if bare is not None:
+            self.bare = bare
+            self.records = _huge(rows, dim + 1)  # as a ps keeps them: values, then one float of state
+            self.sides["ceiling_read"] = self.ceiling_read
+            self.sides["ceiling_update"] = self.ceiling_update
+            self.sides["bare_rowwise_adagrad"] = self.bare_update
+            self.bytes["ceiling_read"] = self.bytes["gather"]
+            self.bytes["ceiling_update"] = self.bytes["bare_rowwise_adagrad"] = BATCH * 4 * (3 * dim + 2)
         for kind in kinds:
             spec = TableSpec(kind.value, dim, OptimizerSpec(kind, 0.01))
             self.stores[kind] = spec, _filled(spec, rows)
@@ -104,6 +144,28 @@ class _Bench:
         began = time.perf_counter()
         gather_rows(self.table, inverse, self.out)
         return time.perf_counter() - began
+
+    def _bare(self, call: str, *before: Any, grads: bool = False) -> float:
+        at = self.ids().astype(np.uint32)
+        size = ctypes.c_size_t
+        pointers = [self.records.ctypes.data_as(ctypes.c_void_p), at.ctypes.data_as(ctypes.c_void_p)]
+        if grads:
+            pointers.append(self.grads.ctypes.data_as(ctypes.c_void_p))
+        function = getattr(self.bare, call)
+        began = time.perf_counter()
+        function(*before, *pointers, size(BATCH), size(self.dim), size(self.dim + 1))
+        return time.perf_counter() - began
+
+    def ceiling_read(self) -> float:
+        return self._bare("ceiling_read")
+
+    def ceiling_update(self) -> float:
+        return self._bare("ceiling_update")
+
+    def bare_update(self) -> float:
+        return self._bare(
+            "bare_update", ctypes.c_int(list(OptimizerKind).index(OptimizerKind.ROWWISE_ADAGRAD)), grads=True
+        )
 
     def pull(self) -> float:
         spec, store = self.stores[OptimizerKind.ROWWISE_ADAGRAD]
@@ -173,11 +235,12 @@ def run(quick: bool) -> dict[str, Any]:
     figures: dict[str, float] = {}
     spreads: dict[str, Any] = {}
     say(f"kernels for {isa()}")
+    bare = _bare_kernels()
     kinds = [OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAGRAD, OptimizerKind.ADAM][: 1 if quick else 3]
     for dim in (64,) if quick else (16, 32, 64):
         rows = 2_000_000 if quick else 4_000_000
         say(f"dim {dim}: filling {rows} rows for each of {len(kinds)} optimizers")
-        bench = _Bench(dim, rows, kinds)
+        bench = _Bench(dim, rows, kinds, bare)
         times = interleaved(bench.sides, rounds, _quiet)
         copy_per_s = [bench.bytes["memcpy"] / t for t in times["memcpy"]]
         figures[f"memcpy_dim{dim}_gb_per_s"] = median(copy_per_s) / 1e9
@@ -199,6 +262,7 @@ def run(quick: bool) -> dict[str, Any]:
     say(f"  lookup: {figures['lookup_over_pandas']:.1f} x pandas")
     holds = {
         "gather_dim64_of_memcpy": figures["gather_dim64_of_memcpy"] >= 0.6,
+        "bare_rowwise_adagrad_dim64_of_memcpy": figures.get("bare_rowwise_adagrad_dim64_of_memcpy", 0.0) >= 0.65,
         "store_rowwise_adagrad_dim64_of_memcpy": figures["store_rowwise_adagrad_dim64_of_memcpy"] >= 0.65,
         "lookup_over_pandas": figures["lookup_over_pandas"] >= 8,
     }
