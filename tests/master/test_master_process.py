@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +42,14 @@ class Client:
     """One member; ``orders`` and ``welcomes`` collect what it was told."""
 
     def __init__(
-        self, stage: Stage, role: Any, slot: int, incarnation: int, hello: Callable[[], Any], beats: bool
+        self,
+        stage: Stage,
+        role: Any,
+        slot: int,
+        incarnation: int,
+        hello: Callable[[], Any],
+        beats: bool,
+        beat: Callable[[], wire.Beat] | None = None,
     ) -> None:
         self.orders: queue.Queue[wire.OrderType] = queue.Queue()
         self.welcomes: queue.Queue[Any] = queue.Queue()
@@ -56,7 +64,7 @@ class Client:
             hello=hello,
             on_order=self.orders.put,
             on_welcome=self.welcomes.put,
-            beat=(lambda: wire.Beat()) if beats else None,
+            beat=(beat or (lambda: wire.Beat())) if beats else None,
             beat_s=0.2,
         )
 
@@ -93,9 +101,10 @@ class Stage:
         self.masters.append(process)
         return process
 
-    def agent(self) -> Client:
+    def agent(self, beat: Callable[[], wire.Beat] | None = None) -> Client:
         """Connected: what is started after it is news to it."""
-        client = self._client("agent", 0, 0, lambda: wire.HelloNode(NODE, "", 0, 0, tuple(self.running)), True)
+        hello = lambda: wire.HelloNode(NODE, "", 0, 0, tuple(self.running))  # noqa: E731
+        client = self._client("agent", 0, 0, hello, True, beat)
         assert client.welcomes.get(timeout=LONG_S) == Ok()
         return client
 
@@ -114,8 +123,16 @@ class Stage:
 
         return self._client("worker", slot, incarnation, hello, beats)
 
-    def _client(self, role: str, slot: int, incarnation: int, hello: Callable[[], Any], beats: bool) -> Client:
-        client = Client(self, role, slot, incarnation, hello, beats)
+    def _client(
+        self,
+        role: str,
+        slot: int,
+        incarnation: int,
+        hello: Callable[[], Any],
+        beats: bool,
+        beat: Callable[[], wire.Beat] | None = None,
+    ) -> Client:
+        client = Client(self, role, slot, incarnation, hello, beats, beat)
         self.clients.append(client)
         return client
 
@@ -331,3 +348,28 @@ def test_sigterm_ends_a_master_but_not_the_job(stage: Stage) -> None:
     master.send_signal(signal.SIGTERM)
     assert master.wait(LONG_S) == 128 + signal.SIGTERM
     assert not (stage.run_dir / "summary.json").exists()
+
+
+def test_an_agent_that_was_stopped_until_its_node_was_lost_joins_anew(stage: Stage) -> None:
+    """Its connection lived on, so it never said hello again, and every slot waited for a place for ever (simulator,
+    seed 52577)."""
+    stage.spec(suspect_after_s=0.3, lost_after_s=0.6)
+    stage.master()
+    silent = threading.Event()
+    beats = wire.Beat()
+
+    def beat() -> wire.Beat:
+        while silent.is_set():
+            time.sleep(0.01)
+        return beats
+
+    agent = stage.agent(beat)
+    assert isinstance(agent.order(wire.Start), wire.Start)
+    silent.set()
+    events = stage.run_dir / "events.jsonl"
+    limit = time.monotonic() + LONG_S
+    while "node lost" not in events.read_text() and time.monotonic() < limit:
+        time.sleep(0.02)
+    silent.clear()
+    while agent.order(wire.Start).incarnation < 2:  # the first ones, of before
+        pass

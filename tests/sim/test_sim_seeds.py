@@ -84,3 +84,8 @@ def test_ranges_of_seeds() -> None:
     assert seeds_of("5..9") == range(5, 9)
     assert seeds_of("0..100:10") == range(0, 100, 10)
     assert seeds_of("12") == range(0, 12)
+
+
+def test_an_agent_stopped_until_its_node_is_lost_comes_back() -> None:
+    """Seed 52577 of the full fault mix: its connection lived on, so it never said hello again."""
+    assert simulate(52577).faults > 0

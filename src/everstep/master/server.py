@@ -355,11 +355,17 @@ class Master:
             self._order(peer, wire.Finish(self._finish.exit_code, self._finish.error))
         return future
 
-    def _beat(self, peer: Peer, r: wire.Beat) -> Answer:
+    def _beat(self, peer: Peer, r: wire.Beat) -> Answer | None:
         at = self.clock.now()
         who = peer.identity
         if who.role == "agent":
             if isinstance(peer.tag, str):
+                node = self.brain.members.nodes.get(NodeId(peer.tag))
+                if node is not None and not node.alive:
+                    # Stopped for so long that its node was declared lost; the connection lived on. It joins anew with
+                    # the hello of its next connection, and what runs there is judged by that.
+                    peer.close()
+                    return None
                 self.watch.node_heard(NodeId(peer.tag), at)
             return _OK
         if who.role not in ("worker", "ps"):

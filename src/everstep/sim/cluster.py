@@ -287,6 +287,10 @@ class Master(Process):
                 return
             self.hear(self.watch.heard(key, incarnation, self.now(), progress))
         else:
+            node = self.brain.members.nodes.get(key)
+            if node is not None and not node.alive:
+                self.net.sever(conn, 0.01)  # it joins anew with its next hello
+                return
             self.watch.node_heard(key, self.now())
         self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
 
