@@ -46,6 +46,18 @@ class PlatformError(EverstepError):
     exit_code = 4
 
 
+class CheckpointError(UserError):
+    """A checkpoint that was asked for is not there, not whole, or of another job or version."""
+
+
+class StorageError(PlatformError):
+    """A place for checkpoints does not take or give a file. ``passing``: trying again later may help."""
+
+    def __init__(self, text: str, passing: bool = True) -> None:
+        super().__init__(text)
+        self.passing = passing
+
+
 class FencedError(EverstepError):
     """This process was replaced; whatever it still wants to change is refused."""
 

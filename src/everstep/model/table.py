@@ -87,3 +87,20 @@ class TableSpec(msgspec.Struct, frozen=True):
 def table_id(name: str) -> TableId:
     """A table's id from its name alone, so that processes agree without asking anyone."""
     return TableId(zlib.crc32(name.encode()))
+
+
+def difference(a: TableSpec, b: TableSpec, in_a: str, in_b: str) -> str:
+    """The first field in which two specs of a table differ, in words: ``dim is 8 in the checkpoint, 16 here``."""
+    for name in a.__struct_fields__:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, OptimizerSpec | InitSpec) and isinstance(y, type(x)):
+            for inner in x.__struct_fields__:
+                if getattr(x, inner) != getattr(y, inner):
+                    return f"{name}.{inner} is {_word(getattr(x, inner))} {in_a}, {_word(getattr(y, inner))} {in_b}"
+        elif x != y:
+            return f"{name} is {_word(x)} {in_a}, {_word(y)} {in_b}"
+    return "is the same"
+
+
+def _word(value: object) -> str:
+    return str(value) if isinstance(value, StrEnum | int | float) else repr(value)

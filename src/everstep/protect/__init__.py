@@ -1,0 +1,1 @@
+"""What outlives a ps: mirrors at other ps, images in checkpoints."""

@@ -1,0 +1,239 @@
+"""One file of a bucket's image: its marks, and pages as they lie in memory.
+
+    "EVSIMG\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
+    sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
+      0 HEAD   msgpack of ImageHead
+      1 MARKS  the bucket's marks as the store gives them (a blob of kind MARKS)
+      n PAGES  u32 table, pages, page_bits, head_bytes, record_bytes, page_bytes; (u32 page number, u32 bytes) of each;
+               then the bytes of each without the zeros at its end
+      last END empty; nothing follows
+
+Little-endian. All of it is under a checksum, so that whatever was changed or cut is found here without the manifest;
+the manifest has the length and blake2b-128 of the whole file besides, so that a file of another moment is found too.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.errors import CheckpointError, StorageError
+from everstep.ids import BucketId
+from everstep.model.image import ImageFile
+from everstep.model.table import TableSpec
+
+MAGIC = b"EVSIMG\r\n"
+VERSION = 1
+SECTION_MAX_BYTES = 64 << 20
+"""No section is larger, so a reader never allocates more because of a few wrong bytes."""
+
+_FILE = struct.Struct("<8sHHI")
+_SECTION = struct.Struct("<IIQII")
+_PAGES = struct.Struct("<IIIIII")
+
+
+class _Kind:
+    HEAD, MARKS, PAGE, END = 1, 2, 3, 4
+
+
+class ImageHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file is part of. ``base``: all pages are in it, else those that changed since the file before it."""
+
+    job: str
+    bucket: BucketId
+    checkpoint: int
+    base: bool
+    seq: int
+    buckets: int  # of the job
+    tables: tuple[TableSpec, ...]
+
+
+class PageLayout(NamedTuple):
+    """How a page of a table lies in memory: ``2**page_bits`` slots; used bitmap and keys in the first ``head_bytes``;
+    then records of ``record_bytes``; all ``page_bytes``, zeros where nothing is."""
+
+    page_bits: int
+    head_bytes: int
+    record_bytes: int
+    page_bytes: int
+
+
+class Pages(NamedTuple):
+    """``data``: uint8 [pages, page_bytes]."""
+
+    table: int
+    layout: PageLayout
+    numbers: list[int]
+    data: NDArray[np.uint8]
+
+
+class Marks(bytes):
+    """The blob of marks, in a type of its own."""
+
+
+Part = ImageHead | Marks | Pages
+
+
+def checksum() -> blake2b:
+    """A new hash of the kind that manifests use."""
+    return blake2b(digest_size=16)
+
+
+class ImageFileWriter:
+    """Writes the sections in order: ``head``, ``marks``, any number of ``pages``, ``end``. ``write`` takes the bytes;
+    its errors pass through."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._hash = checksum()
+        self._number = 0
+        self.size_bytes = 0
+        start = _FILE.pack(MAGIC, VERSION, 0, 0)[:12]
+        self._put(start + struct.pack("<I", zlib.crc32(start)))
+
+    def head(self, head: ImageHead) -> None:
+        self._section(_Kind.HEAD, [msgspec.msgpack.encode(head)])
+
+    def marks(self, blob: bytes) -> None:
+        self._section(_Kind.MARKS, [blob])
+
+    def pages(self, table: int, layout: PageLayout, numbers: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """``data``: uint8, len(numbers) * page_bytes."""
+        size = layout.page_bytes
+        flat = np.ascontiguousarray(data).reshape(-1)
+        if flat.size != len(numbers) * size:
+            raise ValueError(f"{len(numbers)} pages of {size} bytes are not {flat.size} bytes")
+        most = max(1, (SECTION_MAX_BYTES // 2) // (size + 8))
+        for at in range(0, len(numbers), most):
+            some = numbers[at : at + most]
+            stored = [flat[(at + i) * size : (at + i + 1) * size].tobytes().rstrip(b"\0") for i in range(len(some))]
+            index = np.array([[n, len(b)] for n, b in zip(some, stored, strict=True)], "<u4")
+            self._section(_Kind.PAGE, [_PAGES.pack(table, len(some), *layout), index.tobytes(), *stored])
+
+    def end(self) -> None:
+        self._section(_Kind.END, [])
+
+    def image_file(self, path: str) -> ImageFile:
+        """What the manifest says of the file, once it is complete."""
+        return ImageFile(path, self.size_bytes, self._hash.hexdigest())
+
+    def _section(self, kind: int, pieces: list[bytes]) -> None:
+        payload = b"".join(pieces)
+        if len(payload) > SECTION_MAX_BYTES:
+            raise ValueError(f"section {self._number} of {len(payload)} bytes: at most {SECTION_MAX_BYTES}")
+        start = _SECTION.pack(kind, self._number, len(payload), zlib.crc32(payload), 0)[:20]
+        self._put(start + struct.pack("<I", zlib.crc32(start)))
+        if payload:
+            self._put(payload)
+        self._number += 1
+
+    def _put(self, data: bytes) -> None:
+        self._write(data)
+        self._hash.update(data)
+        self.size_bytes += len(data)
+
+
+def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None) -> Iterator[Part]:
+    """The parts of a file in order: the head, the marks, then pages, each checked before it is handed out.
+
+    Raises CheckpointError, one line that names the file and what is wrong, also at the end if its length or checksum is
+    not that ``expected``: what was handed out before must not be used then. StorageError: it cannot be read.
+    """
+    reader = _Reader(file, name)
+    start = reader.take(_FILE.size, "its beginning")
+    magic, version, _, crc = _FILE.unpack(start)
+    if magic != MAGIC:
+        raise CheckpointError(f"{name} is not an image of a bucket, or its beginning was changed")
+    if crc != zlib.crc32(start[:12]):
+        raise CheckpointError(f"{name} was changed: the checksum of its beginning is wrong")
+    if version != VERSION:
+        raise CheckpointError(
+            f"{name} is of version {version}, this everstep reads version {VERSION}: install a newer one"
+        )
+    number, kind = 0, 0
+    while kind != _Kind.END:
+        kind, payload = reader.section(number)
+        match (number, kind):
+            case (0, _Kind.HEAD):
+                try:
+                    yield msgspec.msgpack.decode(payload, type=ImageHead)
+                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                    raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
+            case (1, _Kind.MARKS):
+                yield Marks(payload)
+            case (n, _Kind.PAGE) if n >= 2:
+                yield _pages(payload, name, number)
+            case (n, _Kind.END) if n >= 2 and not payload:
+                pass
+            case _:
+                raise CheckpointError(f"{name}: section {number} is of kind {kind}, which cannot stand there")
+        number += 1
+    if reader.some(1):
+        raise CheckpointError(f"{name} goes on after its end")
+    if expected is not None and (reader.size_bytes, reader.hash.hexdigest()) != (
+        expected.size_bytes,
+        expected.checksum,
+    ):
+        raise CheckpointError(f"{name} is whole, but not the file that the manifest means: its checksum is another one")
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self.hash = checksum()
+        self.size_bytes = 0
+
+    def some(self, n: int) -> bytes:
+        try:
+            data = self._file.read(n)
+        except OSError as error:
+            raise StorageError(f"cannot read {self._name}: {error.strerror or error}") from error
+        self.hash.update(data)
+        self.size_bytes += len(data)
+        return data
+
+    def take(self, n: int, what: str) -> bytes:
+        data = self.some(n)
+        if len(data) != n:
+            raise CheckpointError(f"{self._name} was cut: it ends after {self.size_bytes} bytes, inside {what}")
+        return data
+
+    def section(self, number: int) -> tuple[int, bytes]:
+        what = f"section {number}"
+        head = self.take(_SECTION.size, what)
+        kind, its_number, n, crc, head_crc = _SECTION.unpack(head)
+        if head_crc != zlib.crc32(head[:20]):
+            raise CheckpointError(f"{self._name} was changed: the checksum of the head of section {number} is wrong")
+        if its_number != number or n > SECTION_MAX_BYTES:
+            raise CheckpointError(f"{self._name}: section {number} says it is {its_number}, of {n} bytes")
+        payload = self.take(n, what)
+        if crc != zlib.crc32(payload):
+            raise CheckpointError(f"{self._name} was changed: the checksum of section {number} is wrong")
+        return kind, payload
+
+
+def _pages(payload: bytes, name: str, number: int) -> Pages:
+    wrong = CheckpointError(f"{name}: section {number} does not hold the pages that it says")
+    if len(payload) < _PAGES.size:
+        raise wrong
+    table, n, *rest = _PAGES.unpack_from(payload)
+    layout = PageLayout(*rest)
+    at = _PAGES.size + 8 * n
+    if at > len(payload) or layout.page_bytes > SECTION_MAX_BYTES or n * layout.page_bytes > SECTION_MAX_BYTES:
+        raise wrong
+    index = np.frombuffer(payload, "<u4", 2 * n, _PAGES.size).reshape(n, 2)
+    if at + int(index[:, 1].sum(dtype=np.int64)) != len(payload) or bool((index[:, 1] > layout.page_bytes).any()):
+        raise wrong
+    data = np.zeros((n, layout.page_bytes), np.uint8)
+    source = np.frombuffer(payload, np.uint8)
+    for i, stored in enumerate(index[:, 1].tolist()):
+        data[i, :stored] = source[at : at + stored]
+        at += stored
+    return Pages(table, layout, index[:, 0].tolist(), data)

@@ -1,0 +1,325 @@
+"""Writing images of a ps's buckets, while it goes on serving.
+
+One thread of the ps reads snapshots (copy-on-write: a push never waits for the writing) and writes a file for each
+bucket: all pages, or those changed since an earlier checkpoint. A checkpoint exists only once the master has written
+its manifest, so whatever dies here leaves the earlier ones as they were; a file has a name of its own each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.config.load import read_spec
+from everstep.errors import EverstepError, InternalError, StorageError
+from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.model.image import BucketImage, ImageFile
+from everstep.model.table import TableSpec
+from everstep.net.messages import ImagesWritten
+from everstep.net.retry import backoff
+from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout
+from everstep.storage.places import Place, open_place
+from everstep.units import human_bytes
+
+CHUNK_BYTES = 1 << 20
+REMEMBERED = 8
+"""Checkpoints that an increment may build on: the newest few."""
+
+logger = logging.getLogger("everstep.protect")
+
+
+class SnapshotStore(Protocol):
+    """What is needed of ``everstep.native.Store``."""
+
+    @property
+    def n_buckets(self) -> int: ...
+    def specs(self) -> list[TableSpec]: ...
+    def layout(self, table: int) -> tuple[int, int, int]: ...
+    def page_bytes(self, table: int) -> int: ...
+    def snapshot_begin(self, bucket: int, since: int) -> tuple[int, bytes]: ...
+    def snapshot_next(self, bucket: int, max_bytes: int) -> tuple[list[tuple[int, int]], NDArray[np.uint8]]: ...
+    def snapshot_end(self, bucket: int) -> None: ...
+    def bucket_rows(self, bucket: int) -> dict[int, int]: ...
+
+
+class MarksFacts(NamedTuple):
+    """What a manifest says of a bucket's marks. ``watermarks``: (shard, watermark) of the open shards, ascending."""
+
+    seq: int
+    fingerprint: int
+    watermarks: tuple[tuple[ShardKey, int], ...]
+
+
+def marks_facts(blob: bytes) -> MarksFacts:
+    """Reads a blob of kind MARKS (see native/blob.h). ValueError: it is none."""
+    try:
+        magic, version, kind, _, _, seq, _, _ = struct.unpack_from("<IHHIIqII", blob)
+        fingerprint, _, n_shards, _ = struct.unpack_from("<QqII", blob, 32)
+        if (magic, version, kind) != (0x42535645, 1, 4):
+            raise ValueError("these are not a bucket's marks")
+        shards = np.frombuffer(blob, "<i8", 3 * n_shards, 56).reshape(n_shards, 3)
+    except struct.error:
+        raise ValueError("a bucket's marks end too early") from None
+    marks = sorted((ShardKey(s), w) for s, w, _ in shards.tolist() if w >= 0)
+    return MarksFacts(seq, fingerprint, tuple(marks))
+
+
+class _Written(NamedTuple):
+    """A bucket's part of a checkpoint, and the store's generation that the next increment goes on from."""
+
+    image: BucketImage
+    generation: int
+
+
+class _Wanted(NamedTuple):
+    checkpoint: int
+    since: int
+    url: str
+    buckets: tuple[BucketId, ...]
+    on_done: Callable[[ImagesWritten], None]
+
+
+class _Cancelled(Exception):
+    """A newer order came, or the ps ends."""
+
+
+class ImageWriter:
+    """``take`` returns at once; the work is done in a thread of its own, one checkpoint after the other.
+
+    ``bytes_per_s``: the most that is written (0: no limit). ``retry_s``: how long a place that does not answer is tried
+    again before the checkpoint is given up.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        run_dir: Path,
+        *,
+        slot: Slot = Slot(0),
+        incarnation: Incarnation = Incarnation(0),
+        job: str | None = None,
+        bytes_per_s: float = 0.0,
+        retry_s: float = 120.0,
+    ) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._slot, self._incarnation = slot, incarnation
+        self._job = job
+        self._bytes_per_s, self._retry_s = bytes_per_s, retry_s
+        self._lock = threading.Condition()
+        self._wanted: _Wanted | None = None
+        self._doing: _Wanted | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        # Of the newest checkpoints; only the thread and ``forget`` change it, under the lock.
+        self._written: dict[int, dict[BucketId, _Written]] = {}
+        self.bytes_written = 0  # ever, for readings
+
+    def __repr__(self) -> str:
+        doing = self._doing
+        return f"<ImageWriter {'idle' if doing is None else f'checkpoint {doing.checkpoint}'}>"
+
+    def take(
+        self,
+        checkpoint: int,
+        since: int,
+        url: str,
+        buckets: Collection[int],
+        on_done: Callable[[ImagesWritten], None],
+    ) -> None:
+        """Write images of ``buckets`` under ``url`` and tell ``on_done`` (from the writer's thread) when they are
+        durable, or why not. ``since``: only pages changed since that checkpoint; a bucket that was not part of it here is
+        written whole. Cancels an older one that is not done (its ``on_done`` is not called). The same checkpoint
+        again: what is written already is not written again; a bucket that is not here (any more) is left out of the
+        answer.
+        """
+        wanted = _Wanted(checkpoint, since, url, tuple(BucketId(b) for b in sorted(buckets)), on_done)
+        with self._lock:
+            newest = max((w.checkpoint for w in (self._wanted, self._doing) if w is not None), default=0)
+            if self._closed or checkpoint < newest:
+                return
+            doing = self._doing
+            if doing is not None and self._wanted is None and doing[:4] == wanted[:4]:
+                return
+            self._wanted = wanted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="images", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+
+    def forget(self, bucket: int) -> None:
+        """This bucket left the ps: its next image, if it comes back, is a whole one."""
+        with self._lock:
+            for of_checkpoint in self._written.values():
+                of_checkpoint.pop(BucketId(bucket), None)
+
+    @property
+    def checkpoint(self) -> int:
+        """The one that is being written, 0: none."""
+        doing = self._doing
+        return 0 if doing is None else doing.checkpoint
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Gives up what is not done."""
+        with self._lock:
+            self._closed, self._wanted = True, None
+            self._lock.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while self._wanted is None and not self._closed:
+                    self._lock.wait(60.0)
+                if self._closed:
+                    return
+                doing = self._doing = self._wanted
+                self._wanted = None
+            assert doing is not None
+            try:
+                answer = self.write(doing.checkpoint, doing.since, doing.url, doing.buckets)
+            except _Cancelled:
+                continue
+            finally:
+                with self._lock:
+                    self._doing = None
+            doing.on_done(answer)
+
+    def write(self, checkpoint: int, since: int, url: str, buckets: Sequence[BucketId]) -> ImagesWritten:
+        """What ``take`` does, in the caller's thread. Never raises for what goes wrong outside: it is in ``error``."""
+        began = time.monotonic()
+        images: list[BucketImage] = []
+        try:
+            place = open_place(url)
+            for bucket in buckets:
+                written = self._image(place, checkpoint, since, bucket)
+                if written is not None:
+                    images.append(written.image)
+        except EverstepError as error:
+            logger.warning("checkpoint %d is given up here: %s", checkpoint, error)
+            return ImagesWritten(self._slot, self._incarnation, checkpoint, error=str(error))
+        n = sum(i.bytes_written for i in images)
+        took_s = time.monotonic() - began
+        logger.info("checkpoint %d: %d buckets, %s in %.1f s", checkpoint, len(images), human_bytes(n), took_s)
+        tables = tuple(self._store.specs())
+        return ImagesWritten(self._slot, self._incarnation, checkpoint, tuple(images), tables)
+
+    def _image(self, place: Place, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
+        """One bucket, tried again while the place does not answer. None: it is not here."""
+        with self._lock:
+            done = self._written.get(checkpoint, {}).get(bucket)
+            before = self._written.get(since, {}).get(bucket) if since else None
+        if done is not None:
+            return done
+        end = time.monotonic() + self._retry_s
+        said = False
+        for wait_s in backoff(0.2, 10.0):
+            self._rest(wait_s)
+            try:
+                written = self._snapshot(place, checkpoint, bucket, before)
+                break
+            except StorageError as error:
+                if not error.passing or time.monotonic() >= end:
+                    raise
+                if not said:
+                    logger.warning("checkpoint %d: %s; trying again, training goes on", checkpoint, error)
+                said = True
+        if written is not None:
+            with self._lock:
+                self._written.setdefault(checkpoint, {})[bucket] = written
+                for old in sorted(self._written)[:-REMEMBERED]:
+                    del self._written[old]
+        return written
+
+    def _snapshot(self, place: Place, checkpoint: int, bucket: BucketId, before: _Written | None) -> _Written | None:
+        store = self._store
+        try:
+            generation, marks = store.snapshot_begin(bucket, -1 if before is None else before.generation)
+        except KeyError:
+            return None
+        try:
+            facts = marks_facts(marks)
+            kind = "base" if before is None else "delta"
+            path = f"images/{checkpoint:06d}/bucket-{bucket:04d}-{kind}-{secrets.token_hex(4)}.img"
+            head = ImageHead(
+                job=self._job_name(),
+                bucket=bucket,
+                checkpoint=checkpoint,
+                base=before is None,
+                seq=facts.seq,
+                buckets=store.n_buckets,
+                tables=tuple(store.specs()),
+            )
+            with place.create(path) as file:
+                out = ImageFileWriter(file.write)
+                out.head(head)
+                out.marks(marks)
+                began = time.monotonic()
+                while True:
+                    self._rest(0.0)
+                    pages, data = store.snapshot_next(bucket, CHUNK_BYTES)
+                    if not pages:
+                        break
+                    self._put(out, pages, data)
+                    if self._bytes_per_s > 0:
+                        self._rest(began + out.size_bytes / self._bytes_per_s - time.monotonic())
+                rows = sum(store.bucket_rows(bucket).values())
+                out.end()
+                file.commit()
+        except KeyError:  # the bucket was dropped meanwhile: it is somebody else's now
+            return None
+        finally:
+            store.snapshot_end(bucket)
+        self.bytes_written += out.size_bytes
+        earlier: tuple[ImageFile, ...] = () if before is None else before.image.files
+        image = BucketImage(
+            bucket=bucket,
+            seq=facts.seq,
+            fingerprint=facts.fingerprint,
+            watermarks=facts.watermarks,
+            files=(*earlier, out.image_file(path)),
+            rows=rows,
+            bytes_written=out.size_bytes,
+        )
+        return _Written(image, generation)
+
+    def _put(self, out: ImageFileWriter, pages: list[tuple[int, int]], data: NDArray[np.uint8]) -> None:
+        """One section for each stretch of pages of the same table."""
+        first, at = 0, 0
+        while first < len(pages):
+            table = pages[first][0]
+            last = first
+            while last < len(pages) and pages[last][0] == table:
+                last += 1
+            layout = PageLayout(*self._store.layout(table), self._store.page_bytes(table))
+            size = (last - first) * layout.page_bytes
+            out.pages(table, layout, [number for _, number in pages[first:last]], data[at : at + size])
+            first, at = last, at + size
+        if at != len(data):
+            raise InternalError(f"a snapshot gave {len(data)} bytes for {len(pages)} pages, not {at}")
+
+    def _rest(self, wait_s: float) -> None:
+        """Wait, but not when a newer order has come: _Cancelled."""
+        with self._lock:
+            if wait_s > 0 and self._wanted is None and not self._closed:
+                self._lock.wait(wait_s)
+            if self._closed or self._wanted is not None:
+                raise _Cancelled
+
+    def _job_name(self) -> str:
+        if self._job is None:
+            self._job = read_spec(self._run_dir).name
+        return self._job

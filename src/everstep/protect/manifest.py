@@ -1,0 +1,313 @@
+"""Manifests: a checkpoint exists when, and only when, its manifest does.
+
+``manifest-000012.json`` in a place is the JSON of a ``Manifest`` and a last line with the checksum of all before it. It
+is written last and at once, after every file that it names is durable. The newest one that is intact, and whose files
+are, wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from everstep.config.load import read_spec
+from everstep.errors import CheckpointError, StorageError
+from everstep.model.image import MANIFEST_VERSION, BucketImage, ImageFile, Manifest
+from everstep.policies.retention import unneeded_files
+from everstep.protect.imagefile import ImageFileWriter, ImageHead, Marks, Pages, checksum, read_image_file
+from everstep.storage.places import Place, open_place
+
+MANIFEST_MAX_BYTES = 256 << 20
+CHECKPOINTS = "checkpoints"
+"""Under the run directory, unless the job says another place."""
+
+_NAME = re.compile(r"manifest-(\d{6,})\.json")
+_SUM = b"blake2b-128 "
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def manifest_name(checkpoint: int) -> str:
+    return f"manifest-{checkpoint:06d}.json"
+
+
+def checkpoint_place(where: str | Path) -> Place:
+    """The place of a run directory's checkpoints, or the directory or URL itself. Raises ConfigError."""
+    text = str(where)
+    if "://" not in text and (Path(text) / "job.json").exists():
+        return open_place(checkpoints_of(Path(text)))
+    return open_place(text)
+
+
+def checkpoints_of(run_dir: Path) -> str:
+    """Where a job keeps its checkpoints: directory or URL. Raises ConfigError: not a run directory."""
+    return read_spec(run_dir).checkpoint_to or str(run_dir / CHECKPOINTS)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    data = msgspec.json.encode(manifest) + b"\n"
+    hashed = checksum()
+    hashed.update(data)
+    return data + _SUM + hashed.hexdigest().encode() + b"\n"
+
+
+def decode_manifest(data: bytes, name: str) -> Manifest:
+    """CheckpointError, one line that begins with ``name``: cut, changed, of a newer version."""
+    body, line = data[:-45], data[-45:]
+    if not line.startswith(_SUM) or not line.endswith(b"\n") or not body.endswith(b"\n"):
+        raise CheckpointError(f"{name} was cut or changed: it does not end with its checksum")
+    hashed = checksum()
+    hashed.update(body)
+    if line[len(_SUM) : -1] != hashed.hexdigest().encode():
+        raise CheckpointError(f"{name} was changed: its checksum is wrong")
+    try:
+        version = msgspec.json.decode(body, type=_Version).version
+        if version != MANIFEST_VERSION:
+            raise CheckpointError(
+                f"{name} is of version {version}, this everstep reads version {MANIFEST_VERSION}: install a newer one"
+            )
+        return msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{name} cannot be read: {error}") from None
+
+
+# ---------------------------------------------------------------- in a place
+
+
+def write_manifest(place: Place, manifest: Manifest) -> None:
+    """Durable on return: from here on the checkpoint exists. Raises StorageError."""
+    place.put(manifest_name(manifest.checkpoint), encode_manifest(manifest))
+
+
+def list_checkpoints(place: Place) -> list[int]:
+    """Numbers that have a manifest, ascending, whatever is in it. Raises StorageError."""
+    return sorted(int(m[1]) for name in place.names() if (m := _NAME.fullmatch(name)))
+
+
+def need_checkpoints(place: Place) -> list[int]:
+    """As ``list_checkpoints``; CheckpointError if there is none."""
+    found = list_checkpoints(place)
+    if not found:
+        raise CheckpointError(f"{place.url} holds no checkpoint: there is no {manifest_name(1)} or later one in it")
+    return found
+
+
+def read_manifest(place: Place, checkpoint: int) -> Manifest:
+    """Raises CheckpointError (not there, not intact), StorageError (cannot be read)."""
+    name = manifest_name(checkpoint)
+    try:
+        manifest = decode_manifest(place.read(name, MANIFEST_MAX_BYTES), f"{place.url}/{name}")
+    except FileNotFoundError:
+        raise CheckpointError(f"{place.url} has no checkpoint {checkpoint}: {name} is not there") from None
+    if manifest.checkpoint != checkpoint:
+        raise CheckpointError(f"{place.url}/{name} is the manifest of checkpoint {manifest.checkpoint}")
+    return manifest
+
+
+def problems(
+    place: Place,
+    manifest: Manifest,
+    *,
+    deep: bool = True,
+    sizes: dict[str, int] | None = None,
+    known: dict[ImageFile, str] | None = None,
+) -> Iterator[str]:
+    """What is wrong with a checkpoint, a line for each offender; nothing: it is complete and intact.
+
+    ``deep``: every byte is read and compared with its checksums; else only the files' presence and length.
+    ``sizes``: of the place's files, if the caller has them. ``known``: what was found about files before ("": intact),
+    filled here; manifests share files. Raises StorageError: the place cannot be read.
+    """
+    sizes = place.sizes() if sizes is None else sizes
+    known = {} if known is None else known
+    yield from _incomplete(manifest)
+    for image in manifest.images:
+        for i, file in enumerate(image.files):
+            if file not in known or not deep:
+                known[file] = _file_problem(place, manifest, image, i, sizes, deep)
+            if known[file]:
+                yield known[file]
+
+
+def _incomplete(manifest: Manifest) -> Iterator[str]:
+    name = manifest_name(manifest.checkpoint)
+    have = [image.bucket for image in manifest.images]
+    missing = sorted(set(range(manifest.buckets)) - set(have))
+    if missing:
+        yield f"{name} has no image of bucket{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}" + (
+            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        )
+    if len(set(have)) != len(have):
+        yield f"{name} has two images of a bucket"
+    for image in manifest.images:
+        if not image.files:
+            yield f"{name}: the image of bucket {image.bucket} has no files"
+
+
+def _file_problem(
+    place: Place, manifest: Manifest, image: BucketImage, i: int, sizes: dict[str, int], deep: bool
+) -> str:
+    file = image.files[i]
+    where = f"{place.url}/{file.path}"
+    size = sizes.get(file.path)
+    if size is None:
+        return f"{where} is missing: checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
+    if size != file.size_bytes:
+        how = "it was cut" if size < file.size_bytes else "it is longer"
+        return f"{where} has {size} bytes, not the {file.size_bytes} that the manifest says: {how}"
+    if not deep:
+        return ""
+    try:
+        with place.open(file.path) as stream:
+            for part in read_image_file(stream, where, file):
+                if isinstance(part, ImageHead) and (part.bucket, part.base) != (image.bucket, i == 0):
+                    what = "base" if part.base else "increment"
+                    return f"{where} is {what} of bucket {part.bucket}, not file {i} of bucket {image.bucket}"
+    except FileNotFoundError:
+        return f"{where} is missing: checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def latest_intact(place: Place, *, deep: bool = True, tell: Callable[[str], None] | None = None) -> Manifest:
+    """The newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
+
+    ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. Raises
+    CheckpointError: there is none. StorageError: the place cannot be read.
+    """
+    first = ""
+    sizes = place.sizes()
+    known: dict[ImageFile, str] = {}
+    for checkpoint in reversed(need_checkpoints(place)):
+        try:
+            manifest = read_manifest(place, checkpoint)
+            wrong = next(problems(place, manifest, deep=deep, sizes=sizes, known=known), "")
+        except CheckpointError as error:
+            wrong = str(error)
+        if not wrong:
+            return manifest
+        first = first or wrong
+        if tell is not None:
+            tell(f"checkpoint {checkpoint} is left out: {wrong}")
+    raise CheckpointError(f"{place.url} has no checkpoint that is complete and intact; of the newest: {first}")
+
+
+def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
+    """Deletes these checkpoints, and of their files those that no other one needs; how many files went. Manifests go
+    first: a checkpoint is there or not, never without its files. Harmless when repeated. Raises StorageError.
+    """
+    gone: list[Manifest] = []
+    kept: list[Manifest] = []
+    for checkpoint in list_checkpoints(place):
+        try:
+            (gone if checkpoint in checkpoints else kept).append(read_manifest(place, checkpoint))
+        except CheckpointError:
+            if checkpoint not in checkpoints:
+                return 0  # whose files are whose cannot be told: nothing goes
+    for checkpoint in sorted(checkpoints):
+        place.delete(manifest_name(checkpoint))
+    files = unneeded_files(gone, kept)
+    for path in sorted(files):
+        place.delete(path)
+    return len(files)
+
+
+# ---------------------------------------------------------------- compaction
+
+
+def compact(place: Place, manifest: Manifest) -> Manifest:
+    """Merges each bucket's base and increments into one new base, without any ps, and writes the manifest anew under
+    its number. The old files stay (a running ps may still build on them). Raises CheckpointError, StorageError.
+    """
+    images = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.images)
+    if images == manifest.images:
+        return manifest
+    new = msgspec.structs.replace(manifest, images=images, base=0)
+    write_manifest(place, new)
+    return new
+
+
+def _merged(place: Place, manifest: Manifest, image: BucketImage) -> BucketImage:
+    newest = image.files[-1].checksum[:8]
+    path = f"images/{manifest.checkpoint:06d}/bucket-{image.bucket:04d}-merged-{newest}.img"
+    with place.create(path) as file:
+        out = ImageFileWriter(file.write)
+        for part in chain_parts(place, image):
+            match part:
+                case ImageHead():
+                    out.head(msgspec.structs.replace(part, base=True))
+                case Marks():
+                    out.marks(part)
+                case Pages():
+                    live = [i for i in range(len(part.numbers)) if part.data[i].any()]
+                    if live:
+                        out.pages(part.table, part.layout, [part.numbers[i] for i in live], part.data[live])
+        out.end()
+        file.commit()
+    merged = out.image_file(path)
+    return msgspec.structs.replace(image, files=(merged,), bytes_written=merged.size_bytes)
+
+
+def chain_parts(place: Place, image: BucketImage) -> Iterator[ImageHead | Marks | Pages]:
+    """A bucket as of its newest file: its head and marks, then each page once, in its newest state (all zeros where its
+    rows are gone). Raises CheckpointError, at the latest at the end: nothing may be used before; StorageError.
+    """
+    seen: dict[int, set[int]] = {}
+    if not image.files:
+        raise CheckpointError(f"{place.url}: the image of bucket {image.bucket} has no files")
+    for i, file in reversed(list(enumerate(image.files))):
+        where = f"{place.url}/{file.path}"
+        newest = i == len(image.files) - 1
+        try:
+            stream = place.open(file.path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{where} is missing: the image of bucket {image.bucket} needs it") from None
+        with stream:
+            for part in read_image_file(stream, where, file):
+                match part:
+                    case ImageHead():
+                        if part.bucket != image.bucket or part.base != (i == 0) or (newest and part.seq != image.seq):
+                            raise CheckpointError(f"{where} is not file {i} of the image of bucket {image.bucket}")
+                        if newest:
+                            yield part
+                    case Marks():
+                        if newest:
+                            yield part
+                    case Pages():
+                        before = seen.setdefault(part.table, set())
+                        fresh = [j for j, n in enumerate(part.numbers) if n not in before]
+                        before.update(part.numbers)
+                        if len(fresh) == len(part.numbers):
+                            yield part
+                        elif fresh:
+                            numbers = [part.numbers[j] for j in fresh]
+                            yield Pages(part.table, part.layout, numbers, part.data[fresh])
+
+
+__all__ = [
+    "CHECKPOINTS",
+    "StorageError",
+    "chain_parts",
+    "checkpoint_place",
+    "checkpoints_of",
+    "compact",
+    "decode_manifest",
+    "drop_checkpoints",
+    "encode_manifest",
+    "latest_intact",
+    "list_checkpoints",
+    "manifest_name",
+    "need_checkpoints",
+    "problems",
+    "read_manifest",
+    "write_manifest",
+]

@@ -1,0 +1,83 @@
+"""Loading buckets from a checkpoint into a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.errors import CheckpointError, EverstepError
+from everstep.model.image import BucketImage
+from everstep.model.table import TableSpec, difference
+from everstep.protect.imagefile import ImageHead, Marks, Pages
+from everstep.protect.manifest import chain_parts
+from everstep.storage.places import Place, open_place
+
+
+class LoadingStore(Protocol):
+    """What is needed of ``everstep.native.Store``."""
+
+    @property
+    def n_buckets(self) -> int: ...
+    def declare(self, spec: TableSpec) -> bool: ...
+    def specs(self) -> list[TableSpec]: ...
+    def layout(self, table: int) -> tuple[int, int, int]: ...
+    def page_bytes(self, table: int) -> int: ...
+    def load_begin(self, bucket: int) -> None: ...
+    def load_pages(self, bucket: int, table: int, page_nos: list[int], pages: NDArray[np.uint8]) -> None: ...
+    def load_end(self, bucket: int, marks: bytes) -> None: ...
+    def drop(self, bucket: int) -> None: ...
+
+
+def check_tables(saved: Iterable[TableSpec], now: Iterable[TableSpec], where: str) -> None:
+    """CheckpointError, naming table, field and both values, if a table of ``now`` was another one in the checkpoint."""
+    was = {spec.name: spec for spec in saved}
+    for spec in now:
+        before = was.get(spec.name)
+        if before is not None and before != spec:
+            raise CheckpointError(
+                f"{where}: table {spec.name!r} {difference(before, spec, 'in the checkpoint', 'here')}"
+            )
+
+
+def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> None:
+    """The bucket as it was when the image was taken: owned by ``store`` on return, its tables declared.
+
+    Raises CheckpointError (a file is missing, cut or changed, a table is another one here), StorageError (cannot be
+    read); the bucket is empty and not owned then.
+    """
+    place = open_place(place) if isinstance(place, str) else place
+    where = f"{place.url}, bucket {image.bucket}"
+    marks = b""
+    began = False
+    try:
+        store.load_begin(image.bucket)
+        began = True
+        for part in chain_parts(place, image):
+            match part:
+                case ImageHead():
+                    if part.buckets != store.n_buckets:
+                        raise CheckpointError(
+                            f"{where}: of a job with {part.buckets} buckets, this one has {store.n_buckets}"
+                        )
+                    check_tables(part.tables, store.specs(), where)
+                    for spec in part.tables:
+                        store.declare(spec)
+                case Marks():
+                    marks = bytes(part)
+                case Pages():
+                    here = (*store.layout(part.table), store.page_bytes(part.table))
+                    if tuple(part.layout) != here:
+                        raise CheckpointError(
+                            f"{where}: pages of table {part.table} are {tuple(part.layout)}, here {here}"
+                        )
+                    store.load_pages(image.bucket, part.table, part.numbers, part.data.reshape(-1))
+        store.load_end(image.bucket, marks)
+    except BaseException as error:
+        if began:
+            store.drop(image.bucket)
+        if isinstance(error, EverstepError) or not isinstance(error, ValueError | KeyError):
+            raise
+        raise CheckpointError(f"{where}: {error}") from error
