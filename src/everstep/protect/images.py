@@ -137,8 +137,8 @@ class ImageWriter:
         on_done: Callable[[ImagesWritten], None],
     ) -> None:
         """Write images of ``buckets`` under ``url`` and tell ``on_done`` (from the writer's thread) when they are
-        durable, or why not. ``since``: only pages changed since that checkpoint; a bucket that was not part of it here is
-        written whole. Cancels an older one that is not done (its ``on_done`` is not called). The same checkpoint
+        durable, or why not. ``since``: only pages changed since that checkpoint; a bucket that was not part of it here
+        is written whole. Cancels an older one that is not done (its ``on_done`` is not called). The same checkpoint
         again: what is written already is not written again; a bucket that is not here (any more) is left out of the
         answer.
         """
