@@ -105,6 +105,21 @@ class CheckpointAsked(Event, frozen=True, tag="checkpoint_asked"):
     base: bool = False
 
 
+class JobResumed(Event, frozen=True, tag="job_resumed"):
+    """This job goes on from ``manifest``, which lies under ``url``; said before anybody else is heard. ``numbers``:
+    checkpoints up to this number are, or were, another job's: none of them is used again."""
+
+    manifest: Manifest
+    url: str
+    numbers: int
+
+
+class ShardsConfirmed(Event, frozen=True, tag="shards_confirmed"):
+    """All that the ps applied before ``before`` (seconds since the epoch) is kept by all mirrors (protect: eager)."""
+
+    before: float
+
+
 class DrainAsked(Event, frozen=True, tag="drain_asked"):
     target: str  # "ps:1", "worker:0" or a node
     deadline_s: float
@@ -220,6 +235,8 @@ BrainEvent = (
     | ImagesWritten
     | CheckpointCommitted
     | CheckpointAsked
+    | JobResumed
+    | ShardsConfirmed
     | DrainAsked
 )
 

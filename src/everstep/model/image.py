@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.shard import Plan
 from everstep.model.table import TableSpec
@@ -35,8 +36,8 @@ class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
-    """Shards of one epoch that every image covers: ``done`` are ranges [lo, hi) of shard numbers; ``skipped`` and
-    ``quarantined`` as in the audit."""
+    """Shards of one epoch that every image covers: ``done`` are ranges [lo, hi) of shard numbers; ``quarantined``:
+    set aside for good. ``samples_done``: of the shards in ``done``, those skipped not counted."""
 
     epoch: int
     done: tuple[tuple[int, int], ...]
@@ -45,8 +46,10 @@ class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DatasetPosition(msgspec.Struct, frozen=True):
+    """How far a dataset is in all images. Its place in ``Manifest.datasets`` is its number, as in shard keys."""
+
     plan: Plan
-    epochs: tuple[EpochPosition, ...]
+    epochs: tuple[EpochPosition, ...]  # epochs without an entry that are finished: every sample of them counted
     finished_epochs: int = 0  # epochs [0, n) are over
 
 
@@ -66,6 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     datasets: tuple[DatasetPosition, ...] = ()
     values: dict[str, float] = {}
     samples_done: int = 0
+    spec: JobSpec | None = None  # of the job that wrote it: what a resumed one begins with
+    master_incarnation: Incarnation = Incarnation(0)  # no fence in the images is of a lease of a later master
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True):
