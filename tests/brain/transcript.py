@@ -21,11 +21,18 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Answer,
     BrainEvent,
+    CheckpointAsked,
+    CheckpointBegun,
+    CheckpointCommitted,
+    CommitManifest,
+    DropCheckpoints,
     EndOfData,
     Fenced,
     FinishJob,
     Granted,
+    ImagesWritten,
     InstructionType,
+    JobResumed,
     LeaseExpired,
     MasterStarted,
     MemberHeard,
@@ -34,6 +41,7 @@ from everstep.brain.events import (
     NodeJoined,
     NodeLost,
     Note,
+    OrderImages,
     PlanRegistered,
     ProcessExited,
     PublishPlacement,
@@ -46,6 +54,7 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     ShardReturned,
+    ShardsConfirmed,
     StartProcess,
     StopAsked,
     StopProcess,
@@ -54,8 +63,9 @@ from everstep.brain.events import (
 )
 from everstep.brain.shards import lease_words
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
 
@@ -89,6 +99,7 @@ class Story:
     def __init__(self) -> None:
         self.brain = Brain()
         self.at = 0.0
+        self.manifests: dict[int, Manifest] = {}  # ordered, by number, also of the story before a "resume"
 
     def say(self, line: str) -> list[str]:
         """Run one command; the lines that it gave."""
@@ -97,10 +108,16 @@ class Story:
         plain = [word for word in words[1:] if "=" not in word]
         if words[0] == "state":
             return list(self._state())
+        if words[0] == "new-job":
+            self.brain = Brain()
+            return ["nothing"]
         self.at += 1.0
         event = self._event(words[0], plain, named)
         before = self.brain.snapshot()
         instructions = self.brain.handle(event)
+        self.manifests.update(
+            (i.manifest.checkpoint, i.manifest) for i in instructions if isinstance(i, CommitManifest)
+        )
         assert instructions == Brain.restore(before).handle(event), "the restored brain wants something else"
         self.brain.validate()
         self.brain = Brain.restore(self.brain.snapshot())
@@ -171,6 +188,21 @@ class Story:
                 return ScaleAsked(at, Role(plain[0]), int(plain[1]))
             case "stop":
                 return StopAsked(at, " ".join(plain))
+            case "checkpoint":
+                return CheckpointAsked(at, plain[0], "base" in plain)
+            case "images":
+                _, slot, incarnation = parse_member(plain[0])
+                error = named.get("error", "")
+                buckets = [int(b) for b in plain[2].split(",")] if not error else []
+                images = tuple(self._image(b, named, int(named.get("bytes", 100))) for b in buckets)
+                return ImagesWritten(at, slot, incarnation, int(plain[1]), images, (), error)
+            case "committed":
+                return CheckpointCommitted(at, int(plain[0]), named.get("error", ""))
+            case "confirmed":
+                return ShardsConfirmed(at, float(plain[0]))
+            case "resume":
+                manifest = self.manifests[int(plain[0])]
+                return JobResumed(at, manifest, "runs/old/checkpoints", int(named.get("numbers", plain[0])))
         raise ValueError(f"no such command: {verb}")
 
     def _lease(self, shard: ShardKey, no: LeaseNo) -> Lease:
@@ -178,6 +210,14 @@ class Story:
         number, _, index = split_key(shard)
         start, stop = datasets[number].plan.bounds(index) if number < len(datasets) else (0, 0)
         return Lease(no, shard, start, stop)
+
+    def _image(self, bucket: int, named: dict[str, str], size: int) -> BucketImage:
+        """``marks=e0#1@20,e0#2@15``: the watermarks in every image of this command."""
+        texts = [text.split("@") for text in named.get("marks", "").split(",") if text]
+        marks = tuple((parse_shard(shard), int(mark)) for shard, mark in texts)
+        return BucketImage(
+            bucket=BucketId(bucket), seq=int(self.at), fingerprint=0, watermarks=marks, files=(), bytes_written=size
+        )
 
     # ------------------------------------------------------------ words
 
@@ -199,6 +239,12 @@ class Story:
                 return f"note {member or 'job'} | {_why(decision)}"
             case FinishJob(exit_code, error):
                 return f"finish {exit_code} {error}".rstrip()
+            case OrderImages(checkpoint, since):
+                return f"order images of checkpoint {checkpoint} since {since}"
+            case CommitManifest(manifest, decision):
+                return f"commit manifest {_manifest_words(manifest)}: {_why(decision)}"
+            case DropCheckpoints(checkpoints):
+                return f"drop checkpoints {list(checkpoints)}"
 
     def _answer(self, answer: Answer) -> str:
         match answer:
@@ -219,6 +265,8 @@ class Story:
                 return f"wait {retry_after_s:g} s"
             case EndOfData():
                 return "end of data"
+            case CheckpointBegun(checkpoint):
+                return f"checkpoint {checkpoint}"
         return "ok"
 
     def _state(self) -> Iterator[str]:
@@ -239,10 +287,23 @@ class Story:
                 aside = f" aside {list(epoch.quarantined)}" if epoch.quarantined else ""
                 counts = f"{epoch.todo} todo {epoch.doing} doing {epoch.done} done"
                 yield f"{dataset.plan.name} e{epoch.number}: {counts}{head}{aside}"
+        if brain.checkpoints.numbers:
+            waiting = ", ".join(brain.shards.name(key) for key in brain.shards.releasing)
+            yield f"{brain.checkpoints!r}, not released: {waiting or 'none'}"
 
 
 def _why(decision: Decision) -> str:
     return str(decision)
+
+
+def _manifest_words(manifest: Manifest) -> str:
+    """``2 on 1, d: 2 epochs, e2 [0, 3)``: number, what it builds on, and what all images have."""
+    places = []
+    for d in manifest.datasets:
+        epochs = [f"e{e.epoch} " + " ".join(f"[{lo}, {hi})" for lo, hi in e.done) for e in d.epochs]
+        places.append(f"{d.plan.name}: " + ", ".join([f"{d.finished_epochs} epochs", *epochs]))
+    on = f" on {manifest.base}" if manifest.base else ""
+    return "; ".join([f"{manifest.checkpoint}{on}, {manifest.samples_done} samples", *places])
 
 
 def run_transcript(text: str) -> str:

@@ -23,13 +23,19 @@ from typing import Any, cast
 
 import msgspec
 
+from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.events import (
     BrainEvent,
+    CheckpointAsked,
+    CheckpointBegun,
+    CheckpointCommitted,
     EndOfData,
     Fenced,
     FinishJob,
     Granted,
+    ImagesWritten,
     InstructionType,
+    JobResumed,
     LeaseExpired,
     MasterStarted,
     MemberHeard,
@@ -51,6 +57,7 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     ShardReturned,
+    ShardsConfirmed,
     StartProcess,
     StopAsked,
     StopProcess,
@@ -60,7 +67,7 @@ from everstep.brain.events import (
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.placement import acknowledged_by_all, first_placement, places_of, refreshed
-from everstep.brain.shards import RELEASE_BATCH, RELEASED_REMEMBERED, Dataset, Epoch, Held, Shards, lease_words
+from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
@@ -69,7 +76,7 @@ from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
@@ -96,6 +103,7 @@ class State(msgspec.Struct, kw_only=True):
     job: Job = msgspec.field(default_factory=Job)
     members: Members = msgspec.field(default_factory=Members)
     shards: Shards = msgspec.field(default_factory=Shards)
+    checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     placement: Placement | None = None
 
 
@@ -106,13 +114,14 @@ _decoder = msgspec.msgpack.Decoder(State)
 class Brain:
     """See the top of this file. ``state`` is for reading; only ``handle`` changes it."""
 
-    __slots__ = ("_handlers", "job", "members", "shards", "state")
+    __slots__ = ("_handlers", "checkpoints", "job", "members", "shards", "state")
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
         self.job = self.state.job
         self.members = self.state.members
         self.shards = self.state.shards
+        self.checkpoints = self.state.checkpoints
         handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
@@ -128,6 +137,11 @@ class Brain:
             LeaseExpired: self._lease_expired,
             ScaleAsked: self._scale_asked,
             StopAsked: self._stop_asked,
+            CheckpointAsked: self._checkpoint_asked,
+            ImagesWritten: self._images_written,
+            CheckpointCommitted: self._checkpoint_committed,
+            ShardsConfirmed: lambda e: self.checkpoints.confirm(self.job, self.shards, e.before),
+            JobResumed: lambda e: self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers),
         }
         self._handlers = handlers
 
@@ -166,6 +180,7 @@ class Brain:
     def validate(self) -> None:
         """Assert the invariants. One pass over everything: for tests, the simulator, and after a restart."""
         self.shards.validate()
+        self.checkpoints.validate(self.job)
         by_worker: dict[Slot, list[ShardKey]] = {}
         for held in self.shards.leases.values():
             by_worker.setdefault(held.worker, []).append(held.shard)
@@ -357,7 +372,7 @@ class Brain:
         revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
         welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, self.state.placement, revoked))]
         if e.role is Role.PS and self.shards.released:
-            out.append(ReleaseShards(tuple(self.shards.released[-RELEASED_REMEMBERED:])))
+            out.append(ReleaseShards(tuple(self.shards.released)))
         return welcome + out
 
     def _confirm(self, seat: Seat, lease: Lease) -> bool:
@@ -622,7 +637,10 @@ class Brain:
             for field in ("samples", "shard_samples", "seed", "fingerprint"):
                 ours, its = getattr(known.plan, field), getattr(plan, field)
                 if ours != its:
-                    error = f"dataset '{plan.name}': {field} is {its!r} in worker:{e.worker}, but {ours!r} in the job"
+                    where = "checkpoint that it goes on from" if known.number < self.checkpoints.datasets else "job"
+                    error = (
+                        f"dataset '{plan.name}': {field} is {its!r} in worker:{e.worker}, but {ours!r} in the {where}"
+                    )
                     return [Reply(Refused(f"{error}; every worker must read the same data"))]
             return [Reply(Registered(known.number))]
         if plan.samples <= 0 or plan.shard_samples <= 0:
@@ -657,9 +675,11 @@ class Brain:
             return [_END]
         if seat.stopping or self.job.over:
             return [self._wait()]
-        epoch = dataset.open_epoch()
-        index = shards.next_index(epoch)
-        if index is None:
+        for epoch in dataset.open_epochs(e.until_epoch):
+            index = shards.next_index(epoch)
+            if index is not None:
+                break
+        else:
             return [self._wait()]
         self.job.leases += 1
         no = lease_no(self.job.master_incarnation, self.job.leases)
@@ -710,7 +730,7 @@ class Brain:
             del seat.done[0]
         seat.streak = 0
         skipped = sum(hi - lo for lo, hi in e.skipped)
-        finished = self.shards.done(e.shard, skipped)
+        finished = self.shards.done(e.shard, skipped, e.at)
         out: list[InstructionType] = [_OK]
         if skipped:
             ranges = ", ".join(f"{lo}..{hi - 1}" for lo, hi in e.skipped)
@@ -719,14 +739,12 @@ class Brain:
             out.append(Note(str(seat.member.key), why))
         if finished:
             out += self._epoch_finished(e.shard)
-        elif keys := self.shards.release_due(RELEASE_BATCH):
-            out.append(ReleaseShards(keys))
+        else:
+            out += self.checkpoints.release_due(self.job, self.shards, finished=False)
         return out
 
     def _epoch_finished(self, key: ShardKey) -> list[InstructionType]:
-        out: list[InstructionType] = []
-        if keys := self.shards.release_due(1):
-            out.append(ReleaseShards(keys))
+        out = self.checkpoints.release_due(self.job, self.shards, finished=True)
         number, number_epoch, _ = split_key(key)
         dataset: Dataset = self.shards.datasets[number]
         epoch: Epoch = dataset.epochs[number_epoch]
@@ -766,6 +784,31 @@ class Brain:
             RevokeLease(seat.member.key, held.no, why),
             self._returned_note(seat, held, f"no progress for {e.idle_s:.0f} s"),
         ]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _checkpoint_asked(self, e: CheckpointAsked) -> list[InstructionType]:
+        job, checkpoints = self.job, self.checkpoints
+        if job.over:
+            return [Reply(Refused("the job is over"))]
+        if self.state.placement is None:
+            return [Reply(Refused("the job has no parameters yet: not every ps has joined"))]
+        out = checkpoints.late(e.at)
+        if e.reason != "late":
+            out += checkpoints.begin(job, e.at, e.reason, e.base)
+        return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
+
+    def _images_written(self, e: ImagesWritten) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+        if self.job.over:
+            return [_OK]
+        took = self.checkpoints.take(self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error)
+        return [_OK, *took]
+
+    def _checkpoint_committed(self, e: CheckpointCommitted) -> list[InstructionType]:
+        return self.checkpoints.commit(self.job, self.shards, e.at, e.checkpoint, e.error)
 
     # ------------------------------------------------------------ commands and the end
 

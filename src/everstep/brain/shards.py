@@ -1,5 +1,9 @@
 """Shards of all datasets and epochs: TODO -> DOING -> DONE -> RELEASED, and back to the head of TODO.
 
+DONE: every bucket has it in memory. RELEASED: the durable tier of the job has it too (see brain/checkpoints.py), so it
+never comes back. A done shard may come back: when a bucket had to fall back to an older image, :meth:`Shards.reopen`
+puts those that the image lacks at the head of TODO, also of an epoch behind the current one.
+
 Lazy: an epoch of 10^9 samples costs nothing until its shards are handed out, then one byte a shard, and nothing
 again once it is finished. A shard that was never handed out has no entry anywhere: the next fresh one of an epoch is
 number ``len(epoch.state)``.
@@ -7,9 +11,12 @@ number ``len(epoch.state)``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.image import BucketImage, DatasetPosition, EpochPosition
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, Plan, ShardState, shard_key, split_key
 
 RELEASE_BATCH = 16
@@ -38,6 +45,14 @@ class Held(msgspec.Struct, array_like=True):
         return Lease(self.no, self.shard, self.start, self.stop)
 
 
+class Finished(msgspec.Struct, array_like=True):
+    """A shard that is done and not released: samples that count, when, under which lease."""
+
+    samples: int
+    at: float = 0.0
+    lease: LeaseNo = LeaseNo(0)
+
+
 class Epoch(msgspec.Struct):
     """One pass over a dataset. ``state``: one byte a shard handed out so far. ``returned``: head of TODO, in order."""
 
@@ -63,36 +78,65 @@ class Epoch(msgspec.Struct):
 
 
 class Dataset(msgspec.Struct):
-    """``current``: the first epoch that is not finished; ``epochs_known``: the largest number asked for."""
+    """``epochs_known``: the largest number asked for. ``reopened``: epochs behind the newest one that have work again,
+    ascending."""
 
     number: int
     plan: Plan
     epochs: list[Epoch] = []
     epochs_known: int = 0
+    reopened: list[int] = []
+
+    @property
+    def newest(self) -> int:
+        """The last epoch if it has work left, else the one behind it, which has not begun."""
+        return len(self.epochs) - 1 if self.epochs and not self.epochs[-1].finished else len(self.epochs)
 
     @property
     def current(self) -> int:
-        return len(self.epochs) - 1 if self.epochs and not self.epochs[-1].finished else len(self.epochs)
+        """The first epoch that is not finished."""
+        return self.reopened[0] if self.reopened else self.newest
+
+    def has_work(self, number: int) -> bool:
+        return number == self.newest or number in self.reopened
+
+    def epoch(self, number: int) -> Epoch:
+        """An epoch that has work, begun if need be."""
+        if number == len(self.epochs):
+            self.epochs.append(Epoch(number, self.plan.shards, bytearray()))
+        return self.epochs[number]
 
     def open_epoch(self) -> Epoch:
         """The current epoch, begun if need be."""
-        if not self.epochs or self.epochs[-1].finished:
-            self.epochs.append(Epoch(len(self.epochs), self.plan.shards, bytearray()))
-        return self.epochs[-1]
+        return self.epoch(self.current)
+
+    def open_epochs(self, until_epoch: int) -> Iterator[Epoch]:
+        """Epochs below ``until_epoch`` that have work. One that has not begun waits for all before it."""
+        for number in (*self.reopened, self.newest):
+            if number >= until_epoch or (self.reopened and number == len(self.epochs)):
+                return
+            yield self.epoch(number)
+
+    def settle(self, epoch: Epoch) -> bool:
+        """Whether the epoch is finished; if so, it is no longer one of the reopened."""
+        if epoch.finished and epoch.number in self.reopened:
+            self.reopened.remove(epoch.number)
+        return epoch.finished
 
 
 class Shards(msgspec.Struct):
     """``taken_back``: the last lease of each shard that waits at the head of TODO. ``kills``: workers lost in a row
     while working on a shard without getting further than the one before (``kills_at``: how far). ``releasing``: done,
-    release not ordered yet."""
+    release not ordered yet. ``came_back``: reopened after they were done, and not done since."""
 
     datasets: list[Dataset] = []
     leases: dict[ShardKey, Held] = {}
     taken_back: dict[ShardKey, LeaseNo] = {}
     kills: dict[ShardKey, int] = {}
     kills_at: dict[ShardKey, int] = {}
-    releasing: list[ShardKey] = []
+    releasing: dict[ShardKey, Finished] = {}
     released: list[ShardKey] = []
+    came_back: set[ShardKey] = set()
     samples_done: int = 0
     returns: int = 0
 
@@ -176,7 +220,7 @@ class Shards(msgspec.Struct):
         if number >= len(self.datasets) or lease.shard in self.leases:
             return False
         dataset = self.datasets[number]
-        if epoch_number != dataset.current or index >= dataset.plan.shards:
+        if not dataset.has_work(epoch_number) or index >= dataset.plan.shards:
             return False
         epoch = dataset.epochs[epoch_number] if epoch_number < len(dataset.epochs) else None
         if epoch is not None and index in epoch.quarantined:
@@ -187,16 +231,16 @@ class Shards(msgspec.Struct):
 
     def adopt(self, lease: Lease, worker: Slot, incarnation: Incarnation) -> Held:
         """Grant what :meth:`can_adopt` allows. Shards skipped over join the head of TODO."""
-        number, _, index = split_key(lease.shard)
+        number, epoch_number, index = split_key(lease.shard)
         dataset = self.datasets[number]
-        epoch = dataset.open_epoch()
+        epoch = dataset.epoch(epoch_number)
         while len(epoch.state) <= index:
             epoch.returned.append(len(epoch.state))
             epoch.state.append(ShardState.TODO)
         epoch.returned.remove(index)
         return self.grant(dataset, epoch, index, lease.no, worker, incarnation, -1)
 
-    def done(self, key: ShardKey, skipped: int) -> bool:
+    def done(self, key: ShardKey, skipped: int, at: float = 0.0) -> bool:
         """DOING -> DONE; queued for release. Returns whether the epoch is finished with it."""
         held = self.leases.pop(key)
         epoch = self.epoch_of(key)
@@ -210,8 +254,9 @@ class Shards(msgspec.Struct):
         self.samples_done += counted
         self.kills.pop(key, None)
         self.kills_at.pop(key, None)
-        self.releasing.append(key)
-        return epoch.finished
+        self.came_back.discard(key)
+        self.releasing[key] = Finished(counted, at, held.no)
+        return self.datasets[held.dataset].settle(epoch)
 
     def quarantine(self, key: ShardKey, reason: str) -> bool:
         """TODO -> set aside for good. Returns whether the epoch is finished with it."""
@@ -221,9 +266,10 @@ class Shards(msgspec.Struct):
         epoch.returned.remove(index)
         epoch.quarantined[index] = reason
         self.taken_back.pop(key, None)
+        self.came_back.discard(key)
         self.kills.pop(key, None)
         self.kills_at.pop(key, None)
-        return epoch.finished
+        return self.datasets[split_key(key)[0]].settle(epoch)
 
     def blame(self, key: ShardKey, position: int) -> int:
         """A worker was lost while it worked on this shard, having told of ``position``. Returns how many in a row
@@ -237,25 +283,136 @@ class Shards(msgspec.Struct):
         return count
 
     def release_due(self, at_least: int) -> tuple[ShardKey, ...]:
-        """DONE -> RELEASED, of all that wait if they are ``at_least`` so many. Memory is the durable tier: a shard
-        is releasable as soon as it is done. A finished epoch's books are dropped with its last release."""
+        """DONE -> RELEASED, of all that wait if they are ``at_least`` so many: for a job whose durable tier is the
+        memory of its ps, where a shard is releasable as soon as it is done."""
         if len(self.releasing) < max(1, at_least):
             return ()
-        keys = tuple(self.releasing)
-        self.releasing.clear()
-        for key in keys:
+        return self.release(tuple(self.releasing))
+
+    def release(self, keys: Iterable[ShardKey]) -> tuple[ShardKey, ...]:
+        """DONE -> RELEASED. A finished epoch's books are dropped with its last release."""
+        released = tuple(key for key in keys if self.releasing.pop(key, None) is not None)
+        touched: dict[tuple[int, int], Epoch] = {}
+        for key in released:
             epoch = self.epoch_of(key)
             assert epoch is not None
-            index = split_key(key)[2]
+            number, _, index = split_key(key)
             epoch.state[index] = ShardState.RELEASED
-        for key in keys:
-            epoch = self.epoch_of(key)
-            if epoch is not None and epoch.finished and not epoch.doing:
+            touched[number, epoch.number] = epoch
+        for epoch in touched.values():
+            if epoch.finished and not epoch.state.count(ShardState.DONE):
                 epoch.state = bytearray()
-        self.released.extend(keys)
-        if len(self.released) > 2 * RELEASED_REMEMBERED:
-            del self.released[:-RELEASED_REMEMBERED]
-        return keys
+        self.released.extend(released)
+        if len(self.released) > 2 * max(RELEASED_REMEMBERED, len(released)):
+            del self.released[: -max(RELEASED_REMEMBERED, len(released))]
+        return released
+
+    def reopen_done(self, keys: Iterable[ShardKey]) -> int:
+        """DONE -> head of TODO: some bucket no longer has all of them. Released ones never come back. Returns how
+        many samples were taken for done and are not."""
+        lost = 0
+        for key in keys:
+            record = self.releasing.pop(key, None)
+            epoch = self.epoch_of(key)
+            if record is None or epoch is None:
+                continue
+            number, _, index = split_key(key)
+            dataset = self.datasets[number]
+            epoch.state[index] = ShardState.TODO
+            epoch.done -= 1
+            epoch.returned.append(index)
+            epoch.samples_done -= record.samples
+            self.samples_done -= record.samples
+            self.taken_back[key] = record.lease  # so that nobody's hello adopts the old lease again
+            self.came_back.add(key)
+            self.returns += 1
+            lost += record.samples
+            if epoch.number < len(dataset.epochs) - 1 and epoch.number not in dataset.reopened:
+                dataset.reopened = sorted([*dataset.reopened, epoch.number])
+        return lost
+
+    # ------------------------------------------------------------ images
+
+    def lacking(self, images: Sequence[BucketImage]) -> dict[ShardKey, int]:
+        """Done shards that some of these images do not cover: how many of their positions the worst one lacks."""
+        lacking: dict[ShardKey, int] = {}
+        marks = [dict(image.watermarks) for image in images]
+        for key in self.releasing:
+            number, _, index = split_key(key)
+            start, stop = self.datasets[number].plan.bounds(index)
+            lack = max((stop - mark.get(key, start) for mark in marks), default=0)
+            if lack > 0:
+                lacking[key] = lack
+        return lacking
+
+    def positions(self, images: Sequence[BucketImage]) -> tuple[DatasetPosition, ...]:
+        """Which shards all of ``images`` have: the released ones, and the done ones up to whose end every watermark is.
+        ``images``: of every bucket, each taken after the last release."""
+        lacking = self.lacking(images)
+        return tuple(self._position(dataset, lacking) for dataset in self.datasets)
+
+    def _position(self, dataset: Dataset, lacking: Mapping[ShardKey, int]) -> DatasetPosition:
+        epochs: list[EpochPosition] = []
+        finished_epochs = 0
+        uncovered: dict[int, set[int]] = {}
+        uncounted: dict[int, int] = {}
+        for key in lacking:
+            number, epoch_number, index = split_key(key)
+            if number == dataset.number:
+                uncovered.setdefault(epoch_number, set()).add(index)
+                uncounted[epoch_number] = uncounted.get(epoch_number, 0) + self.releasing[key].samples
+        for epoch in dataset.epochs:
+            gone = uncovered.get(epoch.number, set())
+            samples = epoch.samples_done - uncounted.get(epoch.number, 0)
+            if epoch.finished and not gone and finished_epochs == epoch.number:
+                finished_epochs += 1
+                if samples == dataset.plan.samples and not epoch.quarantined:
+                    continue
+            done = _ranges(epoch, gone)
+            if done or epoch.quarantined:
+                epochs.append(EpochPosition(epoch.number, done, tuple(sorted(epoch.quarantined)), samples))
+        return DatasetPosition(dataset.plan, tuple(epochs), finished_epochs)
+
+    def resume(self, positions: Sequence[DatasetPosition], images: Sequence[BucketImage]) -> None:
+        """Begin with what the images have. Shards that they have and still keep watermarks of are done; the others that
+        they have are released; all else is to do."""
+        kept: dict[tuple[int, int], set[int]] = {}
+        for key in {key for image in images for key, _ in image.watermarks}:
+            dataset_number, epoch_number, index = split_key(key)
+            kept.setdefault((dataset_number, epoch_number), set()).add(index)
+        for number, position in enumerate(positions):
+            known = {e.epoch: e for e in position.epochs}
+            dataset = self.register(position.plan)
+            for epoch_number in range(max([position.finished_epochs, *(n + 1 for n in known)])):
+                told = known.get(epoch_number)
+                if told is None and epoch_number < position.finished_epochs:
+                    told = EpochPosition(epoch_number, ((0, position.plan.shards),), (), position.plan.samples)
+                marked = kept.get((number, epoch_number), set())
+                dataset.epochs.append(self._resumed(dataset, told, epoch_number, marked))
+            dataset.reopened = [e.number for e in dataset.epochs[:-1] if not e.finished]
+
+    def _resumed(self, dataset: Dataset, told: EpochPosition | None, epoch_number: int, marked: set[int]) -> Epoch:
+        plan = dataset.plan
+        epoch = Epoch(epoch_number, plan.shards, bytearray())
+        if told is None:
+            return epoch
+        top = max([hi for _, hi in told.done] + [index + 1 for index in told.quarantined])
+        epoch.state = bytearray(top)  # TODO
+        for lo, hi in told.done:
+            epoch.state[lo:hi] = bytes([ShardState.RELEASED]) * (hi - lo)
+            epoch.done += hi - lo
+        for index in sorted(marked):
+            if index < top and epoch.state[index] == ShardState.RELEASED:
+                start, stop = plan.bounds(index)
+                epoch.state[index] = ShardState.DONE
+                self.releasing[shard_key(dataset.number, epoch_number, index)] = Finished(stop - start)
+        epoch.quarantined = dict.fromkeys(told.quarantined, "set aside before the job was resumed")
+        epoch.returned = [i for i in range(top) if epoch.state[i] == ShardState.TODO and i not in epoch.quarantined]
+        epoch.samples_done = told.samples_done
+        self.samples_done += told.samples_done
+        if epoch.finished and not epoch.state.count(ShardState.DONE):
+            epoch.state = bytearray()
+        return epoch
 
     # ------------------------------------------------------------ invariants
 
@@ -263,7 +420,9 @@ class Shards(msgspec.Struct):
         """Assert what must always hold. Costs one pass over the open epochs."""
         for dataset in self.datasets:
             for epoch in dataset.epochs:
-                assert epoch.finished or epoch is dataset.epochs[-1], f"{epoch!r} is open behind a later one"
+                behind = epoch.number in dataset.reopened
+                assert epoch.finished or behind or epoch is dataset.epochs[-1], f"{epoch!r} is open behind a later one"
+                assert not (behind and epoch.finished), f"{epoch!r} is finished, yet among the reopened"
                 state = epoch.state
                 if epoch.finished and not state:
                     assert not epoch.returned and not epoch.doing, f"{epoch!r} finished with work left"
@@ -276,6 +435,9 @@ class Shards(msgspec.Struct):
                 assert todo == len(epoch.returned) == len(set(epoch.returned)), f"{epoch!r}: head of TODO is wrong"
                 assert all(state[i] == ShardState.TODO for i in epoch.returned), f"{epoch!r}: returned but not TODO"
                 assert not set(epoch.returned) & set(epoch.quarantined), f"{epoch!r}: quarantined shard is in TODO"
+        assert all(self.state(k) is ShardState.DONE for k in self.releasing), "to be released but not DONE"
+        done = sum(e.state.count(ShardState.DONE) for d in self.datasets for e in d.epochs)
+        assert done == len(self.releasing), f"{done} shards DONE, {len(self.releasing)} to be released"
         for key, held in self.leases.items():
             assert held.shard == key
             assert self.state(key) is ShardState.DOING, f"lease {held.no} on {self.name(key)} that is not DOING"
@@ -284,3 +446,20 @@ class Shards(msgspec.Struct):
         doing = sum(e.doing for d in self.datasets for e in d.epochs)
         assert doing == len(self.leases), f"{doing} shards DOING, {len(self.leases)} leases"
         assert all(self.state(k) is ShardState.TODO for k in self.taken_back), "taken back but not TODO"
+
+
+def _ranges(epoch: Epoch, without: set[int]) -> tuple[tuple[int, int], ...]:
+    """Done and released shards of an epoch but those in ``without``, as ranges [lo, hi)."""
+    if epoch.finished and not epoch.state:
+        done = [i not in epoch.quarantined for i in range(epoch.shards)]
+    else:
+        done = [s in (ShardState.DONE, ShardState.RELEASED) and i not in without for i, s in enumerate(epoch.state)]
+    found: list[tuple[int, int]] = []
+    for index, there in enumerate(done):
+        if not there:
+            continue
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return tuple(found)

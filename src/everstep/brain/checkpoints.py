@@ -1,0 +1,299 @@
+"""Checkpoints of the job, and when a done shard may be forgotten.
+
+Theory. A checkpoint needs no barrier: every ps images its buckets when it gets to it, and an image carries the
+watermarks of its bucket, so any set of images, one of each bucket, can be gone on from: what a bucket lacks is trained
+again for that bucket alone. That makes every failure on the way harmless: an image stays good whatever becomes of its
+ps, buckets may move meanwhile (their new owner is asked for what is still lacking), and a checkpoint that comes to
+nothing is only given up. It exists when its manifest is durable.
+
+Two rules tie it to the shards:
+
+1. *The tier rule.* A done shard is released, so that it can never be trained again, only when the durable tier of the
+   job has it: with checkpoints configured, when every image of a committed checkpoint does; with eager parity, when
+   the ps have confirmed that their mirrors have it; else at once, since memory (or its acknowledged mirror) is all
+   there is.
+2. *Nothing is released while a checkpoint is being written.* A released shard has no watermark; an image taken before
+   it began and one taken after its release could not be told apart.
+
+One checkpoint at a time; nothing here waits or reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from everstep.brain.events import CommitManifest, InstructionType, Note, OrderImages, ReleaseShards
+from everstep.brain.job import Job
+from everstep.brain.shards import RELEASE_BATCH, Shards
+from everstep.config.spec import JobSpec
+from everstep.ids import BucketId, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.image import BucketImage, Manifest
+from everstep.model.table import TableSpec
+from everstep.policies.checkpoints import since_of
+
+TRIES = 5  # errors that one ps may tell of one checkpoint
+GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
+
+Inputs = dict[str, str | int | float | bool]
+
+
+def has_checkpoints(spec: JobSpec) -> bool:
+    """Whether checkpoints are the job's durable tier: done shards wait for them."""
+    return bool(spec.checkpoint_every or spec.checkpoint_to)
+
+
+def waits_for_mirrors(spec: JobSpec) -> bool:
+    """Whether pushes are acknowledged before their mirrors have them."""
+    return spec.parity not in ("", "0") and spec.protect == "eager"
+
+
+class Writing(msgspec.Struct, kw_only=True):
+    """The checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors told,
+    by ps; ``manifest``: set once every bucket has an image and its writing was ordered."""
+
+    number: int
+    since: int
+    reason: str
+    began_at: float
+    images: dict[int, BucketImage] = {}
+    tables: dict[str, TableSpec] = {}
+    failures: dict[int, int] = {}
+    manifest: Manifest | None = None
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A committed checkpoint, for displays. ``since`` 0: a base. ``bytes_written``: for this one alone."""
+
+    number: int
+    at: float
+    since: int
+    bytes_written: int
+    took_s: float
+
+
+class Checkpoints(msgspec.Struct):
+    """``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
+    also of the job that this one goes on from; ``committed``: it is this job's own. ``last``: what display shows of it.
+
+    ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
+    first of this job. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released that
+    the images lack. ``confirmed``: see :meth:`confirm`.
+    """
+
+    numbers: int = 0
+    begun_at: float = 0.0
+    writing: Writing | None = None
+    newest: Manifest | None = None
+    committed: bool = False
+    increments: int = 0
+    last: Kept | None = None
+    given_up: int = 0
+    resumed: int = 0
+    resumed_from: str = ""
+    datasets: int = 0
+    usable: bool = False
+    confirmed: float = 0.0
+
+    def __repr__(self) -> str:
+        now = f"writing {self.writing.number}" if self.writing is not None else "idle"
+        return f"<checkpoints {now}, newest {self.newest.checkpoint if self.newest is not None else 0}>"
+
+    # ------------------------------------------------------------ for whoever restores buckets
+
+    def newest_image(self, bucket: BucketId) -> tuple[int, BucketImage] | None:
+        """The checkpoint and the image that a bucket may fall back to; None: there is none. What the image lacks of the
+        done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
+        if self.newest is None or not self.usable:
+            return None
+        found = next((image for image in self.newest.images if image.bucket == bucket), None)
+        return (self.newest.checkpoint, found) if found is not None else None
+
+    def first_images(self, buckets: int) -> tuple[tuple[BucketId, int], ...]:
+        """What the first placement of a resumed job has its ps load: every bucket."""
+        return tuple((BucketId(b), self.resumed) for b in range(buckets)) if self.resumed else ()
+
+    # ------------------------------------------------------------ shards that may be forgotten
+
+    def release_due(self, job: Job, shards: Shards, finished: bool) -> list[InstructionType]:
+        """After a shard was done (``finished``: the last one of its epoch): what may be released at once."""
+        if self.writing is not None or has_checkpoints(job.spec) or waits_for_mirrors(job.spec):
+            return []
+        return self._forget(job, shards.release_due(1 if finished else RELEASE_BATCH))
+
+    def confirm(self, job: Job, shards: Shards, before: float) -> list[InstructionType]:
+        """Everything applied before ``before`` is on all mirrors."""
+        self.confirmed = max(self.confirmed, before)
+        return self._release(job, shards) if waits_for_mirrors(job.spec) else []
+
+    def _release(self, job: Job, shards: Shards) -> list[InstructionType]:
+        """All that the tier rule allows by now."""
+        if self.writing is not None:
+            return []
+        keys = list(shards.releasing)
+        if has_checkpoints(job.spec):
+            if self.newest is None:
+                return []
+            lacking = shards.lacking(self.newest.images)
+            keys = [key for key in keys if key not in lacking]
+        if waits_for_mirrors(job.spec):
+            keys = [key for key in keys if shards.releasing[key].at < self.confirmed]
+        return self._forget(job, shards.release(keys))
+
+    def _forget(self, job: Job, keys: tuple[ShardKey, ...]) -> list[InstructionType]:
+        if not keys:
+            return []
+        self.usable = self.usable and has_checkpoints(job.spec)
+        return [ReleaseShards(keys)]
+
+    # ------------------------------------------------------------ one checkpoint
+
+    def begin(self, job: Job, at: float, reason: str, base: bool) -> list[InstructionType]:
+        """Order images from every ps; nothing if one is being written."""
+        if self.writing is not None:
+            return []
+        self.numbers += 1
+        newest = self.newest.checkpoint if self.newest is not None and self.committed else 0
+        since = since_of(newest, self.increments, job.spec.checkpoint_base_every, base)
+        self.writing = Writing(number=self.numbers, since=since, reason=reason, began_at=at)
+        self.begun_at = at
+        what = f"what changed since checkpoint {since}" if since else "a base: every page"
+        inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": reason}
+        why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({reason}): {what}", inputs)
+        return [OrderImages(self.numbers, since), Note("", why)]
+
+    def take(
+        self,
+        job: Job,
+        shards: Shards,
+        at: float,
+        slot: Slot,
+        checkpoint: int,
+        images: Iterable[BucketImage],
+        tables: Iterable[TableSpec],
+        error: str,
+    ) -> list[InstructionType]:
+        """A ps tells of its part. Images are good for ever, so it does not matter who owns the buckets by now."""
+        writing = self.writing
+        if writing is None or writing.number != checkpoint or writing.manifest is not None:
+            return []
+        if error:
+            return self._failed(writing, slot, error)
+        for image in images:
+            known = writing.images.get(image.bucket)
+            if 0 <= image.bucket < job.spec.buckets and (known is None or known.seq <= image.seq):
+                writing.images[image.bucket] = image
+        writing.tables.update((table.name, table) for table in tables)
+        if len(writing.images) < job.spec.buckets:
+            return []
+        return self._complete(job, shards, writing, at)
+
+    def _failed(self, writing: Writing, slot: Slot, error: str) -> list[InstructionType]:
+        count = writing.failures[slot] = writing.failures.get(slot, 0) + 1
+        out: list[InstructionType] = []
+        if count == 1 or count >= TRIES:
+            inputs: Inputs = {"checkpoint": writing.number, "failures": count}
+            why = Decision("checkpoint not written", error, inputs, ("stop training: it does not need the checkpoint",))
+            out.append(Note(f"ps:{slot}", why))
+        if count >= TRIES:
+            out += self.give_up(f"ps:{slot} failed {count} times, last: {error}")
+        return out
+
+    def _complete(self, job: Job, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
+        """Every bucket has an image: have the manifest written."""
+        images = tuple(writing.images[b] for b in sorted(writing.images))
+        positions = shards.positions(images)
+        manifest = Manifest(
+            job=job.spec.name,
+            checkpoint=writing.number,
+            at=at,
+            base=writing.since,
+            seed=job.spec.seed,
+            buckets=job.spec.buckets,
+            tables=tuple(writing.tables[name] for name in sorted(writing.tables)),
+            images=images,
+            datasets=positions,
+            samples_done=shards.samples_done - sum(shards.releasing[key].samples for key in shards.lacking(images)),
+            spec=job.spec,
+            master_incarnation=job.master_incarnation,
+        )
+        writing.manifest = manifest
+        inputs: Inputs = {"checkpoint": writing.number, "bytes": _bytes_of(images), "samples": manifest.samples_done}
+        why = Decision("commit the checkpoint", f"all {len(images)} buckets have an image", inputs)
+        return [CommitManifest(manifest, why)]
+
+    def commit(self, job: Job, shards: Shards, at: float, checkpoint: int, error: str) -> list[InstructionType]:
+        """The manifest is durable, or could not be written."""
+        writing = self.writing
+        if writing is None or writing.number != checkpoint or writing.manifest is None:
+            return []
+        if error:
+            return self.give_up(error)
+        manifest = writing.manifest
+        took_s = round(at - writing.began_at, 3)
+        self.last = Kept(checkpoint, at, writing.since, _bytes_of(manifest.images), took_s)
+        self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
+        self.increments = self.increments + 1 if manifest.base else 0
+        out = self._release(job, shards) if has_checkpoints(job.spec) else []
+        inputs: Inputs = {
+            "checkpoint": checkpoint,
+            "since": manifest.base,
+            "bytes": self.last.bytes_written,
+            "took_s": took_s,
+            "samples": manifest.samples_done,
+            "shards_not_covered": len(shards.releasing),
+        }
+        size = f"{self.last.bytes_written} bytes written"
+        kind = f"increment on {manifest.base}" if manifest.base else "base"
+        why = Decision("checkpoint committed", f"checkpoint {checkpoint} ({kind}): {size} in {took_s:g} s", inputs)
+        return [Note("", why), *out]
+
+    def give_up(self, reason: str) -> list[InstructionType]:
+        """The checkpoint in progress comes to nothing; the one before stays the newest."""
+        writing = self.writing
+        if writing is None:
+            return []
+        self.writing = None
+        self.given_up += 1
+        newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
+        inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
+        words = f"checkpoint {writing.number}: {reason}; the newest stays {newest}"
+        return [Note("", Decision("checkpoint given up", words, inputs))]
+
+    def late(self, at: float) -> list[InstructionType]:
+        """Give up the one in progress if it has taken too long."""
+        writing = self.writing
+        if writing is None or writing.manifest is not None or at - writing.began_at < GIVE_UP_S:
+            return []
+        return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
+
+    # ------------------------------------------------------------ going on from another job's
+
+    def resume(self, job: Job, shards: Shards, manifest: Manifest, url: str, numbers: int) -> list[InstructionType]:
+        """Begin with what ``manifest`` has; nothing if this job has begun in any way. Raises nothing: whoever made the
+        event checked that the manifest is whole and of as many buckets."""
+        if self.resumed or shards.datasets or self.newest is not None:
+            return []
+        self.resumed, self.resumed_from = manifest.checkpoint, url
+        self.numbers = max(numbers, manifest.checkpoint)
+        self.newest, self.usable = manifest, True
+        self.datasets = len(manifest.datasets)
+        shards.resume(manifest.datasets, manifest.images)
+        inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "job": manifest.job}
+        words = f"checkpoint {manifest.checkpoint} of {url}: {shards.samples_done} samples are in all of its images"
+        return [Note("", Decision("resume", words, inputs))]
+
+    def validate(self, job: Job) -> None:
+        """Assert what must always hold."""
+        assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
+        if self.newest is not None:
+            assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
+        if self.writing is not None:
+            assert self.writing.number == self.numbers and self.writing.since < self.numbers
+            assert (self.writing.manifest is not None) <= (len(self.writing.images) == job.spec.buckets)
+
+
+def _bytes_of(images: Sequence[BucketImage]) -> int:
+    return sum(image.bytes_written for image in images)

@@ -1,0 +1,22 @@
+"""When a checkpoint is due, and when it is a base: everything, not only what changed."""
+
+from __future__ import annotations
+
+
+def is_due(every_s: float, every_batches: int, since_s: float, since_batches: int) -> bool:
+    """``every_*``: the interval, whichever is not 0; ``since_*``: since the last checkpoint began, or the training."""
+    if every_batches:
+        return since_batches >= every_batches
+    return every_s > 0 and since_s >= every_s
+
+
+def since_of(newest: int, increments: int, base_every: int, base: bool) -> int:
+    """The checkpoint on which the next one builds; 0: a base.
+
+    ``newest``: the last one committed by this job (0: none); ``increments``: those since its last base;
+    ``base_every``: so many increments, then a base (the chain that a restore reads stays so short); ``base``: one
+    was asked for.
+    """
+    if base or not newest or increments >= base_every:
+        return 0
+    return newest
