@@ -7,7 +7,7 @@ local to the worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +25,13 @@ _BIG_FLOATS = 1 << 18  # from here on a row has 1024 floats, below 256
 
 
 class DenseGroup:
-    """One parameter group of one optimizer. ``flat``: float32 [rows * dim], zero-padded behind the last parameter."""
+    """One parameter group of one optimizer. ``flat``: float32 [rows * dim], zero-padded behind the last parameter.
 
-    def __init__(self, name: str, group: dict[str, Any], optimizer: OptimizerSpec) -> None:
+    ``names``: of parameters by ``id()``, as the model's ``state_dict`` has them; they go into checkpoints."""
+
+    def __init__(
+        self, name: str, group: dict[str, Any], optimizer: OptimizerSpec, names: Mapping[int, str] | None = None
+    ) -> None:
         self.group = group
         self.params: list[nn.Parameter] = [p for p in group["params"] if p.requires_grad]
         for p in self.params:
@@ -39,7 +43,9 @@ class DenseGroup:
         n = sum(p.numel() for p in self.params)
         dim = 1024 if n >= _BIG_FLOATS else 256
         self.n, self.dim, self.n_rows = n, dim, max(1, -(-n // dim))
-        self.spec = TableSpec(name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True)
+        names = names or {}
+        shapes = tuple((names.get(id(p), f"{name}/{i}"), tuple(p.shape)) for i, p in enumerate(self.params))
+        self.spec = TableSpec(name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True, parameters=shapes)
         self.flat = torch.zeros(self.n_rows * dim)
         self._scratch = torch.zeros(self.n_rows * dim)
         self._version = -1
@@ -144,7 +150,13 @@ class PsOptimizer(torch.optim.Optimizer):
     """Stands for a torch optimizer whose twin runs on the ps. ``step`` hands the gradients over; learning rate
     schedulers work on its ``param_groups`` (or on those of the optimizer it was made from: they are the same)."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: int, stepper: Stepper) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        stepper: Stepper,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
         if any(float(s.get("step", 1)) > 0 for s in optimizer.state.values()):  # Adagrad's begins with step 0
             raise ScriptError("this optimizer has stepped already: give job.optimizer a fresh one")
         specs = [twin_of(optimizer, group) for group in optimizer.param_groups]
@@ -152,7 +164,7 @@ class PsOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._stepper = stepper
         self.groups = [
-            DenseGroup(f"dense/{index}/{i}", group, spec)
+            DenseGroup(f"dense/{index}/{i}", group, spec, names)
             for i, (group, spec) in enumerate(zip(self.param_groups, specs, strict=True))
         ]
 

@@ -155,10 +155,19 @@ class Job:
                 f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "
                 "tables go to job.sparse(model, optimizer=...)"
             )
-        twin = PsOptimizer(optimizer, len(self._engine.optimizers), self._engine)
+        twin = PsOptimizer(optimizer, len(self._engine.optimizers), self._engine, self._parameter_names())
         self._engine.optimizers.append(twin)
         self._tables.dense += twin.groups
         return twin
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Of the models' parameters by ``id()``; with several models, each name begins with the model's number."""
+        several = len(self._models) > 1
+        return {
+            id(p): f"{i}.{name}" if several else name
+            for i, model in enumerate(self._models)
+            for name, p in model.named_parameters()
+        }
 
     def _remember(self, model: nn.Module) -> None:
         if not any(m is model for m in self._models):

@@ -78,6 +78,7 @@ class TableSpec(msgspec.Struct, frozen=True):
     init: InitSpec = InitSpec()
     rows: int | None = None  # None: no vocabulary, any int64 is a key
     dense: bool = False  # rows of a flattened tensor; every push touches all of them
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of a dense table: name and shape, in the flat order
 
     @property
     def id(self) -> TableId:
