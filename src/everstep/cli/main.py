@@ -124,6 +124,15 @@ def audit(run_dir: Path, as_json: bool) -> None:
     raise SystemExit(0 if report.ok else 1)
 
 
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="ls|show|verify|export DIR_OR_URL ...")
+def ckpt(arguments: tuple[str, ...]) -> None:
+    """Checkpoints: list, show, verify, export."""
+    from everstep.cli.ckpt import ckpt as verbs
+
+    verbs.main(list(arguments), prog_name="everstep ckpt", standalone_mode=False)
+
+
 @cli.command()
 def doctor() -> None:
     """Check this machine for what everstep needs."""

@@ -1,0 +1,219 @@
+"""``everstep ckpt``: look at checkpoints, check them, take tables out of them. Needs no running job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from everstep.errors import CheckpointError
+from everstep.model.image import ImageFile, Manifest
+from everstep.protect.manifest import (
+    checkpoint_place,
+    latest_intact,
+    manifest_name,
+    need_checkpoints,
+    problems,
+    read_manifest,
+)
+from everstep.storage.places import Place
+from everstep.units import human_bytes
+
+WHERE = click.argument("where", metavar="DIR_OR_URL")
+NUMBER = click.option("--checkpoint", "number", type=int, help="Its number (default: the newest).")
+JSON = click.option("--json", "as_json", is_flag=True, help="For programs.")
+
+
+@click.group()
+def ckpt() -> None:
+    """Checkpoints in a run directory, a directory or at a URL: list, show, verify, export."""
+
+
+@ckpt.command("ls")
+@WHERE
+@JSON
+def ls(where: str, as_json: bool) -> None:
+    """All checkpoints there, and whether their files are."""
+    place = checkpoint_place(where)
+    sizes = place.sizes()
+    lines = [_line(place, number, sizes) for number in need_checkpoints(place)]
+    if as_json:
+        click.echo(msgspec.json.encode(lines).decode())
+        return
+    titles = {
+        "checkpoint": "checkpoint",
+        "taken": "taken",
+        "kind": "kind",
+        "rows": "rows",
+        "size": "size",
+        "written": "written",
+        "samples": "samples",
+        "state": "state",
+    }
+    table = [titles, *({**one, **_human(one)} for one in lines)]
+    for row in _columns([[str(row.get(name, "")) for name in titles] for row in table]):
+        click.echo(row)
+
+
+@ckpt.command("show")
+@WHERE
+@NUMBER
+@JSON
+def show(where: str, number: int | None, as_json: bool) -> None:
+    """What one checkpoint holds."""
+    place = checkpoint_place(where)
+    manifest = _choose(place, number, deep=False)
+    if as_json:
+        click.echo(msgspec.json.encode(manifest).decode())
+        return
+    for line in describe(place, manifest):
+        click.echo(line)
+
+
+@ckpt.command("verify")
+@WHERE
+@NUMBER
+def verify(where: str, number: int | None) -> None:
+    """Read every byte of all checkpoints (or of one) and compare the checksums; exit code 2 names each offender."""
+    place = checkpoint_place(where)
+    sizes = place.sizes()
+    known: dict[ImageFile, str] = {}
+    said: set[str] = set()
+    bad = 0
+    numbers = need_checkpoints(place) if number is None else [number]
+    for one in numbers:
+        try:
+            manifest = read_manifest(place, one)
+            wrong = list(problems(place, manifest, sizes=sizes, known=known))
+        except CheckpointError as error:
+            wrong = [str(error)]
+        else:
+            if not wrong:
+                files = {file for image in manifest.images for file in image.files}
+                size = sum(file.size_bytes for file in files)
+                click.echo(f"checkpoint {one}: intact, {len(files)} files, {human_bytes(size)}")
+        if wrong:
+            bad += 1
+            click.echo(f"checkpoint {one}: NOT intact")
+        for line in wrong:
+            if line not in said:
+                click.echo(f"  {line}")
+                said.add(line)
+    if bad:
+        raise CheckpointError(f"{bad} of {len(numbers)} checkpoints in {place.url} are not intact, see above")
+
+
+@ckpt.command("export")
+@WHERE
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@NUMBER
+@click.option("--table", "tables", multiple=True, help="Only this table (may be repeated).")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["parquet", "safetensors", "both"]),
+    default="parquet",
+    show_default=True,
+    help="Of tables.",
+)
+def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], form: str) -> None:
+    """Tables as Parquet or safetensors, and the dense part as dense.safetensors (a state_dict), into the directory OUT.
+    Nothing of it needs everstep to be read."""
+    from everstep.protect.export import file_name, wanted_tables, write_dense, write_parquet, write_safetensors
+
+    place = checkpoint_place(where)
+    manifest = _choose(place, number, deep=True)
+    for spec in wanted_tables(manifest, tables):
+        if form in ("parquet", "both"):
+            path = out / f"{file_name(spec.name)}.parquet"
+            click.echo(f"{path}: {write_parquet(place, manifest, spec, path):,} rows of {spec.name!r}")
+        if form in ("safetensors", "both"):
+            path = out / f"{file_name(spec.name)}.safetensors"
+            click.echo(f"{path}: {write_safetensors(place, manifest, spec, path):,} rows of {spec.name!r}")
+    if not tables and any(spec.dense for spec in manifest.tables):
+        path = out / "dense.safetensors"
+        click.echo(f"{path}: {write_dense(place, manifest, path)} parameters")
+
+
+# ---------------------------------------------------------------- in words
+
+
+def describe(place: Place, manifest: Manifest) -> list[str]:
+    """One checkpoint for a person."""
+    files = {file for image in manifest.images for file in image.files}
+    longest = max((len(image.files) for image in manifest.images), default=0)
+    written = sum(image.bytes_written for image in manifest.images)
+    lines = [
+        f"checkpoint {manifest.checkpoint} of job {manifest.job!r}, {_when(manifest.at)}, {place.url}",
+        f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}",
+        f"  {len(manifest.images)} of {manifest.buckets} buckets in {len(files)} files, "
+        f"{human_bytes(sum(f.size_bytes for f in files))}; {human_bytes(written)} of it new; "
+        + ("a base" if longest <= 1 else f"up to {longest} files a bucket (base and increments)"),
+        f"  {sum(image.rows for image in manifest.images):,} rows, {manifest.samples_done:,} samples done",
+    ]
+    for spec in manifest.tables:
+        rows = "" if spec.rows is None else f", {spec.rows:,} rows at most"
+        kind = "dense, " if spec.dense else ""
+        lines.append(
+            f"  table {spec.name!r}: {kind}dim {spec.dim}, {spec.optimizer.kind} lr {spec.optimizer.lr:g}{rows}"
+        )
+    for dataset in manifest.datasets:
+        for epoch in dataset.epochs:
+            done = sum(hi - lo for lo, hi in epoch.done)
+            lines.append(
+                f"  {dataset.plan.name!r} epoch {epoch.epoch}: {done} shards done, {epoch.samples_done:,} samples"
+            )
+    lines += [f"  {name} = {value:g}" for name, value in sorted(manifest.values.items())]
+    return lines
+
+
+def _choose(place: Place, number: int | None, deep: bool) -> Manifest:
+    if number is not None:
+        return read_manifest(place, number)
+    if deep:
+        return latest_intact(place, tell=lambda line: click.echo(line, err=True))
+    return read_manifest(place, need_checkpoints(place)[-1])
+
+
+def _line(place: Place, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+    try:
+        manifest = read_manifest(place, number)
+    except CheckpointError as error:
+        return {"checkpoint": number, "state": str(error).removeprefix(f"{place.url}/{manifest_name(number)} ")}
+    files = {file for image in manifest.images for file in image.files}
+    wrong = list(problems(place, manifest, deep=False, sizes=sizes))
+    increments = any(len(image.files) > 1 for image in manifest.images)
+    return {
+        "checkpoint": number,
+        "at": manifest.at,
+        "kind": "increment" if increments else "base",
+        "rows": sum(image.rows for image in manifest.images),
+        "size_bytes": sum(file.size_bytes for file in files),
+        "written_bytes": sum(image.bytes_written for image in manifest.images),
+        "samples": manifest.samples_done,
+        "state": "whole" if not wrong else f"{len(wrong)} files missing or cut",
+    }
+
+
+def _human(one: dict[str, Any]) -> dict[str, str]:
+    if "at" not in one:
+        return {}
+    return {
+        "taken": _when(one["at"]),
+        "rows": f"{one['rows']:,}",
+        "size": human_bytes(one["size_bytes"]),
+        "written": human_bytes(one["written_bytes"]),
+        "samples": f"{one['samples']:,}",
+    }
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,208 @@
+"""Tables and dense parameters out of a checkpoint, into files that are read without everstep.
+
+A table becomes Parquet (``key`` int64, ``values`` and ``state`` lists of float32 of fixed length) or safetensors
+(``keys`` int64 [n], ``values`` float32 [n, dim], ``state`` float32 [n, floats]). The order of rows says nothing. The
+dense part becomes a ``state_dict`` in safetensors, for
+``model.load_state_dict(safetensors.torch.load_file(path), strict=False)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.errors import CheckpointError, PlatformError
+from everstep.model.image import Manifest
+from everstep.model.table import OptimizerKind, TableSpec
+from everstep.protect.imagefile import Pages
+from everstep.protect.manifest import chain_parts
+from everstep.storage.places import Place
+
+
+class TableRows(NamedTuple):
+    """keys int64 [n], values float32 [n, dim], state float32 [n, floats of the optimizer]."""
+
+    keys: NDArray[np.int64]
+    values: NDArray[np.float32]
+    state: NDArray[np.float32]
+
+
+def find_table(manifest: Manifest, name: str) -> TableSpec:
+    """CheckpointError, with the names there are, if it is not in the checkpoint."""
+    for spec in manifest.tables:
+        if spec.name == name:
+            return spec
+    names = ", ".join(repr(t.name) for t in manifest.tables) or "none"
+    raise CheckpointError(f"checkpoint {manifest.checkpoint} has no table {name!r}: there are {names}")
+
+
+def table_rows(place: Place, manifest: Manifest, spec: TableSpec) -> Iterator[TableRows]:
+    """Rows of a table, some megabytes at a time, each once. CheckpointError (damage) comes at the latest at the end:
+    nothing may be used before. Raises StorageError too."""
+    for image in manifest.images:
+        for part in chain_parts(place, image):
+            if isinstance(part, Pages) and part.table == spec.id:
+                rows = rows_of_pages(part, spec, f"{place.url}, bucket {image.bucket}")
+                if len(rows.keys):
+                    yield rows
+
+
+def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> TableRows:
+    """The used rows of some pages. CheckpointError: the pages are not of such a table."""
+    layout, dim, floats = pages.layout, spec.dim, spec.optimizer.state_floats(spec.dim)
+    slots = 1 << min(layout.page_bits, 31)
+    keys_at = (-(-slots // 8) + 63) & ~63
+    body = slots * layout.record_bytes
+    if (
+        layout.head_bytes != keys_at + 8 * slots
+        or layout.record_bytes < 4 * (dim + floats)
+        or layout.head_bytes + body > layout.page_bytes
+    ):
+        raise CheckpointError(f"{where}: pages of table {spec.name!r} are {tuple(layout)}, not of dim {dim}")
+    data = pages.data
+    used = np.unpackbits(data[:, : -(-slots // 8)], axis=1, bitorder="little")[:, :slots].astype(bool)
+    keys = np.ascontiguousarray(data[:, keys_at : layout.head_bytes]).view("<i8")[used]
+    records = data[:, layout.head_bytes : layout.head_bytes + body].reshape(len(data), slots, layout.record_bytes)[used]
+    numbers = np.ascontiguousarray(records[:, : 4 * (dim + floats)]).view("<f4").reshape(len(keys), dim + floats)
+    return TableRows(keys, numbers[:, :dim], numbers[:, dim:])
+
+
+def dense_state(place: Place, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+    """The dense part by parameter name, as in the ``state_dict`` of the script's model. A group whose parameters have
+    no names here is one flat array under its table's name. Raises CheckpointError, StorageError."""
+    out: dict[str, NDArray[np.float32]] = {}
+    for spec in manifest.tables:
+        if not spec.dense:
+            continue
+        n_rows = spec.rows or 0
+        flat = np.zeros((n_rows, spec.dim), np.float32)
+        there = np.zeros(n_rows, bool)
+        for rows in table_rows(place, manifest, spec):
+            inside = (rows.keys >= 0) & (rows.keys < n_rows)
+            flat[rows.keys[inside]] = rows.values[inside]
+            there[rows.keys[inside]] = True
+        if not there.all():
+            raise CheckpointError(
+                f"checkpoint {manifest.checkpoint}: {int((~there).sum())} of {n_rows} rows of the dense table "
+                f"{spec.name!r} are not in it: it was taken before the script had put them there"
+            )
+        numbers = flat.reshape(-1)
+        if not spec.parameters:
+            out[spec.name] = numbers
+        at = 0
+        for name, shape in spec.parameters:
+            n = int(np.prod(shape, dtype=np.int64))
+            if name in out or at + n > numbers.size:
+                raise CheckpointError(f"checkpoint {manifest.checkpoint}: {spec.name!r} does not hold {name!r}")
+            out[name] = numbers[at : at + n].reshape(shape)
+            at += n
+    return out
+
+
+def state_words(spec: TableSpec) -> str:
+    """What the floats of ``state`` are, in order."""
+    match spec.optimizer.kind:
+        case OptimizerKind.SGD:
+            return "momentum_buffer[dim]" if spec.optimizer.momentum > 0 else ""
+        case OptimizerKind.ADAGRAD:
+            return "sum[dim]"
+        case OptimizerKind.ROWWISE_ADAGRAD:
+            return "sum[1]"
+        case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+            return "exp_avg[dim] exp_avg_sq[dim] step[1]"
+        case OptimizerKind.FTRL:
+            return "z[dim] n[dim]"
+
+
+def file_name(table: str) -> str:
+    """A table's name as a file's."""
+    return table.replace("/", ".").lstrip(".") or "table"
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_parquet(place: Place, manifest: Manifest, spec: TableSpec, path: Path) -> int:
+    """How many rows were written. Rows pass through, the table need not fit into memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    floats = spec.optimizer.state_floats(spec.dim)
+    lists = [("values", spec.dim)] + [("state", floats)] * (floats > 0)
+    schema = pa.schema(
+        [("key", pa.int64()), *((name, pa.list_(pa.float32(), n)) for name, n in lists)],
+        metadata=_about(manifest, spec),
+    )
+    n = 0
+    with _whole(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for rows in table_rows(place, manifest, spec):
+            columns: list[Any] = [pa.array(rows.keys)]
+            for name, width in lists:
+                flat = pa.array(np.ascontiguousarray(getattr(rows, name)).reshape(-1))
+                columns.append(pa.FixedSizeListArray.from_arrays(flat, width))
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            n += len(rows.keys)
+    return n
+
+
+def write_safetensors(place: Place, manifest: Manifest, spec: TableSpec, path: Path) -> int:
+    """How many rows were written. The whole table is in memory meanwhile."""
+    pieces = list(table_rows(place, manifest, spec))
+    empty = TableRows(
+        np.empty(0, np.int64),
+        np.empty((0, spec.dim), np.float32),
+        np.empty((0, spec.optimizer.state_floats(spec.dim)), np.float32),
+    )
+    columns = [np.concatenate(column) for column in zip(empty, *pieces, strict=True)]
+    _save(dict(zip(("keys", "values", "state"), columns, strict=True)), path, _about(manifest, spec))
+    return len(columns[0])
+
+
+def write_dense(place: Place, manifest: Manifest, path: Path) -> int:
+    """How many parameters were written."""
+    state = dense_state(place, manifest)
+    _save(state, path, {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job})
+    return len(state)
+
+
+def _about(manifest: Manifest, spec: TableSpec) -> dict[Any, Any]:
+    return {
+        "everstep_checkpoint": str(manifest.checkpoint),
+        "job": manifest.job,
+        "table": spec.name,
+        "dim": str(spec.dim),
+        "optimizer": str(spec.optimizer.kind),
+        "state": state_words(spec),
+    }
+
+
+def _save(arrays: dict[str, NDArray[np.float32]], path: Path, about: dict[str, str]) -> None:
+    from safetensors.numpy import save_file
+
+    with _whole(path) as temporary:
+        save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, temporary, about)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write under; it becomes ``path`` if all went well."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def wanted_tables(manifest: Manifest, names: Iterable[str]) -> list[TableSpec]:
+    """The named tables; none named: all that are not dense. Raises CheckpointError."""
+    chosen = [find_table(manifest, name) for name in names]
+    return chosen or [spec for spec in manifest.tables if not spec.dense]
