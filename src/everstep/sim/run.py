@@ -245,9 +245,9 @@ class Simulation:
         if scenario.master_every_s:
             kernel.after(scenario.master_every_s, self.kill_again)
         kernel.at(scenario.chaos_s, self.heal)
-        kernel.run(scenario.chaos_s + scenario.heal_s)
+        kernel.run(scenario.chaos_s + scenario.deadline_s)
         if self.over is None:
-            raise Violation(f"not finished {scenario.heal_s:g} s after the last fault: {self.where()}")
+            raise Violation(f"not finished {scenario.deadline_s:g} s after the last fault: {self.where()}")
         if self.over[0] != 0:
             raise Violation(f"the job failed: {self.over[1]}")
         fingerprints = {b: ps.ledger.fingerprints()[b] for ps in self.servers.values() for b in ps.owned}

@@ -32,10 +32,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float = 0.05  # until the agent has started another master
     snapshot_every: int = 40  # events
     chaos_s: float = 6.0  # faults strike until then
-    heal_s: float = 40.0  # and this much later everything must be finished
+    heal_s: float = 40.0  # and this much later, besides the time that the work itself takes, all must be finished
     faults: tuple[tuple[float, str], ...] = ()  # (when, which)
     master_every_s: float = 0.0  # > 0: besides, kill the master this often
     ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
+
+    @property
+    def deadline_s(self) -> float:
+        """From the last fault to the end, at most: one worker alone may have all samples before it, one a batch."""
+        return self.heal_s + 1.5 * self.batch_s * self.samples * self.epochs
 
     def spec(self) -> JobSpec:
         return JobSpec(
