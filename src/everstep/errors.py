@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 
@@ -97,7 +96,7 @@ def script_place(error: BaseException, script: Path) -> str:
     tb = error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if name == str(script) or (name.startswith(here + os.sep) and "site-packages" not in name):
+        if name == str(script) or (name.startswith(here + "/") and "site-packages" not in name):
             place = f"{Path(name).name}:{tb.tb_lineno}"
         tb = tb.tb_next
     return place

@@ -408,6 +408,8 @@ class Brain:
             if missing:
                 return []
             placement = first_placement(self.job.spec.buckets, servers)
+            if images := self.checkpoints.first_images(self.job.spec.buckets):
+                placement = msgspec.structs.replace(placement, images=images)
             why = Decision(
                 "place buckets", f"all {len(servers)} ps have joined; bucket b goes to ps b mod {len(servers)}"
             )

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from everstep.brain.events import CommitManifest, InstructionType, Note, OrderImages, ReleaseShards
+from everstep.brain.events import CommitManifest, DropCheckpoints, InstructionType, Note, OrderImages, ReleaseShards
 from everstep.brain.job import Job
 from everstep.brain.shards import RELEASE_BATCH, Shards
 from everstep.config.spec import JobSpec
@@ -33,6 +33,8 @@ from everstep.model.decision import Decision
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.table import TableSpec
 from everstep.policies.checkpoints import since_of
+from everstep.policies.retention import Taken, to_drop
+from everstep.units import seconds
 
 TRIES = 5  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
@@ -76,7 +78,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 class Checkpoints(msgspec.Struct):
     """``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
-    also of the job that this one goes on from; ``committed``: it is this job's own. ``last``: what display shows of it.
+    also of the job that this one goes on from; ``committed``: it is this job's own. ``last``: what display shows of it;
+    ``taken``: this job's own that were not dropped.
 
     ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
     first of this job. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released that
@@ -90,6 +93,7 @@ class Checkpoints(msgspec.Struct):
     committed: bool = False
     increments: int = 0
     last: Kept | None = None
+    taken: list[Taken] = []
     given_up: int = 0
     resumed: int = 0
     resumed_from: str = ""
@@ -248,7 +252,16 @@ class Checkpoints(msgspec.Struct):
         size = f"{self.last.bytes_written} bytes written"
         kind = f"increment on {manifest.base}" if manifest.base else "base"
         why = Decision("checkpoint committed", f"checkpoint {checkpoint} ({kind}): {size} in {took_s:g} s", inputs)
+        out += self._retire(job, manifest)
         return [Note("", why), *out]
+
+    def _retire(self, job: Job, manifest: Manifest) -> list[InstructionType]:
+        """Drop what retention does not keep. Those of the job that this one went on from are not this one's to drop."""
+        self.taken.append(Taken(manifest.checkpoint, manifest.at))
+        every = job.spec.checkpoint_keep_every
+        drop = to_drop(self.taken, job.spec.checkpoint_keep, seconds(every) if every else 0.0)
+        self.taken = [taken for taken in self.taken if taken.checkpoint not in drop]
+        return [DropCheckpoints(drop)] if drop else []
 
     def give_up(self, reason: str) -> list[InstructionType]:
         """The checkpoint in progress comes to nothing; the one before stays the newest."""
@@ -260,7 +273,8 @@ class Checkpoints(msgspec.Struct):
         newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
         inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
         words = f"checkpoint {writing.number}: {reason}; the newest stays {newest}"
-        return [Note("", Decision("checkpoint given up", words, inputs))]
+        gone = DropCheckpoints((writing.number,))
+        return [gone, Note("", Decision("checkpoint given up", words, inputs))]
 
     def late(self, at: float) -> list[InstructionType]:
         """Give up the one in progress if it has taken too long."""

@@ -18,7 +18,8 @@ import msgspec
 
 from everstep.agent.worker import ERROR_MARK, LOG_MARK
 from everstep.cli.tail import Tail
-from everstep.net.messages import StatusReport
+from everstep.net.messages import CheckpointStatus, StatusReport
+from everstep.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -163,6 +164,22 @@ def values_text(values: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
 
 
+def checkpoint_text(found: CheckpointStatus, at: float) -> str:
+    """``checkpoint 12 0:34 ago (increment 3.4 MiB); writing 13: 20/64``."""
+    text = "no checkpoint yet"
+    if found.newest:
+        text = f"checkpoint {found.newest} {clock(at - found.at)} ago"
+        if found.newest == found.resumed:
+            text += " (resumed from it)"
+        else:
+            text += f" ({'increment' if found.increment else 'base'} {human_bytes(found.bytes_written)})"
+    if found.writing:
+        text += f"; writing {found.writing}: {found.images}/{found.buckets}"
+    if found.given_up:
+        text += f"; {found.given_up} given up"
+    return text
+
+
 def current_epoch(status: StatusReport) -> int | None:
     """Index in ``status.epochs`` of the one being trained: the first that is not done, else the last."""
     for index, epoch in enumerate(status.epochs):
@@ -187,6 +204,8 @@ def progress_line(status: StatusReport) -> str:
             parts.append(f"ETA {clock(eta)}")
     if status.values:
         parts.append(values_text(status.values))
+    if status.checkpoint is not None:
+        parts.append(checkpoint_text(status.checkpoint, status.at))
     for role in ("worker", "ps"):
         members = [m for m in status.members if m.role == role and m.state != "left"]
         if members:
@@ -275,6 +294,8 @@ def render(status: StatusReport) -> RenderableType:
     if status.values:
         parts.append(Text(values_text(status.values)))
     parts.append(members_table(status))
+    if status.checkpoint is not None:
+        parts.append(Text(checkpoint_text(status.checkpoint, status.at), "dim"))
     failures = failures_text(status.failures)
     if failures or status.batches_retried:
         parts.append(Text(f"survived: {failures or 'nothing yet'}  {status.batches_retried} batches retried", "dim"))

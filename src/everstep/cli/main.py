@@ -34,6 +34,9 @@ def cli() -> None:
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
 @click.option("--name", help="Name of the job.")
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
+@click.option("--checkpoint-every", help="30s, 10m or 10000batches between checkpoints (default: only when asked).")
+@click.option("--checkpoint-to", help="Directory or URL for checkpoints (default RUN_DIR/checkpoints).")
+@click.option("--checkpoint-keep", type=int, help="How many of the newest checkpoints are kept (default 3).")
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] SCRIPT [ARGS]...")
 def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -75,6 +78,42 @@ def scale(run_dir: Path, workers: int) -> None:
     from everstep.cli.status import scale_workers
 
     scale_workers(run_dir, workers)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--base", is_flag=True, help="Everything, not only what changed since the last one.")
+@click.option("--no-wait", is_flag=True, help="Return as soon as it has begun.")
+def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
+    """Take a checkpoint of a running job now; training goes on meanwhile."""
+    from everstep.cli.checkpoint import take_checkpoint
+
+    take_checkpoint(run_dir, base, not no_wait)
+
+
+@cli.command(context_settings={"allow_interspersed_args": True})
+@click.argument("source", metavar="RUN_DIR|URL")
+@click.option("--workers", type=int, help="Worker processes (default: as before).")
+@click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
+@click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
+@click.option("--script", help="The training script (default: as before).")
+@click.option("--checkpoint", type=int, help="This checkpoint (default: the newest that is complete and intact).")
+@click.option("--checkpoint-every", help="As of everstep run (default: as before).")
+@click.option("--checkpoint-to", help="As of everstep run (default: as before, else in the new run directory).")
+@click.option("--checkpoint-keep", type=int, help="As of everstep run (default: as before).")
+@click.option("--parity", help="As of everstep run (default: as before).")
+@click.option("--protect", help="As of everstep run (default: as before).")
+@click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[str, ...], **flags: Any) -> None:
+    """Go on from the newest intact checkpoint of a run, or of a directory or URL of checkpoints; ARGS replace those
+    of the script. What the checkpoint has is not trained again, what it lacks is: exactly once over both runs."""
+    from everstep.cli.resume import resume_job
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if args:
+        given["args"] = args
+    raise SystemExit(resume_job(source, checkpoint, given, live=not no_display))
 
 
 @cli.command()

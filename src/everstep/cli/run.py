@@ -18,7 +18,7 @@ from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.config.load import check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import ConfigError, EverstepError
+from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.ids import NodeId
 from everstep.net.messages import GetStatus, StatusReport
 from everstep.net.sockets import listen_tcp, parse_host_port
@@ -32,12 +32,18 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     spec, origins = load_spec(config, dict(flags), os.environ)
     script = check_script(spec.script)
     name = spec.name if origins.get("name") != "default" else job_name(script)
-    spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind))
-    run_dir = Path(os.path.normpath(Path(spec.run_dir).absolute())) if spec.run_dir else new_run_dir(spec.name)
+    to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
+    spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)
+    refuse_foreign(spec.checkpoint_to)
+    run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
         refuse_used(run_dir)
-        remove_sockets(run_dir)
-        return _run(spec, origins, run_dir, live)
+        return run_here(spec, origins, run_dir, live)
+
+
+def absolute(url: str) -> str:
+    """A path that stays the same wherever a process of the job runs; URLs as they are."""
+    return url if "://" in url else os.path.normpath(Path(url).absolute())
 
 
 def settled(bind: str) -> str:
@@ -64,6 +70,28 @@ def refuse_used(run_dir: Path) -> None:
         raise ConfigError(
             f"run directory {run_dir}: holds a job that has ended; choose another --run-dir or remove this one"
         )
+
+
+def refuse_foreign(url: str) -> None:
+    """Raises ConfigError if another job's checkpoints are in this place: their numbers would be used again. A place
+    that cannot be reached now is nothing to wait for."""
+    if not url:
+        return
+    from everstep.protect.manifest import list_checkpoints
+    from everstep.storage.places import open_place
+
+    with contextlib.suppress(StorageError):
+        if found := list_checkpoints(open_place(url)):
+            raise ConfigError(
+                f"checkpoint_to = {url!r}: has checkpoints of another job (up to {found[-1]}); go on from them with "
+                f"everstep resume {url}, or name another place"
+            )
+
+
+def run_here(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
+    """Run this job in a locked run directory until its end."""
+    remove_sockets(run_dir)
+    return _run(spec, origins, run_dir, live)
 
 
 def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:

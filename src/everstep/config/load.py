@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from everstep.config.every import parse_every
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
 from everstep.units import seconds
@@ -47,6 +48,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "lost_after_s": (0.1, 86_400.0),
     "start_s": (1.0, 86_400.0),
     "threads_per_worker": (0, 1024),
+    "checkpoint_keep": (1, 1_000_000),
+    "checkpoint_base_every": (0, 1_000_000),
 }
 
 
@@ -98,6 +101,13 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"
             f" suspect_after_s = {spec.suspect_after_s}"
         )
+    parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
+    if spec.checkpoint_keep_every:
+        try:
+            seconds(spec.checkpoint_keep_every)
+        except ConfigError as error:
+            where = f"checkpoint_keep_every = {spec.checkpoint_keep_every!r}{at['checkpoint_keep_every']}"
+            raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
 

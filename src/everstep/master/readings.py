@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.watch import Watch
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberKey, MemberState, Role
-from everstep.net.messages import EpochStatus, MemberStatus, StatusReport
+from everstep.net.messages import CheckpointStatus, EpochStatus, MemberStatus, StatusReport
 from everstep.policies.places import HOME_NODE
 
 METRICS_FILE = "metrics.jsonl"
@@ -194,6 +195,7 @@ class Readings:
             batches_retried=self.batches_retried,
             exit_code=job.exit_code,
             error=job.error,
+            checkpoint=checkpoint_status(brain),
         )
 
     def summary(self, brain: Brain, at: float) -> Summary:
@@ -227,3 +229,23 @@ def failures(brain: Brain) -> dict[str, int]:
         "master": job.master_failures,
         "node": job.node_failures,
     }
+
+
+def checkpoint_status(brain: Brain) -> CheckpointStatus | None:
+    """None: this job has nothing to do with checkpoints so far."""
+    found = brain.checkpoints
+    if not found.numbers and not has_checkpoints(brain.job.spec):
+        return None
+    last, writing = found.last, found.writing
+    return CheckpointStatus(
+        newest=found.newest.checkpoint if found.newest is not None else 0,
+        at=found.newest.at if found.newest is not None else 0.0,
+        increment=last is not None and last.since > 0,
+        bytes_written=last.bytes_written if last is not None else 0,
+        took_s=last.took_s if last is not None else 0.0,
+        writing=writing.number if writing is not None else 0,
+        images=len(writing.images) if writing is not None else 0,
+        buckets=brain.job.spec.buckets,
+        given_up=found.given_up,
+        resumed=found.resumed,
+    )

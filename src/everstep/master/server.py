@@ -26,8 +26,12 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
     BrainEvent,
+    CheckpointAsked,
+    CommitManifest,
+    DropCheckpoints,
     Fenced,
     FinishJob,
+    ImagesWritten,
     InstructionType,
     MasterStarted,
     MemberJoined,
@@ -35,6 +39,7 @@ from everstep.brain.events import (
     NodeJoined,
     Note,
     Ok,
+    OrderImages,
     PlanRegistered,
     ProcessExited,
     PublishPlacement,
@@ -55,6 +60,7 @@ from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import LeaseNo, NodeId, Slot
+from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
@@ -139,6 +145,9 @@ class Master:
         self.clock = Clock(restored.at)
         self.watch = Watch(spec)
         self.readings = Readings(run_dir)
+        self.checkpoints = CheckpointKeeper(
+            self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps
+        )
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -161,6 +170,10 @@ class Master:
             wire.Exited: self._exited,
             wire.Report: self._report,
             wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count)),
+            wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
+            wire.ImagesWritten: lambda peer, r: self._submit(
+                ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)
+            ),
             wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason)),
             wire.GetStatus: lambda peer, r: self.status(),
             wire.GetSpec: lambda peer, r: wire.SpecReport(self.spec),
@@ -175,6 +188,7 @@ class Master:
         """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
         try:
             self._tell(MasterStarted(self.clock.now(), self.journal.incarnation, self.spec))
+            self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
             await self._listen()
             self._signals()
@@ -209,6 +223,7 @@ class Master:
     async def _leave(self) -> int:
         if self._failure is not None:
             self._say_failure(self._failure)
+        await self.checkpoints.close()
         await self.server.close(1.0)
         await asyncio.to_thread(self.journal.close)
         if self._finish is not None and self._failure is None:
@@ -294,6 +309,12 @@ class Master:
                 self._note(at, str(member), decision)
             case Note(member, decision):
                 self._note(at, member, decision)
+            case OrderImages():
+                self.checkpoints.order_images()
+            case CommitManifest(manifest):
+                self.checkpoints.commit(manifest)
+            case DropCheckpoints(checkpoints):
+                self.checkpoints.drop(checkpoints)
             case FinishJob():
                 self._finish_job(instruction)
 
@@ -301,6 +322,9 @@ class Master:
         """To whoever is connected; the others hear of it at their next hello."""
         if peer is not None and not peer.closed:
             peer.send(order)
+
+    def _order_ps(self, slot: Slot, order: wire.OrderType) -> None:
+        self._order(self._members.get(MemberKey(Role.PS, slot)), order)
 
     def _note(self, at: float, member: str, decision: Decision, **more: int) -> None:
         line = {
@@ -351,6 +375,8 @@ class Master:
             peer.tag = key
             for heard in self.watch.heard(key, r.incarnation, at, node=r.node):
                 self._tell(heard)
+            if r.role is Role.PS:
+                self.checkpoints.hello(r.slot)
         if self._finish is not None:
             self._order(peer, wire.Finish(self._finish.exit_code, self._finish.error))
         return future
@@ -443,6 +469,7 @@ class Master:
                 if isinstance(event, MemberSilent) and event.lost:
                     event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
                 self._tell(event)
+            self.checkpoints.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()

@@ -226,6 +226,23 @@ class EpochStatus(msgspec.Struct, frozen=True):
     samples_done: int
 
 
+class CheckpointStatus(msgspec.Struct, frozen=True):
+    """``newest``, ``at``: number and time of the newest checkpoint, 0: none; ``increment``, ``bytes_written``,
+    ``took_s``: of the last one of this job. ``writing``: the one in progress, 0: none, of which ``images`` of
+    ``buckets`` are written. ``resumed``: the checkpoint that the job went on from."""
+
+    newest: int = 0
+    at: float = 0.0
+    increment: bool = False
+    bytes_written: int = 0
+    took_s: float = 0.0
+    writing: int = 0
+    images: int = 0
+    buckets: int = 0
+    given_up: int = 0
+    resumed: int = 0
+
+
 class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     """Everything that ``everstep status`` and the display show."""
 
@@ -243,6 +260,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     batches_retried: int
     exit_code: int | None = None
     error: str = ""
+    checkpoint: CheckpointStatus | None = None
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,111 @@
+"""``everstep resume RUN_DIR|URL``: a new run that begins with a checkpoint of an old one.
+
+The old run is only read. The new one has a run directory, a journal and audit logs of its own; what it begins with is
+in its ``resume.json``, and the first event of its journal but one is that checkpoint's position.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.agent.rundir import RunDirLock, in_use
+from everstep.cli.run import absolute, refuse_used, run_here, settled
+from everstep.config.load import check_script, load_spec, new_run_dir, read_origins, read_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import CheckpointError, ConfigError
+from everstep.ids import Incarnation
+from everstep.model.image import Manifest
+from everstep.protect.manifest import checkpoint_place, latest_intact, list_checkpoints, problems, read_manifest
+from everstep.protect.sources import Origin, own_url, write_origin
+from everstep.storage.journal import Journal
+from everstep.storage.places import Place, open_place
+
+KEPT = ("buckets", "seed")  # a row's bucket and first value, and the order of the data, depend on them
+
+
+def resume_job(source: str, checkpoint: int | None, flags: Mapping[str, Any], live: bool) -> int:
+    """Run on until the job's end; the exit code of ``everstep``. Raises ConfigError, CheckpointError, StorageError."""
+    old_dir = Path(absolute(source)) if is_run_dir(source) else None
+    if old_dir is not None and in_use(old_dir):
+        raise ConfigError(f"run directory {source}: this job is running; end it first (everstep stop {source})")
+    place = checkpoint_place(old_dir if old_dir is not None else absolute(source))
+    manifest = choose(place, checkpoint)
+    spec, origins = resumed_spec(manifest, place, old_dir, flags)
+    run_dir = new_dir(spec, old_dir)
+    spec = msgspec.structs.replace(spec, run_dir=str(run_dir))
+    with RunDirLock.take(run_dir):
+        refuse_used(run_dir)
+        prepare(run_dir, spec, place, manifest)
+        age_s = time.time() - manifest.at
+        sys.stdout.write(
+            f"everstep: resume from checkpoint {manifest.checkpoint} of {place.url}, {age_s:,.0f} s old: "
+            f"{manifest.samples_done:,} samples are done\n"
+        )
+        return run_here(spec, origins, run_dir, live)
+
+
+def is_run_dir(source: str) -> bool:
+    return "://" not in source and (Path(source) / "job.json").exists()
+
+
+def choose(place: Place, checkpoint: int | None) -> Manifest:
+    """The newest checkpoint that is whole, or the one asked for if it is. Raises CheckpointError, StorageError."""
+    if checkpoint is None:
+        return latest_intact(place, tell=lambda line: print(f"everstep: {line}", file=sys.stderr))
+    manifest = read_manifest(place, checkpoint)
+    for problem in problems(place, manifest):
+        raise CheckpointError(f"checkpoint {checkpoint}: {problem}; everstep ckpt ls {place.url} shows the others")
+    return manifest
+
+
+def resumed_spec(
+    manifest: Manifest, place: Place, old_dir: Path | None, flags: Mapping[str, Any]
+) -> tuple[JobSpec, dict[str, str]]:
+    """The old job's spec with what was given now. Raises ConfigError."""
+    old = manifest.spec or (read_spec(old_dir) if old_dir is not None else None)
+    if old is None:
+        raise ConfigError(f"{place.url}: its manifests do not say of which job; name the run directory instead")
+    kept = {name: getattr(old, name) for name in JobSpec.__struct_fields__ if name != "run_dir"}
+    # (in the old run directory: the new run has its own)
+    given = {name: value for name, value in flags.items() if value is not None}
+    values = {**kept, "resume_from": place.url, **given}
+    if given.get("checkpoint_to"):
+        values["checkpoint_to"] = absolute(given["checkpoint_to"])
+    script = check_script(values["script"])
+    spec, origins = load_spec(None, values, {})
+    spec = msgspec.structs.replace(spec, script=str(script), bind=settled(spec.bind))
+    before = read_origins(old_dir) if old_dir is not None else {}
+    from_checkpoint = f"checkpoint {manifest.checkpoint}"
+    origins = {name: origin if name in given else before.get(name, from_checkpoint) for name, origin in origins.items()}
+    return spec, origins
+
+
+def new_dir(spec: JobSpec, old_dir: Path | None) -> Path:
+    """Given, or ``OLD-resumed``, ``OLD-resumed-2`` and so on beside the old one."""
+    if spec.run_dir:
+        return Path(absolute(spec.run_dir))
+    if old_dir is None:
+        return new_run_dir(spec.name)
+    stem = old_dir.name.partition("-resumed")[0]
+    for number in range(1, 1000):
+        name = f"{stem}-resumed" if number == 1 else f"{stem}-resumed-{number}"
+        if not (old_dir.parent / name).exists():
+            return old_dir.parent / name
+    raise ConfigError(f"{old_dir.parent} has 999 resumed runs of {stem}; name a --run-dir")
+
+
+def prepare(run_dir: Path, spec: JobSpec, place: Place, manifest: Manifest) -> None:
+    """What the first master finds. Leases must be later than every fence in the images, so the masters' incarnations
+    go on from the old job's; checkpoint numbers go on too, also past those that are not intact."""
+    own = open_place(own_url(spec, run_dir))
+    numbers = max([manifest.checkpoint, *list_checkpoints(place), *list_checkpoints(own)])
+    for stale in run_dir.glob("journal.sqlite*"):  # of an attempt that did not get as far as a job.json
+        stale.unlink()
+    write_origin(run_dir, Origin(url=place.url, numbers=numbers, manifest=manifest))
+    Journal(run_dir / "journal.sqlite", Incarnation(max(1, manifest.master_incarnation))).close()

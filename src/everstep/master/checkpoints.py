@@ -1,0 +1,198 @@
+"""The shell's part of checkpoints: when one is due, orders to the ps, manifests and deletions in a thread.
+
+Everything here may be lost and done again: what is wanted is in the brain's state, and it is said again every
+``REASK_S`` to those ps that own a bucket without an image (they may have taken it over, or be new), and to a ps that
+says hello. A place that cannot be written to costs checkpoints, never training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import msgspec
+
+from everstep import __version__
+from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import GIVE_UP_S
+from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
+from everstep.brain.job import Phase
+from everstep.config.every import parse_every
+from everstep.config.spec import JobSpec
+from everstep.errors import EverstepError, StorageError
+from everstep.ids import Incarnation, Slot
+from everstep.master.readings import Readings
+from everstep.model.image import Manifest
+from everstep.model.member import MemberKey, Role
+from everstep.net.messages import OrderType, TakeImages
+from everstep.net.retry import backoff
+from everstep.policies.checkpoints import is_due
+from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
+from everstep.protect.sources import own_url, read_origin
+from everstep.storage.places import Place, open_place
+
+REASK_S = 5.0
+COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so long
+
+logger = logging.getLogger("everstep.master")
+
+
+class CheckpointKeeper:
+    """``tell(event)``: to the brain, by the journal. ``send(slot, order)``: to that ps, if it is connected."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        spec: JobSpec,
+        run_dir: Path,
+        readings: Readings,
+        now: Callable[[], float],
+        tell: Callable[[BrainEvent], object],
+        send: Callable[[Slot, OrderType], None],
+    ) -> None:
+        self._brain, self._spec, self._run_dir = brain, spec, run_dir
+        self._readings, self._now, self._tell, self._send = readings, now, tell, send
+        self._every = parse_every(spec.checkpoint_every)
+        self._url = own_url(spec, run_dir)
+        self._asked_at = 0.0
+        self._asked = 0  # the checkpoint that ``_asked_at`` is of
+        self._batches: dict[tuple[Slot, Incarnation], int] = {}
+        self._batches_then = 0  # when the last checkpoint began, as far as this master knows
+        self._committing = 0
+        self._work: set[asyncio.Task[None]] = set()
+        self._closing = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint keeper {self._every} to {self._url} {self._brain.checkpoints!r}>"
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """After ``MasterStarted``, before anybody is heard. Raises ConfigError: what it goes on from is damaged."""
+        if self._spec.resume_from and not self._brain.checkpoints.resumed:
+            origin = read_origin(self._run_dir)
+            self._tell(JobResumed(self._now(), origin.manifest, origin.url, origin.numbers))
+
+    async def close(self) -> None:
+        """Ends what is being tried again; waits for what is being written, a moment."""
+        self._closing.set()
+        if self._work:
+            await asyncio.wait(self._work, timeout=2.0)
+
+    def tick(self, at: float) -> None:
+        """Call several times a second."""
+        brain = self._brain
+        if brain.job.over:
+            return
+        writing = brain.checkpoints.writing
+        if writing is None:
+            if brain.job.phase is Phase.TRAINING and self._due(at):
+                self._tell(CheckpointAsked(at, "due"))
+            return
+        if writing.manifest is not None:
+            self.commit(writing.manifest)  # (ordered by the master before this one)
+        elif at - writing.began_at >= GIVE_UP_S:
+            self._tell(CheckpointAsked(at, "late"))
+        elif self._asked != writing.number or at - self._asked_at >= REASK_S:
+            self.order_images()
+
+    def _due(self, at: float) -> bool:
+        if self._every.never:
+            return False
+        began_at = max(self._brain.checkpoints.begun_at, self._brain.job.started_at)
+        for seat in self._brain.members.workers.values():
+            member = seat.member
+            readings = self._readings.of(MemberKey(Role.WORKER, member.slot), member.incarnation)
+            if "batches" in readings:
+                self._batches[member.slot, member.incarnation] = int(readings["batches"])
+        return is_due(self._every.seconds, self._every.batches, at - began_at, self._batches_now - self._batches_then)
+
+    @property
+    def _batches_now(self) -> int:
+        return sum(self._batches.values())
+
+    # ------------------------------------------------------------ orders to the ps
+
+    def order_images(self) -> None:
+        """To every ps that owns a bucket without an image."""
+        brain, at = self._brain, self._now()
+        writing, placement = brain.checkpoints.writing, brain.placement
+        if writing is None or placement is None or writing.manifest is not None:
+            return
+        if self._asked != writing.number:
+            self._batches_then = self._batches_now
+        self._asked, self._asked_at = writing.number, at
+        lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
+        for slot in sorted(lacking):
+            self._send(slot, TakeImages(writing.number, writing.since, self._url))
+
+    def hello(self, slot: Slot) -> None:
+        """This ps said hello: what it may not have heard."""
+        writing = self._brain.checkpoints.writing
+        if writing is not None and writing.manifest is None:
+            self._send(slot, TakeImages(writing.number, writing.since, self._url))
+
+    # ------------------------------------------------------------ the place
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest in a thread, then tell the brain."""
+        if self._committing == manifest.checkpoint:
+            return
+        self._committing = manifest.checkpoint
+        complete = msgspec.structs.replace(manifest, everstep=__version__, values=dict(self._readings.values))
+        self._spawn(self._commit(complete))
+
+    async def _commit(self, manifest: Manifest) -> None:
+        error = await asyncio.to_thread(self._write, manifest)
+        if not self._closing.is_set() or not error:
+            self._tell(CheckpointCommitted(self._now(), manifest.checkpoint, error))
+
+    def _write(self, manifest: Manifest) -> str:
+        """In a thread: "" or why it cannot be written."""
+        end = self._now() + COMMIT_S
+        for wait_s in backoff(0.2, 5.0):
+            if self._closing.wait(wait_s):
+                return "the master ends"
+            try:
+                write_manifest(open_place(self._url), manifest)
+                return ""
+            except StorageError as error:
+                if not error.passing or self._now() >= end:
+                    return str(error)
+                logger.warning("%s; trying again, training goes on", error)
+            except EverstepError as error:
+                return str(error)
+        raise AssertionError("backoff ends never")
+
+    def drop(self, checkpoints: tuple[int, ...]) -> None:
+        """Delete them and what only they need, in a thread. What cannot be deleted stays."""
+        self._spawn(self._dropped(checkpoints))
+
+    async def _dropped(self, checkpoints: tuple[int, ...]) -> None:
+        await asyncio.to_thread(self._drop, checkpoints)
+
+    def _drop(self, checkpoints: tuple[int, ...]) -> None:
+        try:
+            place = open_place(self._url)
+            drop_checkpoints(place, checkpoints)
+            self._sweep(place, checkpoints)
+        except EverstepError as error:
+            logger.warning("old checkpoints %s stay: %s", list(checkpoints), error)
+
+    def _sweep(self, place: Place, checkpoints: tuple[int, ...]) -> None:
+        """Files of checkpoints that never got a manifest. Raises StorageError, CheckpointError: nothing more goes."""
+        folders = tuple(f"images/{number:06d}/" for number in checkpoints)
+        paths = {path for path in place.sizes() if path.startswith(folders)}
+        for number in list_checkpoints(place) if paths else []:
+            manifest = read_manifest(place, number)
+            paths -= {file.path for image in manifest.images for file in image.files}
+        for path in sorted(paths):
+            place.delete(path)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)

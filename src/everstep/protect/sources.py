@@ -1,0 +1,79 @@
+"""Where the images that a placement names lie: this job's own checkpoints, or those it goes on from."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from everstep.config.spec import JobSpec
+from everstep.errors import CheckpointError, ConfigError
+from everstep.ids import BucketId
+from everstep.model.image import BucketImage, Manifest
+from everstep.protect.manifest import CHECKPOINTS, list_checkpoints, read_manifest
+from everstep.storage.atomic import write_atomic
+from everstep.storage.places import open_place
+
+ORIGIN_FILE = "resume.json"
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """``RUN_DIR/resume.json``: what a resumed job begins with. ``numbers``: see ``brain.events.JobResumed``."""
+
+    url: str
+    numbers: int
+    manifest: Manifest
+
+
+def write_origin(run_dir: Path, origin: Origin) -> None:
+    """Durable on return. Raises PlatformError."""
+    write_atomic(run_dir / ORIGIN_FILE, msgspec.json.encode(origin))
+
+
+def read_origin(run_dir: Path) -> Origin:
+    """Raises ConfigError: not there, or damaged."""
+    path = run_dir / ORIGIN_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Origin)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; start again with everstep resume") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is damaged: {error}; start again with everstep resume") from None
+
+
+def own_url(spec: JobSpec, run_dir: Path) -> str:
+    """Where this job writes its checkpoints."""
+    return spec.checkpoint_to or str(run_dir / CHECKPOINTS)
+
+
+class ImageSources:
+    """Finds images by checkpoint number. A job never uses a number of the one that it goes on from again, so a number
+    means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept."""
+
+    def __init__(self, spec: JobSpec, run_dir: Path) -> None:
+        self.urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
+        self._lock = threading.Lock()
+        self._kept: tuple[str, Manifest] | None = None
+
+    def __repr__(self) -> str:
+        return f"<image sources {', '.join(self.urls)}>"
+
+    def image(self, bucket: BucketId, checkpoint: int) -> tuple[str, BucketImage]:
+        """The place (directory or URL) and the image, for ``restore.load_bucket``. Raises CheckpointError: there is no
+        such checkpoint, or it is not intact; StorageError: the place cannot be read, try again."""
+        with self._lock:
+            if self._kept is None or self._kept[1].checkpoint != checkpoint:
+                self._kept = self._find(checkpoint)
+            url, manifest = self._kept
+        for image in manifest.images:
+            if image.bucket == bucket:
+                return url, image
+        raise CheckpointError(f"checkpoint {checkpoint} of {url} has no image of bucket {bucket}")
+
+    def _find(self, checkpoint: int) -> tuple[str, Manifest]:
+        for url in self.urls:
+            place = open_place(url)
+            if checkpoint in list_checkpoints(place):
+                return url, read_manifest(place, checkpoint)
+        raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(self.urls)}")

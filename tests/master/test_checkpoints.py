@@ -1,0 +1,221 @@
+"""The shell's part of checkpoints, with the real brain and a real directory; the ps are lines of this file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    BrainEvent,
+    CheckpointAsked,
+    CommitManifest,
+    DropCheckpoints,
+    ImagesWritten,
+    JobResumed,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    OrderImages,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.master.checkpoints import REASK_S, CheckpointKeeper
+from everstep.master.readings import Readings
+from everstep.model.image import BucketImage, ImageFile
+from everstep.model.member import Address, Role
+from everstep.net.messages import OrderType, TakeImages
+from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
+from everstep.protect.sources import ImageSources, Origin, write_origin
+from everstep.storage.places import open_place
+
+ONE = Incarnation(1)
+
+
+class Shell:
+    """A master without sockets: events go to the brain at once, its instructions to the keeper."""
+
+    def __init__(self, run_dir: Path, spec: JobSpec, brain: Brain | None = None) -> None:
+        self.run_dir, self.at = run_dir, 1000.0
+        self.brain = brain or Brain()
+        self.told: list[BrainEvent] = []
+        self.sent: list[tuple[int, OrderType]] = []
+        self.keeper = CheckpointKeeper(
+            self.brain, spec, run_dir, Readings(run_dir), lambda: self.at, self.tell, self.send
+        )
+
+    def tell(self, event: BrainEvent) -> None:
+        self.told.append(event)
+        for instruction in self.brain.handle(event):
+            match instruction:
+                case OrderImages():
+                    self.keeper.order_images()
+                case CommitManifest(manifest):
+                    self.keeper.commit(manifest)
+                case DropCheckpoints(checkpoints):
+                    self.keeper.drop(checkpoints)
+        self.brain.validate()
+
+    def send(self, slot: Slot, order: OrderType) -> None:
+        self.sent.append((slot, order))
+
+    def begin(self, spec: JobSpec) -> None:
+        self.tell(MasterStarted(self.at, ONE, spec))
+        self.keeper.start()
+        self.tell(NodeJoined(self.at, NodeId("node0"), "", 0, 0))
+        for slot in map(Slot, range(spec.ps)):
+            where = Address(NodeId("node0"), f"sock/ps-{slot}.sock")
+            self.tell(MemberJoined(self.at, Role.PS, slot, ONE, NodeId("node0"), 1, where))
+
+    def write(self, slot: int, checkpoint: int, *buckets: int, error: str = "") -> None:
+        """What that ps answers, with a real file for each bucket."""
+        images = []
+        for bucket in buckets:
+            path = f"images/{checkpoint:06d}/bucket-{bucket}.img"
+            open_place(self.place).put(path, b"x" * 10)
+            images.append(
+                BucketImage(
+                    bucket=BucketId(bucket),
+                    seq=checkpoint,
+                    fingerprint=0,
+                    watermarks=(),
+                    files=(ImageFile(path, 10, ""),),
+                    bytes_written=10,
+                )
+            )
+        self.tell(ImagesWritten(self.at, Slot(slot), ONE, checkpoint, tuple(images), (), error))
+
+    @property
+    def place(self) -> str:
+        return str(self.run_dir / "checkpoints")
+
+    async def until(self, what: Callable[[], object]) -> None:
+        async with asyncio.timeout(30.0):
+            while not what():
+                await asyncio.sleep(0.005)
+
+
+def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
+    async def story() -> None:
+        spec = JobSpec(ps=2, buckets=4, checkpoint_every="30s", checkpoint_keep=1)
+        shell = Shell(tmp_path, spec)
+        shell.begin(spec)
+        shell.keeper.tick(1029.0)
+        assert not shell.sent
+        shell.at = 1031.0
+        shell.keeper.tick(shell.at)
+        order = TakeImages(1, 0, shell.place)
+        assert shell.sent == [(0, order), (1, order)]
+        shell.write(0, 1, 0, 2)
+
+        # Said again only to the one that owes something, and to whoever says hello.
+        shell.sent.clear()
+        shell.at += REASK_S
+        shell.keeper.tick(shell.at)
+        assert shell.sent == [(1, order)]
+        shell.keeper.hello(Slot(0))
+        assert shell.sent[1:] == [(0, order)]
+
+        shell.keeper._readings.values["loss"] = 0.25
+        shell.write(1, 1, 1, 3)
+        await shell.until(lambda: shell.brain.checkpoints.committed)
+        manifest = latest_intact(open_place(shell.place), deep=False)
+        assert manifest.checkpoint == 1 and manifest.values == {"loss": 0.25} and manifest.everstep
+        assert manifest.spec == spec and [image.bucket for image in manifest.images] == [0, 1, 2, 3]
+        assert ImageSources(spec, tmp_path).image(BucketId(2), 1) == (shell.place, manifest.images[2])
+
+        # The next one replaces it: retention deletes what nobody needs.
+        shell.at += 31.0
+        shell.keeper.tick(shell.at)
+        shell.write(0, 2, 0, 1, 2, 3)
+        await shell.until(lambda: list_checkpoints(open_place(shell.place)) == [2])
+        await shell.until(lambda: all("000002" in path for path in open_place(shell.place).sizes()))
+        await shell.keeper.close()
+
+    asyncio.run(story())
+
+
+def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) -> None:
+    async def story() -> None:
+        spec = JobSpec(ps=1, buckets=1)
+        shell = Shell(tmp_path, spec)
+        shell.begin(spec)
+        shell.keeper.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
+        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.write(0, 1, 0)
+        second = Shell(tmp_path, spec, Brain.restore(shell.brain.snapshot()))
+        second.keeper.tick(second.at)
+        await second.until(lambda: second.brain.checkpoints.committed)
+        assert read_manifest(open_place(shell.place), 1).checkpoint == 1
+        await second.keeper.close()
+
+    asyncio.run(story())
+
+
+def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) -> None:
+    async def story() -> None:
+        (tmp_path / "file").touch()
+        spec = JobSpec(ps=1, buckets=1, checkpoint_to=str(tmp_path / "file" / "no"))
+        shell = Shell(tmp_path, spec)
+        shell.begin(spec)
+        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.write(0, 1, 0)
+        while not shell.brain.checkpoints.given_up:
+            shell.at += 10.0  # (the keeper tries for a minute of this clock)
+            await asyncio.sleep(0.01)
+        assert shell.brain.checkpoints.newest is None and not shell.brain.job.over
+        await shell.keeper.close()
+
+    asyncio.run(story())
+
+
+def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
+    async def story() -> None:
+        spec = JobSpec(ps=2, buckets=2)
+        shell = Shell(tmp_path, spec)
+        shell.begin(spec)
+        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.write(0, 1, 0)
+        for _ in range(5):
+            shell.write(1, 1, error="no space left")
+        assert shell.brain.checkpoints.given_up == 1
+        await shell.until(lambda: not open_place(shell.place).sizes())
+        await shell.keeper.close()
+
+    asyncio.run(story())
+
+
+def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
+    async def story() -> None:
+        old = JobSpec(ps=1, buckets=2)
+        shell = Shell(tmp_path / "old", old)
+        shell.begin(old)
+        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.write(0, 1, 0, 1)
+        await shell.until(lambda: shell.brain.checkpoints.committed)
+        manifest = latest_intact(open_place(shell.place), deep=False)
+
+        run_dir = tmp_path / "new"
+        run_dir.mkdir()
+        write_origin(run_dir, Origin(url=shell.place, numbers=7, manifest=manifest))
+        new = JobSpec(ps=2, buckets=2, resume_from=shell.place)
+        resumed = Shell(run_dir, new)
+        resumed.begin(new)
+        assert any(isinstance(event, JobResumed) for event in resumed.told)
+        placement = resumed.brain.placement
+        assert placement is not None and placement.images == ((0, 1), (1, 1)) and placement.owner == (0, 1)
+        found = ImageSources(new, run_dir).image(BucketId(1), 1)
+        assert found == (shell.place, manifest.images[1])
+        resumed.tell(CheckpointAsked(resumed.at, "asked"))
+        assert resumed.sent[-1] == (1, TakeImages(8, 0, resumed.place))
+
+        # The next master of the new job does not begin again.
+        third = Shell(run_dir, new, Brain.restore(resumed.brain.snapshot()))
+        third.keeper.start()
+        assert not third.told
+        await shell.keeper.close()
+        await resumed.keeper.close()
+
+    (tmp_path / "old").mkdir()
+    asyncio.run(story())
