@@ -28,7 +28,7 @@ def test_three_thousand_seeds_count_everything_once_and_none_is_stuck() -> None:
     # The runs must be as rough as they claim to be, or the result says nothing.
     assert sum(o.masters - 1 for o in outcomes) > SEEDS
     assert sum(o.deaths for o in outcomes) > SEEDS
-    assert sum(o.retried for o in outcomes) > SEEDS
+    assert sum(o.retried for o in outcomes) > SEEDS // 2  # what can be kept is not computed again
     print(totals(outcomes))
 
 

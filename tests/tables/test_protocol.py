@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from everstep.brain.events import EndOfData, Granted, Ok, Refused, Wait
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address
-from everstep.model.placement import Placement, PsPlace
+from everstep.model.placement import Mirror, Placement, PsPlace
 from everstep.model.shard import Lease, Token
 from everstep.net.messages import Opened, Pushed
 from everstep.tables.protocol import (
@@ -252,16 +252,17 @@ def test_a_gap_reopens_and_reconciles() -> None:
         assert work is not None
         sent += m.computed(work)
     out = deliver(m, ps, sent[1:])  # the first one never arrives
-    assert len(only(out, SendOpen)) == 1 and len(only(out, Settled)) == 2
-    assert not any(s.applied for s in only(out, Settled))  # type: ignore[attr-defined]
+    assert len(only(out, SendOpen)) == 1 and not only(out, Settled)
     assert m.next_work() is None
-    open_all(m, ps, lease())
+    again = open_all(m, ps, lease())  # the gradients are still there: nothing is computed again
+    assert [(a.token.lo, a.token.hi) for a in only(again, SendPush)] == [(100, 110), (110, 120)]  # type: ignore[attr-defined]
+    deliver(m, ps, again)
     works, out = work_all(m, ps)
-    assert [(w.lo, w.retried) for w in works] == [(100, True), (110, True), (120, False)]
-    assert only(out, SendDone) and exactly_once(ps, lease()) and m.retried == 2
+    assert [(w.lo, w.retried) for w in works] == [(120, False)]
+    assert only(out, SendDone) and exactly_once(ps, lease()) and m.retried == 0
 
 
-def test_work_from_before_a_reopening_is_stale() -> None:
+def test_work_in_hand_outlives_a_new_life_that_kept_its_state() -> None:
     ps, place = servers(1)
     m = machine()
     start(m, ps, place, lease())
@@ -270,12 +271,145 @@ def test_work_from_before_a_reopening_is_stale() -> None:
     ps[0].incarnation = Incarnation(2)
     out = m.placement(placement(ps, 2))
     assert len(only(out, SendOpen)) == 1
-    assert not m.current(a)
-    assert m.computed(a) == [Settled(a, False)]
+    assert m.current(a) and m.computed(a) == []  # not open: sent as soon as it is
+    resent = open_all(m, ps, lease())
+    assert [(p.token.lo, p.token.ps_incarnation) for p in only(resent, SendPush)] == [(100, 2)]  # type: ignore[attr-defined]
+    deliver(m, ps, resent)
+    assert m.current(b)
+    deliver(m, ps, m.computed(b))
+    works, _ = work_all(m, ps)
+    assert [w.lo for w in works] == [120] and m.retried == 0
+    assert exactly_once(ps, lease())
+
+
+def test_work_that_the_buckets_can_not_take_as_it_is_is_computed_again() -> None:
+    """Somebody else's batches were other ones: from the first that does not fit on, everything is stale."""
+    ps, place = servers(1)
+    m = machine(window=3)
+    start(m, ps, place, lease())
+    a, b, c = m.next_work(), m.next_work(), m.next_work()
+    assert a is not None and b is not None and c is not None
+    m.computed(a)
+    ps[0].marks[7, 0] = 115  # an image of another run of this shard
+    ps[0].counts.update((7, 0, p) for p in range(100, 115))
+    for mark in (1, 2, 3):
+        ps[0].marks[7, mark] = 110
+        ps[0].counts.update((7, mark, p) for p in range(100, 110))
+    m.placement(placement(ps, 2))
+    out = open_all(m, ps, lease())
+    assert out == [Settled(a, True)]  # all have it
+    assert not m.current(b) and not m.current(c)
+    assert m.computed(b) == [Settled(b, False)] and m.computed(c) == [Settled(c, False)]
+    works, out = work_all(m, ps)
+    assert [(w.lo, w.hi) for w in works] == [(110, 115), (115, 125), (125, 130)]
+    assert exactly_once(ps, lease())
+
+
+def test_joined_batches_of_which_a_reopening_kept_only_some_are_given_up() -> None:
+    ps, place = servers(1)
+    m = machine(window=4)
+    start(m, ps, place, lease())
+    a, b = m.next_work(), m.next_work()
+    assert a is not None and b is not None
+    joined = a.join(b)
+    for bucket in ps[0].buckets:
+        ps[0].marks[7, bucket] = 110
+        ps[0].counts.update((7, bucket, p) for p in range(100, 110))
+    m.placement(placement(ps, 2))
     open_all(m, ps, lease())
-    assert m.computed(b) == [Settled(b, False)]
+    assert not m.current(a) and m.current(b)
+    out = m.computed(joined)
+    assert only(out, Settled) == [Settled(joined, False)] and only(out, SendOpen)
+    open_all(m, ps, lease())
+    works, _ = work_all(m, ps)
+    assert [w.lo for w in works] == [110, 120] and exactly_once(ps, lease())
+
+
+def move(ps: list[Ps], bucket: int, to: int, version: int) -> Placement:
+    """The bucket goes with all it knows, as a promoted mirror does."""
+    (source,) = (p for p in ps if bucket in p.buckets)
+    source.buckets.remove(bucket)
+    target = ps[to]
+    target.buckets = sorted([*target.buckets, bucket])
+    for books in ("marks", "fence"):
+        for key, value in [(k, v) for k, v in getattr(source, books).items() if k[1] == bucket]:
+            del getattr(source, books)[key]
+            getattr(target, books)[key] = value
+    owner = {b: p.slot for p in ps for b in p.buckets}
+    places = tuple(PsPlace(p.slot, p.incarnation, Address(NodeId("node0"))) for p in ps)
+    return Placement(version, tuple(owner[b] for b in range(BUCKETS)), places)
+
+
+def test_a_bucket_that_moves_costs_no_computation() -> None:
+    ps, place = servers(2)
+    m = machine(window=3)
+    start(m, ps, place, lease())
+    a, b, c = m.next_work(), m.next_work(), m.next_work()
+    assert a is not None and b is not None and c is not None
+    pushes = m.computed(a)
+    deliver(m, ps, pushes[:1])  # ps 0 has it, ps 1 not yet
+    out = m.placement(move(ps, 2, 1, 2))
+    assert len(only(out, SendOpen)) == 2
+    assert deliver(m, ps, []) == [] and m.next_work() is None
+    resent = open_all(m, ps, lease())
+    assert [(p.ps, p.bitmap) for p in only(resent, SendPush)] == [(1, bitmap([1, 3], BUCKETS))]  # type: ignore[attr-defined]
+    deliver(m, ps, resent)
+    for work in (b, c):
+        pushes = m.computed(work)
+        assert [(p.ps, p.bitmap) for p in only(pushes, SendPush)] == [(0, b""), (1, b"")]  # type: ignore[attr-defined]
+        out = deliver(m, ps, pushes)
+    assert only(out, SendDone) and m.retried == 0 and exactly_once(ps, lease())
+
+
+def test_a_late_answer_does_not_count_for_a_bucket_that_came_meanwhile() -> None:
+    ps, place = servers(2)
+    m = machine()
+    start(m, ps, place, lease())
+    a = m.next_work()
+    assert a is not None
+    pushes = [p for p in m.computed(a) if isinstance(p, SendPush)]
+    late = ps[1].push(pushes[1].token, pushes[1].bitmap)  # the answer is under way while bucket 2 comes to ps 1
+    m.placement(move(ps, 2, 1, 2))
+    again = [p for p in open_all(m, ps, lease()) if isinstance(p, SendPush)]
+    assert [(p.ps, p.bitmap) for p in again] == [(0, b""), (1, bitmap([2], BUCKETS))]
+    assert m.pushed(Slot(1), pushes[1].token, late, pushes[1].life) == []
+    deliver(m, ps, [*again])
+    _, out = work_all(m, ps)
+    assert only(out, SendDone) and exactly_once(ps, lease())
+
+
+def test_a_map_that_differs_in_mirrors_only_changes_nothing() -> None:
+    ps, place = servers(2)
+    m = machine()
+    start(m, ps, place, lease())
+    newer = Placement(5, place.owner, place.servers, routing=1, mirrors=(Mirror(1, (BucketId(0),), Slot(1)),))
+    assert m.placement(newer) == [] and m.next_work() is not None
+
+
+def test_nothing_is_computed_while_a_bucket_has_no_living_owner() -> None:
+    ps, place = servers(2)
+    m = machine()
+    start(m, ps, place, lease())
+    m.placement(Placement(2, place.owner, place.servers[:1]))
+    answer = ps[0].open(lease())
+    assert answer is not None
+    assert m.opened(Slot(0), LeaseNo(1), Incarnation(1), *answer) == [] and m.next_work() is None
+    ps[1].incarnation = Incarnation(2)
+    m.placement(placement(ps, 3))
+    open_all(m, ps, lease())
     work_all(m, ps)
     assert exactly_once(ps, lease())
+
+
+def test_who_is_behind_the_map_is_asked_again() -> None:
+    ps, place = servers(2)
+    m = machine()
+    start(m, ps, place, lease())
+    m.placement(move(ps, 2, 1, 2))
+    assert m.opened(Slot(1), LeaseNo(1), Incarnation(1), [1, 3], [100, 100]) == []  # it has not heard of it
+    assert m.awaits_open(Slot(1), LeaseNo(1)) and m.awaits_open(Slot(0), LeaseNo(1))
+    open_all(m, ps, lease())
+    assert not m.awaits_open(Slot(1), LeaseNo(1)) and m.next_work() is not None
 
 
 def test_a_new_life_of_a_ps_undoes_what_its_old_one_acknowledged() -> None:
@@ -536,3 +670,58 @@ def test_random_loss_and_takeover_counts_every_position_once(seed: int) -> None:
     else:
         pytest.fail(f"never done, seed {seed}")
     assert exactly_once(ps, held)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_moves_and_losses_count_every_position_once(seed: int) -> None:
+    """Buckets move with their books at any moment, workers die, pushes and answers get lost."""
+    rng = random.Random(seed)
+    ps, place = servers(rng.choice([2, 3]))
+    version = 1
+    held = lease(start=0, stop=rng.randrange(1, 60))
+    for no in range(1, 200):
+        m = machine(batch=rng.randrange(1, 20), window=rng.randrange(1, 4))
+        held = Lease(LeaseNo(no), held.shard, held.start, held.stop)
+        done = only(start_moved(m, ps, place, held), SendDone)
+        queue: list[Action] = []
+        works: list[Work] = []
+        for _ in range(rng.randrange(1, 60)):
+            if done:
+                break
+            match rng.randrange(6):
+                case 0 if (work := m.next_work()) is not None:
+                    works.append(work)
+                case 1 if works:
+                    queue += m.computed(works.pop(0))
+                case 2 if queue:
+                    out = []
+                    if rng.random() < 0.9:
+                        out = deliver(m, ps, [queue.pop(0)])
+                    else:
+                        queue.pop(0)
+                    if only(out, SendOpen):
+                        queue = open_all(m, ps, held)
+                        done += only(queue, SendDone)
+                    done += only(out, SendDone)
+                case 3 if rng.random() < 0.5:
+                    bucket, to = rng.randrange(BUCKETS), rng.randrange(len(ps))
+                    version += 1
+                    place = move(ps, bucket, to, version)
+                    m.placement(place)
+                    queue = open_all(m, ps, held)
+                    done += only(queue, SendDone)
+                case _ if not queue and m.unacknowledged:
+                    for p in ps:
+                        queue += m.lost(p.slot)
+        if done:
+            break
+    else:
+        pytest.fail(f"never done, seed {seed}")
+    assert exactly_once(ps, held)
+
+
+def start_moved(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> list[Action]:
+    m.placement(place)
+    m.begin(0, 1)
+    m.answered(1, Granted(granted))
+    return open_all(m, ps, granted)

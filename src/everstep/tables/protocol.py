@@ -12,15 +12,23 @@ to see to is that nothing is *missing*. It does so with four rules:
    Each *ragged* interval ``[vi, vi+1)`` is recomputed and pushed only to the buckets behind; from ``vk`` on everybody
    gets everything. Batch boundaries may therefore change at any moment, also in the middle of a shard.
 3. **In order.** Pushes to one ps go in the order of their ranges. What is not acknowledged is sent again (a repeat is
-   acknowledged as such); an answer "gap", or a ps in a new life, leads back to rule 1 with the same lease.
+   acknowledged as such); an answer "gap", a ps in a new life, or buckets that moved, lead back to rule 1 with the same
+   lease.
 4. **Done last.** "done" goes to the master only when every ps of the map has acknowledged up to the shard's end, and
    names the lives (incarnations) of those ps. "fenced" or "closed" ends a lease: it is dropped and given back.
+
+**Kept work.** Opening a lease again does not void what was computed or is being computed: gradients are of samples,
+not of the map they were routed by. Once all have opened, the batches in hand (computed and unacknowledged, or handed
+out) are walked in order from the lowest watermark on: while the next one begins where that is and no bucket stands
+inside its range, it is kept, for the buckets that stand at its beginning. The first that does not fit ends this, and
+the rest is computed again. So a bucket that moves with its watermarks costs no computation; one that fell back to an
+older image costs just what it lacks.
 
 One lease goes through::
 
     OPENING --all opened--> ACTIVE --all acknowledged--> REPORTED --Ok--> gone (finished)
        ^                      |           any state: fenced, closed, revoked, refused --> gone (dropped)
-       +---- gap, new life ---+           leave() --> gone (given back)
+       +--- gap, new routing -+           leave() --> gone (given back)
 
 Driving it
 ----------
@@ -31,7 +39,7 @@ Every input returns a list of actions for the driver. The driver owns sockets, t
 
 * ``next_work`` hands out batches in order; compute them in that order and call ``computed`` (also for those that turn
   out stale, see ``current``). Neighbours may be merged before (``Work.join``: gradient accumulation).
-* Keep a batch's gradients until its ``Settled``: they may be needed again.
+* Keep a batch's gradients until its ``Settled``: they may be needed again, routed by another map.
 * A connection that was lost and works again, or an answer that took too long: ``lost(ps)`` or ``master_lost()``; what
   is still owed is said again. Any answer may come twice or late; one that nothing waits for is ignored.
 """
@@ -65,7 +73,7 @@ class Work(msgspec.Struct, frozen=True):
     lo: int
     hi: int
     buckets: dict[Slot, bytes]
-    life: int  # of the lease: grows with each reopening; work of an older one is stale
+    life: int  # of the lease when it was handed out; it grows with each reopening
     retried: bool = False
 
     @property
@@ -121,13 +129,14 @@ class SendOpen(Action, frozen=True, gc=False):
 class SendPush(Action, frozen=True):
     """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.buckets = bitmap``; answer to ``pushed``.
 
-    ``skipped``: no gradients, only the watermarks move."""
+    ``skipped``: no gradients, only the watermarks move. ``life``: to be given to ``pushed`` with the answer."""
 
     ps: Slot
     work: Work
     token: Token
     bitmap: bytes
     skipped: bool = False
+    life: int = 0
 
 
 class SendDone(Action, frozen=True):
@@ -178,13 +187,14 @@ class _State(IntEnum):
     REPORTED = 2
 
 
-class _Sent:
-    """A computed work and the ps that have not acknowledged it."""
+class _Batch:
+    """A work handed out; once computed, the ps that have not acknowledged it. ``buckets``: as in Work, by this map."""
 
-    __slots__ = ("skipped", "waiting", "work")
+    __slots__ = ("buckets", "skipped", "waiting", "work")
 
-    def __init__(self, work: Work, waiting: dict[Slot, Token], skipped: bool) -> None:
-        self.work, self.waiting, self.skipped = work, waiting, skipped
+    def __init__(self, work: Work, skipped: bool = False) -> None:
+        self.work, self.buckets, self.skipped = work, work.buckets, skipped
+        self.waiting: dict[Slot, Token] = {}
 
 
 class _Held:
@@ -213,8 +223,8 @@ class _Held:
         self.ragged: list[tuple[int, int, dict[Slot, bytes]]] = []  # last one is next
         self.position = lease.start  # next to hand out once nothing is ragged
         self.furthest = lease.start  # computed up to here before, by anyone
-        self.handed = 0  # samples handed out, not yet computed
-        self.sent: dict[tuple[int, int], _Sent] = {}  # in order of their ranges
+        self.handed: list[_Batch] = []  # handed out, not yet computed, in order
+        self.sent: dict[tuple[int, int], _Batch] = {}  # computed, in order of their ranges, all before those handed
         self.skipped: list[tuple[int, int]] = []
 
     def left(self) -> int:
@@ -246,7 +256,8 @@ class WorkerProtocol:
         self._waiting = False  # it was answered "wait"
         self._ended = self._finished = False
         self._leaving = ""  # why
-        self._version = -1
+        self._route = -1
+        self._lacking = False  # some bucket's owner is not up
         self._buckets = 0
         self._owned: dict[Slot, tuple[int, ...]] = {}
         self._servers: dict[Slot, Incarnation] = {}
@@ -270,10 +281,12 @@ class WorkerProtocol:
         for no, held in self._held.items():
             if held.sent:
                 at = next(iter(held.sent))[0]
+            elif held.handed:
+                at = held.handed[0].work.lo
             elif held.ragged:
                 at = held.ragged[-1][0]
             else:
-                at = held.position - held.handed
+                at = held.position
             out.append((no, at))
         return tuple(out)
 
@@ -296,10 +309,20 @@ class WorkerProtocol:
         """Whether it has no final answer yet."""
         return self._asking
 
+    @property
+    def route(self) -> int:
+        """Of the newest map (``Placement.route``), -1 before the first."""
+        return self._route
+
     def current(self, work: Work) -> bool:
         """Whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says Settled)."""
         held = self._held.get(work.lease.no)
-        return held is not None and held.life == work.life and held.state is _State.ACTIVE
+        return held is not None and any(b.work.life == work.life and b.work.lo == work.lo for b in held.handed)
+
+    def awaits_open(self, ps: Slot, lease: LeaseNo) -> bool:
+        """Whether ``ps`` still owes the answer to a ``SendOpen`` (what it said did not fit the map: it is behind)."""
+        held = self._held.get(lease)
+        return held is not None and held.state is _State.OPENING and ps in self._servers and ps not in held.opened
 
     def set_batch_samples(self, batch_samples: int) -> None:
         """From the next ``next_work`` on. Any number at any moment is fine."""
@@ -317,18 +340,18 @@ class WorkerProtocol:
         return self._more()
 
     def placement(self, placement: Placement) -> list[Action]:
-        """The map. A ps in a new life, or with other buckets, reopens what is in hand. Older maps are ignored."""
-        if placement.version < self._version:
+        """The map. A new routing (a ps in a new life, or with other buckets) reopens all that is in hand; one that
+        differs in mirrors only, or is older, changes nothing."""
+        if placement.route <= self._route:
             return []
         servers = {s.slot: s.incarnation for s in placement.servers}
-        if placement.version == self._version and servers == self._servers:
-            return []
         owned: dict[Slot, list[int]] = {s: [] for s in servers}
         for bucket, slot in enumerate(placement.owner):
             owned.setdefault(slot, []).append(bucket)
         self._owned = {s: tuple(b) for s, b in owned.items() if b}
         self._servers = {s: i for s, i in servers.items() if s in self._owned}
-        self._version, self._buckets = placement.version, placement.buckets
+        self._lacking = len(self._servers) < len(self._owned)
+        self._route, self._buckets = placement.route, placement.buckets
         out: list[Action] = []
         for held in self._held.values():
             if held.state is not _State.REPORTED:
@@ -458,14 +481,15 @@ class WorkerProtocol:
         if tuple(buckets) != self._owned[ps]:  # it moves buckets: a new map, or a repeated open, is on its way
             return []
         held.opened[ps] = (incarnation, buckets, watermarks)
-        if len(held.opened) < len(self._servers):
+        if len(held.opened) < len(self._servers) or self._lacking:
             return []
+        out: list[Action] = []
         self._reconcile(held)
         held.state = _State.ACTIVE
+        self._keep(held, out)
         if held.ragged or held.position > held.lease.start:
             # Somebody began it and was lost: finish it before what nobody has touched.
             self._held = {held.lease.no: held, **self._held}
-        out: list[Action] = []
         self._report(held, out)
         out += self._more()
         return out
@@ -474,13 +498,14 @@ class WorkerProtocol:
         """A ps refused to open: a later lease did, or the shard is over."""
         return self._over(lease, reason)
 
-    def pushed(self, ps: Slot, token: Token, answer: Pushed) -> list[Action]:
-        """The answer of ``ps`` to the push with ``token``."""
+    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[Action]:
+        """The answer of ``ps`` to the push with ``token``. ``life``: of its ``SendPush``; -1: answers of one ps come in
+        the order of what it was sent."""
         held = self._held.get(token.lease)
         sent = held.sent.get((token.lo, token.hi)) if held is not None else None
-        # A late answer from before a reopening may match a token of now (same range, same life of the ps). It holds:
-        # watermarks only grow, so the buckets addressed now are among those that were addressed then.
-        if held is None or sent is None or sent.waiting.get(ps) != token:
+        # A late answer from before a reopening may match a token of now (same range, same life of the ps), though the
+        # ps owns other buckets now: it does not count for them.
+        if held is None or sent is None or sent.waiting.get(ps) != token or life not in (-1, held.life):
             return []
         if answer.nonfinite >= 0:
             return [Halt(f"the gradient of samples {token.lo}..{token.hi} holds NaN or Inf (table {answer.nonfinite})")]
@@ -510,7 +535,7 @@ class WorkerProtocol:
             for sent in held.sent.values():
                 token = sent.waiting.get(ps)
                 if token is not None:
-                    out.append(SendPush(ps, sent.work, token, sent.work.buckets[ps], sent.skipped))
+                    out.append(self._push(held, sent, ps))
         return out
 
     # ------------------------------------------------------------ work
@@ -537,10 +562,11 @@ class WorkerProtocol:
                 buckets = held.everyone
             else:
                 continue
-            held.handed += hi - lo
             retried = lo < held.furthest
             self.retried += retried
-            return Work(held.lease, lo, hi, buckets, held.life, retried)
+            work = Work(held.lease, lo, hi, buckets, held.life, retried)
+            held.handed.append(_Batch(work))
+            return work
         return None
 
     def more(self) -> list[Action]:
@@ -550,21 +576,40 @@ class WorkerProtocol:
     def computed(self, work: Work, skipped: bool = False) -> list[Action]:
         """``work`` (possibly joined of several) is computed; ``skipped``: its gradients are not finite and dropped."""
         held = self._held.get(work.lease.no)
-        if held is None or held.life != work.life or held.state is not _State.ACTIVE:
+        if held is None or held.state is _State.REPORTED:
             return [Settled(work, False)]
-        held.handed -= work.hi - work.lo
+        mine = [b for b in held.handed if b.work.life == work.life and work.lo <= b.work.lo and b.work.hi <= work.hi]
+        if not mine:
+            return [Settled(work, False)]
+        held.handed = [b for b in held.handed if b not in mine]
         held.furthest = max(held.furthest, work.hi)
+        whole = mine[0].work.lo == work.lo and mine[-1].work.hi == work.hi
+        if not (whole and all(a.work.hi == b.work.lo and a.buckets == b.buckets for a, b in pairwise(mine))):
+            # Joined before a reopening that kept only some of it: no bucket takes the sum.
+            out: list[Action] = [Settled(work, False)]
+            if held.state is _State.ACTIVE:
+                self._open(held, out)
+            return out
         if skipped and (work.lo, work.hi) not in held.skipped:
             held.skipped.append((work.lo, work.hi))
-        waiting = {ps: self._token(work, held.opened[ps][0]) for ps in work.buckets}
-        held.sent[work.lo, work.hi] = _Sent(work, waiting, skipped)
+        batch = _Batch(work, skipped)
+        batch.buckets = mine[0].buckets
+        held.sent[work.lo, work.hi] = batch
         self._unacknowledged += 1
-        return [SendPush(ps, work, token, work.buckets[ps], skipped) for ps, token in waiting.items()]
+        return self._send(held, batch) if held.state is _State.ACTIVE else []  # else: once it is open again
 
     # ------------------------------------------------------------ inside
 
     def _token(self, work: Work, ps_incarnation: Incarnation) -> Token:
         return Token(work.lease.shard, work.lo, work.hi, work.lease.no, ps_incarnation, self.worker, self.incarnation)
+
+    def _send(self, held: _Held, batch: _Batch) -> list[Action]:
+        """Push a computed batch to all its buckets."""
+        batch.waiting = {ps: self._token(batch.work, held.opened[ps][0]) for ps in batch.buckets}
+        return [self._push(held, batch, ps) for ps in batch.waiting]
+
+    def _push(self, held: _Held, batch: _Batch, ps: Slot) -> SendPush:
+        return SendPush(ps, batch.work, batch.waiting[ps], batch.buckets[ps], batch.skipped, held.life)
 
     def _more(self) -> list[Action]:
         """Ask for a shard if there is too little left to do."""
@@ -582,13 +627,13 @@ class WorkerProtocol:
         return [AskShard(self._dataset, self._until, self._asked)]
 
     def _open(self, held: _Held, out: list[Action]) -> None:
-        """Forget all positions of this lease and open it (again) everywhere."""
+        """Forget all positions of this lease and open it (again) everywhere; ``_keep`` will see what still fits."""
         held.state = _State.OPENING
         held.life += 1
-        held.handed = 0
         held.opened.clear()
         held.ragged = []
-        self._forget(held, out)
+        for batch in held.sent.values():
+            batch.waiting = {}
         out += [SendOpen(ps, held.lease) for ps in self._servers]
 
     def _forget(self, held: _Held, out: list[Action]) -> None:
@@ -613,6 +658,44 @@ class WorkerProtocol:
                     behind[ps] = bitmap(late, self._buckets)
             held.ragged.append((lo, hi, behind))
         held.ragged.reverse()
+
+    def _keep(self, held: _Held, out: list[Action]) -> None:
+        """Of the batches in hand, keep those that the buckets still need as they are (see the top of this file)."""
+        computed, waiting = list(held.sent.values()), held.handed
+        held.sent, held.handed = {}, []
+        at = lowest = held.ragged[-1][0] if held.ragged else held.position
+        for batch in computed + waiting:
+            work = batch.work
+            buckets = self._cut(held, work.lo, work.hi) if work.lo == at else None
+            if buckets is not None:
+                at, batch.buckets = work.hi, buckets
+                if batch in computed:
+                    held.sent[work.lo, work.hi] = batch
+                    out += self._send(held, batch)
+                else:
+                    held.handed.append(batch)
+            else:
+                at = at if work.hi <= lowest else -1  # nothing after it fits
+                if batch in computed:
+                    self._unacknowledged -= 1
+                    out.append(Settled(work, work.hi <= lowest))
+
+    def _cut(self, held: _Held, lo: int, hi: int) -> dict[Slot, bytes] | None:
+        """Take ``[lo, hi)``, which begins at the next position, out of what is to be handed out; the buckets that need
+        it, or None where some bucket stands inside it."""
+        if not held.ragged:
+            if hi > held.lease.stop:
+                return None
+            held.position = hi
+            return held.everyone
+        _, end, buckets = held.ragged[-1]
+        if hi > end:
+            return None
+        if hi == end:
+            held.ragged.pop()
+        else:
+            held.ragged[-1] = (hi, end, buckets)
+        return buckets
 
     def _report(self, held: _Held, out: list[Action]) -> None:
         """Say "done" if nothing of this shard is left to hand out, to compute or to acknowledge."""
