@@ -89,8 +89,7 @@ class World:
             )
 
         self.client.set_placement(self.map, link)
-        self.client.dims.update({t.id: t.dim for t in TABLES})
-        self.client.everywhere(lambda i, s: Declare(TABLES)).wait()
+        self.client.declare(TABLES).wait()
 
     def close(self) -> None:
         self.client.close()
@@ -106,7 +105,7 @@ def train_once(world: World, keys: list[np.ndarray[Any, Any]]) -> list[np.ndarra
     batch = BatchRows(world.arena, router)
     found = [router.route(t.id, k) for t, k in zip(TABLES, keys, strict=True)]
     rows = batch.add([(t, k, counts) for t, (k, _, counts) in zip(TABLES, found, strict=True)])
-    client.pull(rows, create=True).wait()
+    client.pull(rows, router, create=True).wait()
     for r in rows:
         r.grads[:] = -1.0
         r.touched = True
@@ -118,7 +117,7 @@ def train_once(world: World, keys: list[np.ndarray[Any, Any]]) -> list[np.ndarra
     assert sum(a.applied + a.repeats for a in pushed) == BUCKETS
     for r in rows:
         r.values[:] = np.nan
-    client.pull(rows, create=True).wait()
+    client.pull(rows, router, create=True).wait()
     out = [r.values[inverse].copy() for r, (_, inverse, _) in zip(rows, found, strict=True)]
     batch.close()
     assert world.arena.used_bytes == 0
@@ -159,20 +158,84 @@ def _refuse(place: PsPlace) -> Any:
     raise WireError("no such socket")
 
 
-def test_an_old_map_is_said_again(tmp_path: Path) -> None:
-    """The ps has a newer map with the same owners: the request goes out again once the client has it too."""
+def test_what_came_with_an_old_map_is_answered_moved_once_the_newer_one_is_here(tmp_path: Path) -> None:
     world = World(tmp_path, 1, True)
     world.services[0].set_placement(placement(1, version=2))
-    timer = threading.Timer(
-        0.05, lambda: world.client.set_placement(placement(1, 2), lambda p: world.client.links[p.slot])
-    )
-    timer.start()
     client = world.client
+    timer = threading.Timer(0.05, lambda: client.set_placement(placement(1, 2), lambda p: client.links[p.slot]))
+    timer.start()
     batch = BatchRows(world.arena, client.router)
     keys, _, counts = client.router.route(TABLES[0].id, np.arange(5))
     (rows,) = batch.add([(TABLES[0], keys, counts)])
-    client.pull([rows], create=True).wait()
+    ticket = client.pull([rows], client.router, create=True)
+    ticket.wait()
+    assert ticket.moved and not ticket.adrift
+    client.pull([rows], client.router, create=True).wait()
     assert (rows.values == 1.0).all()
+    world.close()
+
+
+def test_a_ps_that_is_lost_is_waited_for_until_the_map_names_another(tmp_path: Path) -> None:
+    """Requests to the dead one end; the new one hears of the tables before anything else."""
+    world = World(tmp_path, 1, True)
+    client = world.client
+    dead = client.links[Slot(0)]
+    assert isinstance(dead, SocketLink)
+    dead._give_up_s, dead._connection, dead._connect = 60.0, None, _refuse
+    batch = BatchRows(world.arena, client.router)
+    keys, _, counts = client.router.route(TABLES[0].id, np.arange(5))
+    (rows,) = batch.add([(TABLES[0], keys, counts)])
+    tickets = [client.pull([rows], client.router, create=True) for _ in range(3)]
+    again = PsService.create(n_buckets=BUCKETS, seed=1, slot=Slot(0), incarnation=Incarnation(2), run_dir=tmp_path)
+    place = PsPlace(Slot(0), Incarnation(2), Address(NodeId("n")))
+    moved = Placement(2, world.map.owner, (place,))
+    again.set_placement(moved)
+
+    def link(place: PsPlace) -> SocketLink:
+        arena = world.arena
+        return SocketLink(place, arena, client.dims, lambda p: (Wire(again, arena, [10**9]), True), world.lost.append)
+
+    assert not any(t.ready for t in tickets)
+    client.set_placement(moved, link)
+    for ticket in tickets:
+        ticket.wait()
+        assert ticket.moved
+    client.pull([rows], client.router, create=True).wait()  # its tables were declared: this would be refused
+    assert (rows.values == 1.0).all() and not world.lost
+    again.finish()
+    world.close()
+
+
+def test_an_answer_that_may_still_come_keeps_its_memory(tmp_path: Path) -> None:
+    """A ps that was given up with a pull on its way writes into our memory whenever it likes."""
+    world = World(tmp_path, 1, True)
+    client = world.client
+    stuck, entered = threading.Event(), threading.Event()
+
+    class Stopped:
+        def request(self, *_: Any, **__: Any) -> tuple[Any, memoryview]:
+            entered.set()
+            stuck.wait(30.0)
+            raise WireError("closed")
+
+        def close(self) -> None:
+            stuck.set()
+
+    link = client.links[Slot(0)]
+    assert isinstance(link, SocketLink)
+    link._connection, link._shared = Stopped(), True
+    batch = BatchRows(world.arena, client.router)
+    keys, _, counts = client.router.route(TABLES[0].id, np.arange(5))
+    rows = batch.add([(TABLES[0], keys, counts)])
+    used = world.arena.used_bytes
+    ticket = client.pull(rows, client.router, create=True)
+    assert entered.wait(30.0)
+    client.set_placement(Placement(2, world.map.owner, ()), lambda p: link)
+    ticket.wait()
+    assert ticket.moved and ticket.adrift
+    batch.drop(rows, adrift=ticket.adrift)
+    batch.close()
+    assert world.arena.used_bytes == used
     world.close()
 
 

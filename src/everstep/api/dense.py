@@ -24,6 +24,16 @@ from everstep.tables.routing import Router, TableRows
 _BIG_FLOATS = 1 << 18  # from here on a row has 1024 floats, below 256
 
 
+class DenseOrder:
+    """How a group's rows are ordered by one map: ``keys`` int64 [rows] grouped by ps and bucket, and back."""
+
+    def __init__(self, spec: TableSpec, n_rows: int, router: Router) -> None:
+        self.version = router.version
+        self.keys, self.inverse, self.counts = router.route(spec.id, np.arange(n_rows, dtype=np.int64))
+        self.index: NDArray[np.int32] = self.keys.astype(np.int32)
+        self.found = spec, self.keys, self.counts  # as ``BatchRows.add`` wants it
+
+
 class DenseGroup:
     """One parameter group of one optimizer. ``flat``: float32 [rows * dim], zero-padded behind the last parameter.
 
@@ -48,11 +58,7 @@ class DenseGroup:
         self.spec = TableSpec(name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True, parameters=shapes)
         self.flat = torch.zeros(self.n_rows * dim)
         self._scratch = torch.zeros(self.n_rows * dim)
-        self._version = -1
-        self.keys: NDArray[np.int64]
-        self.counts: list[int]
-        self._inverse: NDArray[np.int32]
-        self._order: NDArray[np.int32]
+        self._order: DenseOrder | None = None
         at = 0
         for p in self.params:
             view = self.flat[at : at + p.numel()].view(p.shape)
@@ -67,22 +73,20 @@ class DenseGroup:
     def lr(self) -> float:
         return float(self.group["lr"])
 
-    def routed(self, router: Router) -> tuple[TableSpec, NDArray[np.int64], list[int]]:
-        """All keys of the table, as ``BatchRows.add`` wants them."""
-        if self._version != router.version:
-            self.keys, self._inverse, self.counts = router.route(self.spec.id, np.arange(self.n_rows, dtype=np.int64))
-            self._order = self.keys.astype(np.int32)
-            self._version = router.version
-        return self.spec, self.keys, self.counts
+    def order(self, router: Router) -> DenseOrder:
+        """The rows as ``router`` groups them. Rows of a batch keep the order they were pulled in."""
+        order = self._order
+        if order is None or order.version != router.version:
+            self._order = order = DenseOrder(self.spec, self.n_rows, router)
+        return order
 
     def initial(self) -> NDArray[np.float32]:
-        """This worker's own values, float32 [rows, dim] in the order of ``keys``."""
-        out: NDArray[np.float32] = self._rows(self.flat)[self._order]
-        return out
+        """This worker's own values, float32 [rows, dim] in the order of the keys 0, 1, 2, ..."""
+        return self._rows(self.flat)
 
     def take(self, rows: TableRows) -> None:
         """Copy the values of pulled rows into the parameters."""
-        gather_rows(rows.values, self._inverse, self._rows(self.flat))
+        gather_rows(rows.values, rows.order.inverse, self._rows(self.flat))
 
     def has_grad(self) -> bool:
         return any(p.grad is not None for p in self.params)
@@ -99,9 +103,9 @@ class DenseGroup:
             at += p.numel()
         torch.cat(pieces, out=self._scratch[: self.n])
         if rows.touched:
-            rows.grads += self._rows(self._scratch)[self._order]
+            rows.grads += self._rows(self._scratch)[rows.order.index]
         else:
-            gather_rows(self._rows(self._scratch), self._order, rows.grads)
+            gather_rows(self._rows(self._scratch), rows.order.index, rows.grads)
             rows.touched = True
         return True
 

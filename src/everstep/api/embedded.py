@@ -27,6 +27,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, InternalError, PlatformError, ScriptError, UserError, script_place
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
+from everstep.model.placement import Placement
 from everstep.net import messages
 from everstep.net.arena import Arena
 from everstep.net.messages import RequestType
@@ -54,7 +55,7 @@ class DirectLink:
         body = b"".join(bytes(b) for b in buffers) if buffers else b""
         then(answer, memoryview(body))
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
         pass
 
 
@@ -65,7 +66,7 @@ class EmbeddedMaster:
         self.spec, self.run_dir, self.service = spec, run_dir, service
         self.brain = Brain()
         self.journal = Journal(run_dir / "journal.sqlite", Incarnation(1))
-        self.listener: Listener | None = None
+        self.placed: Callable[[Placement], None] | None = None
         self.finished: FinishJob | None = None
         self._lock = threading.RLock()
         self._events = (run_dir / "events.jsonl").open("ab")
@@ -83,8 +84,8 @@ class EmbeddedMaster:
                     self.service.release(wanted.shards)
                 elif isinstance(wanted, PublishPlacement):
                     self.service.set_placement(wanted.placement)
-                    if self.listener is not None:
-                        self.listener.placed(wanted.placement)
+                    if self.placed is not None:
+                        self.placed(wanted.placement)
                 elif isinstance(wanted, Note):
                     self._note(event.at, wanted)
                 elif isinstance(wanted, FinishJob):
@@ -173,7 +174,7 @@ class EmbeddedSeat:
         return cls(spec, run_dir, prefetch or 0)
 
     def start(self, listener: Listener) -> None:
-        self._listener = self.master.listener = listener
+        self._listener = listener
         now = time.time
         handle = self.master.handle
         address = Address(_NODE)
@@ -185,8 +186,13 @@ class EmbeddedSeat:
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")
         self.service.set_placement(answer.placement)
-        self.client.set_placement(answer.placement, lambda place: DirectLink(place.slot, self.service, self.arena))
-        listener.placed(answer.placement)
+        self.master.placed = self._placed
+        self._placed(answer.placement)
+
+    def _placed(self, placement: Placement) -> None:
+        assert self._listener is not None
+        self.client.set_placement(placement, lambda place: DirectLink(place.slot, self.service, self.arena))
+        self._listener.placed(placement)
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
         if isinstance(request, messages.Report):

@@ -35,7 +35,7 @@ from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
 from everstep.native import bag_backward, isfinite_all
 from everstep.net import messages
-from everstep.net.messages import Bad, Closed, DataAnswer, Opened, OpenShard, Part, Push, Pushed
+from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.tables.protocol import (
     Action,
     AskLater,
@@ -52,25 +52,47 @@ from everstep.tables.protocol import (
     WorkerProtocol,
     watermarks_of,
 )
-from everstep.tables.routing import BatchRows, TableRows, parts_by_ps
+from everstep.tables.routing import BatchRows, Router, TableRows, parts_by_ps
 
 _LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
 _MASTER_S = 300.0  # a master may be away so long
 _MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
+_OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
 class _Payload:
-    """The gradients of one push, kept until every ps has acknowledged them."""
+    """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("parts", "rows")
+    __slots__ = ("_flying", "_holders", "_settled", "lrs", "parts", "router", "tables")
 
-    def __init__(self, parts: list[list[Part]], rows: list[BatchRows]) -> None:
-        self.parts, self.rows = parts, rows
+    def __init__(
+        self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
+    ) -> None:
+        self.tables, self.router, self.lrs = tables, router, lrs
+        self.parts: list[list[Part]] = []
+        self._holders = holders
+        self._flying = 0  # pushes given to a link and not answered
+        self._settled = False
 
-    def close(self) -> None:
-        for rows in self.rows:
-            rows.close()
+    def hold(self, more: BatchRows) -> None:
+        self._holders.append(more)
+
+    def sent(self) -> None:
+        self._flying += 1
+
+    def landed(self) -> None:
+        self._flying -= 1
+        self._free()
+
+    def settle(self) -> None:
+        self._settled = True
+        self._free()
+
+    def _free(self) -> None:
+        if self._settled and not self._flying:
+            for rows in self._holders:
+                rows.close()
 
 
 class _Run:
@@ -195,7 +217,7 @@ class Engine:
         elif isinstance(action, Settled):
             payload = self._payloads.pop(action.work.key, None)
             if payload is not None:
-                payload.close()
+                payload.settle()
             if action.applied:
                 self.samples += action.work.hi - action.work.lo
         elif isinstance(action, AskShard):
@@ -232,31 +254,60 @@ class Engine:
             if isinstance(answer, Opened):
                 buckets, marks = watermarks_of(answer)
                 self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
+                if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
+                    self.seat.later(_OPEN_AGAIN_S, again)
             elif isinstance(answer, Closed):
                 self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
-            else:
+            elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that
                 self._unexpected(ps, answer)
 
-        self.tables.client.submit(ps, OpenShard(lease.shard, lease.start, lease.no), then)
+        def again() -> None:
+            with self._lock:
+                if self.protocol.awaits_open(ps, lease.no):
+                    self._send_open(action)
+
+        client = self.tables.client
+        if client.router.version == self.protocol.route:
+            client.submit(ps, OpenShard(lease.shard, lease.start, lease.no, client.router.version), then)
 
     def _send_push(self, action: SendPush) -> None:
-        ps, token = action.ps, action.token
-        payload = self._payloads.get(action.work.key)
+        ps, token, life = action.ps, action.token, action.life
         router = self.tables.client.router
+        if router.version != self.protocol.route:
+            return  # the machine is about to hear of a newer map, and will say this anew
+        payload = self._payloads.get(action.work.key)
         parts: tuple[Part, ...] = ()
         if payload is not None and not action.skipped:
+            self._route(payload, router)
             parts = tuple(payload.parts[router.slots.index(ps)])
+            payload.sent()
         message = Push(router.version, token, parts, True, action.bitmap, action.skipped)
 
         def then(answer: DataAnswer, body: memoryview) -> None:
+            with self._lock:
+                if parts_held is not None:
+                    parts_held.landed()
             if isinstance(answer, Pushed):
                 if answer.nonfinite >= 0:
                     self.fail(self._nonfinite(self._name_of(answer.nonfinite), action.work))
-                self.feed(lambda: self.protocol.pushed(ps, token, answer))
-            else:
+                self.feed(lambda: self.protocol.pushed(ps, token, answer, life))
+            elif not isinstance(answer, Moved):  # a newer map is here: what is owed is said anew by that
                 self._unexpected(ps, answer)
 
-        self.tables.client.submit(ps, message, then)
+        parts_held = payload if not action.skipped else None
+        self.tables.client.submit(ps, message, then, router)
+
+    def _route(self, payload: _Payload, router: Router) -> None:
+        """Group the gradients by ``router``, if they are not."""
+        if payload.router.version == router.version and payload.parts:
+            return
+        for i, rows in enumerate(payload.tables):
+            if rows.router.version != router.version:
+                merged = self._merge([rows], router)
+                payload.hold(merged.batch)
+                payload.tables[i] = merged
+        payload.router = router
+        payload.parts = parts_by_ps(payload.tables, len(router.slots), grads=True, lrs=payload.lrs)
 
     def _unexpected(self, ps: Slot, answer: DataAnswer) -> None:
         text = answer.error if isinstance(answer, Bad) else repr(answer)
@@ -508,7 +559,9 @@ class Engine:
             for optimizer in self.optimizers:
                 for dense in optimizer.groups:
                     if dense.spec.id not in group[-1].dense:
-                        (added,) = group[-1].rows.add([dense.routed(group[-1].rows.router)], values=False)
+                        order = dense.order(group[-1].rows.router)
+                        (added,) = group[-1].rows.add([order.found], values=False)
+                        added.order = order
                         group[-1].dense[dense.spec.id] = added
                     self._capture(dense, group[-1])
                     for p in dense.params:
@@ -532,17 +585,17 @@ class Engine:
             self.feed(lambda: self.protocol.computed(work, True))
             return
         out = []
+        router = self.tables.client.router
         for found in tables.values():
             if len(found) == 1:
                 out.append(found[0])
             else:
-                merged = self._merge(found)
+                merged = self._merge(found, router)
                 holders.append(merged.batch)
                 out.append(merged)
-        router = self.tables.client.router
-        parts = parts_by_ps(out, len(router.slots), grads=True, lrs=self._lrs)
         with self._lock:
-            self._payloads[work.key] = _Payload(parts, holders)
+            self._payloads[work.key] = payload = _Payload(out, holders, router, dict(self._lrs))
+            self._route(payload, router)
             self.feed(lambda: self.protocol.computed(work))
 
     def _fold_group(self) -> None:
@@ -554,22 +607,22 @@ class Engine:
                 if rows.touched:
                     by_table.setdefault(rows.table, []).append(rows)
         assert before.work is not None and item.work is not None
-        folded = Item(before.work.join(item.work), None, BatchRows(self.tables.client.memory, item.rows.router))
+        router = self.tables.client.router
+        folded = Item(before.work.join(item.work), None, BatchRows(self.tables.client.memory, router))
         for found in by_table.values():
-            self._merge(found, folded.rows)
+            self._merge(found, router, folded.rows)
         before.close()
         item.close()
         self._group[-2:] = [folded]
 
-    def _merge(self, found: list[TableRows], into: BatchRows | None = None) -> TableRows:
-        """One TableRows with the sum of several gradients of the same table."""
+    def _merge(self, found: list[TableRows], router: Router, into: BatchRows | None = None) -> TableRows:
+        """One TableRows, grouped by ``router``, with the sum of several gradients of the same table."""
         keys, grads = [], []
         for rows in found:
             rows.drop_padding()
             keys.append(rows.keys)
             grads.append(rows.grads)
         all_keys, all_grads = np.concatenate(keys), np.concatenate(grads)
-        router = found[0].batch.router
         routed, inverse, counts = router.route(found[0].table, all_keys)
         batch = BatchRows(self.tables.client.memory, router) if into is None else into
         (merged,) = batch.add([(found[0].spec, routed, counts)], values=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,17 +16,26 @@ from everstep.api.dense import DenseGroup
 from everstep.api.nn import Lookup
 from everstep.api.sparse import TableInfo
 from everstep.errors import InternalError, ScriptError
-from everstep.ids import TableId
+from everstep.ids import Slot, TableId
 from everstep.model.table import TableSpec
-from everstep.net.messages import Declare, Declared, Part, Put, Scan, Scanned
+from everstep.net.messages import Declared, Part, Put, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.prefetch import Predictor, ViewKey, view_key
 from everstep.tables.protocol import Work
-from everstep.tables.routing import BatchRows, Router, TableRows, check_vocabulary
+from everstep.tables.routing import BatchRows, TableRows, check_vocabulary
 
 _PIECE_BYTES = 8 << 20  # of rows in one Put, Pull or Scan of a whole table
 
 Found = tuple[TableSpec, NDArray[np.int64], list[int]]
+
+
+class Fetched(NamedTuple):
+    """One pull of a batch: what was wanted, and the rows that were added for it."""
+
+    wanted: list[tuple[str, list[Tensor]]]
+    create: bool
+    dense: bool
+    added: list[TableRows]
 
 
 class Item:
@@ -42,14 +51,25 @@ class Item:
         self.keep: list[Tensor] = []  # ids of lookups: their addresses are keys
         self.dense: dict[TableId, TableRows] = {}
         self.ticket: Ticket | None = None
+        self.fetched: Fetched | None = None  # what the ticket is for
 
     def __repr__(self) -> str:
         return f"<Item {self.work} {self.rows}>"
 
     def close(self) -> None:
-        self.rows.close()
+        """Free the memory, as soon as no ps writes into it any more."""
         self.lookups.clear()
         self.keep.clear()
+        if self.ticket is None:
+            self.rows.close()
+        else:
+            self.ticket.then(self._free)
+
+    def _free(self) -> None:
+        if self.ticket is not None and self.ticket.adrift:
+            self.rows.abandon()
+        else:
+            self.rows.close()
 
 
 class TableSet:
@@ -93,9 +113,11 @@ class TableSet:
         if not new and not groups:
             return
         specs = [i.spec for i in new] + [g.spec for g in groups]
-        self.client.dims.update({s.id: s.dim for s in specs})
-        ticket = self.client.everywhere(lambda i, slot: Declare(tuple(specs)))
+        ticket = self.client.declare(specs)
         ticket.wait()
+        while ticket.moved:
+            ticket = self.client.declare(specs)
+            ticket.wait()
         ready = np.ones(len(specs), dtype=bool)
         for _, answer, _ in ticket.answers:
             if not isinstance(answer, Declared):
@@ -108,9 +130,8 @@ class TableSet:
                     self.put(info.spec, keys, info.upload.contiguous().numpy())
                 info.upload = info.upload_keys = None  # the rows live on the ps now
         for group, there in zip(groups, ready[len(new) :], strict=True):
-            group.routed(self.client.router)
             if not there:
-                self.put(group.spec, group.keys, group.initial())
+                self.put(group.spec, None, group.initial())
         self._declared |= {s.name for s in specs}
 
     @property
@@ -120,29 +141,35 @@ class TableSet:
 
     def put(self, spec: TableSpec, keys: NDArray[np.int64] | None, values: NDArray[np.float32]) -> None:
         """Give rows their first values, in pieces; rows that exist keep theirs. ``keys`` None: 0, 1, 2, ..."""
-        router, n = self.client.router, len(values)
+        n = len(values)
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
         starts = range(0, n, piece) if n else range(1)
         for lo in starts:
             rows = values[lo : lo + piece]
             ids = np.arange(lo, lo + len(rows), dtype=np.int64) if keys is None else keys[lo : lo + len(rows)]
-            routed, inverse, counts = router.route(spec.id, np.ascontiguousarray(ids))
-            if len(routed) != len(ids):
-                raise ScriptError(f"table {spec.name!r}: the same key twice among the values to load")
-            batch = BatchRows(self.client.memory, router)
-            try:
-                (added,) = batch.add([(spec, routed, counts)], grads=False)
-                added.values[inverse] = rows
-                last = lo + piece >= n
-                parts = dict(added.parts(len(router.slots), grads=False))
-                empty = Part(spec.id, 0, added.keys_at, added.values_at)
-                self.client.everywhere(
-                    lambda i, _, parts=parts, last=last, empty=empty: (  # type: ignore[misc]
-                        Put(router.version, parts.get(i, empty), True, last) if last or i in parts else None
-                    )
-                ).wait()
-            finally:
-                batch.close()
+            while not self._put(spec, np.ascontiguousarray(ids), rows, lo + piece >= n):
+                pass  # a bucket moved meanwhile: again, by the new map
+
+    def _put(self, spec: TableSpec, ids: NDArray[np.int64], rows: NDArray[np.float32], last: bool) -> bool:
+        router = self.client.router
+        routed, inverse, counts = router.route(spec.id, ids)
+        if len(routed) != len(ids):
+            raise ScriptError(f"table {spec.name!r}: the same key twice among the values to load")
+        batch = BatchRows(self.client.memory, router)
+        (added,) = batch.add([(spec, routed, counts)], grads=False)
+        added.values[inverse] = rows
+        parts = dict(added.parts(len(router.slots), grads=False))
+        empty = Part(spec.id, 0, added.keys_at, added.values_at)
+
+        def message(position: int, slot: Slot) -> Put | None:
+            if not last and position not in parts:
+                return None
+            return Put(router.version, parts.get(position, empty), True, last)
+
+        ticket = self.client.everywhere(message, router)
+        ticket.then(batch.close)
+        ticket.wait()
+        return not ticket.moved
 
     # ------------------------------------------------------------ batches
 
@@ -150,20 +177,18 @@ class TableSet:
         """Route the ids that this batch is expected to need and ask for their rows. Any thread."""
         with self._lock:
             predicted = self.predictor.predict(batch)
-        router = self.client.router
-        item = Item(work, batch, BatchRows(self.client.memory, router))
+        item = Item(work, batch, BatchRows(self.client.memory, self.client.router))
         try:
             item.predicted = predicted
-            self._fetch(item, router, predicted, create=create, dense=dense)
+            self._fetch(item, predicted, create=create, dense=dense)
         except BaseException:
             item.close()
             raise
         return item
 
-    def _fetch(
-        self, item: Item, router: Router, wanted: list[tuple[str, list[Tensor]]], *, create: bool, dense: bool
-    ) -> Ticket:
+    def _fetch(self, item: Item, wanted: list[tuple[str, list[Tensor]]], *, create: bool, dense: bool) -> None:
         """Make ids unique, once per table, and pull their rows in one message per ps."""
+        item.rows.router = router = self.client.router
         found: list[Found] = []
         inverses: list[NDArray[np.int32]] = []
         for name, views in wanted:
@@ -173,10 +198,11 @@ class TableSet:
             found.append((spec, keys, counts))
             inverses.append(inverse)
         groups = self.dense if dense else []
-        found += [g.routed(router) for g in groups]
+        orders = [g.order(router) for g in groups]
+        found += [order.found for order in orders]
         if not found:
-            item.ticket = Ticket(self.client, 0)
-            return item.ticket
+            item.ticket, item.fetched = Ticket(self.client, 0), None
+            return
         added = item.rows.add(found, grads=create)
         for (name, views), rows, inverse in zip(wanted, added, inverses, strict=False):
             padding = self.infos[name].padding
@@ -189,30 +215,40 @@ class TableSet:
                 item.lookups[name, view_key(ids)] = Lookup(rows, inverse[at_id : at_id + n])
                 at_id += n
             item.keep += views
-        for group, rows in zip(groups, added[len(wanted) :], strict=True):
-            item.dense[group.spec.id] = rows
-        item.ticket = self.client.pull(added, create=create)
-        return item.ticket
+        for order, rows in zip(orders, added[len(wanted) :], strict=True):
+            rows.order = order
+            item.dense[rows.table] = rows
+        item.fetched = Fetched(wanted, create, dense, added)
+        item.ticket = self.client.pull(added, router, create=create)
 
     def take(self, item: Item) -> None:
         """Wait for the rows of ``item`` and make it the current batch."""
-        self._arrive(item, item.rows.tables)
+        self._arrive(item)
         for group in self.dense:
             rows = item.dense.get(group.spec.id)
             if rows is not None:
                 group.take(rows)
         self.current = item
 
-    def _arrive(self, item: Item, rows: Sequence[TableRows]) -> None:
-        assert item.ticket is not None
-        if not item.ticket.ready:
-            begin = time.perf_counter()
-            item.ticket.wait()
-            self.wait_s += time.perf_counter() - begin
-        item.ticket.wait()
-        for r in rows:
-            if r.padding_at >= 0 and self.infos[r.spec.name].zero_padding:
-                r.values[r.padding_at] = 0.0
+    def _arrive(self, item: Item) -> None:
+        """Wait for what was fetched last; where a bucket moved meanwhile, fetch it all again."""
+        while True:
+            ticket, fetched = item.ticket, item.fetched
+            assert ticket is not None
+            if not ticket.ready:
+                begin = time.perf_counter()
+                ticket.wait()
+                self.wait_s += time.perf_counter() - begin
+            ticket.wait()
+            if fetched is None:
+                return
+            if not ticket.moved:
+                break
+            item.rows.drop(fetched.added, adrift=ticket.adrift)
+            self._fetch(item, fetched.wanted, create=fetched.create, dense=fetched.dense)
+        for rows in fetched.added:
+            if rows.padding_at >= 0 and self.infos[rows.spec.name].zero_padding:
+                rows.values[rows.padding_at] = 0.0
 
     def release(self, item: Item) -> None:
         """The user is done with this batch: learn from what was asked for."""
@@ -249,9 +285,8 @@ class TableSet:
                 flush=True,
             )
         self.declare()
-        before = len(item.rows.tables)
-        self._fetch(item, self.client.router, [(table, [ids])], create=True, dense=False)
-        self._arrive(item, item.rows.tables[before:])
+        self._fetch(item, [(table, [ids])], create=True, dense=False)
+        self._arrive(item)
         return item.lookups[table, key]
 
     def _aside(self, table: str, ids: Tensor) -> Lookup:
@@ -265,16 +300,15 @@ class TableSet:
             wanted = self.predictor.siblings(table, ids) or [(table, [ids])]
         if len(self._asides) >= 4:
             self._asides.pop(0).close()
-        router = self.client.router
-        item = Item(None, None, BatchRows(self.client.memory, router))
+        item = Item(None, None, BatchRows(self.client.memory, self.client.router))
         try:
-            self._fetch(item, router, wanted, create=False, dense=False)
+            self._fetch(item, wanted, create=False, dense=False)
         except ScriptError:
             if len(wanted) == 1:
                 item.close()
                 raise
-            self._fetch(item, router, [(table, [ids])], create=False, dense=False)  # a sibling was a wrong guess
-        self._arrive(item, item.rows.tables)
+            self._fetch(item, [(table, [ids])], create=False, dense=False)  # a sibling was a wrong guess
+        self._arrive(item)
         self._asides.append(item)
         return item.lookups[key]
 
@@ -299,18 +333,24 @@ class TableSet:
     def read(self, spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """The rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin."""
         out = np.empty((len(keys), spec.dim), np.float32)
-        router = self.client.router
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
         for lo in range(0, len(keys), piece):
-            routed, inverse, counts = router.route(spec.id, np.ascontiguousarray(keys[lo : lo + piece]))
-            batch = BatchRows(self.client.memory, router)
-            try:
-                (rows,) = batch.add([(spec, routed, counts)], grads=False)
-                self.client.pull([rows], create=False).wait()
-                out[lo : lo + piece] = rows.values[inverse]
-            finally:
-                batch.close()
+            while not self._read(spec, np.ascontiguousarray(keys[lo : lo + piece]), out[lo : lo + piece]):
+                pass  # a bucket moved meanwhile: again, by the new map
         return out
+
+    def _read(self, spec: TableSpec, keys: NDArray[np.int64], out: NDArray[np.float32]) -> bool:
+        router = self.client.router
+        routed, inverse, counts = router.route(spec.id, keys)
+        item = Item(None, None, BatchRows(self.client.memory, router))
+        try:
+            (rows,) = item.rows.add([(spec, routed, counts)], grads=False)
+            item.ticket = self.client.pull([rows], router, create=False)
+            item.ticket.wait()
+            out[:] = rows.values[inverse]
+            return not item.ticket.moved
+        finally:
+            item.close()
 
     def scan(self, spec: TableSpec) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
         """All rows that exist: keys int64 [n] ascending, values [n, dim], optimizer state [n, floats]."""
@@ -319,12 +359,16 @@ class TableSet:
         keys: list[NDArray[np.int64]] = []
         values: list[NDArray[np.float32]] = []
         states: list[NDArray[np.float32]] = []
-        for bucket, owner in enumerate(self.client.router.placement.owner):
+        for bucket in range(self.client.router.n_buckets):
             slot = 0
             while slot >= 0:
                 request = Scan(spec.id, bucket, slot, limit, True)
-                ticket = self.client.everywhere(lambda i, ps, r=request, o=owner: r if ps == o else None)  # type: ignore[misc]
+                router = self.client.router
+                owner = router.placement.owner[bucket]
+                ticket = self.client.everywhere(lambda i, ps, r=request, o=owner: r if ps == o else None, router)  # type: ignore[misc]
                 ticket.wait()
+                if ticket.moved:
+                    continue  # rows keep their slots when a bucket moves: on from here
                 ((_, answer, body),) = ticket.answers
                 if not isinstance(answer, Scanned):
                     raise InternalError(f"Scan was answered with {answer!r}")

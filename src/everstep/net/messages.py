@@ -355,11 +355,13 @@ class Declare(msgspec.Struct, frozen=True, tag="declare"):
 
 
 class OpenShard(msgspec.Struct, frozen=True, tag="open"):
-    """Raise the shard's fence to ``lease`` in every bucket of this ps. Answer: Opened | Closed."""
+    """Raise the shard's fence to ``lease`` in every bucket of this ps. ``version``: of the routing; 0: whatever it has.
+    Answer: Opened | Closed | Moved."""
 
     shard: ShardKey
     start: int
     lease: LeaseNo
+    version: int = 0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,12 @@
-"""One line of requests to each ps: in order, repeated over reconnects until answered, or the ps is given up.
+"""One line of requests to each ps: in order, repeated over reconnects until answered, or the map names another ps.
 
 A request names rows by offsets into the worker's memory (``Part`` with ``shm``). On the same node the ps reads and
 writes that memory itself; over TCP the link sends and receives the same pieces behind the header. Requests of one
 link are answered in order, so a pull sent after a push sees it applied.
+
+A ps that is lost is waited for: a newer map will name who has its buckets now, and its link is closed then. Whatever
+was asked by an old map, of a link that was closed or of a ps that has the newer map already, ends with ``Moved``: who
+asked routes it anew.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import numpy as np
 from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, ServerLostError, WireError
 from everstep.ids import Slot, TableId
 from everstep.model.placement import Placement, PsPlace
+from everstep.model.table import TableSpec
 from everstep.net.messages import (
     Bad,
     DataAnswer,
@@ -41,6 +46,12 @@ Then = Callable[[DataAnswer, memoryview], None]
 
 Sendable = Declare | OpenShard | Pull | Push | Put | Scan | Stat
 
+GONE = Moved(0)  # the link is closed; the request was not sent
+ADRIFT = Moved(-1)  # the link was closed with the request on its way: a ps with our memory may still write into it
+
+_LOST_S = 300.0  # without a newer map
+_AGAIN_S = 0.02
+
 
 class Link(Protocol):
     """What the worker needs of a connection to one ps."""
@@ -49,7 +60,7 @@ class Link(Protocol):
 
     def submit(self, message: Sendable, then: Then) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, wait_s: float = 2.0) -> None: ...
 
 
 class Connection(Protocol):
@@ -68,7 +79,8 @@ class SocketLink:
     ``dims``: width of every declared table's rows (it may grow while the link lives).
     ``connect(place) -> (connection, shared)``: a new authenticated connection; ``shared``: the ps maps this memory.
     A lost connection is made again for ``give_up_s`` seconds and the request repeated (every request is harmless when
-    repeated); then ``on_lost(error)`` is called, once, and nothing is answered any more.
+    repeated); then ``on_lost(error)`` is called, once, and nothing is answered any more. What is not answered when the
+    link is closed is answered GONE or ADRIFT.
     """
 
     def __init__(
@@ -79,7 +91,7 @@ class SocketLink:
         connect: Callable[[PsPlace], tuple[Connection, bool]],
         on_lost: Callable[[EverstepError], None],
         *,
-        give_up_s: float = 20.0,
+        give_up_s: float = _LOST_S,
         answer_s: float = 60.0,
     ) -> None:
         self.slot = place.slot
@@ -93,6 +105,8 @@ class SocketLink:
         self._connection: Connection | None = None
         self._shared = False
         self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._over = False  # nobody takes from the queue any more
         self._scratch = bytearray()
         self.busy_s = 0.0  # seconds with a request on its way
         self._thread = threading.Thread(target=self._run, name=f"everstep-ps-{place.slot}", daemon=True)
@@ -102,13 +116,21 @@ class SocketLink:
         return f"<SocketLink ps:{self.slot} {'shm' if self._shared else 'wire'}>"
 
     def submit(self, message: Sendable, then: Then) -> None:
-        self._queue.put((message, then))
+        with self._lock:
+            if not self._over:
+                self._queue.put((message, then))
+                return
+        then(GONE, memoryview(b""))
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 2.0) -> None:
+        """From any thread. Whatever waits is answered on the link's thread."""
         self._closing.set()
         self._queue.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
+        connection = self._connection
+        if connection is not None:
+            connection.close()
+        if wait_s and self._thread is not threading.current_thread():
+            self._thread.join(timeout=wait_s)
 
     # ------------------------------------------------------------ the thread
 
@@ -116,20 +138,34 @@ class SocketLink:
         try:
             while (job := self._queue.get()) is not None:
                 message, then = job
-                begin = time.perf_counter()
-                answer, body = self._exchange(message)
-                self.busy_s += time.perf_counter() - begin
                 if self._closing.is_set():
-                    break
+                    then(GONE, memoryview(b""))
+                    continue
+                begin = time.perf_counter()
+                try:
+                    answer, body = self._exchange(message)
+                except EverstepError:
+                    if not self._closing.is_set():
+                        raise
+                    answer, body = (ADRIFT if self._shared else GONE), memoryview(b"")
+                self.busy_s += time.perf_counter() - begin
                 then(answer, body)
         except EverstepError as error:
-            if not self._closing.is_set():
-                self._on_lost(error)
+            self._on_lost(error)
         except Exception as error:  # a bug of ours must end the job, not leave it waiting
             self._on_lost(WireError(f"talking to ps:{self.slot} failed: {type(error).__name__}: {error}"))
         finally:
-            if self._connection is not None:
-                self._connection.close()
+            self._end()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        with self._lock:
+            self._over = True
+        while not self._queue.empty():
+            left = self._queue.get()
+            if left is not None:
+                left[1](GONE, memoryview(b""))
 
     def _exchange(self, message: Sendable) -> tuple[DataAnswer, memoryview]:
         """Send until answered. Raises ServerLostError when the ps can not be reached for too long."""
@@ -138,7 +174,8 @@ class SocketLink:
         while True:
             try:
                 if self._connection is None:
-                    self._connection, self._shared = self._connect(self.place)
+                    connection, self._shared = self._connect(self.place)
+                    self._connection = connection
                 return self._once(self._connection, message)
             except (WireError, DeadlineError, PlatformError, OSError) as error:
                 if self._connection is not None:
@@ -148,8 +185,8 @@ class SocketLink:
                 lost_at = lost_at or now
                 if now - lost_at > self._give_up_s or self._closing.is_set():
                     raise ServerLostError(
-                        f"ps:{self.slot} did not answer for {now - lost_at:.0f} s ({error}): its rows are lost to "
-                        "this job"
+                        f"ps:{self.slot} did not answer for {now - lost_at:.0f} s ({error}), and no other ps was "
+                        "given its buckets"
                     ) from error
                 self._closing.wait(pause_s)
                 pause_s = min(0.5, 2 * pause_s)
@@ -231,6 +268,7 @@ class Ticket:
         self._left = n
         self._event = threading.Event()
         self._lock = threading.Lock()
+        self._after: list[Callable[[], None]] = []
         self.answers: list[tuple[Slot, DataAnswer, memoryview]] = []
         if n == 0:
             self._event.set()
@@ -239,16 +277,38 @@ class Ticket:
         with self._lock:
             self.answers.append((ps, answer, body))
             self._left -= 1
-            done = self._left <= 0
-        if done:
+            if self._left > 0:
+                return
             self._event.set()
+            after, self._after = self._after, []
+        for action in after:
+            action()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once everything is answered: now, or on a link's thread."""
+        with self._lock:
+            if not self._event.is_set():
+                self._after.append(action)
+                return
+        action()
 
     @property
     def ready(self) -> bool:
         return self._event.is_set()
 
+    @property
+    def moved(self) -> bool:
+        """Some of it was asked by an old map: route it by the new one and ask again."""
+        return any(isinstance(answer, Moved) for _, answer, _ in self.answers)
+
+    @property
+    def adrift(self) -> bool:
+        """A ps that is given up may still write into the rows of this pull: that memory must not be used again."""
+        return any(answer == ADRIFT for _, answer, _ in self.answers)
+
     def wait(self) -> None:
-        """Return when everything is answered. Raises InternalError where a ps says that the request was wrong."""
+        """Return when everything is answered (see ``moved``). Raises InternalError where a ps says that the request
+        was wrong."""
         while not self._event.wait(0.5):
             if self._client.failure is not None:
                 raise self._client.failure
@@ -258,15 +318,21 @@ class Ticket:
 
 
 class PsClient:
-    """All ps of the job as one: routes rows, repeats what came with an old map, waits for answers."""
+    """All ps of the job as one: knows the map, waits for answers.
 
-    def __init__(self, memory: Memory, *, moved_give_up_s: float = 60.0) -> None:
+    ``moved_give_up_s``: so long may a ps have another map than we, or a bucket no owner that is up.
+    """
+
+    def __init__(self, memory: Memory, *, moved_give_up_s: float = _LOST_S) -> None:
         self.memory = memory
         self.dims: dict[TableId, int] = {}
         self.links: dict[Slot, Link] = {}
         self.failure: EverstepError | None = None
+        self._specs: dict[TableId, TableSpec] = {}
         self._router: Router | None = None
         self._moved_give_up_s = moved_give_up_s
+        self._lock = threading.RLock()  # of the map with its links and the tables they were told of
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<PsClient {self._router} {list(self.links.values())}>"
@@ -282,70 +348,104 @@ class PsClient:
         return self._router is not None
 
     def set_placement(self, placement: Placement, make_link: Callable[[PsPlace], Link]) -> None:
-        """Take a newer map; links to new lives of a ps are made anew."""
-        if self._router is not None and placement.version <= self._router.version:
-            return
-        old = self._router.placement.servers if self._router is not None else ()
-        for place in placement.servers:
-            if place not in old:
-                gone = self.links.get(place.slot)
-                self.links[place.slot] = make_link(place)
-                if gone is not None:
-                    gone.close()
-        self._router = Router(placement)
+        """Take a newer routing. A new life of a ps gets a new link, and is told of all tables before anything else; a
+        ps that is not in the map any more loses its link."""
+        with self._lock:
+            if self._router is not None and placement.route <= self._router.version:
+                return
+            old = self._router.placement.servers if self._router is not None else ()
+            links: dict[Slot, Link] = {}
+            for place in placement.servers:
+                if place in old and place.slot in self.links:
+                    links[place.slot] = self.links[place.slot]
+                else:
+                    links[place.slot] = make_link(place)
+                    self._tell(links[place.slot])
+            gone = [link for slot, link in self.links.items() if links.get(slot) is not link]
+            self.links = links
+            self._router = Router(placement)
+        for link in gone:
+            link.close(0.0)
+
+    def declare(self, specs: Sequence[TableSpec]) -> Ticket:
+        """Make tables exist at every ps, also at those that will join. Harmless when repeated."""
+        with self._lock:
+            self._specs.update({s.id: s for s in specs})
+            self.dims.update({s.id: s.dim for s in specs})
+            return self.everywhere(lambda i, slot: Declare(tuple(specs)))
+
+    def _tell(self, link: Link) -> None:
+        if self._specs:
+            link.submit(Declare(tuple(self._specs.values())), lambda answer, body: self._told(link.slot, answer))
+
+    def _told(self, ps: Slot, answer: DataAnswer) -> None:
+        if isinstance(answer, Bad):
+            self.fail(InternalError(f"ps:{ps} refused: {answer.error}"))
 
     def fail(self, error: EverstepError) -> None:
         """Everything that waits ends with ``error``."""
         self.failure = self.failure or error
 
     def close(self) -> None:
+        self._closed = True
         for link in self.links.values():
             link.close()
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, ps: Slot, message: Sendable, then: Then, began_at: float = 0.0) -> None:
-        """Send to one ps; ``then`` gets the final answer (never Moved) on the link's thread."""
+    def submit(
+        self, ps: Slot, message: Sendable, then: Then, router: Router | None = None, began_at: float = 0.0
+    ) -> None:
+        """Send to one ps; ``then`` gets the final answer, on the link's thread. It is Moved when there is a newer map
+        than ``router``, by which it was routed (default: today's)."""
         began_at = began_at or time.monotonic()
-        owner = self.router.placement.owner
+        router = router or self.router
+        version = router.version
 
         def answered(answer: DataAnswer, body: memoryview) -> None:
-            if not isinstance(answer, Moved):
+            if self._closed:
+                return
+            if not isinstance(answer, Moved) or self.router.version != version:
                 then(answer, body)
             elif time.monotonic() - began_at > self._moved_give_up_s:
                 self.fail(DeadlineError(f"ps:{ps} has had another placement map for {self._moved_give_up_s:.0f} s"))
             else:
                 # The ps may not have heard of our map yet, or we not of its: both hear from the master soon.
-                timer = threading.Timer(0.02, again)
+                timer = threading.Timer(_AGAIN_S, again)
                 timer.daemon = True
                 timer.start()
 
         def again() -> None:
-            if self.router.placement.owner != owner:
-                self.fail(
-                    InternalError(f"buckets moved under a request to ps:{ps}: this version can not route it anew")
-                )
-                return
-            newer = message
-            if isinstance(message, Pull | Push | Put):
-                newer = msgspec.structs.replace(message, version=self.router.version)
-            self.submit(ps, newer, then, began_at)
+            if self.router.version != version:
+                then(GONE, memoryview(b""))
+            else:
+                self.submit(ps, message, then, router, began_at)
 
-        self.links[ps].submit(message, answered)
+        link = self.links.get(ps) if self.router.version == version else None
+        if link is None:
+            answered(GONE, memoryview(b""))
+        else:
+            link.submit(message, answered)
 
-    def everywhere(self, message_for: Callable[[int, Slot], Sendable | None]) -> Ticket:
-        """One request to every ps: ``message_for(position, slot)``, None for nothing to say."""
-        messages = [(slot, message_for(i, slot)) for i, slot in enumerate(self.router.slots)]
+    def everywhere(self, message_for: Callable[[int, Slot], Sendable | None], router: Router | None = None) -> Ticket:
+        """One request to every ps of ``router`` (default: today's): ``message_for(position, slot)``, None for nothing
+        to say."""
+        router = router or self.router
+        messages = [(slot, message_for(i, slot)) for i, slot in enumerate(router.slots)]
         wanted = [(slot, message) for slot, message in messages if message is not None]
         ticket = Ticket(self, len(wanted))
         for slot, message in wanted:
-            self.submit(slot, message, lambda answer, body, slot=slot: ticket.arrived(slot, answer, body))  # type: ignore[misc]
+            self.submit(
+                slot,
+                message,
+                lambda answer, body, slot=slot: ticket.arrived(slot, answer, body),  # type: ignore[misc]
+                router,
+            )
         return ticket
 
-    def pull(self, rows: Sequence[TableRows], *, create: bool) -> Ticket:
-        """Ask every ps for its part of the values: one message each, for all tables."""
-        router = self.router
+    def pull(self, rows: Sequence[TableRows], router: Router, *, create: bool) -> Ticket:
+        """Ask every ps for its part of the values: one message each, for all tables. ``router``: routed ``rows``."""
         parts = parts_by_ps(rows, len(router.slots), grads=False)
         return self.everywhere(
-            lambda i, _: Pull(router.version, tuple(parts[i]), True, create) if parts[i] else None,
+            lambda i, _: Pull(router.version, tuple(parts[i]), True, create) if parts[i] else None, router
         )

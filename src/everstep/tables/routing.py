@@ -34,12 +34,13 @@ class Memory(Protocol):
 
 
 class Router:
-    """A placement as arrays. ``slots``: the ps in ascending order; ``bucket_ps[b]``: position in ``slots``, int32."""
+    """A placement as arrays. ``slots``: the ps in ascending order, also owners that are not up; ``bucket_ps[b]``:
+    position in ``slots``, int32; ``version``: of the routing."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.version = placement.version
-        self.slots: tuple[Slot, ...] = tuple(sorted({p.slot for p in placement.servers}))
+        self.version = placement.route
+        self.slots: tuple[Slot, ...] = tuple(sorted({p.slot for p in placement.servers} | set(placement.owner)))
         position = {slot: i for i, slot in enumerate(self.slots)}
         self.n_buckets = placement.buckets
         self.bucket_ps = np.array([position[s] for s in placement.owner], dtype=np.int32)
@@ -64,7 +65,10 @@ class TableRows:
         "grads_at",
         "keys",
         "keys_at",
+        "order",
         "padding_at",
+        "region",
+        "router",
         "spec",
         "table",
         "touched",
@@ -81,7 +85,9 @@ class TableRows:
         self.counts = counts
         self.touched = False  # grads hold this batch's gradient
         self.padding_at = -1  # index of the padding key, whose gradient is dropped
-        self.keys_at = self.values_at = self.grads_at = 0
+        self.keys_at = self.values_at = self.grads_at = self.region = 0
+        self.router: Router
+        self.order: Any = None  # of a dense group: how its parameters lie in these rows
         self.keys: NDArray[np.int64]
         self.values: NDArray[np.float32]
         self.grads: NDArray[np.float32]
@@ -120,14 +126,16 @@ def _up(n: int) -> int:
 
 
 class BatchRows:
-    """All tables' rows of one batch in one region of memory; freed by ``close`` (harmless when repeated)."""
+    """All tables' rows of one batch in regions of memory; freed by ``close`` (harmless when repeated).
+
+    ``router``: by which the keys of the next ``add`` are grouped."""
 
     def __init__(self, memory: Memory, router: Router) -> None:
         self.memory = memory
         self.router = router
         self.tables: list[TableRows] = []
         self.closed = False
-        self._region: list[int] = []
+        self._region: list[int] = []  # of each ``add``
 
     def __repr__(self) -> str:
         return f"<BatchRows {len(self.tables)} tables, {sum(t.u for t in self.tables)} rows>"
@@ -153,6 +161,7 @@ class BatchRows:
         self._region.append(base)
         view = self.memory.array
         for rows, (_, keys, _) in zip(added, found, strict=True):
+            rows.region, rows.router = base, self.router
             rows.keys_at += base
             rows.keys = view(rows.keys_at, (rows.u,), np.int64)
             rows.keys[:] = keys
@@ -165,6 +174,19 @@ class BatchRows:
             rows.batch = self
         self.tables += added
         return added
+
+    def drop(self, added: Sequence[TableRows], *, adrift: bool) -> None:
+        """Take back one ``add``. ``adrift``: its memory is never used again, as somebody may still write into it."""
+        base = added[0].region
+        self.tables = [rows for rows in self.tables if rows.region != base]
+        self._region.remove(base)
+        if not adrift:
+            self.memory.free(base)
+
+    def abandon(self) -> None:
+        """Never use this memory again: somebody may still write into it."""
+        self.closed = True
+        self._region = []
 
     def close(self) -> None:
         self.closed = True
