@@ -235,10 +235,10 @@ class WorksBeforeAllOpened(WorkerProtocol):
 
 
 class GapTakenForAck(WorkerProtocol):
-    def pushed(self, ps: Slot, token: Token, answer: Pushed) -> list[Action]:
+    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[Action]:
         if answer.gap >= 0:
             answer = Pushed(answer.applied, answer.repeats)
-        return super().pushed(ps, token, answer)
+        return super().pushed(ps, token, answer, life)
 
 
 class NeverPushesAgain(WorkerProtocol):
