@@ -1,0 +1,1040 @@
+"""What one ps does about buckets and mirrors, as a pure machine: no sockets, threads, clock or arrays.
+
+Theory
+------
+The placement says what shall be: who owns each bucket, and which mirrors are where. The machine compares it with what
+this ps holds and does what is lacking, so every step may be repeated, and nothing depends on which placements were
+missed. Five rules:
+
+1. **One source.** A ps takes differences of a bucket for its mirrors from one life of one ps only, the bucket's
+   *source*: the owner by the placement under which the first mirror of it was made here, then whoever sent ``Tail``
+   under a newer placement. Anything else is refused, and who is refused serves that bucket no longer. So an owner that
+   was replaced without knowing it can not confirm anything once the new owner has asked *one* of its mirrors.
+2. **Level before promoting.** A new owner asks every other mirror of the bucket (``Tail``: from now on me) for what it
+   has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its ps
+   throws it away and builds it anew whenever the owner of one of its members has changed. For that, ps that keep one
+   of several mirrors of a bucket keep its newest differences (*tails*) until the owner says that all mirrors have them.
+3. **The living owner hands over.** When the old owner lives, the new one first asks it to (``HandOver``): it stopped
+   serving when it heard of the placement, and answers once all its mirrors have confirmed everything. It keeps the
+   bucket until the new owner has it (``HandOver.done``).
+4. **Contents in order.** A mirror that is not complete wishes for the contents of each member (``Want``). They go
+   through the owner's outbox, in order with the differences; a wish has a number, and contents that belong to
+   another one are ignored. MARKS ends a sweep; a mirror is complete when all members' sweeps have ended.
+5. **Folding.** A bucket whose only mirror here has other members too is recovered from it: the living members' owners
+   send their contents once more (``Want`` "fold"), which takes them out of a copy of the mirror; two lost members of
+   one stripe need the rest of the other row as well (``Want`` "other" to its ps).
+
+Driving it
+----------
+Inputs are ``place``, ``want``, ``tail``, ``hand_over`` (messages of other ps; they return the answer), ``answered``
+(of what ``asks`` said), ``loaded`` and ``settle``; afterwards carry out ``take_actions`` in order. ``feed`` may run
+while ``feed`` of another sender runs, never at the same time as anything else; afterwards call ``settle`` if ``dirty``.
+What ``asks`` returns is to be sent, and sent again until it is no longer there; the peer may be this ps itself.
+Call ``sweep`` (one piece of contents) while it returns true and the streams are not too full. Between the store's
+outbox and the peers are the ``Streams``, of which the machine sets the routes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from everstep.errors import InternalError
+from everstep.ids import BucketId, Incarnation, Slot
+from everstep.model.image import Holdings
+from everstep.model.placement import Mirror, Placement
+from everstep.net.messages import (
+    DataAnswer,
+    Entry,
+    Fed,
+    Feed,
+    HandedOver,
+    HandOver,
+    Moved,
+    Tail,
+    Tailed,
+    Taken,
+    Want,
+)
+from everstep.protect.streams import Batch, Blob, Code, Item, Kind, PeerKey, Streams, SweepTarget
+
+REST = BucketId(0xFFFFFFFF)
+"""In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""
+
+# ---------------------------------------------------------------- what it works on
+
+
+class Port(Protocol):
+    """The store, as far as the machine needs it (see everstep.native). A blob is opaque."""
+
+    def tables(self) -> Sequence[int]:
+        """Ids of all declared tables; nobody declares one while a step of the machine runs."""
+
+    def own(self, bucket: BucketId) -> None:
+        """It begins here, empty."""
+
+    def protect(self, bucket: BucketId, on: bool) -> None: ...
+    def seq(self, bucket: BucketId) -> int: ...
+    def hand_over(self, bucket: BucketId) -> int:
+        """Serve it no longer; contents stay. Its last seq. Harmless when repeated."""
+
+    def resume(self, bucket: BucketId) -> None:
+        """Serve it again after ``hand_over``."""
+
+    def drop(self, bucket: BucketId) -> None: ...
+    def ticket(self) -> int:
+        """Entries appended to the outbox so far."""
+
+    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+        """Put a piece of contents, from slot ``lo`` on, into the outbox. Where the next begins; -1: it was the last."""
+
+    def emit_marks(self, bucket: BucketId) -> None: ...
+    def keep(self, blob: Blob) -> Blob:
+        """A copy that outlives the message it came with."""
+
+    def size(self, blob: Blob) -> int:
+        """In bytes."""
+
+    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None: ...
+    def mirror_drop(self, mirror: int) -> None: ...
+    def mirror_apply(self, mirror: int, blob: Blob) -> int:
+        """A ``Code``."""
+
+    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
+        """The member's newest seq there."""
+
+    def mirror_complete(self, mirror: int) -> bool: ...
+    def promote(self, mirror: int, bucket: BucketId) -> None:
+        """The mirror, of this bucket alone, becomes the bucket; the mirror is gone."""
+
+    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None: ...
+    def recover_fold(self, mirror: int, blob: Blob) -> None: ...
+    def recover_other(self, mirror: int, blob: Blob) -> None: ...
+    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+        """A piece of what is left of the row; where the next begins, -1: that was the last of this table."""
+
+    def recover_end(self, mirror: int, abort: bool) -> None:
+        """Not aborted: the buckets that were to be rebuilt here are owned. The mirror stays."""
+
+
+# ---------------------------------------------------------------- what it wants done
+
+
+class Action(msgspec.Struct, frozen=True, gc=False):
+    """Base of what the machine wants done, in order."""
+
+
+class Took(Action, frozen=True, gc=False):
+    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt", "loaded", "resumed"."""
+
+    bucket: BucketId
+    how: str
+
+
+class Gave(Action, frozen=True, gc=False):
+    """``bucket`` is not served here any more; ``seq``: its last."""
+
+    bucket: BucketId
+    seq: int
+
+
+class Load(Action, frozen=True, gc=False):
+    """Load ``bucket`` from checkpoint ``checkpoint``, then call ``loaded``. Said again under each placement."""
+
+    bucket: BucketId
+    checkpoint: int
+
+
+class Report(Action, frozen=True, gc=False):
+    """``ready`` or ``complete`` have more than before: tell the master."""
+
+
+class Stuck(Action, frozen=True, gc=False):
+    """The placement gives this ps a bucket that it has no way to get."""
+
+    bucket: BucketId
+    why: str
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """To send to ``peer`` (may be this ps), until ``asks`` says it no longer."""
+
+    peer: PeerKey
+    request: Want | Tail | HandOver
+
+
+# ---------------------------------------------------------------- state
+
+
+class State(StrEnum):
+    SERVING = "serving"
+    FENCED = "fenced"  # another ps owns it, or will: kept until that one has it
+
+
+class _Source(msgspec.Struct):
+    """Whose differences of a bucket are taken, and by which placement."""
+
+    version: int
+    key: PeerKey
+
+
+class _Fenced(msgspec.Struct):
+    """When a bucket was fenced: the outbox then, the routing of the placement, and who got it (0, None: we were refused
+    by a mirror, under a placement that did not reach us)."""
+
+    ticket: int
+    routing: int
+    to: PeerKey | None
+
+
+class _Recovery(msgspec.Struct):
+    """The living members of a mirror being folded out of a copy of it."""
+
+    lost: tuple[BucketId, ...]
+    here: bool  # the lost ones are rebuilt here; else the rest is for ``asker``
+    owners: dict[BucketId, PeerKey]  # of the living members
+    sweep: int
+    other: tuple[int, PeerKey] | None = None  # (sweep, ps of the other row), where two are lost
+    folded: set[BucketId] = msgspec.field(default_factory=set)
+    taken: set[BucketId] = msgspec.field(default_factory=set)
+    other_taken: bool = False
+    other_done: bool = False
+    asker: SweepTarget | None = None
+    emit: list[tuple[Kind, int]] | None = None  # what is still to be sent of the rest
+    emit_at: int = 0
+
+
+class _Held(msgspec.Struct):
+    """A mirror that is here."""
+
+    mirror: Mirror
+    sweep: int
+    owners: dict[BucketId, PeerKey]  # of the members, when it was begun
+    complete: bool = False
+    swept: set[BucketId] = msgspec.field(default_factory=set)
+    taken: set[BucketId] = msgspec.field(default_factory=set)
+    recovery: _Recovery | None = None
+
+
+class _Gain(msgspec.Struct):
+    """A bucket on its way here, under one placement."""
+
+    version: int
+    handed: bool = False
+    levelling: bool = False
+    tails: dict[int, int] = msgspec.field(default_factory=dict)  # other mirror -> its seq, -1: none to be had
+    level: bool = False
+    loading: bool = False
+    stuck: bool = False
+
+
+class _Sweep(msgspec.Struct):
+    """Contents of one bucket on their way into the outbox."""
+
+    targets: list[SweepTarget]
+    begun: bool = False
+    todo: list[tuple[Kind, int]] = msgspec.field(default_factory=list)
+    tables: set[int] = msgspec.field(default_factory=set)
+    lo: int = 0
+
+
+class Machine:
+    """See the module's docstring. Methods raise InternalError where a promise of the protocol is broken."""
+
+    def __init__(self, slot: Slot, incarnation: Incarnation, port: Port, streams: Streams) -> None:
+        self.me: PeerKey = (slot, incarnation)
+        self.port, self.streams = port, streams
+        self.placement: Placement | None = None
+        self.buckets: dict[BucketId, State] = {}
+        self.gained: dict[BucketId, tuple[int, str]] = {}  # bucket -> version and how it came
+        self.dirty = False
+        self._mirrors: dict[int, _Held] = {}
+        self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
+        self._sources: dict[BucketId, _Source] = {}
+        self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}
+        self._received: dict[PeerKey, tuple[int, int]] = {}  # stream, next number in it
+        self._gains: dict[BucketId, _Gain] = {}
+        self._used: set[int] = set()  # mirrors that became buckets
+        self._fenced: dict[BucketId, _Fenced] = {}
+        self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]]] = (frozenset(), frozenset())
+        self._goodbyes: dict[BucketId, PeerKey] = {}
+        self._sweeps: dict[BucketId, deque[_Sweep]] = {}
+        self._wishes: set[tuple[PeerKey, int, int, BucketId]] = set()
+        self._next_sweep = 1
+        self._restart = False
+        self._actions: list[Action] = []
+
+    def __repr__(self) -> str:
+        return f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {len(self.buckets)} buckets, {self._mirrors}>"
+
+    # ------------------------------------------------------------ looking
+
+    @property
+    def version(self) -> int:
+        return self.placement.version if self.placement is not None else 0
+
+    def serves(self, bucket: BucketId) -> bool:
+        return self.buckets.get(bucket) is State.SERVING
+
+    @property
+    def serving(self) -> list[BucketId]:
+        return sorted(b for b, s in self.buckets.items() if s is State.SERVING)
+
+    @property
+    def lacking(self) -> list[BucketId]:
+        """Buckets that the placement gives to this ps and that it does not serve yet."""
+        return sorted(self._gains)
+
+    @property
+    def complete(self) -> list[int]:
+        """Mirrors that have everything."""
+        return sorted(m for m, held in self._mirrors.items() if held.complete)
+
+    @property
+    def sweeping(self) -> int:
+        """Buckets whose contents are on their way out, and recoveries that are under way here."""
+        return len(self._sweeps) + sum(h.recovery is not None for h in self._mirrors.values())
+
+    def ready(self) -> list[tuple[int, str, tuple[BucketId, ...]]]:
+        """(placement version, how, buckets) of all buckets that came here by a placement and are whole."""
+        found: dict[tuple[int, str], list[BucketId]] = {}
+        for bucket, key in sorted(self.gained.items()):
+            found.setdefault(key, []).append(bucket)
+        return [(version, how, tuple(buckets)) for (version, how), buckets in found.items()]
+
+    def holdings(self) -> Holdings:
+        return Holdings(
+            buckets=tuple(self.serving),
+            mirrors=tuple(self.complete),
+            placement=self.version,
+            incarnation=self.me[1],
+            slot=self.me[0],
+        )
+
+    def take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    # ------------------------------------------------------------ the placement
+
+    def place(self, placement: Placement) -> None:
+        """A placement came. An older one, or the same again, changes nothing."""
+        if placement.version <= self.version:
+            return
+        self.placement = placement
+        mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
+        for bucket in [b for b, s in self.buckets.items() if s is State.SERVING and b not in mine]:
+            self._fence(bucket)
+        for bucket in [b for b in self._gains if b not in mine]:
+            del self._gains[bucket]
+        for bucket, fenced in self._fenced.items():
+            if not fenced.routing and bucket not in mine:
+                fenced.routing, fenced.to = placement.route, self._owner(bucket)
+        for bucket in mine:
+            if not self.serves(bucket):
+                self._gains[bucket] = _Gain(placement.version)
+        self._keep_mirrors(placement)
+        self.streams.live({(s.slot, s.incarnation) for s in placement.servers}, placement.version)
+        for bucket in list(self._goodbyes):
+            if not self._alive(self._goodbyes[bucket]):
+                del self._goodbyes[bucket]
+        self._received = {p: n for p, n in self._received.items() if self._alive(p)}
+        self._wishes = {w for w in self._wishes if self._alive(w[0])}
+        self._route()
+        self.settle()
+
+    def _alive(self, peer: PeerKey) -> bool:
+        assert self.placement is not None
+        return any((s.slot, s.incarnation) == peer for s in self.placement.servers)
+
+    def _key(self, slot: Slot) -> PeerKey | None:
+        """The present life of a slot, by the placement."""
+        assert self.placement is not None
+        for s in self.placement.servers:
+            if s.slot == slot:
+                return s.slot, s.incarnation
+        return None
+
+    def _owner(self, bucket: BucketId) -> PeerKey:
+        assert self.placement is not None
+        return self._key(self.placement.owner[bucket]) or (self.placement.owner[bucket], Incarnation(-1))
+
+    def _fence(self, bucket: BucketId) -> None:
+        """Serve it no longer; its mirrors still get what is on its way."""
+        seq = self.port.hand_over(bucket)
+        self.buckets[bucket] = State.FENCED
+        self.gained.pop(bucket, None)
+        owner = self._owner(bucket)
+        routing = self.placement.route if self.placement is not None and owner != self.me else 0
+        self._fenced[bucket] = _Fenced(self.port.ticket(), routing, owner if owner != self.me else None)
+        self._sweeps.pop(bucket, None)
+        self.streams.end_sweeps(bucket)
+        self._wishes = {w for w in self._wishes if w[3] != bucket}
+        self._actions.append(Gave(bucket, seq))
+
+    def _drop(self, bucket: BucketId) -> None:
+        self.port.drop(bucket)
+        del self.buckets[bucket]
+        self._fenced.pop(bucket, None)
+        self.streams.routes.pop(bucket, None)
+
+    def _flushed(self, bucket: BucketId) -> bool:
+        """Whether all that a fenced bucket ever sent is confirmed, or refused."""
+        return self.streams.next_ticket >= self._fenced[bucket].ticket and not self.streams.owes(bucket)
+
+    def _route(self) -> None:
+        """Differences of what is served go to all mirrors of the placement; of what is fenced, where they went."""
+        assert self.placement is not None
+        routes = self.streams.routes
+        peers: dict[BucketId, dict[PeerKey, None]] = {b: {} for b in self.serving}
+        for mirror in self.placement.mirrors:
+            at = self._key(mirror.at)
+            for bucket in mirror.members:
+                if at is not None and bucket in peers and mirror.id not in self._used:
+                    peers[bucket][at] = None
+        for bucket, to in peers.items():
+            if bool(to) != bool(routes.get(bucket)):
+                self.port.protect(bucket, bool(to))
+            if to:
+                routes[bucket] = tuple(to)
+            else:
+                routes.pop(bucket, None)
+        for bucket, state in self.buckets.items():
+            if state is State.FENCED:
+                routes[bucket] = tuple(p for p in routes.get(bucket, ()) if self._alive(p))
+
+    def _clear_away(self) -> None:
+        """Drop fenced buckets that went on to yet another owner: that one does not come back for them."""
+        assert self.placement is not None
+        for bucket in [b for b, s in self.buckets.items() if s is State.FENCED and b not in self._gains]:
+            if self.placement.route > self._fenced[bucket].routing > 0 and self._flushed(bucket):
+                self._drop(bucket)
+
+    # ------------------------------------------------------------ mirrors that are here
+
+    def _keep_mirrors(self, placement: Placement) -> None:
+        wanted = {m.id: m for m in placement.mirrors_at(self.me[0])} if self._alive(self.me) else {}
+        for id_, held in list(self._mirrors.items()):
+            needed = held.complete and any(b in self._gains for b in held.mirror.members)
+            if id_ not in wanted and not needed:
+                self._forget(id_)
+        self._index()
+        # With no complete mirror of a bucket here, nobody can have levelled it: the owner is its source.
+        for id_, mirror in wanted.items():
+            if id_ not in self._mirrors and id_ not in self._used:
+                self._make(mirror)
+        self._index()
+        for bucket, ids in self._by_bucket.items():
+            source, owner = self._sources.get(bucket), self._owner(bucket)
+            if source is None or (source.key != owner and not any(self._mirrors[i].complete for i in ids)):
+                self._sources[bucket] = _Source(placement.version, owner)
+                self._tails.pop(bucket, None)
+        for held in list(self._mirrors.values()):
+            if not held.complete and held.owners != self._owners(held.mirror):
+                self._forget(held.mirror.id)
+                self._make(held.mirror)
+        self._index()
+
+    def _owners(self, mirror: Mirror) -> dict[BucketId, PeerKey]:
+        return {b: self._owner(b) for b in mirror.members}
+
+    def _make(self, mirror: Mirror) -> None:
+        self.port.mirror_make(mirror.id, mirror.members, mirror.row)
+        self._mirrors[mirror.id] = _Held(mirror, self._wish(), self._owners(mirror))
+
+    def _wish(self) -> int:
+        self._next_sweep += 1
+        return self._next_sweep - 1
+
+    def _forget(self, mirror: int) -> None:
+        held = self._mirrors.pop(mirror)
+        if held.recovery is not None:
+            self.port.recover_end(mirror, True)
+        self.port.mirror_drop(mirror)
+
+    def _index(self) -> None:
+        self._by_bucket = {}
+        for id_, held in sorted(self._mirrors.items()):
+            for bucket in held.mirror.members:
+                self._by_bucket.setdefault(bucket, []).append(id_)
+        for bucket in [b for b in self._sources if b not in self._by_bucket]:
+            del self._sources[bucket]
+            self._tails.pop(bucket, None)
+
+    # ------------------------------------------------------------ differences and contents come in
+
+    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
+        """Entries of a peer's stream. Two of one sender never at once. InternalError: a mirror here is not to be
+        trusted any more, and neither is this ps."""
+        placement = self.placement
+        if placement is None or request.version > placement.version:
+            return Moved(self.version)
+        sender = (request.sender, request.incarnation)
+        stream, next_number = self._received.get(sender, (0, 0))
+        if request.stream < stream or not self._alive(sender):
+            return Fed(bytes([Code.REFUSED] * len(request.entries)))
+        if request.stream > stream:
+            next_number = 0
+            self._received[sender] = (request.stream, 0)
+        if request.first > next_number:
+            raise ValueError(f"ps:{sender[0]} sends entry {request.first} of its stream, {next_number} was to come")
+        codes = bytearray()
+        for number, (entry, mirror, blob) in enumerate(
+            zip(request.entries, request.mirrors, blobs, strict=True), request.first
+        ):
+            codes.append(self._take(sender, entry, mirror, blob, number < next_number))
+            if number >= next_number:
+                self._received[sender] = (request.stream, number + 1)
+        for bucket, seq in request.confirmed:
+            source = self._sources.get(bucket)
+            tail = self._tails.get(bucket)
+            if tail is not None and source is not None and source.key == sender:
+                while tail and tail[0][0] <= seq:
+                    tail.popleft()
+        return Fed(bytes(codes))
+
+    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+        if entry.bucket == REST:
+            return self._take_rest(entry, mirror, blob, again)
+        source = self._sources.get(entry.bucket)
+        if source is None or source.key != sender:
+            if source is None and self._owner(entry.bucket) == sender:
+                return Code.NO_MIRROR
+            return Code.REFUSED
+        if again:
+            return Code.REPEAT
+        if entry.kind != Kind.CHANGE:
+            return self._take_contents(entry, mirror, blob)
+        code = Code.NO_MIRROR
+        for id_ in self._by_bucket.get(entry.bucket, ()):
+            if mirror and id_ != mirror:
+                continue
+            done = Code(self.port.mirror_apply(id_, blob))
+            if done is Code.GAP and self._mirrors[id_].complete:
+                raise InternalError(
+                    f"mirror {id_} lacks differences of bucket {entry.bucket} before {entry.seq} "
+                    f"(it is at {self.port.mirror_seq(id_, entry.bucket)})"
+                )
+            code = Code.APPLIED if Code.APPLIED in (code, done) else done
+        if code is Code.APPLIED and self._several(entry.bucket):
+            tail = self._tails.setdefault(entry.bucket, deque())
+            if not tail or tail[-1][0] < entry.seq:
+                tail.append((entry.seq, self.port.keep(blob)))
+        return code if code is not Code.GAP else Code.APPLIED
+
+    def _several(self, bucket: BucketId) -> bool:
+        """Whether more than one mirror of it may have to be brought to the same point."""
+        assert self.placement is not None
+        return len(self.placement.mirrors_of(bucket)) > 1
+
+    def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
+        held = self._mirrors.get(mirror)
+        if held is None or entry.bucket not in held.mirror.members:
+            return Code.NO_MIRROR
+        recovery = held.recovery
+        if recovery is not None and entry.sweep == recovery.sweep:
+            if entry.bucket in recovery.folded or entry.bucket in recovery.lost:
+                return Code.REPEAT
+            self.port.recover_fold(mirror, blob)
+            if entry.kind == Kind.MARKS:
+                recovery.folded.add(entry.bucket)
+                self.dirty = True
+            return Code.APPLIED
+        if held.complete or entry.sweep != held.sweep or entry.bucket in held.swept:
+            return Code.REPEAT
+        code = Code(self.port.mirror_apply(mirror, blob))
+        if entry.kind == Kind.MARKS:
+            held.swept.add(entry.bucket)
+            if len(held.swept) == len(held.mirror.members):
+                if not self.port.mirror_complete(mirror):
+                    raise InternalError(f"mirror {mirror} got all contents of its members and is not complete")
+                held.complete = True
+                self.dirty = True
+        return code
+
+    def _take_rest(self, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+        held = self._mirrors.get(mirror)
+        recovery = held.recovery if held is not None else None
+        if recovery is None or recovery.other is None or entry.sweep != recovery.other[0]:
+            return Code.NO_MIRROR
+        if again or recovery.other_done:
+            return Code.REPEAT
+        if entry.kind == Kind.MARKS:
+            recovery.other_done = True
+            self.dirty = True
+        else:
+            self.port.recover_other(mirror, blob)
+        return Code.APPLIED
+
+    # ------------------------------------------------------------ what other ps ask
+
+    def want(self, request: Want) -> Taken | Moved:
+        """Another ps wishes for contents of a bucket that is served here, or for the rest of a row."""
+        if request.version > self.version:
+            return Moved(self.version)
+        peer = (request.sender, request.incarnation)
+        if not self._alive(peer):
+            return Moved(self.version)
+        if request.purpose == "other":
+            return self._want_rest(request, peer)
+        if not self.serves(request.bucket):
+            return Moved(self.version)
+        wish = (peer, request.mirror, request.sweep, request.bucket)
+        if wish in self._wishes:
+            return Taken()
+        # Differences must go there from now on, or what follows the contents is lost.
+        if peer not in self.streams.routes.get(request.bucket, ()):
+            return Moved(self.version)
+        self._wishes.add(wish)
+        target = SweepTarget(peer, request.mirror, request.sweep)
+        sweeps = self._sweeps.setdefault(request.bucket, deque())
+        if sweeps and not sweeps[-1].begun:
+            sweeps[-1].targets.append(target)
+        else:
+            sweeps.append(_Sweep([target]))
+        return Taken()
+
+    def _want_rest(self, request: Want, peer: PeerKey) -> Taken | Moved:
+        target = SweepTarget(peer, request.mirror, request.sweep)
+        held = self._sibling(request)
+        if held is None or not held.complete:
+            return Moved(self.version)
+        if held.recovery is not None:
+            if held.recovery.asker == target:
+                return Taken()
+            self.port.recover_end(held.mirror.id, True)
+        self._recover(held, request.lost, asker=target)
+        self.settle()
+        return Taken()
+
+    def _sibling(self, request: Want) -> _Held | None:
+        """The mirror here that is another row of the stripe which the request is about."""
+        for held in self._mirrors.values():
+            m = held.mirror
+            if m.id != request.mirror and set(request.lost) <= set(m.members) and request.bucket in m.members:
+                return held
+        return None
+
+    def tail(self, request: Tail) -> tuple[Tailed | Moved, list[Blob]]:
+        """The new owner of a bucket levels its mirrors: from now on its differences alone are taken."""
+        sender = (request.sender, request.incarnation)
+        if request.version != self.version or self._owner(request.bucket) != sender:
+            return Moved(self.version), []
+        source = self._sources.get(request.bucket)
+        if source is not None and source.version < request.version:
+            self._sources[request.bucket] = _Source(request.version, sender)
+        held = self._mirrors.get(request.mirror)
+        if held is None or not held.complete or request.bucket not in held.mirror.members:
+            return Tailed(-1), []
+        kept = [(seq, blob) for seq, blob in self._tails.get(request.bucket, ()) if seq > request.seq]
+        entries = tuple(Entry(request.bucket, seq, Kind.CHANGE, self.port.size(blob)) for seq, blob in kept)
+        return Tailed(self.port.mirror_seq(request.mirror, request.bucket), entries), [blob for _, blob in kept]
+
+    def hand_over(self, request: HandOver) -> HandedOver | Moved:
+        """The new owner asks for what is still on its way; ``done``: it has all."""
+        if request.version > self.version:
+            return Moved(self.version)
+        bucket = request.bucket
+        state = self.buckets.get(bucket)
+        if state is None:
+            return HandedOver(-1)
+        if state is State.SERVING or (bucket in self._gains and not request.done):
+            return HandedOver(-1) if request.done else Moved(self.version)
+        if not request.done and not self._flushed(bucket):
+            return Moved(self.version)
+        seq = self.port.seq(bucket)
+        if request.done:
+            self._drop(bucket)
+        return HandedOver(seq)
+
+    def refused(self, bucket: BucketId) -> None:
+        """A mirror's ps refuses our differences of it: another ps owns it, by a placement that did not reach us yet."""
+        if self.serves(bucket):
+            self._fence(bucket)
+
+    # ------------------------------------------------------------ what we ask
+
+    def asks(self) -> list[Ask]:
+        """All that waits for another ps's answer."""
+        placement = self.placement
+        if placement is None:
+            return []
+        out: list[Ask] = []
+        v, (slot, life) = placement.version, self.me
+        for id_, held in self._mirrors.items():
+            if not held.complete:
+                for bucket in held.mirror.members:
+                    if bucket not in held.taken:
+                        want = Want(v, slot, life, id_, bucket, "build", sweep=held.sweep)
+                        out.append(Ask(self._owner(bucket), want))
+            recovery = held.recovery
+            if recovery is not None:
+                for bucket in recovery.owners:
+                    if bucket not in recovery.taken:
+                        want = Want(v, slot, life, id_, bucket, "fold", sweep=recovery.sweep)
+                        out.append(Ask(self._owner(bucket), want))
+                if recovery.other is not None and not recovery.other_taken:
+                    sweep, peer = recovery.other
+                    lost = recovery.lost
+                    out.append(Ask(peer, Want(v, slot, life, id_, lost[0], "other", sweep=sweep, lost=lost)))
+        for bucket, gain in self._gains.items():
+            old = self._old_owner(bucket)
+            if not gain.handed and old is not None:
+                out.append(Ask(old, HandOver(v, bucket)))
+            if gain.levelling and not gain.level:
+                seq = self._level_of(bucket)
+                for other, peer in self._others(bucket):
+                    if other not in gain.tails:
+                        out.append(Ask(peer, Tail(v, slot, life, other, bucket, seq)))
+        out += [Ask(peer, HandOver(v, bucket, done=True)) for bucket, peer in self._goodbyes.items()]
+        return [a for a in out if self._alive(a.peer)]
+
+    def answered(self, ask: Ask, answer: DataAnswer, blobs: Sequence[Blob] = ()) -> None:
+        """A peer answered. Moved: ask again later."""
+        request = ask.request
+        if request.version != self.version and not isinstance(request, Want):
+            return  # about a placement that is over
+        if isinstance(request, Want) and isinstance(answer, Taken):
+            held = self._mirrors.get(request.mirror)
+            if held is None or (ask.peer != self._owner(request.bucket) and request.purpose != "other"):
+                return
+            recovery = held.recovery
+            if request.purpose == "build" and request.sweep == held.sweep:
+                held.taken.add(request.bucket)
+            elif recovery is not None and request.purpose == "fold" and request.sweep == recovery.sweep:
+                recovery.taken.add(request.bucket)
+            elif recovery is not None and recovery.other == (request.sweep, ask.peer):
+                recovery.other_taken = True
+        elif isinstance(request, HandOver) and isinstance(answer, HandedOver):
+            if request.done:
+                self._goodbyes.pop(request.bucket, None)
+            elif request.bucket in self._gains:
+                self._gains[request.bucket].handed = True
+                if request.bucket in self._fenced and answer.seq >= 0:
+                    self._drop(request.bucket)  # it went on elsewhere: ours is old
+                self.settle()
+        elif isinstance(request, Tail) and isinstance(answer, Tailed):
+            gain = self._gains.get(request.bucket)
+            if gain is not None and gain.levelling and not gain.level and request.mirror not in gain.tails:
+                self._level_with(request.bucket, gain, request.mirror, answer, blobs)
+                self.settle()
+
+    def loaded(self, bucket: BucketId, checkpoint: int) -> None:
+        """Its image is in the store, and the store owns it. (Where that failed: nothing is said, or Load is tried
+        again.)"""
+        gain = self._gains.get(bucket)
+        if gain is None or self._image(bucket) != checkpoint:
+            self.port.hand_over(bucket)
+            self.port.drop(bucket)
+            return
+        self._got(bucket, "loaded")
+        self.settle()
+
+    # ------------------------------------------------------------ buckets on their way here
+
+    def settle(self) -> None:
+        """Go on wherever that is possible now."""
+        self.dirty = False
+        before = -1
+        while before != len(self._gains) or self._restart:  # one may have waited for another
+            before, self._restart = len(self._gains), False
+            for bucket in list(self._gains):
+                if bucket in self._gains:
+                    self._go_on(bucket, self._gains[bucket])
+            for held in list(self._mirrors.values()):
+                if held.recovery is not None:
+                    self._recovering(held)
+        self._clear_away()
+        news = (frozenset(self.complete), frozenset(self.gained.items()))
+        if not (news[0] <= self._told[0] and news[1] <= self._told[1]):
+            self._actions.append(Report())
+        self._told = news
+
+    def _way(self, bucket: BucketId) -> int | None:
+        """The complete mirror from which it can be had: better one of it alone."""
+        found = [i for i in self._by_bucket.get(bucket, ()) if self._mirrors[i].complete]
+        return min(found, key=lambda i: (len(self._mirrors[i].mirror.members), i), default=None)
+
+    def _image(self, bucket: BucketId) -> int | None:
+        assert self.placement is not None
+        return next((c for b, c in self.placement.images if b == bucket), None)
+
+    def _old_owner(self, bucket: BucketId) -> PeerKey | None:
+        """Who fed our mirror, or got the bucket after us; None if that was nobody, or it lives no more."""
+        fenced = self._fenced.get(bucket)
+        if fenced is not None:
+            return fenced.to if fenced.to is not None and fenced.to != self.me and self._alive(fenced.to) else None
+        if self._way(bucket) is None:
+            return None
+        source = self._sources.get(bucket)
+        if source is None or source.key == self.me or not self._alive(source.key):
+            return None
+        return source.key
+
+    def _go_on(self, bucket: BucketId, gain: _Gain) -> None:
+        assert self.placement is not None
+        mirror = self._way(bucket)
+        fenced = bucket in self._fenced
+        if fenced and mirror is not None and len(self._mirrors[mirror].mirror.members) == 1:
+            self._drop(bucket)  # the mirror is newer
+            fenced = False
+        if not fenced and mirror is None:
+            self._without_mirror(bucket, gain)
+            return
+        if not gain.handed and self._old_owner(bucket) is not None:
+            return
+        if not gain.levelling:
+            gain.levelling = True
+            if bucket in self._by_bucket:
+                self._sources[bucket] = _Source(self.placement.version, self.me)
+        if not gain.level:
+            others = self._others(bucket)
+            if any(other not in gain.tails for other, _ in others):
+                return
+            self._level(bucket, gain, others)
+            gain.level = True
+        if fenced:
+            self._resume(bucket, gain)
+        else:
+            assert mirror is not None
+            held = self._mirrors[mirror]
+            if len(held.mirror.members) == 1:
+                self._promote(bucket, mirror)
+            elif held.recovery is None or held.recovery.asker is not None:
+                lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.buckets)
+                if all(self._gains[b].level and self._way(b) == mirror for b in lost):
+                    if held.recovery is not None:
+                        self.port.recover_end(mirror, True)
+                    self._recover(held, lost)
+
+    def _without_mirror(self, bucket: BucketId, gain: _Gain) -> None:
+        assert self.placement is not None
+        image = self._image(bucket)
+        if image:
+            if not gain.loading:
+                gain.loading = True
+                self._actions.append(Load(bucket, image))
+        elif image == 0 or self.placement.route == 1:
+            self.port.own(bucket)
+            self._got(bucket, "new")
+        elif not gain.stuck and not any(bucket in h.mirror.members for h in self._mirrors.values()):
+            gain.stuck = True
+            why = (
+                f"placement {self.version} gives ps:{self.me[0]} bucket {bucket}: no mirror is here and no image named"
+            )
+            self._actions.append(Stuck(bucket, why))
+
+    def _got(self, bucket: BucketId, how: str) -> None:
+        self.buckets[bucket] = State.SERVING
+        self._gains.pop(bucket)
+        if how != "new":
+            self.gained[bucket] = (self.version, how)
+        self._actions.append(Took(bucket, how))
+        self.streams.routes.pop(bucket, None)
+        self._route()
+
+    def _promote(self, bucket: BucketId, mirror: int) -> None:
+        self.port.promote(mirror, bucket)
+        held = self._mirrors.pop(mirror)
+        self._used.add(mirror)
+        self._index()
+        self._bid_farewell(bucket, held.owners[bucket])
+        self._got(bucket, "promoted")
+
+    def _bid_farewell(self, bucket: BucketId, old: PeerKey) -> None:
+        if old != self.me and self._alive(old):
+            self._goodbyes[bucket] = old
+
+    def _resume(self, bucket: BucketId, gain: _Gain) -> None:
+        """It is ours again before anybody else had it: the other mirrors have nothing beyond it."""
+        if not self._flushed(bucket):
+            return
+        if max(gain.tails.values(), default=-1) > self.port.seq(bucket):
+            if not gain.stuck:
+                gain.stuck = True
+                why = f"bucket {bucket} is at {self.port.seq(bucket)} here, a mirror of it is ahead"
+                self._actions.append(Stuck(bucket, why))
+            return
+        self.port.resume(bucket)
+        self._fenced.pop(bucket, None)
+        self._got(bucket, "resumed")
+
+    # ------------------------------------------------------------ levelling
+
+    def _others(self, bucket: BucketId) -> list[tuple[int, PeerKey]]:
+        """Mirrors of it at other living ps."""
+        assert self.placement is not None
+        found = [(m.id, self._key(m.at)) for m in self.placement.mirrors_of(bucket)]
+        return [(m, at) for m, at in found if at is not None and at != self.me]
+
+    def _level_of(self, bucket: BucketId) -> int:
+        """How far our best copy of it is."""
+        mirror = self._way(bucket)
+        if mirror is not None:
+            return self.port.mirror_seq(mirror, bucket)
+        return self.port.seq(bucket) if bucket in self.buckets else -1
+
+    def _level_with(self, bucket: BucketId, gain: _Gain, mirror: int, answer: Tailed, blobs: Sequence[Blob]) -> None:
+        gain.tails[mirror] = answer.seq
+        if bucket in self.buckets:
+            return
+        tail = self._tails.setdefault(bucket, deque())
+        for entry, blob in zip(answer.entries, blobs, strict=True):
+            if entry.seq <= self._level_of(bucket):
+                continue
+            kept = self.port.keep(blob)
+            for id_ in self._by_bucket[bucket]:
+                if self._mirrors[id_].complete and self.port.mirror_apply(id_, kept) == Code.GAP:
+                    raise InternalError(
+                        f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}"
+                    )
+            tail.append((entry.seq, kept))
+        if self._level_of(bucket) < answer.seq:
+            raise InternalError(f"the tail of mirror {mirror} does not reach {answer.seq} of bucket {bucket}")
+
+    def _level(self, bucket: BucketId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
+        """Everybody else gets what it lacks."""
+        top = self._level_of(bucket)
+        kept = list(self._tails.get(bucket, ()))
+        for mirror, peer in others:
+            seq = gain.tails[mirror]
+            if seq < 0 or seq >= top:
+                continue
+            lacking = [(s, blob) for s, blob in kept if s > seq]
+            if not lacking or lacking[0][0] != seq + 1:
+                raise InternalError(
+                    f"mirror {mirror} has bucket {bucket} up to {seq}, ours is at {top}, the tail is gone"
+                )
+            for s, blob in lacking:
+                self.streams.send(peer, Item(-1, bucket, s, Kind.CHANGE, mirror, 0, blob, self.port.size(blob)))
+
+    # ------------------------------------------------------------ recovery out of a stripe
+
+    def _recover(self, held: _Held, lost: tuple[BucketId, ...], asker: SweepTarget | None = None) -> None:
+        """Begin to fold the living members out of a copy of the mirror."""
+        mirror = held.mirror
+        living = {b: self._owner(b) for b in mirror.members if b not in lost}
+        recovery = _Recovery(lost, asker is None, living, self._wish(), asker=asker)
+        if asker is None and len(lost) > 1:
+            rows = [(m, peer) for m, peer in self._others(lost[0]) if self._is_row_of(m, mirror)]
+            if not rows:
+                gain = self._gains[lost[0]]
+                if not gain.stuck:
+                    gain.stuck = True
+                    why = f"{len(lost)} members of mirror {mirror.id} are lost, and one row is left of them"
+                    self._actions.append(Stuck(lost[0], why))
+                return
+            recovery.other = (self._wish(), rows[0][1])
+        self.port.recover_begin(mirror.id, lost, lost if asker is None else ())
+        held.recovery = recovery
+
+    def _is_row_of(self, other: int, mirror: Mirror) -> bool:
+        assert self.placement is not None
+        return any(
+            m.id == other and m.members == mirror.members and m.row != mirror.row for m in self.placement.mirrors
+        )
+
+    def _recovering(self, held: _Held) -> None:
+        recovery = held.recovery
+        assert recovery is not None
+        id_ = held.mirror.id
+        changed = any(self._owner(b) != owner and b not in recovery.folded for b, owner in recovery.owners.items())
+        gone = recovery.other is not None and not recovery.other_done and not self._alive(recovery.other[1])
+        if recovery.here:
+            lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.buckets)
+            if changed or gone or lost != recovery.lost:
+                self._abort(held)
+                self._restart = True
+                return
+            if len(recovery.folded) < len(recovery.owners) or (recovery.other is not None and not recovery.other_done):
+                return
+            self.port.recover_end(id_, False)
+            held.recovery = None
+            for bucket in lost:
+                self._got(bucket, "rebuilt")
+            return
+        assert recovery.asker is not None
+        if changed or not self._alive(recovery.asker.peer):
+            self._abort(held)
+            if self._alive(recovery.asker.peer):
+                self._recover(held, recovery.lost, recovery.asker)
+            return
+        if len(recovery.folded) == len(recovery.owners) and recovery.emit is None:
+            tables = self.port.tables()
+            recovery.emit = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in tables]
+
+    def _abort(self, held: _Held) -> None:
+        self.port.recover_end(held.mirror.id, True)
+        held.recovery = None
+
+    # ------------------------------------------------------------ contents go out
+
+    def sweep(self) -> bool:
+        """Put one piece of contents into the outbox or a stream. False: there is none."""
+        for bucket in list(self._sweeps):
+            self._sweep_bucket(bucket)
+            return True
+        for held in self._mirrors.values():
+            recovery = held.recovery
+            if recovery is not None and recovery.emit is not None and recovery.asker is not None:
+                self._sweep_rest(held, recovery, recovery.asker)
+                return True
+        return False
+
+    def _sweep_bucket(self, bucket: BucketId) -> None:
+        sweeps = self._sweeps.pop(bucket)
+        sweep = sweeps[0]
+        if not sweep.begun:
+            sweep.begun = True
+            self.streams.sweep(bucket, self.port.ticket(), sweep.targets)
+        if not sweep.todo:
+            # Also tables that were declared since: a difference of a table that was not swept is dropped there.
+            new = [t for t in self.port.tables() if t not in sweep.tables]
+            sweep.tables.update(new)
+            sweep.todo = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in new]
+        if sweep.todo:
+            kind, table = sweep.todo[0]
+            sweep.lo = self.port.emit(bucket, kind, table, sweep.lo)
+            if sweep.lo < 0:
+                sweep.todo.pop(0)
+                sweep.lo = 0
+        else:
+            self.port.emit_marks(bucket)
+            sweeps.popleft()
+        if sweeps:
+            self._sweeps[bucket] = sweeps  # behind the others: they take turns
+
+    def _sweep_rest(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> None:
+        def send(kind: Kind, blob: Blob) -> None:
+            size = self.port.size(blob)
+            self.streams.send(asker.peer, Item(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
+
+        assert recovery.emit is not None
+        if not recovery.emit:
+            send(Kind.MARKS, b"")
+            self._abort(held)
+            return
+        kind, table = recovery.emit[0]
+        blob, recovery.emit_at = self.port.recover_emit(held.mirror.id, kind, table, recovery.emit_at)
+        send(kind, blob)
+        if recovery.emit_at < 0:
+            recovery.emit.pop(0)
+            recovery.emit_at = 0
+
+    def feed_of(self, batch: Batch) -> Feed:
+        """The message for a batch of the streams; its blobs are the body."""
+        return Feed(
+            self.version,
+            self.me[0],
+            self.me[1],
+            (),
+            tuple(Entry(i.bucket, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
+            tuple(i.mirror for i in batch.items),
+            batch.confirmed,
+            batch.first,
+            batch.stream,
+        )

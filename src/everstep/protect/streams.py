@@ -1,0 +1,275 @@
+"""What a ps owes to the mirrors of its buckets, in order, and how far they have confirmed it. Pure.
+
+Theory
+------
+The store's outbox numbers its entries (*tickets*); entries of one bucket stand there in the order of their seq.
+``append`` deals them out: a difference goes once to every ps that has a mirror of its bucket (``routes``), contents go
+to those that wanted them (``Sweep``). Each peer life, ``(slot, incarnation)``, has one *stream*: entries numbered from
+0 that are sent, and sent again after a lost connection, in order until they are answered; the receiver skips numbers
+that it has seen. So nothing is lost, doubled or turned round between two lives, and a seq is needed only to bring two
+mirrors to the same point.
+
+A ticket is *done* when every peer it was dealt to has answered it, or is gone from the placement. ``done_ticket`` is
+the first that is not: what an acknowledged push waits for. An entry that a peer refused (another ps owns the bucket)
+is done, but ``refused_ticket`` says that nothing up to there may be acknowledged any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from everstep.ids import BucketId, Incarnation, Slot
+
+PeerKey = tuple[Slot, Incarnation]
+"""One life of a ps."""
+
+Blob = Any
+"""One entry's bytes; only the store looks into them."""
+
+
+class Kind(IntEnum):
+    """Of an entry; as in native/blob.h."""
+
+    CHANGE = 1
+    HEADS = 2
+    BODIES = 3
+    MARKS = 4
+
+
+class Code(IntEnum):
+    """Per entry in an answer to Feed."""
+
+    APPLIED = 0
+    REPEAT = 1
+    GAP = 2
+    NO_MIRROR = 3
+    REFUSED = 4
+
+
+class Outgoing(NamedTuple):
+    """An entry as it leaves the outbox."""
+
+    bucket: BucketId
+    seq: int
+    kind: int
+    blob: Blob
+    size_bytes: int
+
+
+class Item(NamedTuple):
+    """An entry in a stream. ``mirror`` 0: every mirror there that has the bucket. ``ticket`` -1: not of the outbox."""
+
+    ticket: int
+    bucket: BucketId
+    seq: int
+    kind: int
+    mirror: int
+    sweep: int
+    blob: Blob
+    size_bytes: int
+
+
+class SweepTarget(NamedTuple):
+    """Who wanted a bucket's contents: mirror ``mirror`` at ``peer``, its wish number ``sweep``."""
+
+    peer: PeerKey
+    mirror: int
+    sweep: int
+
+
+class Batch(NamedTuple):
+    """What to send next: ``items`` are number ``first`` and following of the stream."""
+
+    stream: int  # number of the stream itself: the placement under which it began
+    first: int
+    items: tuple[Item, ...]
+    confirmed: tuple[tuple[BucketId, int], ...]
+
+
+class _Stream:
+    """To one peer life."""
+
+    __slots__ = ("bytes", "confirmed", "first", "number", "queue")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.first = 0  # number of queue[0]
+        self.queue: deque[Item] = deque()
+        self.bytes = 0
+        self.confirmed: dict[BucketId, int] = {}  # to be said with the next batch
+
+
+class Streams:
+    """All streams of one ps. Not thread-safe: the driver holds one lock around it."""
+
+    def __init__(self) -> None:
+        self.routes: dict[BucketId, tuple[PeerKey, ...]] = {}
+        self.done_ticket = 0
+        self.refused_ticket = -1
+        self.next_ticket = 0
+        self.sweep_bytes = 0  # contents that wait, in all streams
+        self._streams: dict[PeerKey, _Stream] = {}
+        self._pending: dict[int, int] = {}  # ticket -> answers that it lacks
+        self._owed: dict[BucketId, int] = {}  # items of the bucket that wait
+        self._several: dict[
+            int, tuple[BucketId, int]
+        ] = {}  # ticket -> (bucket, seq), where more than one mirror has it
+        self._sweeps: dict[BucketId, deque[tuple[int, tuple[SweepTarget, ...]]]] = {}
+
+    def __repr__(self) -> str:
+        waiting = {f"ps:{slot}.{life}": len(s.queue) for (slot, life), s in self._streams.items()}
+        return f"<Streams done={self.done_ticket}/{self.next_ticket} waiting={waiting}>"
+
+    # ------------------------------------------------------------ in
+
+    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+        """Contents of ``bucket`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no earlier
+        sweep takes, go to ``targets``."""
+        self._sweeps.setdefault(bucket, deque()).append((from_ticket, tuple(targets)))
+
+    def end_sweeps(self, bucket: BucketId) -> None:
+        """Contents of this bucket that are still to come go to nobody."""
+        self._sweeps.pop(bucket, None)
+
+    def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
+        """Deal out entries of the outbox, which must come in order. Returns the peers that got something."""
+        if first_ticket != self.next_ticket:
+            raise AssertionError(f"outbox entries from {first_ticket}, {self.next_ticket} was to come")
+        told: set[PeerKey] = set()
+        for e in entries:
+            ticket = self.next_ticket
+            self.next_ticket += 1
+            if e.kind == Kind.CHANGE:
+                peers = self.routes.get(e.bucket, ())
+                for peer in peers:
+                    self._put(peer, Item(ticket, e.bucket, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
+                told.update(peers)
+                if len(peers) > 1:
+                    self._several[ticket] = (e.bucket, e.seq)
+                continue
+            sweeps = self._sweeps.get(e.bucket)
+            if not sweeps or ticket < sweeps[0][0]:
+                continue
+            for t in sweeps[0][1]:
+                self._put(t.peer, Item(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                told.add(t.peer)
+            if e.kind == Kind.MARKS:
+                sweeps.popleft()
+                if not sweeps:
+                    del self._sweeps[e.bucket]
+        self._advance()
+        return told
+
+    def send(self, peer: PeerKey, item: Item) -> None:
+        """An entry that is not from the outbox (``ticket`` -1), behind all that waits for ``peer``."""
+        self._put(peer, item)
+
+    def _put(self, peer: PeerKey, item: Item) -> None:
+        stream = self._streams.get(peer)
+        if stream is None:
+            return  # it is gone
+        stream.queue.append(item)
+        stream.bytes += item.size_bytes
+        self._owed[item.bucket] = self._owed.get(item.bucket, 0) + 1
+        if item.ticket >= 0:
+            self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
+        if item.kind != Kind.CHANGE:
+            self.sweep_bytes += item.size_bytes
+
+    # ------------------------------------------------------------ out
+
+    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
+        """The oldest items for ``peer``, at least one and else at most ``max_bytes``; None: nothing waits. The same
+        again until ``answered``."""
+        stream = self._streams.get(peer)
+        if stream is None or not stream.queue:
+            return None
+        items: list[Item] = []
+        size = 0
+        for item in stream.queue:
+            if items and (size + item.size_bytes > max_bytes or len(items) >= max_items):
+                break
+            items.append(item)
+            size += item.size_bytes
+        confirmed, stream.confirmed = tuple(stream.confirmed.items()), {}
+        return Batch(stream.number, stream.first, tuple(items), confirmed)
+
+    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> set[BucketId]:
+        """``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take from us."""
+        refused: set[BucketId] = set()
+        stream = self._streams.get(peer)
+        if stream is None:
+            return refused
+        for number, code in enumerate(codes, first):
+            if number < stream.first:
+                continue  # answered before
+            if number > stream.first or not stream.queue:
+                raise AssertionError(f"answer to entry {number}, {stream.first} was to come")
+            item = stream.queue.popleft()
+            stream.first += 1
+            if item.kind == Kind.CHANGE and code in (Code.REFUSED, Code.GAP):
+                self.refused_ticket = max(self.refused_ticket, item.ticket)
+                self._several.pop(item.ticket, None)  # not all have it: who has it must keep it
+                if code == Code.REFUSED:
+                    refused.add(item.bucket)
+            self._settle(stream, item)
+        self._advance()
+        return refused
+
+    def live(self, peers: set[PeerKey], version: int) -> None:
+        """These lives are in the placement ``version``; to all others nothing is owed any more."""
+        for peer in peers - self._streams.keys():
+            self._streams[peer] = _Stream(version)
+        for peer in self._streams.keys() - peers:
+            stream = self._streams.pop(peer)
+            for item in stream.queue:
+                self._settle(stream, item)
+        self._advance()
+
+    def _settle(self, stream: _Stream, item: Item) -> None:
+        stream.bytes -= item.size_bytes
+        if item.kind != Kind.CHANGE:
+            self.sweep_bytes -= item.size_bytes
+        owed = self._owed[item.bucket] - 1
+        if owed:
+            self._owed[item.bucket] = owed
+        else:
+            del self._owed[item.bucket]
+        if item.ticket < 0:
+            return
+        left = self._pending[item.ticket] - 1
+        if left:
+            self._pending[item.ticket] = left
+            return
+        del self._pending[item.ticket]
+        several = self._several.pop(item.ticket, None)
+        if several is not None:
+            bucket, seq = several
+            for peer in self.routes.get(bucket, ()):
+                known = self._streams.get(peer)
+                if known is not None:
+                    known.confirmed[bucket] = seq
+
+    def _advance(self) -> None:
+        while self.done_ticket < self.next_ticket and self.done_ticket not in self._pending:
+            self.done_ticket += 1
+
+    # ------------------------------------------------------------ looking
+
+    @property
+    def peers(self) -> list[PeerKey]:
+        return list(self._streams)
+
+    def owes(self, bucket: BucketId) -> bool:
+        """Whether something of ``bucket`` waits to be confirmed."""
+        return bucket in self._owed
+
+    def waiting_bytes(self, peer: PeerKey | None = None) -> int:
+        """What waits for ``peer``, or for the one to which most is owed."""
+        if peer is not None:
+            stream = self._streams.get(peer)
+            return stream.bytes if stream is not None else 0
+        return max((s.bytes for s in self._streams.values()), default=0)
