@@ -430,19 +430,23 @@ class Stat(msgspec.Struct, frozen=True, tag="stat"):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One blob of a bucket's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header."""
+    """One blob of a bucket's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header.
+
+    ``sweep``: of contents, the number of the Want that asked for them."""
 
     bucket: BucketId
     seq: int
     kind: int
     size_bytes: int
+    sweep: int = 0
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed"):
     """Differences and contents of buckets for the mirrors at this ps, in order. ``mirrors``: per entry the mirror id
-    it is for, 0: every mirror here that has the bucket. From the buckets' owner only; an entry that was
-    applied is a repeat. ``confirmed``: (bucket, seq) that all its mirrors have: older tails may go. Answer:
-    Fed | Moved | Bad."""
+    it is for, 0: every mirror here that has the bucket. From the buckets' owner only. ``first``: number of the first
+    entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an entry that came
+    before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (bucket, seq) that all its mirrors
+    have: older tails may go. Answer: Fed | Moved | Bad."""
 
     version: int
     sender: Slot
@@ -451,13 +455,17 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
     entries: tuple[Entry, ...]
     mirrors: tuple[int, ...]
     confirmed: tuple[tuple[BucketId, int], ...] = ()
+    first: int = 0
+    stream: int = 0
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
     """From a mirror's ps to the owner of ``bucket``: send its contents into your stream to me (in order with its
     differences). ``slots``: only these rows, int32 bytes per table in the body (on demand), else everything.
-    ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery). Idempotent. Answer: Taken
-    | Moved | Bad."""
+    ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery); or "other", to the ps of the
+    stripe's other row, of which ``bucket`` and more are lost: the rest of your row when the living members are folded
+    out of it. ``sweep``: number of this wish at the sender; a wish with another number is another one. Idempotent.
+    Answer: Taken | Moved | Bad."""
 
     version: int
     sender: Slot
@@ -466,6 +474,8 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     bucket: BucketId
     purpose: str
     parts: tuple[tuple[TableId, int], ...] = ()  # (table, number of uint32 slots in the body), on demand
+    sweep: int = 0
+    lost: tuple[BucketId, ...] = ()  # "other": all members that are lost
 
 
 class Tail(msgspec.Struct, frozen=True, tag="tail"):
@@ -484,10 +494,12 @@ class Tail(msgspec.Struct, frozen=True, tag="tail"):
 class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
     """From the new owner (its move mirror complete) to the old, living owner: stop serving ``bucket``, let all
     its mirrors
-    confirm everything, then answer with its last seq. Idempotent. Answer: HandedOver | Moved | Bad."""
+    confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop it.
+    Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
 
     version: int
     bucket: BucketId
+    done: bool = False
 
 
 DataRequest = Attach | Declare | OpenShard | Pull | Push | Put | Scan | Stat | Feed | Want | Tail | HandOver
@@ -543,7 +555,8 @@ class Moved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Fed(msgspec.Struct, frozen=True, tag="fed"):
-    """``applied``: per entry: 0 applied, 1 repeat, 2 gap (send again from what the mirror lacks), 3 no such mirror."""
+    """``applied``: per entry: 0 applied, 1 repeat, 2 gap (a difference before it is missing), 3 no such mirror, 4
+    refused: another ps owns the bucket."""
 
     applied: bytes
 
