@@ -129,9 +129,7 @@ class ImageFileWriter:
         if len(payload) > SECTION_MAX_BYTES:
             raise ValueError(f"section {self._number} of {len(payload)} bytes: at most {SECTION_MAX_BYTES}")
         start = _SECTION.pack(kind, self._number, len(payload), zlib.crc32(payload), 0)[:20]
-        self._put(start + struct.pack("<I", zlib.crc32(start)))
-        if payload:
-            self._put(payload)
+        self._put(b"".join((start, struct.pack("<I", zlib.crc32(start)), payload)))
         self._number += 1
 
     def _put(self, data: bytes) -> None:

@@ -25,6 +25,7 @@ CHECKPOINTS = "checkpoints"
 """Under the run directory, unless the job says another place."""
 
 _NAME = re.compile(r"manifest-(\d{6,})\.json")
+_IMAGE = re.compile(r"images/(\d{6,})/\.?bucket-")
 _SUM = b"blake2b-128 "
 
 
@@ -202,8 +203,9 @@ def latest_intact(place: Place, *, deep: bool = True, tell: Callable[[str], None
 
 
 def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
-    """Deletes these checkpoints, and of their files those that no other one needs; how many files went. Manifests go
-    first: a checkpoint is there or not, never without its files. Harmless when repeated. Raises StorageError.
+    """Deletes these checkpoints, and every image that no other one needs; how many images went. Also goes what is left
+    of checkpoints that were begun before the newest one and given up. Manifests go first: a checkpoint is there or not,
+    never without its files. Harmless when repeated. Raises StorageError.
     """
     gone: list[Manifest] = []
     kept: list[Manifest] = []
@@ -215,10 +217,18 @@ def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
                 return 0  # whose files are whose cannot be told: nothing goes
     for checkpoint in sorted(checkpoints):
         place.delete(manifest_name(checkpoint))
-    files = unneeded_files(gone, kept)
+    files = unneeded_files(gone, kept) | _left_over(place, kept)
     for path in sorted(files):
         place.delete(path)
     return len(files)
+
+
+def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
+    """Images that no manifest names, of checkpoints older than the newest: nobody will name them any more."""
+    newest = max((m.checkpoint for m in manifests), default=0)
+    named = {file.path for m in manifests for image in m.images for file in image.files}
+    found = ((path, _IMAGE.match(path)) for path in place.sizes())
+    return {path for path, of in found if of and int(of[1]) < newest and path not in named}
 
 
 # ---------------------------------------------------------------- compaction
@@ -226,7 +236,8 @@ def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
 
 def compact(place: Place, manifest: Manifest) -> Manifest:
     """Merges each bucket's base and increments into one new base, without any ps, and writes the manifest anew under
-    its number. The old files stay (a running ps may still build on them). Raises CheckpointError, StorageError.
+    its number. The old files stay until checkpoints are dropped. Not for the newest checkpoint of a running job: its ps
+    go on from the old files. Raises CheckpointError, StorageError.
     """
     images = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.images)
     if images == manifest.images:

@@ -65,7 +65,8 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
-        """All files of the place with their bytes; empty if the place does not exist."""
+        """All files of the place with their bytes, also what killed writers left under temporary names (``.*.tmp``);
+        empty if the place does not exist."""
 
     @abc.abstractmethod
     def names(self) -> list[str]:
@@ -134,10 +135,9 @@ class LocalPlace(Place):
         for folder, _, names in os.walk(self.root):
             at = os.path.relpath(folder, self.root)
             for name in names:
-                if not name.startswith("."):
-                    path = name if at == "." else f"{at}/{name}"
-                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        out[path] = (Path(folder) / name).stat().st_size
+                path = name if at == "." else f"{at}/{name}"
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    out[path] = (Path(folder) / name).stat().st_size
         return out
 
     def names(self) -> list[str]:
