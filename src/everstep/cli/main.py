@@ -173,6 +173,41 @@ def ckpt(arguments: tuple[str, ...]) -> None:
 
 
 @cli.command()
+@click.option("--tables", required=True, help="Bytes of all tables with optimizer state: 220GB, 64GiB.")
+@click.option("--bandwidth", required=True, help="Of the storage, bytes a second for the whole job: 1.4GB.")
+@click.option("--mtbf", required=True, help="Mean time between losses of any ps: 8h, 20m.")
+@click.option("--ps", type=int, default=8, show_default=True, help="Parameter servers.")
+@click.option("--step", default="0", help="Time of a step, to give the interval in batches too: 100ms.")
+@click.option("--stall", type=float, default=0.1, show_default=True, help="Share of the writing time that is lost.")
+@click.option("--changed", type=float, default=0.1, show_default=True, help="Share of bytes that an increment has.")
+@click.option("--base-every", type=int, default=8, show_default=True, help="Increments between two bases.")
+@click.option("--restart", default="10s", show_default=True, help="From a loss to training on, reading not counted.")
+@click.option("--network", default="1GB", show_default=True, help="Of one ps, bytes a second.")
+@click.option("--parity", type=float, default=0.05, show_default=True, help="Share of throughput that K+1 costs.")
+@click.option("--replica", type=float, default=0.05, show_default=True, help="Share of throughput that 1+1 costs.")
+@click.option("--together", type=float, default=0.2, show_default=True, help="Share of losses that take several ps.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def advise(
+    tables: str, bandwidth: str, mtbf: str, step: str, restart: str, network: str, as_json: bool, **numbers: Any
+) -> None:
+    """Parity, replica or checkpoints: which costs least for these numbers, and where that turns."""
+    from everstep.cli.advise import advise as say
+    from everstep.policies.advise import Case
+    from everstep.units import seconds, size_bytes
+
+    case = Case(
+        table_bytes=size_bytes(tables),
+        bandwidth=size_bytes(bandwidth),
+        mtbf_s=seconds(mtbf),
+        step_s=seconds(step),
+        restart_s=seconds(restart),
+        network=size_bytes(network),
+        **numbers,
+    )
+    say(case, as_json)
+
+
+@cli.command()
 def doctor() -> None:
     """Check this machine for what everstep needs."""
     from everstep.cli.doctor import run_doctor
