@@ -88,7 +88,7 @@ def _filled(spec: TableSpec, rows: int) -> Store:
     ranks = np.zeros(BUCKETS, np.int32)
     for lo in range(0, rows, 200_000):
         keys, _, _ = unique_route(np.arange(lo, min(rows, lo + 200_000)), BUCKETS, spec.id, ranks)
-        store.pull(spec.id, keys, np.empty((len(keys), spec.dim), np.float32))
+        store.put_absent(spec.id, keys, np.zeros((len(keys), spec.dim), np.float32))
     return store
 
 

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "arrays.h"
 #include "route.h"
 #include "rows.h"
 #include "store.h"
@@ -17,73 +18,6 @@ namespace nb = nanobind;
 using namespace everstep;
 
 namespace {
-
-using Input = nb::ndarray<nb::ro, nb::device::cpu>;
-using Output = nb::ndarray<nb::device::cpu>;
-
-[[noreturn]] void malformed(const std::string& what) { throw Malformed(what); }
-
-template <class T, class Array>
-void check(const Array& a, const char* name, size_t ndim) {
-  if (a.dtype() != nb::dtype<T>()) malformed(std::string(name) + " has the wrong dtype");
-  if (a.ndim() != ndim) malformed(std::string(name) + " must have " + std::to_string(ndim) + " dimension(s)");
-}
-
-template <class Array>
-void check_dense(const Array& a, const char* name) {
-  if (a.size() == 0) return;  // the strides of an array without items say nothing
-  int64_t expect = 1;
-  for (size_t d = a.ndim(); d-- > 0;) {
-    if (a.shape(d) > 1 && a.stride(d) != expect) malformed(std::string(name) + " must be C-contiguous");
-    expect *= int64_t(a.shape(d));
-  }
-}
-
-template <class T>
-const T* vec(const Input& a, const char* name) {
-  check<T>(a, name, 1);
-  check_dense(a, name);
-  return static_cast<const T*>(a.data());
-}
-
-template <class T, class Array>
-auto mat(const Array& a, const char* name) {
-  check<T>(a, name, 2);
-  check_dense(a, name);
-  using P = std::conditional_t<std::is_same_v<Array, Input>, const T*, T*>;
-  return static_cast<P>(a.data());
-}
-
-// Rows without gaps inside, but with any distance between them (a slice of columns): the distance, in floats.
-template <class Array>
-size_t row_stride(const Array& a, const char* name) {
-  check<float>(a, name, 2);
-  if (a.size() == 0) return a.shape(1);
-  if (a.shape(1) > 1 && a.stride(1) != 1) malformed(std::string(name) + " must be contiguous within a row");
-  if (a.shape(0) <= 1) return a.shape(1);
-  if (a.stride(0) < int64_t(a.shape(1))) malformed(std::string(name) + " must have rows that do not overlap");
-  return size_t(a.stride(0));
-}
-
-template <class T>
-nb::ndarray<nb::numpy, T> own_array(std::vector<T>&& from, std::initializer_list<size_t> shape) {
-  auto* held = new std::vector<T>(std::move(from));
-  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T>(held->data(), shape, owner);
-}
-
-template <class T>
-nb::ndarray<nb::numpy, T> own_vector(std::vector<T>&& from) {
-  const size_t n = from.size();
-  return own_array(std::move(from), {n});
-}
-
-std::string bytes_of(const nb::bytes& b) { return std::string(b.c_str(), b.size()); }
-
-uint32_t table_arg(int64_t table) {
-  if (table < 0 || table > 0xffffffffLL) malformed("table id out of range");
-  return uint32_t(table);
-}
 
 void check_inverse(const int32_t* inverse, size_t n, size_t u) {
   // One unsigned maximum catches negatives too; vectorised, far cheaper than the gather behind it.
@@ -165,14 +99,14 @@ nb::object store_watermarks(Store& s, int64_t shard) {
   return nb::make_tuple(own_vector(std::move(buckets)), own_vector(std::move(marks)));
 }
 
-void store_pull(Store& s, int64_t table, const Input& keys, const Output& out, bool create) {
+void store_pull(Store& s, int64_t table, const Input& keys, const Output& out) {
   const int64_t* k = vec<int64_t>(keys, "keys");
   float* o = mat<float>(out, "out");
   const uint32_t id = table_arg(table);
   if (out.shape(0) != keys.shape(0) || out.shape(1) != s.dim_of(id)) malformed("out must be [keys, dim of the table]");
   const size_t n = keys.shape(0);
   nb::gil_scoped_release free;
-  s.pull(id, k, n, o, create);
+  s.pull(id, k, n, o);
 }
 
 nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::bytes buckets, nb::list parts,
@@ -204,7 +138,7 @@ nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t le
     out = s.push(shard, lo, hi, lease, bitmap, work, skipped);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
-                        nb::bytes(out.buckets.data(), out.buckets.size()));
+                        nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
 }
 
 int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows) {
@@ -241,12 +175,11 @@ nb::tuple store_scan(Store& s, int64_t table, int64_t bucket, int64_t slot, int6
     nb::gil_scoped_release free;
     const size_t count = s.count(id, bucket);
     // Rows made between here and the copy are found by the next piece.
-    const size_t most = slot >= 0 && size_t(slot) < count ? std::min<size_t>(size_t(limit), count - size_t(slot)) : 0;
+    const size_t most = std::max<size_t>(std::min<size_t>(size_t(limit), count), 1);
     keys.resize(most);
     values.resize(most * dim);
     state.resize(most * width);
-    n = s.scan(id, bucket, slot, std::max<size_t>(most, 1), most ? keys.data() : nullptr, values.data(),
-               width ? state.data() : nullptr, next);
+    n = s.scan(id, bucket, slot, most, keys.data(), values.data(), width ? state.data() : nullptr, next);
   }
   nb::object held = with_state ? nb::cast(own_array(std::move(state), {n, width})) : nb::none();
   return nb::make_tuple(own_array(std::move(keys), {n}), own_array(std::move(values), {n, dim}), held, next);
@@ -366,8 +299,10 @@ NB_MODULE(_native, m) {
       PyErr_SetString(PyExc_KeyError, e.what());
     }
   });
+  nb::exception<Recovering>(m, "Recovering");
 
-  nb::class_<Store>(m, "Store")
+  nb::class_<Store> store(m, "Store");
+  store
       .def("__init__",
            [](Store* self, int64_t n_buckets, uint64_t seed) {
              if (n_buckets < 1 || n_buckets > 4096) malformed("n_buckets must be in 1..4096");
@@ -381,8 +316,7 @@ NB_MODULE(_native, m) {
       .def("dim", [](Store& s, int64_t table) { return s.dim_of(table_arg(table)); }, nb::arg("table"))
       .def("state_floats", [](Store& s, int64_t table) { return s.state_of(table_arg(table)); }, nb::arg("table"))
       .def("open", &store_open, nb::arg("shard"), nb::arg("start"), nb::arg("lease"))
-      .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert(),
-           nb::arg("create") = true)
+      .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("_push", &store_push)
       .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert())
       .def("locate", &store_locate, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("slots").noconvert())
@@ -392,7 +326,10 @@ NB_MODULE(_native, m) {
       .def("scan", &store_scan, nb::arg("table"), nb::arg("bucket"), nb::arg("slot"), nb::arg("limit"),
            nb::arg("state") = false)
       .def("fingerprints", &store_fingerprints)
+      .def("initialise", [](Store& s, int64_t table) { s.initialise(table_arg(table)); }, nb::arg("table"))
+      .def("initialised", &Store::initialised)
       .def("_counts", &store_counts);
+  bind_contents(store);
 
   m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);

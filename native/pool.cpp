@@ -3,9 +3,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 namespace everstep {
+
+static size_t rounded(size_t bytes) { return (std::max<size_t>(bytes, 64) + 63) & ~size_t(63); }
 
 static int log2_up(size_t bytes) { return bytes <= 1 ? 0 : 64 - __builtin_clzll(bytes - 1); }
 
@@ -37,8 +40,34 @@ uint8_t* Pool::map(size_t bytes) {
 
 uint8_t* Pool::take(size_t bytes) {
   std::lock_guard<std::mutex> hold(mutex_);
-  bytes = (std::max<size_t>(bytes, 64) + 63) & ~size_t(63);
+  bool fresh;
+  return take_block(rounded(bytes), fresh);
+}
+
+uint8_t* Pool::take_zeroed(size_t bytes) {
+  bytes = rounded(bytes);
+  bool fresh;
+  uint8_t* block;
+  {
+    std::lock_guard<std::mutex> hold(mutex_);
+    block = take_block(bytes, fresh);
+  }
+  if (!fresh) std::memset(block, 0, bytes);
+  return block;
+}
+
+uint8_t* Pool::take_block(size_t bytes, bool& fresh) {
+  fresh = true;
   if (bytes >= kOwnMapping) return map(bytes);
+  fresh = false;
+  if (bytes & (bytes - 1)) {
+    auto found = exact_.find(bytes);
+    if (found != exact_.end() && !found->second.empty()) {
+      uint8_t* block = found->second.back();
+      found->second.pop_back();
+      return block;
+    }
+  }
   for (int c = log2_up(bytes); c < kClasses; ++c) {
     if (free_[c].empty()) continue;
     uint8_t* block = free_[c].back();
@@ -55,6 +84,7 @@ uint8_t* Pool::take(size_t bytes) {
     next_ = map(chunk);
     left_ = chunk;
   }
+  fresh = true;
   uint8_t* block = next_;
   next_ += bytes;
   left_ -= bytes;
@@ -63,6 +93,7 @@ uint8_t* Pool::take(size_t bytes) {
 
 void Pool::give(uint8_t* block, size_t bytes) {
   std::lock_guard<std::mutex> hold(mutex_);
+  bytes = rounded(bytes);
   if (bytes >= kOwnMapping) {
     for (size_t i = 0; i < mappings_.size(); ++i) {
       if (mappings_[i].first != block) continue;
@@ -74,7 +105,11 @@ void Pool::give(uint8_t* block, size_t bytes) {
     }
     return;
   }
-  give_piece(block, bytes);
+  if (bytes & (bytes - 1)) {
+    exact_[bytes].push_back(block);
+  } else {
+    give_piece(block, bytes);
+  }
 }
 
 void Pool::give_piece(uint8_t* block, size_t bytes) {

@@ -1,9 +1,12 @@
 // Memory for rows and indexes: 2 MiB-aligned mappings with huge pages (half the time of a random gather is TLB misses
-// without them), cut into blocks. Freed blocks are reused; mappings live as long as the pool.
+// without them), cut into blocks. Freed blocks are reused: those of a power of two for anything, others (pages) for
+// blocks of the same size. Mappings live as long as the pool.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace everstep {
@@ -17,7 +20,9 @@ class Pool {
 
   // 64-byte aligned; content undefined. Throws std::bad_alloc.
   uint8_t* take(size_t bytes);
-  // `bytes` as given to take, and a power of two >= 64.
+  // As take, all bytes zero.
+  uint8_t* take_zeroed(size_t bytes);
+  // `bytes` as given to take.
   void give(uint8_t* block, size_t bytes);
   size_t mapped_bytes() const;
 
@@ -26,12 +31,15 @@ class Pool {
   static constexpr size_t kOwnMapping = size_t(1) << 20;  // from here on a block is its own mapping
   static constexpr int kClasses = 21;
 
+  // `fresh`: never used, so zero.
+  uint8_t* take_block(size_t bytes, bool& fresh);
   uint8_t* map(size_t bytes);
   void give_piece(uint8_t* block, size_t bytes);
 
   mutable std::mutex mutex_;
   std::vector<std::pair<uint8_t*, size_t>> mappings_;
   std::vector<uint8_t*> free_[kClasses];
+  std::unordered_map<size_t, std::vector<uint8_t*>> exact_;  // free blocks of sizes that are no power of two
   uint8_t* next_ = nullptr;
   size_t left_ = 0;
   size_t mapped_ = 0;

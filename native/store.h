@@ -1,7 +1,10 @@
-// All buckets that one ps owns: rows, optimizer state, watermarks, fences, fingerprints.
+// All buckets that one ps owns: rows, optimizer state, watermarks, fences, fingerprints; and the differences of those
+// that are protected.
 //
 // A bucket is one critical section: every method below takes a bucket's mutex for what it does to that bucket, and
-// nothing else of it is shared. Lock order: open_mutex_ > a bucket's mutex > the pool's mutex.
+// nothing else of it is shared. Lock order: open_mutex_, tables_mutex_ > a bucket's
+// mutex > the outbox's and the pool's mutex.
+// Methods lie in store.cpp (what workers ask), push.cpp, and contents.cpp (what becomes of whole buckets).
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -11,103 +14,24 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
+#include "blob.h"
+#include "bucket.h"
 #include "hash.h"
+#include "outbox.h"
 #include "pool.h"
 #include "rows.h"
 
 namespace everstep {
 
-struct Malformed : std::invalid_argument {
-  using std::invalid_argument::invalid_argument;
-};
 struct NotOwned : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-enum InitKind : int { kConstant = 0, kUniform, kNormal, kInitKinds };
-
-struct Init {
-  int kind = kConstant;
-  double a = 0, b = 0;
-};
-
-struct Table {
-  uint32_t id = 0;
-  size_t index = 0;  // position in Bucket::rows
-  size_t dim = 0, state = 0;
-  uint64_t salt = 0, row_seed = 0;
-  Optimizer optimizer;
-  Init init;
-  // A page holds 2^page_bits slots: their keys int64, then per slot values float32[dim] and state float32[state], side
-  // by side: an update touches one place in memory instead of two.
-  int page_bits = 0;
-  size_t values_at = 0, page_bytes = 0;
-  std::vector<double> bias1;
-  std::vector<float> bias2;
-
-  // The row of `key` as it is before any update: a pure function of (seed, table, key).
-  void first_values(int64_t key, float* values) const;
-  void first_state(const float* values, float* state) const;
-};
-
-// The rows of one table in one bucket: pages of slots (a slot never moves) and an open-addressing index.
-class Rows {
- public:
-  Rows(const Table& table, Pool& pool) : table_(table), pool_(pool) {}
-
-  static constexpr uint32_t kNone = 0xffffffffu;
-
-  uint32_t find(int64_t key, uint64_t hash) const;
-  // Makes the row, from `values` or, if null, as it begins. The key must not be there.
-  uint32_t insert(int64_t key, uint64_t hash, const float* values);
-  void prefetch(const uint64_t* hashes, size_t n) const {
-    const Entry* entries = entries_.load(std::memory_order_relaxed);
-    const uint64_t mask = mask_.load(std::memory_order_relaxed);
-    for (size_t i = 0; entries && i < n; ++i) __builtin_prefetch(entries + (hashes[i] & mask) * kGroup);
-  }
-
-  uint32_t count() const { return count_; }
-  int64_t key(uint32_t slot) const { return reinterpret_cast<const int64_t*>(page(slot))[in_page(slot)]; }
-  float* values(uint32_t slot) const {
-    return reinterpret_cast<float*>(page(slot) + table_.values_at) + in_page(slot) * (table_.dim + table_.state);
-  }
-  float* state(uint32_t slot) const { return values(slot) + table_.dim; }
-
- private:
-  struct Entry {
-    int64_t key;
-    uint32_t slot;  // kNone: empty
-  };
-  static constexpr uint64_t kGroup = 4;
-  Entry* entry_of(int64_t key, uint64_t hash) const;
-  static Entry* free_entry(Entry* entries, uint64_t mask, uint64_t hash);
-  uint8_t* page(uint32_t slot) const { return pages_[slot >> table_.page_bits]; }
-  size_t in_page(uint32_t slot) const { return slot & ((size_t(1) << table_.page_bits) - 1); }
-  void grow();
-
-  const Table& table_;
-  Pool& pool_;
-  // Atomic only because other threads prefetch by them without the bucket's mutex.
-  std::atomic<Entry*> entries_{nullptr};
-  std::atomic<uint64_t> mask_{0};  // groups - 1
-  uint32_t count_ = 0;
-  std::vector<uint8_t*> pages_;
-};
-
-struct ShardMark {
-  int64_t watermark = 0;
-  int64_t fence = 0;
-};
-
-struct alignas(64) Bucket {
-  std::mutex mutex;
-  std::atomic<bool> owned{false};
-  uint64_t fingerprint = 0;
-  std::unordered_map<int64_t, ShardMark> shards;
-  std::vector<std::unique_ptr<Rows>> rows;  // by Table::index
+// Rows that a request needs are still being rebuilt: ask for them (`missing`), then try again.
+struct Recovering : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 struct PushPart {
@@ -124,6 +48,7 @@ struct PushOutcome {
   bool fenced = false;
   int64_t nonfinite = -1;
   std::string buckets;  // bitmap of those that applied; empty if none or all owned
+  bool moved = false;   // a bucket was handed over between the first look and its turn: ask its new owner
 };
 
 // Shards that are over for ever: one bit a shard, in blocks of 4096, so that 10^5 shards cost 12 kB.
@@ -143,6 +68,8 @@ class ShardSet {
   std::unordered_map<uint64_t, std::vector<uint64_t>> blocks_;
 };
 
+class Mirrors;
+
 class Store {
  public:
   Store(uint32_t n_buckets, uint64_t seed);
@@ -156,7 +83,8 @@ class Store {
   // False if the table was there.
   bool declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init);
   bool open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);
-  void pull(uint32_t table, const int64_t* keys, size_t n, float* out, bool create);
+  // Rows as they are; those that no push or put has made yet, as they begin. Makes none.
+  void pull(uint32_t table, const int64_t* keys, size_t n, float* out);
   PushOutcome push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& buckets,
                    const std::vector<PushPart>& parts, bool skipped);
   int64_t put_absent(uint32_t table, const int64_t* keys, const float* rows, size_t n);
@@ -170,29 +98,100 @@ class Store {
   size_t count(uint32_t table, int64_t bucket);
   void fingerprints(uint64_t* out);
 
+  // Tables whose first rows are all there, by somebody's word: in every owned bucket.
+  std::vector<uint32_t> initialised();
+  void initialise(uint32_t table);
+
   std::vector<std::pair<uint32_t, uint64_t>> rows_by_table();
   size_t mapped_bytes() const { return pool_.mapped_bytes(); }
   uint64_t pushes() const { return pushes_.load(); }
   uint64_t pulls() const { return pulls_.load(); }
 
- private:
+  // ---- differences and contents (contents.cpp)
+  Outbox& outbox() { return outbox_; }
+  void protect(const std::vector<int64_t>& buckets, bool on);
+  // Contents of the slots [lo, hi) of one table, to the outbox; the next lo, or -1 after the last slot.
+  int64_t emit(int64_t bucket, int kind, uint32_t table, int64_t lo, int64_t hi);
+  // Records of exactly these slots; unused ones as zeros.
+  void emit_slots(int64_t bucket, uint32_t table, const uint32_t* slots, size_t n);
+  void emit_marks(int64_t bucket);
+  std::vector<uint8_t> marks(int64_t bucket);
+  int64_t seq(int64_t bucket);
+  // Not served from here on: later requests of it are NotOwned; its contents can still be read. The last seq.
+  int64_t hand_over(int64_t bucket);
+  // Empty and not owned, whatever it was.
+  void drop(int64_t bucket);
+  std::vector<std::pair<uint32_t, uint64_t>> bucket_rows(int64_t bucket);
+  size_t bucket_bytes(int64_t bucket);
+  // Equal iff (but for 2^-64) the same bit for bit; `by_key`: whatever the slots, seq and fences.
+  std::pair<uint64_t, uint64_t> digest(int64_t bucket, bool by_key);
+
+  // ---- images
+  void load_begin(int64_t bucket);
+  void load_pages(int64_t bucket, uint32_t table, const int64_t* page_nos, size_t n, const uint8_t* pages);
+  // Owned from here on. Malformed: empty and not owned.
+  void load_end(int64_t bucket, const uint8_t* marks, size_t marks_bytes);
+  // The generation, and the marks as of now. `since`: as given by an earlier call for this bucket; -1: all pages.
+  int64_t snapshot_begin(int64_t bucket, int64_t since, std::vector<uint8_t>& marks);
+  struct ImagePage {
+    uint32_t table, page;
+  };
+  // Pages as of snapshot_begin, of about `max_bytes`, at least one; none: that was all.
+  void snapshot_next(int64_t bucket, size_t max_bytes, std::vector<ImagePage>& pages, std::vector<uint8_t>& data);
+  void snapshot_end(int64_t bucket);
+
+  // ---- for mirrors, which become buckets (mirror.cpp)
+  Bucket& bucket(uint32_t b) { return buckets_[b]; }
   const Table& table_of(uint32_t id) const;
-  Bucket& bucket_checked(int64_t bucket);
+  Pool& pool() { return pool_; }
+  using TablePages = std::pair<const Table*, std::vector<uint8_t*>>;
+  // Pages of the store's pool become the rows of a bucket that is empty here, which is owned then, with these marks. On
+  // Malformed the bucket is empty and the pages are back in the pool. `absent`: only their heads are there yet.
+  void adopt(uint32_t bucket, std::vector<TablePages>&& pages, const blob::Marks& marks, int64_t seq,
+             bool absent = false);
+
+ private:
+  Bucket& bucket_at(int64_t bucket);
+  Bucket& readable(Bucket& bucket, int64_t b) const;
+  void own_locked(Bucket& bucket);
+  void drop_incoming(Bucket& bucket);
+  void adopt_locked(uint32_t b, Bucket& bucket, std::vector<TablePages>&& pages, const blob::Marks& marks, int64_t seq,
+                    bool absent);
+  // Each of these is one change: seq grows by one, and the difference goes to the outbox if the bucket is protected.
+  void log_marks(uint32_t b, Bucket& bucket, blob::Marks&& changed);
+  void log_mark(uint32_t b, Bucket& bucket, int64_t shard, const ShardMark& mark) {
+    blob::Marks changed;
+    changed.shards.push_back(blob::Mark{shard, mark.watermark, mark.fence});
+    log_marks(b, bucket, std::move(changed));
+  }
+  void log_rows(uint32_t b, Bucket& bucket, const Rows& rows, const std::vector<uint32_t>& made);
+  template <class Each, class End>
+  void each_run(const Table& table, const int64_t* keys, size_t n, Each&& each, End&& end_of);
   template <class Each>
-  void each_run(const Table& table, const int64_t* keys, size_t n, Each&& each);
-  template <class Each>
-  void each_owned(Each&& each);
+  void each_owned(Each&& each) {
+    for (uint32_t b = 0; b < n_buckets_; ++b) {
+      Bucket& bucket = buckets_[b];
+      if (!bucket.owned) continue;
+      std::lock_guard<std::mutex> hold(bucket.mutex);
+      if (bucket.owned) each(b, bucket);
+    }
+  }
 
   const uint32_t n_buckets_;
   const uint64_t seed_;
   const RowKernels& kernels_;
   Pool pool_;
-  std::unique_ptr<Bucket[]> buckets_;
+  Outbox outbox_;
   mutable std::shared_mutex tables_mutex_;
   std::unordered_map<uint32_t, std::unique_ptr<Table>> tables_;
+  std::unique_ptr<Bucket[]> buckets_;
   std::mutex open_mutex_;  // open and release: a shard cannot be opened while it is being released
   ShardSet released_;
   std::atomic<uint64_t> pushes_{0}, pulls_{0};
+
+ public:
+  // Mirrors of buckets that are elsewhere (mirror.h), in pages of this store's pool. Lock order: a mirror's > a bucket's.
+  std::shared_ptr<Mirrors> mirrors;
 };
 
 uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi);

@@ -118,10 +118,9 @@ def test_random_operations_agree(data: st.DataObject) -> None:
                 both(stores, lambda s, a=args: s.push(*a), refusals=tidy)
             case "pull":
                 keys = keys_of(spec, OWNED, draw(st.booleans()))
-                create = draw(st.booleans())
                 outs = [np.zeros((len(keys), spec.dim), np.float32) for _ in stores]
                 pairs = dict(zip(map(id, stores), outs, strict=True))
-                both(stores, lambda s, k=keys, p=pairs, c=create, t=spec: s.pull(t.id, k, p[id(s)], c))
+                both(stores, lambda s, k=keys, p=pairs, t=spec: s.pull(t.id, k, p[id(s)]))
                 same(outs[0], outs[1])
             case "put":
                 keys = keys_of(spec, OWNED, True)
@@ -134,6 +133,8 @@ def test_random_operations_agree(data: st.DataObject) -> None:
                 both(stores, lambda s, k=draw(shard_of): s.watermarks(k))
         both(stores, lambda s: s.shards())
         both(stores, lambda s: s.fingerprints())
+        for b in OWNED:
+            both(stores, lambda s, b=b: (s.seq(b), s.marks(b), s.digest(b), s.content_digest(b)))
     all_rows(stores, tables)
     assert stores[0].stats()._replace(bytes=0) == stores[1].stats()._replace(bytes=0)
 
@@ -169,6 +170,7 @@ def test_first_values_equal_at_the_ends_of_int64(init: InitSpec, key: int) -> No
     out = [np.empty((1, 37), np.float32) for _ in stores]
     for store, rows in zip(stores, out, strict=True):
         store.pull(spec.id, np.array([key]), rows)
+        store.put_absent(spec.id, np.array([key]), rows)
     same(out[0], out[1])
     for b in range(B):
         both(stores, lambda s, b=b: s.scan(spec.id, b, 0, 10, True))

@@ -203,8 +203,8 @@ def test_put_keeps_what_is_there_and_says_when_complete(service: PsService) -> N
 
 
 def test_scan_reads_a_table_in_pieces(service: PsService) -> None:
-    keys = keys_of(50)
-    ask(service, Pull(1, (Part(SPEC.id, 50, 0, 0),), False), keys.tobytes())
+    open_shard(service)
+    ask(service, *push(0, 1, keys=keys_of(50)))
     found = []
     for b in range(B):
         slot = 0

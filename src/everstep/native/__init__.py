@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -30,12 +31,23 @@ from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, OptimizerKind, TableSpec
 from everstep.native import _native
-from everstep.native._native import bag_backward, bag_forward, gather_rows, isa, isfinite_all, unique_route
+from everstep.native._native import (
+    Recovering,
+    bag_backward,
+    bag_forward,
+    gather_rows,
+    isa,
+    isfinite_all,
+    unique_route,
+)
+from everstep.native.blob import Kind, check_seal, seal
 from everstep.native.ledger import Ledger, PushResult, batch_fingerprint, bitmap, bitmap_buckets, mix64
 
 __all__ = [
+    "Kind",
     "Ledger",
     "PushResult",
+    "Recovering",
     "Store",
     "StoreStats",
     "bag_backward",
@@ -90,12 +102,28 @@ def check_spec(spec: TableSpec) -> None:
 class Store(_native.Store):
     """All buckets that one ps owns: rows, optimizer state and the exactly-once ledger.
 
-    Thread-safe. A bucket is one critical section; kernels run without the GIL. Further methods (typed in
-    ``_native.pyi``): ``own(buckets)``, ``owned()``, ``open(shard, start, lease) -> (buckets i32, watermarks i64) |
-    None``, ``pull(table, keys, out, create=True)``, ``put_absent(table, keys, rows) -> made``, ``locate(table, keys,
-    slots i64)`` (slot in the key's bucket, -1: no such row), ``release(shards)``, ``watermarks(shard)``, ``shards()``,
-    ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``, ``fingerprints()
-    -> u64[n_buckets]``, ``dim(table)``, ``state_floats(table)``.
+    Thread-safe. A bucket is one critical section; kernels run without the GIL. Unless said otherwise ValueError:
+    malformed, KeyError: the bucket is not here. Further methods (typed in ``_native.pyi``):
+
+    - for workers: ``own(buckets)``, ``owned()``, ``open(shard, start, lease) -> (buckets i32, watermarks i64) | None``,
+      ``pull(table, keys, out)`` (rows that nothing has made yet: as they begin; makes none), ``put_absent(table, keys,
+      rows) -> made``, ``locate(table, keys, slots i64)`` (-1: no such row), ``release(shards)``, ``watermarks(shard)``,
+      ``shards()``, ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``,
+      ``fingerprints() -> u64[n_buckets]``, ``initialise(table)``, ``initialised() -> tables`` (marked in every owned
+      bucket). Recovering: rows of it are still being rebuilt; nothing was changed.
+    - differences: ``protect(buckets, on)``: every change of these buckets goes to the outbox, as a blob (``blob.py``).
+      ``outbox_ticket()``: entries so far; ``wait_outbox(timeout_s)``; ``take_outbox(max_bytes) -> (first_ticket,
+      [(bucket, seq, kind, offset, length)], bytes u8)``: removes entries from the front (at least one, if there is
+      one); ``outbox_bytes()``: what waits.
+    - contents, into the outbox between the differences: ``emit(bucket, kind, table, lo, hi) -> next lo | -1``,
+      ``emit_slots(bucket, table, slots u32)``, ``emit_marks(bucket)``.
+    - ``hand_over(bucket) -> seq``: requests for it are KeyErrors from now on, its contents can be read until
+      ``drop(bucket)``. ``seq(bucket)``, ``bucket_rows(bucket)``, ``bucket_bytes(bucket)``, ``digest(bucket)``
+      (16 bytes: marks and all rows with their slots), ``content_digest(bucket)`` (without slots, seq and fences).
+    - images: ``load_begin(bucket)``, ``load_pages(bucket, table, page_nos, pages u8)`` (a later page replaces an
+      earlier one), ``load_end(bucket, marks)``; ``snapshot_begin``, ``snapshot_next(bucket, max_bytes) -> ([(table,
+      page_no)], pages u8)`` (no pages: that was all), ``snapshot_end(bucket)``; ``page_bytes(table)``, ``layout(table)
+      -> (page_bits, head_bytes, record_bytes)``.
     """
 
     def __init__(self, n_buckets: int, seed: int) -> None:
@@ -144,6 +172,29 @@ class Store(_native.Store):
         table's own). A table stands once. Malformed: ValueError, and nothing was applied, in no bucket.
         """
         return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped))
+
+    def marks(self, bucket: int) -> bytes:
+        """All marks of the bucket, as a sealed blob."""
+        return seal(super()._marks(bucket))
+
+    def snapshot_begin(self, bucket: int, since: int = -1) -> tuple[int, bytes]:
+        """Begin to read the bucket's pages as they are now, while it goes on changing: (generation, its marks).
+
+        ``since``: the generation of an earlier snapshot of this bucket, here and since it came here: only pages changed
+        after it; -1: all. One at a time, until ``snapshot_end``.
+        """
+        generation, marks = super()._snapshot_begin(bucket, since)
+        return generation, seal(marks)
+
+    def load_end(self, bucket: int, marks: bytes) -> None:
+        """Check what was loaded and own it. ValueError: it is no image of this bucket; then it is empty, not owned."""
+        try:
+            check_seal(marks)
+        except ValueError:
+            with suppress(ValueError):
+                super()._load_end(bucket, b"")  # forgets what was loaded
+            raise
+        super()._load_end(bucket, marks)
 
     def stats(self) -> StoreStats:
         counts = super()._counts()

@@ -33,7 +33,8 @@ class PushResult(NamedTuple):
 
     ``gap``: the lowest watermark of the buckets that answered "gap", -1 if none. ``nonfinite``: id of the table whose
     gradient has NaN or Inf, -1 if none (then nothing was applied). ``buckets``: bitmap (bit b = bucket b) of those
-    that applied; b"" when none or all owned ones did.
+    that applied; b"" when none or all owned ones did. ``moved``: a bucket was handed over while the push ran: it goes
+    to its new owner.
     """
 
     applied: int
@@ -42,6 +43,7 @@ class PushResult(NamedTuple):
     fenced: bool = False
     nonfinite: int = -1
     buckets: bytes = b""
+    moved: bool = False
 
 
 def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:

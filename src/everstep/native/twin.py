@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import PushPart, StoreStats, check_spec
+from everstep.native.blob import Blob, Kind, Marks, Part, build, seal
 from everstep.native.ledger import Ledger, PushResult
 from everstep.native.ledger import mix64 as mix64_int
 
@@ -137,6 +139,118 @@ def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
             w[:] = np.where(over > 0, np.where(z > 0, -size, size), f(0))
 
 
+@dataclass
+class _Row:
+    """One used slot."""
+
+    key: int
+    values: F32
+    state: F32
+    meta: NDArray[np.uint32]
+
+    def record(self) -> bytes:
+        return self.values.tobytes() + self.state.tobytes() + self.meta.tobytes()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a page of a table lies in memory: native/table.h."""
+
+    dim: int
+    state: int
+    meta: int
+
+    @property
+    def record_bytes(self) -> int:
+        return 4 * (self.dim + self.state + self.meta)
+
+    @property
+    def page_bits(self) -> int:
+        bits = 3
+        while bits < 10 and (self.record_bytes + 8) << (bits + 1) <= 32 << 10:
+            bits += 1
+        return bits
+
+    @property
+    def keys_at(self) -> int:
+        return _align64((1 << self.page_bits) // 8)
+
+    @property
+    def head_bytes(self) -> int:
+        return self.keys_at + 8 * (1 << self.page_bits)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.head_bytes + _align64((1 << self.page_bits) * self.record_bytes)
+
+
+def _align64(n: int) -> int:
+    return (n + 63) & ~63
+
+
+class TwinRows:
+    """Rows of one table in one bucket: a new row gets the lowest unused slot."""
+
+    def __init__(self, table: int, layout: Layout) -> None:
+        self.table = table
+        self.layout = layout
+        self.slots: list[_Row | None] = []
+        self.index: dict[int, int] = {}
+
+    def insert(self, row: _Row) -> int:
+        slot = next((i for i, r in enumerate(self.slots) if r is None), len(self.slots))
+        if slot == len(self.slots):
+            self.slots.append(None)
+        self.slots[slot] = row
+        self.index[row.key] = slot
+        return slot
+
+    def erase(self, slot: int) -> None:
+        row = self.slots[slot]
+        assert row is not None
+        del self.index[row.key]
+        self.slots[slot] = None
+
+    def row(self, key: int) -> _Row | None:
+        return self.slots[self.index[key]] if key in self.index else None
+
+    def used(self) -> list[tuple[int, _Row]]:
+        """(slot, row) of all rows, ascending."""
+        return [(slot, row) for slot, row in enumerate(self.slots) if row is not None]
+
+    def pages(self) -> dict[int, bytes]:
+        """The pages that hold a row."""
+        layout, out = self.layout, {}
+        n = 1 << layout.page_bits
+        for page in range(-(-len(self.slots) // n)):
+            held = [(i, r) for i, r in enumerate(self.slots[page * n : (page + 1) * n]) if r is not None]
+            if not held:
+                continue
+            image = np.zeros(layout.page_bytes, np.uint8)
+            for i, row in held:
+                image[i >> 3] |= 1 << (i & 7)
+                image[layout.keys_at + 8 * i :][:8] = np.frombuffer(np.int64(row.key).tobytes(), np.uint8)
+                at = layout.head_bytes + i * layout.record_bytes
+                image[at : at + layout.record_bytes] = np.frombuffer(row.record(), np.uint8)
+            out[page] = image.tobytes()
+        return out
+
+
+@dataclass
+class _Bucket:
+    """What a bucket has beside its part of the ledger."""
+
+    seq: int = 0
+    clock: int = 0
+    protect: bool = False
+    initialised: list[int] = field(default_factory=list)
+    rows: dict[int, TwinRows] = field(default_factory=dict)  # by table, in the order of their declaration
+
+
+# (rows, slot, key if the row was made or freed, record before, record after)
+_Touched = tuple[TwinRows, int, int | None, bytes, bytes]
+
+
 class TwinStore:
     """``everstep.native.Store`` in Python: same methods, same answers, same bits. Not thread-safe."""
 
@@ -144,9 +258,9 @@ class TwinStore:
         self.n_buckets = n_buckets
         self.seed = seed & _MASK
         self.ledger = Ledger(n_buckets, ())
+        self.outbox: list[bytes] = []
         self._specs: dict[int, TableSpec] = {}
-        # (table, bucket) -> key -> (values, state); a row's slot is its place in the order of insertion
-        self._rows: dict[tuple[int, int], dict[int, tuple[F32, F32]]] = {}
+        self._held = {b: _Bucket() for b in range(n_buckets)}
         self._pushes = self._pulls = 0
 
     def __repr__(self) -> str:
@@ -163,25 +277,134 @@ class TwinStore:
         known = self._specs.setdefault(spec.id, spec)
         if known != spec:
             raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
-        new = (spec.id, 0) not in self._rows
-        for b in range(self.n_buckets):
-            self._rows.setdefault((spec.id, b), {})
+        new = spec.id not in self._held[0].rows
+        layout = Layout(spec.dim, spec.optimizer.state_floats(spec.dim), 0)
+        for held in self._held.values():
+            held.rows.setdefault(spec.id, TwinRows(spec.id, layout))
         return new
 
+    # ------------------------------------------------------------ changes
+
+    def _change(
+        self,
+        bucket: int,
+        shards: Sequence[tuple[int, int, int]] = (),
+        touched: Sequence[_Touched] = (),
+        initialised: Sequence[int] = (),
+    ) -> None:
+        """One change of a bucket that has happened: seq grows, the difference goes to the outbox if protected."""
+        held = self._held[bucket]
+        held.seq += 1
+        if not held.protect:
+            return
+        marks = Marks(self.ledger.buckets[bucket].fingerprint, held.clock, list(shards), list(initialised))
+        parts = []
+        for rows in {id(t[0]): t[0] for t in touched}.values():
+            of = [t for t in touched if t[0] is rows]
+            records = [np.bitwise_xor(*(np.frombuffer(x, np.uint8) for x in t[3:])) for t in of]
+            toggled = np.array([t[2] is not None for t in of])
+            keys = np.array([t[2] for t in of if t[2] is not None], np.int64)
+            slots = np.array([t[1] for t in of], np.uint32)
+            parts.append(Part(rows.table, slots, toggled, keys, np.array(records, np.uint8)))
+        self.outbox.append(build(Blob(Kind.CHANGE, bucket, held.seq, marks, parts)))
+
+    def protect(self, buckets: Sequence[int], on: bool) -> None:
+        for b in buckets:
+            if on and b not in self.ledger.buckets:
+                raise KeyError(f"bucket {b} is not owned here")
+            self._held[b].protect = on
+
+    def take(self) -> list[bytes]:
+        """Everything in the outbox; it is empty then."""
+        out, self.outbox = self.outbox, []
+        return out
+
+    def _marks(self, bucket: int) -> dict[int, tuple[int, int]]:
+        return {shard: (mark[0], mark[1]) for shard, mark in self.ledger.buckets[bucket].shards.items()}
+
     def open(self, shard: int, start: int, lease: int) -> tuple[NDArray[np.int32], I64] | None:
-        return _arrays(self.ledger.open(shard, start, lease))
+        before = {b: self._marks(b).get(shard) for b in self.ledger.buckets}
+        found = self.ledger.open(shard, start, lease)
+        for b in self.ledger.buckets:
+            mark = self._marks(b).get(shard)
+            if mark is not None and mark != before[b]:
+                self._change(b, [(shard, *mark)])
+        return _arrays(found)
 
     def watermarks(self, shard: int) -> tuple[NDArray[np.int32], I64] | None:
         return _arrays(self.ledger.watermarks(shard))
 
     def release(self, shards: Sequence[int]) -> None:
+        before = {b: self._marks(b) for b in self.ledger.buckets}
         self.ledger.release(shards)
+        for b, marks in before.items():
+            gone = [shard for shard in dict.fromkeys(shards) if shard in marks]
+            if gone:
+                self._change(b, [(shard, -1, 0) for shard in gone])
+
+    def initialise(self, table: int) -> None:
+        self._spec(table)
+        for b in self.ledger.buckets:
+            if table not in self._held[b].initialised:
+                self._held[b].initialised = sorted([*self._held[b].initialised, table])
+                self._change(b, initialised=[table])
+
+    def initialised(self) -> list[int]:
+        all_of = [set(self._held[b].initialised) for b in self.ledger.buckets]
+        return sorted(set.intersection(*all_of)) if all_of else []
 
     def shards(self) -> list[int]:
         return self.ledger.shards()
 
     def fingerprints(self) -> U64:
         return np.array(self.ledger.fingerprints(), np.uint64)
+
+    # ------------------------------------------------------------ whole buckets
+
+    def marks(self, bucket: int) -> bytes:
+        ledger, held = self.ledger.buckets[bucket], self._held[bucket]
+        shards = [(shard, *mark) for shard, mark in sorted(self._marks(bucket).items())]
+        marks = Marks(ledger.fingerprint, held.clock, shards, held.initialised)
+        return seal(build(Blob(Kind.MARKS, bucket, held.seq, marks)))
+
+    def seq(self, bucket: int) -> int:
+        return self._held[bucket].seq
+
+    def rows(self, bucket: int, table: int) -> TwinRows:
+        return self._held[bucket].rows[table]
+
+    def bucket_rows(self, bucket: int) -> dict[int, int]:
+        return {table: len(rows.index) for table, rows in self._held[bucket].rows.items()}
+
+    def drop(self, bucket: int) -> None:
+        self.ledger.buckets.pop(bucket, None)
+        rows = {table: TwinRows(table, r.layout) for table, r in self._held[bucket].rows.items()}
+        self._held[bucket] = _Bucket(rows=rows)
+
+    def digest(self, bucket: int, by_key: bool = False) -> bytes:
+        """As the native one: sums over hashed items, so that their order does not matter."""
+        items: list[list[int]] = []
+        for table, rows in self._held[bucket].rows.items():
+            for slot, row in rows.used():
+                words = np.frombuffer(row.record(), np.uint32).tolist()
+                items.append([1, table, 0 if by_key else slot, row.key & _MASK, *words])
+        for shard, (watermark, fence) in self._marks(bucket).items():
+            items.append([2, shard, watermark, 0 if by_key else fence])
+        held = self._held[bucket]
+        items.append([3, 0 if by_key else held.seq, self.ledger.buckets[bucket].fingerprint, held.clock])
+        items += [[4, table] for table in held.initialised]
+        a = b = 0
+        for words in items:
+            counters = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+            item = int(mix64(np.array(words, np.uint64) + counters).sum(dtype=np.uint64))
+            a += mix64_int(item ^ _GOLDEN)
+            b += mix64_int((item + mix64_int(_GOLDEN)) & _MASK)
+        return (a & _MASK).to_bytes(8, "little") + (b & _MASK).to_bytes(8, "little")
+
+    def content_digest(self, bucket: int) -> bytes:
+        return self.digest(bucket, by_key=True)
+
+    # ------------------------------------------------------------ rows
 
     def _spec(self, table: int) -> TableSpec:
         if table not in self._specs:
@@ -202,42 +425,44 @@ class TwinStore:
                 raise KeyError(f"bucket {b} is not owned here")
         return buckets
 
-    def _make(self, spec: TableSpec, bucket: int, key: int, values: F32 | None = None) -> tuple[F32, F32]:
+    def _new_row(self, spec: TableSpec, key: int, values: F32 | None = None) -> _Row:
         if values is None:
             values = first_values(self.seed, spec.id, key, spec.dim, spec.init)
-        row = (values.copy(), first_state(values, spec.optimizer))
-        return self._rows[spec.id, bucket].setdefault(key, row)
+        return _Row(key, values.copy(), first_state(values, spec.optimizer), np.zeros(0, np.uint32))
 
-    def pull(self, table: int, keys: I64, out: F32, create: bool = True) -> None:
+    def pull(self, table: int, keys: I64, out: F32) -> None:
         spec = self._spec(table)
         if out.shape != (len(keys), spec.dim):
             raise ValueError("out must be [keys, dim of the table]")
         self._pulls += 1
         for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
-            rows = self._rows[table, b]
-            if key in rows or create:
-                out[i] = (rows.get(key) or self._make(spec, b, key))[0]
-            else:
-                out[i] = first_values(self.seed, table, key, spec.dim, spec.init)
+            row = self._held[b].rows[table].row(key)
+            out[i] = row.values if row else first_values(self.seed, table, key, spec.dim, spec.init)
 
-    def put_absent(self, table: int, keys: I64, rows: F32) -> int:
+    def put_absent(self, table: int, keys: I64, values: F32) -> int:
         spec = self._spec(table)
-        if rows.shape != (len(keys), spec.dim):
+        if values.shape != (len(keys), spec.dim):
             raise ValueError("rows must be [keys, dim of the table]")
-        if not np.isfinite(rows).all():
+        if not np.isfinite(values).all():
             raise ValueError("initial rows hold NaN or Inf")
         made = 0
-        for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
-            if key not in self._rows[table, b]:
-                self._make(spec, b, key, rows[i])
-                made += 1
+        numbered = enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True))
+        for b, run in groupby(numbered, lambda item: item[1][0]):
+            rows = self._held[b].rows[table]
+            touched: list[_Touched] = []
+            for i, (_, key) in run:
+                if key not in rows.index:
+                    row = self._new_row(spec, key, values[i])
+                    touched.append((rows, rows.insert(row), key, bytes(rows.layout.record_bytes), row.record()))
+            if touched:
+                self._change(b, touched=touched)
+            made += len(touched)
         return made
 
     def locate(self, table: int, keys: I64, slots: I64) -> None:
         self._spec(table)
         for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
-            rows = self._rows[table, b]
-            slots[i] = list(rows).index(key) if key in rows else -1
+            slots[i] = self._held[b].rows[table].index.get(key, -1)
 
     def push(
         self,
@@ -276,19 +501,26 @@ class TwinStore:
         if any(len(set(keys)) != len(keys) for _, _, keys, _, _ in work):
             raise ValueError("a key stands twice in one push")
         self._pushes += 1
-        before = {b: ledger.shards.get(shard, [-1])[0] for b, ledger in self.ledger.buckets.items()}
+        before = {b: self._marks(b).get(shard) for b in self.ledger.buckets}
         done = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
-        applied = {b for b, mark in before.items() if self.ledger.buckets[b].shards.get(shard, [-1])[0] != mark}
-        for b in sorted(applied):
-            for spec, at, keys, _, _ in work:
-                for i in range(len(keys)):
-                    if at[i] == b:
-                        self._make(spec, b, keys[i])
-        for spec, at, keys, grads, step in work:
-            for i, key in enumerate(keys):
-                if at[i] in applied:
-                    values, state = self._rows[spec.id, at[i]][key]
-                    update(values, state, grads[i], spec.optimizer, step)
+        for b, mark in before.items():
+            after = self._marks(b).get(shard)
+            if after is None or after == mark:
+                continue
+            touched: list[_Touched] = []
+            if mark is None or after[0] != mark[0]:  # applied
+                self._held[b].clock += 1
+                for spec, at, keys, grads, step in work:
+                    rows = self._held[b].rows[spec.id]
+                    here = [i for i in range(len(keys)) if at[i] == b]
+                    new = {i: rows.insert(self._new_row(spec, keys[i])) for i in here if keys[i] not in rows.index}
+                    for i in here:
+                        row = rows.row(keys[i])
+                        assert row is not None
+                        old = bytes(rows.layout.record_bytes) if i in new else row.record()
+                        update(row.values, row.state, grads[i], spec.optimizer, step)
+                        touched.append((rows, rows.index[keys[i]], keys[i] if i in new else None, old, row.record()))
+            self._change(b, [(shard, *after)], touched)
         return done
 
     def scan(
@@ -299,20 +531,21 @@ class TwinStore:
             raise ValueError("no such bucket or slot, or the limit is not positive")
         if bucket not in self.ledger.buckets:
             raise KeyError(f"bucket {bucket} is not owned here")
-        rows = list(self._rows[table, bucket].items())
-        found = rows[slot : slot + limit]
+        rows = [(s, row) for s, row in self._held[bucket].rows[table].used() if s >= slot]
+        found = [row for _, row in rows[:limit]]
         width = spec.optimizer.state_floats(spec.dim)
-        keys = np.array([key for key, _ in found], np.int64)
-        values = np.array([v for _, (v, _) in found], np.float32).reshape(len(found), spec.dim)
-        states = np.array([s for _, (_, s) in found], np.float32).reshape(len(found), width) if state else None
-        return keys, values, states, slot + limit if slot + limit < len(rows) else -1
+        keys = np.array([row.key for row in found], np.int64)
+        values = np.array([row.values for row in found], np.float32).reshape(len(found), spec.dim)
+        states = np.array([row.state for row in found], np.float32).reshape(len(found), width) if state else None
+        return keys, values, states, rows[limit][0] if limit < len(rows) else -1
 
     def specs(self) -> list[TableSpec]:
         return list(self._specs.values())
 
     def stats(self) -> StoreStats:
         rows = {
-            spec.name: sum(len(self._rows[spec.id, b]) for b in self.ledger.buckets) for spec in self._specs.values()
+            spec.name: sum(len(self._held[b].rows[spec.id].index) for b in self.ledger.buckets)
+            for spec in self._specs.values()
         }
         return StoreStats(rows, 0, self._pushes, self._pulls)
 

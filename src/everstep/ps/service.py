@@ -320,14 +320,14 @@ class PsService:
         work = [(part, _keys(part, source), self.store.dim(part.table)) for part in request.parts]
         if request.shm:
             for part, keys, dim in work:
-                self.store.pull(part.table, keys, _rows(part, source, dim), request.create)
+                self.store.pull(part.table, keys, _rows(part, source, dim))
             return Pulled(), []
         if sum(len(keys) * dim for _, keys, dim in work) * 4 > _ANSWER_MAX_BYTES:
             raise ValueError(f"the rows of one pull are over {_ANSWER_MAX_BYTES} bytes: ask for fewer at a time")
         buffers: list[Any] = []
         for part, keys, dim in work:
             out: NDArray[np.float32] = np.empty((len(keys), dim), np.float32)
-            self.store.pull(part.table, keys, out, request.create)
+            self.store.pull(part.table, keys, out)
             buffers.append(out)
         return Pulled(), buffers
 
@@ -375,6 +375,8 @@ class PsService:
                     )
                 )
         self._cut_if_due()
+        if done.moved:
+            return Moved(self.version)  # what was applied answers "repeat" when it is sent again
         return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
 
     def _cut_if_due(self) -> None:

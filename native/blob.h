@@ -1,0 +1,221 @@
+// One entry of the outbox: a difference or contents of a bucket, as ps send them to each other.
+//
+// Little-endian, packed, arrays unaligned. Header (32 bytes), marks block, parts. `parse` checks every bound: a blob may
+// come from the wire or from a file. The Python twin is everstep/native/blob.py.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "table.h"
+
+namespace everstep {
+namespace blob {
+
+constexpr uint32_t kMagic = 0x42535645;  // "EVSB"
+constexpr uint16_t kVersion = 1;
+constexpr uint32_t kLast = 1;               // flag of a part: contents up to the table's end
+constexpr uint32_t kNoBucket = 0xffffffff;  // contents of several buckets folded into one
+
+enum Kind : uint16_t {
+  kChange = 1,  // a difference: XOR of what was and what is
+  kHeads = 2,   // contents: which slots are used, and their keys
+  kBodies = 3,  // contents: records
+  kMarks = 4,   // all marks; ends a sweep of contents
+};
+
+struct Header {
+  uint32_t magic = kMagic;
+  uint16_t version = kVersion, kind = 0;
+  uint32_t bucket = 0, n_parts = 0;
+  int64_t seq = 0;
+  uint32_t marks_bytes = 0;
+  uint32_t crc = 0;  // crc32 (zlib) of all but this field; 0: not computed
+};
+static_assert(sizeof(Header) == 32, "packed");
+
+struct Mark {
+  int64_t shard, watermark, fence;  // watermark -1: the shard's mark is gone
+};
+static_assert(sizeof(Mark) == 24, "packed");
+
+struct Marks {
+  uint64_t fingerprint = 0;
+  int64_t clock = 0;
+  std::vector<Mark> shards;
+  std::vector<uint32_t> initialised;
+
+  size_t bytes() const { return 24 + shards.size() * sizeof(Mark) + initialised.size() * 4; }
+};
+
+struct PartHeader {
+  uint32_t table = 0, n = 0, lo = 0, hi = 0, flags = 0, n_toggled = 0;
+};
+static_assert(sizeof(PartHeader) == 24, "packed");
+
+inline size_t bitmap_bytes(size_t n) { return (n + 63) / 64 * 8; }
+
+// Bytes of a part with its header.
+inline size_t part_bytes(Kind kind, size_t n, size_t n_toggled, size_t record_bytes) {
+  const size_t rest = kind == kChange  ? bitmap_bytes(n) + n_toggled * 8 + n * record_bytes
+                      : kind == kHeads ? n * 8
+                                       : n * record_bytes;
+  return sizeof(PartHeader) + n * 4 + rest;
+}
+
+// A part inside of a parsed blob; the pointers are unaligned, read them with the functions.
+struct Part {
+  PartHeader head;
+  const Table* table = nullptr;
+  const uint8_t* slots = nullptr;
+  const uint8_t* toggled = nullptr;  // CHANGE: bitmap over the n slots
+  const uint8_t* keys = nullptr;     // CHANGE: of the n_toggled, XOR; HEADS: of the n
+  const uint8_t* records = nullptr;  // CHANGE: XOR; BODIES
+
+  uint32_t slot(size_t i) const { return read<uint32_t>(slots + i * 4); }
+  int64_t key(size_t i) const { return read<int64_t>(keys + i * 8); }
+  bool is_toggled(size_t i) const { return toggled[i >> 3] >> (i & 7) & 1; }
+  const uint8_t* record(size_t i) const { return records + i * table->record_bytes; }
+
+  template <class T>
+  static T read(const uint8_t* at) {
+    T x;
+    std::memcpy(&x, at, sizeof(T));
+    return x;
+  }
+};
+
+struct Blob {
+  Header head;
+  Marks marks;
+  std::vector<Part> parts;
+};
+
+// Writes a blob into memory of the right size.
+class Writer {
+ public:
+  explicit Writer(uint8_t* at) : at_(at) {}
+
+  template <class T>
+  void put(const T& x) {
+    std::memcpy(at_, &x, sizeof(T));
+    at_ += sizeof(T);
+  }
+  // The next n bytes, for the caller to fill.
+  uint8_t* skip(size_t n) {
+    uint8_t* at = at_;
+    at_ += n;
+    return at;
+  }
+  void put_marks(const Marks& m) {
+    put(m.fingerprint);
+    put(m.clock);
+    put(uint32_t(m.shards.size()));
+    put(uint32_t(m.initialised.size()));
+    for (const Mark& mark : m.shards) put(mark);
+    for (uint32_t table : m.initialised) put(table);
+  }
+  const uint8_t* at() const { return at_; }
+
+ private:
+  uint8_t* at_;
+};
+
+inline std::vector<uint8_t> marks_blob(uint32_t bucket, int64_t seq, const Marks& marks) {
+  Header head;
+  head.kind = kMarks;
+  head.bucket = bucket;
+  head.seq = seq;
+  head.marks_bytes = uint32_t(marks.bytes());
+  std::vector<uint8_t> out(sizeof(Header) + marks.bytes());
+  Writer w(out.data());
+  w.put(head);
+  w.put_marks(marks);
+  return out;
+}
+
+// Reads a blob whose memory outlives the answer. `table_of(id)` gives the Table, or throws Malformed. Throws Malformed
+// on anything that a Writer would not write.
+template <class TableOf>
+Blob parse(const uint8_t* data, size_t size, TableOf&& table_of) {
+  size_t left = size;
+  const uint8_t* at = data;
+  auto wrong = [](const std::string& what) { throw Malformed("a blob " + what); };
+  auto take = [&](size_t n) {
+    if (n > left) wrong("ends too early");
+    const uint8_t* from = at;
+    at += n;
+    left -= n;
+    return from;
+  };
+  Blob out;
+  std::memcpy(&out.head, take(sizeof(Header)), sizeof(Header));
+  const Header& head = out.head;
+  if (head.magic != kMagic || head.version != kVersion) wrong("does not begin as one of this version");
+  if (head.kind < kChange || head.kind > kMarks) wrong("is of no known kind");
+  if (head.seq < 0) wrong("has a negative seq");
+  const Kind kind = Kind(head.kind);
+  if (kind == kMarks && head.n_parts) wrong("of marks has parts");
+
+  const uint8_t* m = take(head.marks_bytes);
+  if (head.marks_bytes < 24) wrong("has no marks");
+  out.marks.fingerprint = Part::read<uint64_t>(m);
+  out.marks.clock = Part::read<int64_t>(m + 8);
+  const uint64_t n_shards = Part::read<uint32_t>(m + 16), n_initialised = Part::read<uint32_t>(m + 20);
+  if (head.marks_bytes != 24 + n_shards * sizeof(Mark) + n_initialised * 4) wrong("has marks of another size");
+  if (out.marks.clock < 0) wrong("has a negative clock");
+  out.marks.shards.resize(n_shards);
+  if (n_shards) std::memcpy(out.marks.shards.data(), m + 24, n_shards * sizeof(Mark));
+  for (const Mark& mark : out.marks.shards) {
+    const bool gone = kind == kChange && mark.watermark == -1;
+    if (mark.shard < 0 || mark.fence < 0 || (mark.watermark < 0 && !gone)) wrong("has a mark with a negative number");
+  }
+  out.marks.initialised.resize(n_initialised);
+  if (n_initialised)
+    std::memcpy(out.marks.initialised.data(), m + 24 + n_shards * sizeof(Mark), n_initialised * 4);
+
+  for (uint32_t p = 0; p < head.n_parts; ++p) {
+    Part part;
+    std::memcpy(&part.head, take(sizeof(PartHeader)), sizeof(PartHeader));
+    const PartHeader& h = part.head;
+    part.table = table_of(h.table);
+    if (h.flags & ~kLast) wrong("has unknown flags");
+    part.slots = take(size_t(h.n) * 4);
+    if (kind == kChange) {
+      if (h.n_toggled > h.n || h.lo || h.hi || h.flags) wrong("of a change has a wrong part");
+      part.toggled = take(bitmap_bytes(h.n));
+      size_t toggled = 0;
+      for (size_t i = 0; i < bitmap_bytes(h.n); i += 8) {
+        const uint64_t word = Part::read<uint64_t>(part.toggled + i);
+        toggled += size_t(__builtin_popcountll(word));
+        if (h.n - i * 8 < 64 && word >> (h.n - i * 8)) wrong("toggles rows that it does not have");
+      }
+      if (toggled != h.n_toggled) wrong("toggles another number of rows than it says");
+      part.keys = take(size_t(h.n_toggled) * 8);
+      part.records = take(size_t(h.n) * part.table->record_bytes);
+    } else {
+      if (h.n_toggled || h.lo > h.hi) wrong("of contents has a wrong part");
+      if (kind == kHeads) {
+        part.keys = take(size_t(h.n) * 8);
+      } else {
+        part.records = take(size_t(h.n) * part.table->record_bytes);
+      }
+    }
+    const bool listed = kind == kBodies && h.lo == 0 && h.hi == 0;
+    for (uint32_t i = 0; i < h.n; ++i) {
+      const uint32_t slot = part.slot(i);
+      if (slot >= 0xff000000u) wrong("has a slot that cannot be");
+      if (kind == kChange || listed) continue;
+      if (slot < h.lo || (!(h.flags & kLast) && slot >= h.hi)) wrong("has a slot outside of what it covers");
+      if (i && slot <= part.slot(i - 1)) wrong("has slots that do not ascend");
+    }
+    out.parts.push_back(part);
+  }
+  if (left) wrong("goes on after its end");
+  return out;
+}
+
+}  // namespace blob
+}  // namespace everstep

@@ -1,0 +1,362 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <unordered_set>
+
+#include "change.h"
+#include "store.h"
+
+namespace everstep {
+
+namespace {
+
+constexpr size_t kAhead = 24;  // lookups whose index lines are on their way
+constexpr size_t kBlock = 8;   // rows whose lines are fetched while those of the block before are used
+constexpr int64_t kMaxBatch = int64_t(1) << 24;
+
+void prefetch_row_write(float* at, size_t floats) {
+  char* p = reinterpret_cast<char*>(at);
+  const size_t bytes = std::min<size_t>(floats * 4, 1024);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1);
+  __builtin_prefetch(p + bytes - 4, 1);  // rows do not begin at a line's start
+}
+
+bool bit(const std::string& bitmap, uint32_t b) {
+  return (b >> 3) < bitmap.size() && (uint8_t(bitmap[b >> 3]) >> (b & 7) & 1);
+}
+
+void set_bit(std::string& bitmap, uint32_t b) { bitmap[b >> 3] = char(uint8_t(bitmap[b >> 3]) | 1u << (b & 7)); }
+
+struct Run {
+  uint32_t bucket;
+  size_t begin, end;
+};
+
+struct PartWork {
+  const Table* table = nullptr;
+  const PushPart* part = nullptr;
+  double lr = 0;
+  std::vector<uint64_t> hashes;
+  std::vector<uint32_t> buckets;
+  std::vector<uint32_t> slots;
+  std::vector<Run> runs;
+  std::vector<uint32_t> made;  // places in `keys` of the rows made in the bucket at hand
+  uint8_t* difference = nullptr;  // of the record of the key at the run's begin, for the bucket at hand
+  size_t cursor = 0;
+  size_t missing = 0;  // keys without a row yet
+
+  Run at_hand{};  // of the bucket at hand; empty if it has no rows of this part
+
+  const Run* at(uint32_t bucket) {
+    while (cursor < runs.size() && runs[cursor].bucket < bucket) ++cursor;
+    return cursor < runs.size() && runs[cursor].bucket == bucket ? &runs[cursor] : nullptr;
+  }
+};
+
+// Rows of one part in one bucket: looked up or updated while the next piece's lines are on their way.
+struct Piece {
+  size_t part, begin, end;
+};
+
+void cut_pieces(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket, size_t size,
+                std::vector<Piece>& pieces) {
+  pieces.clear();
+  for (size_t p = 0; p < n_parts; ++p) {
+    const Run* run = works[p].at(bucket);
+    works[p].at_hand = run ? *run : Run{bucket, 0, 0};
+    if (!run) continue;
+    for (size_t at = run->begin; at < run->end; at += size)
+      pieces.push_back(Piece{p, at, std::min(run->end, at + size)});
+  }
+}
+
+void check_missing_unique(const PartWork& work) {
+  if (work.missing < 2) return;
+  std::vector<int64_t> missing;
+  for (size_t i = 0; i < work.part->n; ++i) {
+    if (work.slots[i] == Rows::kNone) missing.push_back(work.part->keys[i]);
+  }
+  std::sort(missing.begin(), missing.end());
+  auto twice = std::adjacent_find(missing.begin(), missing.end());
+  if (twice != missing.end()) throw Malformed("key " + std::to_string(*twice) + " stands twice in one push");
+}
+
+// What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
+// all of a batch or nothing. Makes the rows that are missing and lays the difference out.
+void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, blob::Marks& marks,
+             const blob::Mark& mark, Change& change) {
+  for (size_t p = 0; p < n_parts; ++p) works[p].made.clear();
+  try {
+    for (size_t p = 0; p < n_parts; ++p) {
+      PartWork& work = works[p];
+      Rows& rows = *bucket.rows[work.table->index];
+      for (size_t i = work.at_hand.begin; work.missing && i < work.at_hand.end; ++i) {
+        uint32_t& slot = work.slots[i];
+        if (slot != Rows::kNone) continue;
+        slot = rows.find(work.part->keys[i], work.hashes[i]);
+        if (slot != Rows::kNone) continue;
+        work.made.push_back(uint32_t(i));
+        slot = rows.insert(work.part->keys[i], work.hashes[i], nullptr);
+      }
+      if (bucket.snapshot) {
+        for (size_t i = work.at_hand.begin; i < work.at_hand.end; ++i) rows.touch(work.slots[i]);
+      }
+    }
+    if (!bucket.protect) return;
+    thread_local std::vector<Change::Shape> shapes;
+    shapes.clear();
+    for (size_t p = 0; p < n_parts; ++p) {
+      const size_t n = works[p].at_hand.end - works[p].at_hand.begin;
+      if (n) shapes.push_back(Change::Shape{works[p].table, n, works[p].made.size()});
+    }
+    marks.shards.push_back(mark);
+    change.lay_out(b, bucket.seq + 1, marks, shapes);
+  } catch (...) {
+    for (size_t p = 0; p < n_parts; ++p) {
+      for (uint32_t i : works[p].made) {
+        if (works[p].slots[i] != Rows::kNone) bucket.rows[works[p].table->index]->erase(works[p].slots[i]);
+      }
+    }
+    throw;
+  }
+  size_t place_no = 0;
+  for (size_t p = 0; p < n_parts; ++p) {
+    PartWork& work = works[p];
+    const size_t begin = work.at_hand.begin, n = work.at_hand.end - begin;
+    if (!n) continue;
+    Change::Place& place = change.place(place_no++);
+    work.difference = place.records;
+    std::memcpy(place.slots, work.slots.data() + begin, n * 4);
+    for (uint32_t i : work.made) change.row(place, i - begin, work.slots[i], true, work.part->keys[i]);
+  }
+}
+
+}  // namespace
+
+uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi) {
+  const uint64_t epoch = mix64(uint64_t(shard) >> 32);
+  uint64_t sum = 0;
+  for (int64_t p = lo; p < hi; ++p) sum += mix64(epoch + uint64_t(p));
+  return sum;
+}
+
+PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& addressed,
+                        const std::vector<PushPart>& parts, bool skipped) {
+  if (shard < 0 || lease < 0) throw Malformed("shard and lease must not be negative");
+  if (lo < 0 || hi <= lo || hi - lo > kMaxBatch)
+    throw Malformed("[" + std::to_string(lo) + ", " + std::to_string(hi) + ") is not a range of at most 2^24 samples");
+  if (skipped && !parts.empty()) throw Malformed("a skipped range has no rows");
+  if (!addressed.empty()) {
+    if (addressed.size() != (n_buckets_ + 7) / 8) throw Malformed("the bitmap of buckets has the wrong length");
+    for (uint32_t b = 0; b < addressed.size() * 8; ++b) {
+      if (!bit(addressed, b)) continue;
+      if (b >= n_buckets_) throw Malformed("bucket " + std::to_string(b) + " does not exist");
+      if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
+    }
+  }
+  // Looked at once, so that a bucket that comes or goes meanwhile is not half of it.
+  std::string todo((n_buckets_ + 7) / 8, '\0');
+  int owned = 0;
+  for (uint32_t b = 0; b < n_buckets_; ++b) {
+    if (!buckets_[b].owned) continue;
+    ++owned;
+    if (addressed.empty() || bit(addressed, b)) set_bit(todo, b);
+  }
+  auto is_addressed = [&](uint32_t b) { return bit(todo, b); };
+
+  // 1. Everything that can be wrong with the request, before anything changes.
+  PushOutcome out;
+  thread_local std::vector<PartWork> works;
+  if (works.size() < parts.size()) works.resize(parts.size());
+  std::unordered_set<uint32_t> seen;
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const PushPart& part = parts[p];
+    PartWork& work = works[p];
+    if (!seen.insert(part.table).second) throw Malformed("table " + std::to_string(part.table) + " stands twice in one push");
+    work.table = &table_of(part.table);
+    work.part = &part;
+    work.lr = part.lr < 0 ? work.table->optimizer.lr : part.lr;
+    work.cursor = work.missing = 0;
+    work.runs.clear();
+    if (!std::isfinite(part.lr)) throw Malformed("the learning rate is not finite");
+    if (work.table->optimizer.kind == kFtrl && work.lr == 0) throw Malformed("FTRL needs a learning rate above 0");
+    if (work.table->dim != part.dim) throw Malformed("rows of " + std::to_string(part.dim) + " floats for a table of dim " +
+                                                     std::to_string(work.table->dim));
+    work.hashes.resize(part.n);
+    work.buckets.resize(part.n);
+    work.slots.resize(part.n);
+    kernels_.hash_keys(part.keys, part.n, work.table->salt, n_buckets_, work.hashes.data(), work.buckets.data());
+    for (size_t i = 0; i < part.n; ++i) {
+      const uint32_t b = work.buckets[i];
+      if (work.runs.empty() || work.runs.back().bucket != b) {
+        if (!work.runs.empty() && work.runs.back().bucket > b) throw Malformed("keys are not grouped by ascending bucket");
+        if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
+        if (!is_addressed(b)) throw Malformed("a key's bucket is not among those addressed");
+        work.runs.push_back(Run{b, i, i + 1});
+      } else {
+        work.runs.back().end = i + 1;
+      }
+    }
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    if (!kernels_.all_finite(parts[p].grads, parts[p].n * parts[p].dim)) {
+      out.nonfinite = parts[p].table;
+      return out;
+    }
+  }
+  // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
+  thread_local std::vector<Piece> pieces;
+  thread_local std::vector<uint64_t> seen_slots;
+  Change change(outbox_);
+  for (uint32_t b = 0; b < n_buckets_; ++b) {
+    cut_pieces(works, parts.size(), b, size_t(1) << 40, pieces);
+    if (pieces.empty()) continue;
+    Bucket& bucket = buckets_[b];
+    auto prefetch = [&](const Piece& piece) {
+      const PartWork& work = works[piece.part];
+      bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin,
+                                             std::min(kAhead, piece.end - piece.begin));
+    };
+    prefetch(pieces[0]);
+    std::lock_guard<std::mutex> hold(bucket.mutex);
+    bool twice = false;
+    for (size_t q = 0; q < pieces.size(); ++q) {
+      if (q + 1 < pieces.size()) prefetch(pieces[q + 1]);
+      PartWork& work = works[pieces[q].part];
+      Rows& rows = *bucket.rows[work.table->index];
+      // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is cleared.
+      if (seen_slots.size() * 64 < rows.end()) seen_slots.resize(rows.end() / 64 + 1);
+      bool here = true;
+      for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
+        if (i + kAhead < pieces[q].end) rows.prefetch(work.hashes.data() + i + kAhead, 1);
+        const uint32_t slot = work.slots[i] = rows.find(work.part->keys[i], work.hashes[i]);
+        if (slot == Rows::kNone) {
+          ++work.missing;
+          continue;
+        }
+        const uint64_t bit = uint64_t(1) << (slot & 63);
+        twice |= (seen_slots[slot >> 6] & bit) != 0;
+        seen_slots[slot >> 6] |= bit;
+      }
+      if (rows.recovering()) {
+        for (size_t i = pieces[q].begin; i < pieces[q].end; ++i)
+          here &= work.slots[i] == Rows::kNone || !rows.absent(work.slots[i]);
+      }
+      for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
+        if (work.slots[i] != Rows::kNone) seen_slots[work.slots[i] >> 6] = 0;
+      }
+      if (!here) throw Recovering("rows of bucket " + std::to_string(b) + " that are pushed are being rebuilt");
+    }
+    if (twice) throw Malformed("a key stands twice in one push");
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    works[p].cursor = 0;
+    check_missing_unique(works[p]);
+  }
+
+  // 2. Bucket by bucket: fence, watermark, rows, fingerprint in one critical section.
+  pushes_.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t fingerprint = skipped ? 0 : batch_fingerprint(shard, lo, hi);
+  std::string applied((n_buckets_ + 7) / 8, '\0');
+  for (uint32_t b = 0; b < n_buckets_; ++b) {
+    if (!is_addressed(b)) continue;
+    Bucket& bucket = buckets_[b];
+    std::lock_guard<std::mutex> hold(bucket.mutex);
+    if (!bucket.owned) {
+      out.moved = true;
+      continue;
+    }
+    auto found = bucket.shards.find(shard);
+    if (found == bucket.shards.end() || found->second.fence > lease) {
+      out.fenced = true;
+      continue;
+    }
+    ShardMark& mark = found->second;
+    if (hi <= mark.watermark || lo != mark.watermark) {
+      if (mark.fence != lease) {
+        mark.fence = lease;  // a later lease than the one that opened here fences it as well
+        log_mark(b, bucket, shard, mark);
+      }
+      if (hi <= mark.watermark) {
+        ++out.repeats;
+      } else {
+        out.gap = out.gap < 0 ? mark.watermark : std::min(out.gap, mark.watermark);
+      }
+      continue;
+    }
+    cut_pieces(works, parts.size(), b, kBlock, pieces);
+    blob::Marks marks;
+    marks.fingerprint = bucket.fingerprint + fingerprint;
+    marks.clock = bucket.clock + 1;
+    prepare(works, parts.size(), b, bucket, marks, blob::Mark{shard, hi, lease}, change);
+    float* values[2][kBlock];
+    float* state[2][kBlock];
+    auto fetch = [&](size_t q) {
+      const Piece& piece = pieces[q];
+      const PartWork& work = works[piece.part];
+      const Table& table = *work.table;
+      Rows& rows = *bucket.rows[table.index];
+      for (size_t k = 0; k < piece.end - piece.begin; ++k) {
+        const uint32_t slot = work.slots[piece.begin + k];
+        rows.touch(slot);
+        values[q & 1][k] = rows.values(slot);
+        state[q & 1][k] = rows.state(slot);
+        prefetch_row_write(values[q & 1][k], table.dim + table.state);
+      }
+    };
+    if (!pieces.empty()) fetch(0);
+    for (size_t q = 0; q < pieces.size(); ++q) {
+      if (q + 1 < pieces.size()) fetch(q + 1);
+      const Piece& piece = pieces[q];
+      const PartWork& work = works[piece.part];
+      const Table& table = *work.table;
+      const size_t n = piece.end - piece.begin;
+      const float* grads = work.part->grads + piece.begin * table.dim;
+      if (!bucket.protect) {
+        kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+        continue;
+      }
+      // The old record waits where its difference will be; both are in the cache still when the new one is there.
+      uint8_t* difference = work.difference + (piece.begin - work.at_hand.begin) * table.record_bytes;
+      for (size_t k = 0; k < n; ++k)
+        std::memcpy(difference + k * table.record_bytes, values[q & 1][k], table.record_bytes);
+      for (auto at = std::lower_bound(work.made.begin(), work.made.end(), piece.begin);
+           at != work.made.end() && *at < piece.end; ++at)
+        std::memset(difference + (*at - piece.begin) * table.record_bytes, 0, table.record_bytes);
+      kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+      for (size_t k = 0; k < n; ++k)
+        xor_bytes(difference + k * table.record_bytes, reinterpret_cast<uint8_t*>(values[q & 1][k]),
+                  table.record_bytes);
+    }
+    bucket.fingerprint = marks.fingerprint;
+    bucket.clock = marks.clock;
+    mark = ShardMark{hi, lease};
+    ++bucket.seq;
+    if (bucket.protect) change.commit();
+    ++out.applied;
+    set_bit(applied, b);
+  }
+  if (out.applied && out.applied != owned) out.buckets = std::move(applied);
+  return out;
+}
+
+// Rows that are made whole, as they are now: a difference to zero bytes.
+void Store::log_rows(uint32_t b, Bucket& bucket, const Rows& rows, const std::vector<uint32_t>& made) {
+  if (bucket.protect) {
+    const Table& table = rows.table();
+    blob::Marks marks;
+    marks.fingerprint = bucket.fingerprint;
+    marks.clock = bucket.clock;
+    Change change(outbox_);
+    change.lay_out(b, bucket.seq + 1, marks, {Change::Shape{&table, made.size(), made.size()}});
+    Change::Place& place = change.place(0);
+    for (size_t i = 0; i < made.size(); ++i) {
+      change.row(place, i, made[i], true, rows.key(made[i]));
+      std::memcpy(place.records + i * table.record_bytes, rows.record(made[i]), table.record_bytes);
+    }
+    change.commit();
+  }
+  ++bucket.seq;
+}
+
+}  // namespace everstep

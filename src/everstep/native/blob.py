@@ -1,0 +1,151 @@
+"""Blobs: differences and contents of buckets, as ps send them to each other. The Python twin of native/blob.h.
+
+A blob is a header, a block of marks and parts, one a table; little-endian, packed. Production reads and writes blobs in
+C++ only; here they are read for tests, and their checksums are made and checked (``seal``, ``check_seal``).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = 0x42535645  # "EVSB"
+VERSION = 1
+LAST = 1  # flag of a part: contents up to the table's end
+NO_BUCKET = 0xFFFFFFFF
+
+_HEADER = struct.Struct("<IHHIIqII")
+_MARKS = struct.Struct("<QqII")
+_MARK = struct.Struct("<qqq")
+_PART = struct.Struct("<6I")
+
+
+class Kind(IntEnum):
+    CHANGE = 1  # a difference: XOR of what was and what is
+    HEADS = 2  # contents: which slots are used, and their keys
+    BODIES = 3  # contents: records
+    MARKS = 4  # all marks; ends a sweep of contents
+
+
+@dataclass
+class Marks:
+    """``shards``: (shard, watermark, fence); watermark -1: the mark is gone. ``initialised``: table ids."""
+
+    fingerprint: int = 0
+    clock: int = 0
+    shards: list[tuple[int, int, int]] = field(default_factory=list)
+    initialised: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records`` uint8 [n, record], both
+    XOR. HEADS: ``keys`` [n]. BODIES: ``records``. Contents cover the slots ``[lo, hi)``."""
+
+    table: int
+    slots: NDArray[np.uint32]
+    toggled: NDArray[np.bool_] | None = None
+    keys: NDArray[np.int64] | None = None
+    records: NDArray[np.uint8] | None = None
+    lo: int = 0
+    hi: int = 0
+    flags: int = 0
+
+
+@dataclass
+class Blob:
+    kind: Kind
+    bucket: int
+    seq: int
+    marks: Marks
+    parts: list[Part] = field(default_factory=list)
+
+
+def build(blob: Blob) -> bytes:
+    """The bytes of a blob, checksum not computed."""
+    marks = _MARKS.pack(blob.marks.fingerprint, blob.marks.clock, len(blob.marks.shards), len(blob.marks.initialised))
+    marks += b"".join(_MARK.pack(*mark) for mark in blob.marks.shards)
+    marks += np.array(blob.marks.initialised, "<u4").tobytes()
+    out = [_HEADER.pack(MAGIC, VERSION, blob.kind, blob.bucket, len(blob.parts), blob.seq, len(marks), 0), marks]
+    for part in blob.parts:
+        n = len(part.slots)
+        toggled = part.toggled if part.toggled is not None else np.zeros(0, np.bool_)
+        out.append(_PART.pack(part.table, n, part.lo, part.hi, part.flags, int(toggled.sum())))
+        out.append(part.slots.astype("<u4").tobytes())
+        if blob.kind is Kind.CHANGE:
+            bits = np.packbits(toggled, bitorder="little").tobytes()
+            out.append(bits.ljust((n + 63) // 64 * 8, b"\0"))
+        if part.keys is not None and blob.kind is not Kind.BODIES:
+            out.append(part.keys.astype("<i8").tobytes())
+        if part.records is not None and blob.kind is not Kind.HEADS:
+            out.append(part.records.tobytes())
+    return b"".join(out)
+
+
+def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob:
+    """The blob in ``data``. ``record_bytes(table)``; not needed for marks. ValueError: it is none."""
+    try:
+        magic, version, kind_no, bucket, n_parts, seq, marks_bytes, _ = _HEADER.unpack_from(data)
+        if magic != MAGIC or version != VERSION:
+            raise ValueError("a blob does not begin as one of this version")
+        kind, at = Kind(kind_no), _HEADER.size
+        fingerprint, clock, n_shards, n_initialised = _MARKS.unpack_from(data, at)
+        if marks_bytes != _MARKS.size + n_shards * _MARK.size + n_initialised * 4:
+            raise ValueError("a blob has marks of another size")
+        at += _MARKS.size
+        shards = [_MARK.unpack_from(data, at + i * _MARK.size) for i in range(n_shards)]
+        at += n_shards * _MARK.size
+        tables = struct.unpack_from(f"<{n_initialised}I", data, at)
+        out = Blob(kind, bucket, seq, Marks(fingerprint, clock, shards, list(tables)))
+        at += n_initialised * 4
+
+        def take(count: int, dtype: str) -> NDArray[np.generic]:
+            nonlocal at
+            array = np.frombuffer(data, dtype, count, at) if count else np.zeros(0, dtype)
+            at += array.nbytes
+            return array
+
+        for _ in range(n_parts):
+            table, n, lo, hi, flags, n_toggled = _PART.unpack_from(data, at)
+            at += _PART.size
+            part = Part(table, take(n, "<u4").astype(np.uint32), lo=lo, hi=hi, flags=flags)
+            if kind is Kind.CHANGE:
+                bits = take((n + 63) // 64 * 8, "u1").astype(np.uint8)
+                part.toggled = np.unpackbits(bits, bitorder="little")[:n].astype(np.bool_)
+            if kind is not Kind.BODIES:
+                part.keys = take(n_toggled if kind is Kind.CHANGE else n, "<i8").astype(np.int64)
+            if kind is not Kind.HEADS:
+                if record_bytes is None:
+                    raise ValueError("a blob of marks has records")
+                width = record_bytes(table)
+                part.records = take(n * width, "u1").astype(np.uint8).reshape(n, width)
+            out.parts.append(part)
+    except struct.error as error:
+        raise ValueError(f"a blob ends too early: {error}") from None
+    if at != len(data):
+        raise ValueError("a blob goes on after its end")
+    return out
+
+
+def _crc(data: bytes) -> int:
+    return zlib.crc32(data[_HEADER.size :], zlib.crc32(data[:28])) or 1
+
+
+def seal(data: bytes) -> bytes:
+    """The blob with its checksum (crc32 of all but the checksum) written into its header."""
+    return data[:28] + struct.pack("<I", _crc(data)) + data[_HEADER.size :]
+
+
+def check_seal(data: bytes) -> None:
+    """ValueError: the blob has a checksum, and it is wrong."""
+    if len(data) < _HEADER.size:
+        raise ValueError("a blob ends too early")
+    (crc,) = struct.unpack_from("<I", data, 28)
+    if crc and crc != _crc(data):
+        raise ValueError("a blob's checksum is wrong: it is damaged")
