@@ -26,6 +26,7 @@ import msgspec
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.events import (
     BrainEvent,
+    BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
@@ -41,13 +42,13 @@ from everstep.brain.events import (
     MemberHeard,
     MemberJoined,
     MemberSilent,
+    MirrorsReady,
     NodeJoined,
     NodeLost,
     Note,
     Ok,
     PlanRegistered,
     ProcessExited,
-    PublishPlacement,
     Refused,
     Registered,
     ReleaseShards,
@@ -66,17 +67,18 @@ from everstep.brain.events import (
 )
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
-from everstep.brain.placement import acknowledged_by_all, first_placement, places_of, refreshed
+from everstep.brain.protection import Keeper, Protection
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
@@ -104,7 +106,11 @@ class State(msgspec.Struct, kw_only=True):
     members: Members = msgspec.field(default_factory=Members)
     shards: Shards = msgspec.field(default_factory=Shards)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
-    placement: Placement | None = None
+    protection: Protection = msgspec.field(default_factory=Protection)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.protection.placement
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -114,7 +120,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 class Brain:
     """See the top of this file. ``state`` is for reading; only ``handle`` changes it."""
 
-    __slots__ = ("_handlers", "checkpoints", "job", "members", "shards", "state")
+    __slots__ = ("_handlers", "checkpoints", "job", "keeper", "members", "shards", "state")
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
@@ -122,6 +128,7 @@ class Brain:
         self.members = self.state.members
         self.shards = self.state.shards
         self.checkpoints = self.state.checkpoints
+        self.keeper = Keeper(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
         handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
@@ -137,6 +144,8 @@ class Brain:
             LeaseExpired: self._lease_expired,
             ScaleAsked: self._scale_asked,
             StopAsked: self._stop_asked,
+            MirrorsReady: self._ps_told,
+            BucketsReady: self._ps_told,
             CheckpointAsked: self._checkpoint_asked,
             ImagesWritten: self._images_written,
             CheckpointCommitted: self._checkpoint_committed,
@@ -194,10 +203,7 @@ class Brain:
             assert slot == seat.member.slot and seat.member.role is Role.WORKER
         for slot, seat in self.members.servers.items():
             assert slot == seat.member.slot and seat.member.role is Role.PS and not seat.held
-        placement = self.state.placement
-        if placement is not None:
-            known = {place.slot for place in placement.servers}
-            assert len(placement.owner) == self.job.spec.buckets and set(placement.owner) <= known
+        self.keeper.validate()
 
     # ------------------------------------------------------------ master and nodes
 
@@ -212,7 +218,7 @@ class Brain:
         if first:
             job.spec = e.spec
             job.started_at = e.at
-            job.workers_wanted = e.spec.workers
+            job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
             why = f"{e.spec.workers} workers, {e.spec.ps} ps, {e.spec.buckets} buckets"
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
         else:
@@ -306,6 +312,9 @@ class Brain:
             return []
         self.job.node_failures += 1
         seats = [seat for seat in self.members.on(e.node) if seat.running]
+        for seat in seats:  # all at once: none of them is to take over from another one
+            if seat.member.role is Role.PS and not seat.stopping:
+                set_state(seat, MemberState.LOST, e.at)
         out: list[InstructionType] = [
             Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
         ]
@@ -320,9 +329,9 @@ class Brain:
         if self.job.over:
             return []
         out: list[InstructionType] = []
-        for slot in map(Slot, range(self.job.spec.ps)):
+        for slot in map(Slot, range(self.job.ps_wanted)):
             seat = self.members.servers.get(slot)
-            if seat is None or seat.waiting:
+            if (seat is None or seat.waiting) and slot not in self.state.protection.leaving:
                 out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps"))
         for slot in map(Slot, range(self.job.workers_wanted)):
             seat = self.members.workers.get(slot)
@@ -368,7 +377,7 @@ class Brain:
             inputs: dict[str, str | int | float | bool] = {"pid": e.pid, "incarnation": e.incarnation}
             out.append(Note(str(member.key), Decision("joined", f"process {e.pid} on {e.node}", inputs)))
         if e.role is Role.PS:
-            out += self._place(seat, moved or new, e.at)
+            out += self._place(seat, moved or new, e.holds)
         revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
         welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, self.state.placement, revoked))]
         if e.role is Role.PS and self.shards.released:
@@ -392,37 +401,67 @@ class Brain:
         seat.held.append(lease.shard)
         return True
 
-    def _place(self, seat: Seat, changed: bool, at: float) -> list[InstructionType]:
-        """A ps said hello: make the first map once all have, or tell of its new life."""
-        servers = [s.member for s in self.members.servers.values() if s.running and s.member.address is not None]
+    def _place(self, seat: Seat, changed: bool, holds: Holdings | None) -> list[InstructionType]:
+        """A ps said hello: make the first map once all have, or take up what it tells."""
+        member, keeper = seat.member, self.keeper
         old = self.state.placement
         if old is None:
+            servers = self.members.servers
             missing = [
                 slot
-                for slot in map(Slot, range(self.job.spec.ps))
-                if (s := self.members.servers.get(slot)) is None
-                or s.member.state is MemberState.STARTING
-                or not s.running
-                or s.member.address is None
+                for slot in map(Slot, range(self.job.ps_wanted))
+                if (s := servers.get(slot)) is None or not s.running or s.member.address is None
             ]
             if missing:
                 return []
-            placement = first_placement(self.job.spec.buckets, servers)
-            if images := self.checkpoints.first_images(self.job.spec.buckets):
-                placement = msgspec.structs.replace(placement, images=images)
-            why = Decision(
-                "place buckets", f"all {len(servers)} ps have joined; bucket b goes to ps b mod {len(servers)}"
-            )
             if self.job.phase is Phase.STARTING:
                 self.job.phase = Phase.TRAINING
+            return keeper.first()
+        known = next((p for p in old.servers if p.slot == member.slot), None)
+        trusted = False
+        if known is None:
+            why = f"{member.key} joined"
         else:
-            places = places_of(servers)
-            if not changed or places == old.servers or len(places) < len(old.servers):
-                return []  # (one that is on its way back publishes the map when it says hello)
-            placement = refreshed(old, servers)
-            why = Decision("publish the map again", f"{seat.member.key} is at a new address or in a new life")
-        self.state.placement = placement
-        return [PublishPlacement(placement, why)]
+            why = f"{member.key} is at a new address or in a new life" if changed else f"{member.key} said hello"
+            trusted = known.incarnation != member.incarnation and holds is None
+        if holds is not None:
+            keeper.holds(member.slot, holds)
+        return self._settle(why, trusted)
+
+    def _settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
+        """The next map, if anything calls for one; the end of the job, if something is lost for good; the end of ps
+        that have given everything away."""
+        out = self.keeper.settle(why, trusted)
+        if self.keeper.lost and not self.job.over:
+            spec, lost = self.job.spec, len(self.keeper.lost)
+            what = (
+                "which nothing protects" if spec.parity in ("", "0") else f"more than parity {spec.parity} can rebuild"
+            )
+            error = (
+                f"{why} and with it {lost} of {spec.buckets} buckets, {what}; "
+                "trust nothing of the run directory beyond the last export"
+            )
+            rejected = ("go on without its rows: results would be wrong",)
+            out.append(Note("", Decision("fail the job", error, {"buckets_lost": lost}, rejected)))
+            return [*out, self._fail(4, error)]
+        for slot in self.state.protection.leaving:
+            seat = self.members.servers.get(slot)
+            if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
+                seat.stopping = True
+                m = seat.member
+                decision = Decision("stop", "others have all that it held")
+                out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, decision))
+        return out
+
+    def _ps_told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+        if self.job.over:
+            return [_OK]
+        out = self.keeper.told(e)
+        seat.streak = 0 if out else seat.streak
+        return [_OK, *out, *self._settle()]
 
     def _member_silent(self, e: MemberSilent) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
@@ -547,27 +586,42 @@ class Brain:
     def _ps_gone(
         self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool]
     ) -> list[InstructionType]:
-        """Without protection the loss of a ps is the end, unless it held nothing yet."""
-        job, member, placement = self.job, seat.member, self.state.placement
+        """Others take over what it had; without protection its loss is the end, unless it held nothing."""
+        job, member = self.job, seat.member
+        if seat.stopping:
+            return self._ps_stopped(seat, at)
         set_state(seat, MemberState.LOST, at)
         job.ps_failures += 1
         seat.losses += 1
         seat.streak += 1
         out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
-        if placement is None:
+        if self.state.placement is None:
             if "error" not in inputs and may_restart(seat.streak, min(3, job.spec.max_restarts)):
                 why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
                 return out + self._start(Role.PS, member.slot, at, why)
             return [*out, self._fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
-        lost = len(placement.owned_by(member.slot))
-        error = (
-            f"{member.key} was lost ({reason}) and with it {lost} of {placement.buckets} buckets, which nothing "
-            "protects; trust nothing of the run directory beyond the last export"
-        )
+        out += self._settle(f"{member.key} was lost ({reason})")
+        if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
+            return out
+        if not may_restart(seat.streak, job.spec.max_restarts):
+            words = f"it was lost {seat.streak} times in a row (last: {reason}); the others go on without it"
+            return [*out, Note(str(member.key), Decision("not started again", words, inputs))]
         why = Decision(
-            "fail the job", error, {**inputs, "buckets_lost": lost}, ("go on without its rows: results would be wrong",)
+            "restart",
+            f"it was lost: {reason}",
+            {**inputs, "in_a_row": seat.streak, "max_restarts": job.spec.max_restarts},
+            ("go on without it: the others hold its buckets, with less protection and memory",),
         )
-        return [*out, Note(str(member.key), why), self._fail(4, error)]
+        return out + self._start(Role.PS, member.slot, at, why)
+
+    def _ps_stopped(self, seat: Seat, at: float) -> list[InstructionType]:
+        """A ps that had given everything away has ended."""
+        set_state(seat, MemberState.LEFT, at)
+        seat.stopping, slot = False, seat.member.slot
+        out: list[InstructionType] = [Note(str(seat.member.key), Decision("left", "others have all that it held"))]
+        if slot < self.job.ps_wanted and slot not in self.state.protection.leaving:
+            out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps again"))
+        return out
 
     def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
         """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
@@ -720,8 +774,7 @@ class Brain:
             if e.lease in seat.done:
                 return [_OK]
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
-        placement = self.state.placement
-        dead = acknowledged_by_all(placement, e.servers) if placement is not None else "no ps has joined"
+        dead = self.keeper.unacknowledged(e.servers)
         if dead:
             self._release_hold(seat, held, settled=True)
             self.shards.take_back(e.shard, 0)

@@ -20,7 +20,8 @@ class Phase(StrEnum):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """``workers_wanted``: worker slots 0..n-1 should be filled. ``leases``: counter of this master's lease numbers."""
+    """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
+    numbers."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -30,6 +31,7 @@ class Job(msgspec.Struct, kw_only=True):
     error: str = ""
     started_at: float = 0.0
     workers_wanted: int = 0
+    ps_wanted: int = 0
     worker_failures: int = 0
     ps_failures: int = 0
     master_failures: int = 0

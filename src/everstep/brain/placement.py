@@ -1,12 +1,14 @@
-"""Buckets -> ps: the first map, and the map after a ps came back in a new life."""
+"""The ps of a map, and which acknowledgements of a shard are those of all its buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Member
-from everstep.model.placement import Placement, PsPlace
+from everstep.model.placement import PsPlace
 
 
 def places_of(servers: Iterable[Member]) -> tuple[PsPlace, ...]:
@@ -15,24 +17,23 @@ def places_of(servers: Iterable[Member]) -> tuple[PsPlace, ...]:
     return tuple(sorted(found, key=lambda place: place.slot))
 
 
-def first_placement(buckets: int, servers: Iterable[Member]) -> Placement:
-    """Buckets dealt out in turn: bucket b goes to the (b mod n)-th ps."""
-    places = places_of(servers)
-    return Placement(1, tuple(places[b % len(places)].slot for b in range(buckets)), places)
+class Acks(msgspec.Struct, frozen=True, array_like=True):
+    """Who has to acknowledge a shard under one map: every one of ``owners`` (slot, life), and nobody who is not one of
+    ``servers``: whoever is none of them had buckets that are elsewhere by now."""
 
+    owners: tuple[tuple[Slot, Incarnation], ...]
+    servers: tuple[tuple[Slot, Incarnation], ...]
 
-def refreshed(old: Placement, servers: Iterable[Member]) -> Placement:
-    """The same owners at their present addresses and lives, one version later."""
-    return Placement(old.version + 1, old.owner, places_of(servers))
-
-
-def acknowledged_by_all(placement: Placement, acks: tuple[tuple[Slot, Incarnation], ...]) -> str:
-    """ "" if every ps of the map acknowledged in its present life; else which one did not, in words."""
-    got = dict(acks)
-    for place in placement.servers:
-        incarnation = got.get(place.slot)
-        if incarnation is None:
-            return f"ps:{place.slot} did not acknowledge it"
-        if incarnation != place.incarnation:
-            return f"ps:{place.slot} acknowledged it in life #{incarnation}, now it is #{place.incarnation}"
-    return ""
+    def by(self, acks: tuple[tuple[Slot, Incarnation], ...]) -> str:
+        """ "" if these do; else which one does not, in words."""
+        got, lives = dict(acks), dict(self.servers)
+        for slot, incarnation in self.owners:
+            told = got.get(slot)
+            if told is None:
+                return f"ps:{slot} did not acknowledge it"
+            if told != incarnation:
+                return f"ps:{slot} acknowledged it in life #{told}, now it is #{incarnation}"
+        for slot, incarnation in acks:
+            if lives.get(slot) != incarnation:
+                return f"ps:{slot} #{incarnation} acknowledged it, which is no more; its buckets are elsewhere"
+        return ""

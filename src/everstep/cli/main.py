@@ -33,6 +33,8 @@ def cli() -> None:
 @click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
 @click.option("--name", help="Name of the job.")
+@click.option("--parity", help="K+M: K data buckets and M parity buckets a stripe, on K+M ps; 1+1: replicas; 0: off.")
+@click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option("--checkpoint-every", help="30s, 10m or 10000batches between checkpoints (default: only when asked).")
 @click.option("--checkpoint-to", help="Directory or URL for checkpoints (default RUN_DIR/checkpoints).")

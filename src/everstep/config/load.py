@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from everstep.config.every import parse_every
+from everstep.config.parity import parse_code, refuse_few
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
 from everstep.units import seconds
@@ -96,6 +97,12 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         raise ConfigError(f"name = {spec.name!r}{at['name']}: letters, digits, '.', '_' and '-' only, at most 100")
     if spec.ps > spec.buckets:
         raise ConfigError(f"ps = {spec.ps}{at['ps']}: more than buckets = {spec.buckets}, so some would own nothing")
+    try:
+        code = parse_code(spec.parity)
+    except ConfigError as error:
+        raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {error}") from None
+    if few := refuse_few(code, spec.ps):
+        raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {few}; set ps to {code.width} or more")
     if spec.lost_after_s <= spec.suspect_after_s:
         raise ConfigError(
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"

@@ -26,6 +26,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
     BrainEvent,
+    BucketsReady,
     CheckpointAsked,
     CommitManifest,
     DropCheckpoints,
@@ -36,6 +37,7 @@ from everstep.brain.events import (
     MasterStarted,
     MemberJoined,
     MemberSilent,
+    MirrorsReady,
     NodeJoined,
     Note,
     Ok,
@@ -59,7 +61,7 @@ from everstep.brain.watch import TICK_S, Watch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, PlatformError
-from everstep.ids import LeaseNo, NodeId, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
@@ -168,6 +170,8 @@ class Master:
             wire.HelloNode: self._hello_node,
             wire.HelloMember: self._hello_member,
             wire.Exited: self._exited,
+            wire.MirrorReady: self._mirror_ready,
+            wire.BucketsReady: self._buckets_ready,
             wire.Report: self._report,
             wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count)),
             wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
@@ -369,7 +373,9 @@ class Master:
         if known is not None and known.number > peer.number and known.identity.incarnation == r.incarnation:
             return None  # as in _hello_node
         at = self.clock.now()
-        future = self._submit(MemberJoined(at, r.role, r.slot, r.incarnation, r.node, r.pid, r.address, r.leases))
+        future = self._submit(
+            MemberJoined(at, r.role, r.slot, r.incarnation, r.node, r.pid, r.address, r.leases, r.holds)
+        )
         if self.brain.members.current(r.role, r.slot, r.incarnation) is not None:
             self._members[key] = peer  # orders reach it from now on; those of a later event follow its answer
             peer.tag = key
@@ -436,6 +442,16 @@ class Master:
             return Refused(f"{peer.identity} is no agent")
         progress = self._progress(r.role, r.slot)
         return self._submit(ProcessExited(self.clock.now(), r.role, r.slot, r.incarnation, r.status, r.error, progress))
+
+    def _mirror_ready(self, peer: Peer, r: wire.MirrorReady) -> Any:
+        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
+            return refused
+        return self._submit(MirrorsReady(self.clock.now(), r.slot, r.incarnation, r.mirrors))
+
+    def _buckets_ready(self, peer: Peer, r: wire.BucketsReady) -> Any:
+        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
+            return refused
+        return self._submit(BucketsReady(self.clock.now(), r.slot, r.incarnation, r.version, r.buckets, r.how))
 
     def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
         """What the process in this slot last told of its leases."""
@@ -512,6 +528,14 @@ class Master:
 
 
 _NODE0 = NodeId("node0")
+
+
+def _other(peer: Peer, slot: Slot, incarnation: Incarnation) -> Refused | None:
+    """The refusal of a report that is not this ps's own."""
+    who = peer.identity
+    if (who.role, who.slot, who.incarnation) == ("ps", slot, incarnation):
+        return None
+    return Refused(f"{who} reports for ps:{slot} #{incarnation}")
 
 
 async def _main(run_dir: Path) -> int:

@@ -1,0 +1,394 @@
+"""Where buckets and mirrors are and shall be: the first map, losses of ps, moves, ps that come and leave.
+
+Theory. The placement says what shall be; the ps do what is lacking and tell what they have (:class:`MirrorsReady`,
+:class:`BucketsReady`, their hello). From these facts and the set of living ps each next placement follows, whatever
+happened in between (policies/recovery.py, policies/moves.py); no step of a recovery or move is remembered as such.
+
+Which acknowledgements of a shard count: a worker tells which ps acknowledged, in which lives. They count if they are
+those of one map since the last loss that cost anything. A loss costs nothing if every bucket of the dead ps is
+promoted or folded, and pushes were acknowledged only when their mirrors had them (``protect: acked``). Else the done
+shards that may lack something are reopened: opening them shows the workers what each bucket really has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from everstep.brain.checkpoints import Checkpoints
+from everstep.brain.events import BucketsReady, InstructionType, MirrorsReady, Note, PublishPlacement
+from everstep.brain.job import Job
+from everstep.brain.members import Members
+from everstep.brain.placement import Acks, places_of
+from everstep.brain.shards import Shards
+from everstep.config.parity import Code, parse_code
+from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.image import Holdings
+from everstep.model.member import Member
+from everstep.model.placement import Placement, PsPlace
+from everstep.policies.draft import Draft, How, Pending, level_counts
+from everstep.policies.moves import Steps, advance, under_way
+from everstep.policies.recovery import Recovered, recover
+from everstep.policies.stripes import Layout, arrange
+
+MAPS_REMEMBERED = 16
+
+Inputs = dict[str, str | int | float | bool]
+
+
+class Protection(msgspec.Struct, kw_only=True):
+    """What the brain knows of buckets and mirrors.
+
+    ``layout``: what the placement shall become, over the ps ``over``. ``mirrors``: the last mirror id used. ``ready``:
+    mirrors that have everything. ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
+    everything away and are not filled again. ``maps``: acknowledgements that count, newest last.
+    """
+
+    placement: Placement | None = None
+    layout: Layout | None = None
+    over: tuple[Slot, ...] = ()
+    mirrors: int = 0
+    ready: list[int] = []
+    missing: dict[BucketId, Pending] = {}
+    leaving: list[Slot] = []
+    maps: list[Acks] = []
+
+    def __repr__(self) -> str:
+        version = self.placement.version if self.placement is not None else 0
+        return f"<protection v{version} {len(self.missing)} buckets missing, {len(self.ready)} mirrors ready>"
+
+
+class Keeper:
+    """Changes :class:`Protection`; a thin hand of the brain. ``lost``: after :meth:`settle`, buckets of which nothing
+    is left; the job cannot go on then."""
+
+    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards")
+
+    def __init__(self, job: Job, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection) -> None:
+        self.job, self.members, self.shards = job, members, shards
+        self.checkpoints, self.books = checkpoints, books
+        self.lost: list[BucketId] = []
+
+    @property
+    def code(self) -> Code:
+        return parse_code(self.job.spec.parity)
+
+    def servers(self) -> list[Member]:
+        """The ps that live, have said where they listen, and are not on their way out."""
+        seats = self.members.servers.values()
+        return [s.member for s in seats if s.running and not s.stopping and s.member.address is not None]
+
+    # ------------------------------------------------------------ the first map
+
+    def first(self) -> list[InstructionType]:
+        """All ps have joined: place buckets and mirrors."""
+        books, code, buckets = self.books, self.code, self.job.spec.buckets
+        places = places_of(self.servers())
+        slots = [p.slot for p in places]
+        layout = arrange(code, buckets, slots)
+        images = self.checkpoints.first_images(buckets)
+        draft = Draft(
+            code=code,
+            version=1,
+            routing=1,
+            living=set(slots),
+            owner=list(layout.owner),
+            mirrors=[],
+            ready=set(),
+            missing={b: Pending(1, How.LOAD) for b, _ in images},
+            images=dict(images) or {BucketId(b): 0 for b in range(buckets)},
+            next_id=1,
+        )
+        advance(draft, layout, first=True)
+        if draft.missing:  # of a resumed job the mirrors follow when the buckets are loaded
+            books.missing = draft.missing
+        books.layout, books.over = layout, tuple(slots)
+        books.mirrors = draft.next_id - 1
+        placement = Placement(
+            1, tuple(draft.owner), places, 1, tuple(draft.mirrors), tuple(sorted(draft.images.items()))
+        )
+        books.placement = placement
+        self._remember_map()
+        words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
+        if code.m:
+            words = f"all {len(slots)} ps have joined; {buckets} buckets in {code.stripes(buckets)} stripes of {code}"
+        return [PublishPlacement(placement, Decision("place buckets", words))]
+
+    # ------------------------------------------------------------ what the ps tell
+
+    def mirrors_ready(self, slot: Slot, mirrors: Iterable[int]) -> bool:
+        """Whether this is news."""
+        placement, books = self.books.placement, self.books
+        if placement is None:
+            return False
+        here = {m.id for m in placement.mirrors_at(slot)}
+        news = [m for m in mirrors if m in here and m not in books.ready]
+        books.ready = sorted([*books.ready, *news])
+        return bool(news)
+
+    def buckets_ready(self, slot: Slot, version: int, buckets: Iterable[BucketId]) -> list[BucketId]:
+        """Those that are news. ``version``: of the placement that gave them, or a later one."""
+        placement, missing = self.books.placement, self.books.missing
+        if placement is None:
+            return []
+        news = [b for b in buckets if b in missing and placement.owner[b] == slot and version >= missing[b].version]
+        for bucket in news:
+            del missing[bucket]
+        return news
+
+    def holds(self, slot: Slot, holds: Holdings) -> None:
+        """What a ps said in its hello."""
+        self.mirrors_ready(slot, holds.mirrors)
+        self.buckets_ready(slot, holds.placement, holds.buckets)
+
+    def told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
+        """A ps tells what is whole there."""
+        if isinstance(e, MirrorsReady):
+            self.mirrors_ready(e.slot, e.mirrors)
+            return []
+        news = self.buckets_ready(e.slot, e.placement, e.buckets)
+        if not news:
+            return []
+        left = len(self.books.missing)
+        inputs: Inputs = {"buckets": len(news), "how": e.how, "left": left}
+        words = f"{len(news)} buckets are whole there ({e.how})" + (f", {left} to come elsewhere" if left else "")
+        return [Note(f"ps:{e.slot}", Decision("buckets ready", words, inputs))]
+
+    # ------------------------------------------------------------ the next map
+
+    def draft(self) -> Draft:
+        """The present placement, to be changed."""
+        placement, books = self.books.placement, self.books
+        assert placement is not None
+        joined = {(m.slot, m.incarnation) for m in self.servers()}
+        # A ps of the map in a later life is not the one that was meant.
+        stale = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
+        living = {m.slot for m in self.servers()}
+        mirrors = [m for m in placement.mirrors if m.at not in stale]
+        return Draft(
+            code=self.code,
+            version=placement.version + 1,
+            routing=placement.route,
+            living=living,
+            owner=list(placement.owner),
+            mirrors=mirrors,
+            ready=set(books.ready) & {m.id for m in mirrors},
+            missing=dict(books.missing),
+            images=dict(placement.images),
+            next_id=books.mirrors + 1,
+        )
+
+    def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
+        """Make the next placement out of what is known now; nothing if it would be the same.
+
+        ``why``: what happened, for people. ``trusted``: a ps in a new life says nothing of what it holds; what the map
+        says it has, it has, but not necessarily all that its old life acknowledged. If something is lost for good,
+        nothing is changed and ``lost`` says what.
+        """
+        books, placement = self.books, self.books.placement
+        self.lost = []
+        if placement is None or self.job.over:
+            return []
+        if any(self._on_its_way_back(p) for p in placement.servers):
+            return []
+        draft = self.draft()
+        joined = {(m.slot, m.incarnation) for m in self.servers()}
+        dead = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
+        if trusted:
+            if dead & draft.living:
+                books.maps.clear()
+            dead -= draft.living
+        reborn = dead & draft.living
+        draft.living -= reborn  # what they had is gone; first everybody else is asked for it
+        cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in draft.missing.values())
+        recovered = recover(draft, self._image_of)
+        if recovered.lost:
+            self.lost = recovered.lost
+            return []
+        draft.living |= reborn
+        out = self._losses(recovered) if recovered.buckets or cut_off else []
+        steps = Steps()
+        if draft.living:
+            books.layout = self._layout(draft, recovered)
+            steps = advance(draft, books.layout)
+        self._publish(draft, recovered, steps, why, out)
+        return out
+
+    def _on_its_way_back(self, place: PsPlace) -> bool:
+        """A later life of a ps of the map is there, its loss was never told (its agent says it runs, or a journal's
+        tail was lost): its hello says what it holds."""
+        seat = self.members.servers.get(place.slot)
+        return (
+            seat is not None
+            and seat.running
+            and seat.member.incarnation > place.incarnation
+            and seat.member.address is None
+        )
+
+    def _image_of(self, bucket: BucketId) -> int | None:
+        found = self.checkpoints.newest_image(bucket)
+        return found[0] if found is not None else None
+
+    def _layout(self, draft: Draft, recovered: Recovered) -> Layout:
+        """The wanted layout: the one before, unless ps came, left or died, or buckets went elsewhere."""
+        books = self.books
+        assert books.layout is not None
+        staying = draft.living - set(books.leaving) or draft.living
+        if tuple(sorted(staying)) == books.over and not recovered.buckets:
+            return books.layout
+        owner = list(books.layout.owner)
+        for bucket in recovered.buckets:
+            owner[bucket] = draft.owner[bucket]
+        books.over = tuple(sorted(staying))
+        return arrange(draft.code, len(owner), books.over, Layout(tuple(owner), books.layout.sites))
+
+    def _losses(self, recovered: Recovered) -> list[InstructionType]:
+        """Reopen the done shards that some bucket may lack."""
+        eager = self.job.spec.protect == "eager"
+        keys: list[ShardKey] = []
+        if recovered.taken_back or eager:
+            keys = list(self.shards.releasing)
+        elif recovered.loaded and (newest := self.checkpoints.newest) is not None:
+            images = [image for image in newest.images if image.bucket in set(recovered.loaded)]
+            keys = list(self.shards.lacking(images))
+        if not (recovered.behind or eager):
+            return []
+        self.books.maps.clear()
+        samples = self.shards.reopen_done(keys)
+        inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
+        what = f"{len(keys)} done shards ({samples} samples) are opened again"
+        if recovered.loaded:
+            newest = self.checkpoints.newest
+            image = newest.checkpoint if newest is not None else 0
+            inputs["checkpoint"] = image
+            words = (
+                f"{len(recovered.loaded)} buckets were lost beyond their protection and go back to checkpoint "
+                f"{image}: {what}, and trained again for these buckets alone"
+            )
+            return [Note("", Decision("fall back to images", words, inputs))]
+        words = f"pushes that were acknowledged may not have reached every mirror: {what} and checked"
+        return [Note("", Decision("reopen shards", words, inputs))]
+
+    def _publish(self, draft: Draft, recovered: Recovered, steps: Steps, why: str, out: list[InstructionType]) -> None:
+        old, books = self.books.placement, self.books
+        assert old is not None
+        still = {*draft.owner, *(m.at for m in draft.mirrors), *(p.source for p in draft.missing.values())}
+        places = places_of(m for m in self.servers() if m.slot not in books.leaving or m.slot in still)
+        images = {b: c for b, c in draft.images.items() if c == 0 or b in draft.missing}
+        books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
+        same_route = tuple(draft.owner) == old.owner and places == old.servers
+        new = Placement(
+            draft.version,
+            tuple(draft.owner),
+            places,
+            old.route if same_route else draft.version,
+            tuple(draft.mirrors),
+            tuple(sorted(images.items())),
+        )
+        if msgspec.structs.replace(new, version=old.version) == msgspec.structs.replace(old, routing=old.route):
+            return
+        books.placement = new
+        self._remember_map()
+        action = "publish the map again"
+        if recovered.buckets:
+            action = "recover buckets"
+        elif steps.switched:
+            action = "switch buckets"
+        elif steps.begun:
+            action = "move buckets"
+        elif steps.built:
+            action = "make mirrors"
+        words = "; ".join(part for part in (why, recovered.words(), steps.words()) if part)
+        inputs: Inputs = {"buckets_missing": len(draft.missing), "moving": len(under_way(draft))}
+        out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
+
+    # ------------------------------------------------------------ which acknowledgements count
+
+    def _remember_map(self) -> None:
+        placement, maps = self.books.placement, self.books.maps
+        assert placement is not None
+        life = {p.slot: p.incarnation for p in placement.servers}
+        owners = tuple(sorted((s, life.get(s, Incarnation(0))) for s in set(placement.owner)))
+        acks = Acks(owners, tuple((p.slot, p.incarnation) for p in placement.servers))
+        if not maps or maps[-1] != acks:
+            maps.append(acks)
+            del maps[:-MAPS_REMEMBERED]
+
+    def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...]) -> str:
+        """ "" if these acknowledgements count; else what is wrong with them, in words."""
+        maps = self.books.maps
+        if not maps:
+            return "no ps has joined"
+        if any(known.by(acks) == "" for known in reversed(maps)):
+            return ""
+        return maps[-1].by(acks)
+
+    # ------------------------------------------------------------ for displays
+
+    def levels(self) -> dict[str, int]:
+        """Buckets by level of protection: "full", "less", "none"."""
+        if self.books.placement is None:
+            return {}
+        draft = self.draft()
+        return level_counts(draft)
+
+    def moving(self) -> int:
+        """Buckets on their way to another ps that lives where they are."""
+        if self.books.placement is None:
+            return 0
+        handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
+        return len(under_way(self.draft())) + handed
+
+    def rebuilding(self) -> int:
+        """Buckets that their owner does not hold yet, their old one being dead."""
+        return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
+
+    def empty(self, slot: Slot) -> bool:
+        """Whether nothing is lost when this ps ends."""
+        placement = self.books.placement
+        if placement is None:
+            return True
+        return (
+            slot not in placement.owner
+            and not placement.mirrors_at(slot)
+            and all(p.source != slot for p in self.books.missing.values())
+        )
+
+    def left_at(self, slot: Slot) -> int:
+        """Buckets and mirrors that are still there."""
+        placement = self.books.placement
+        return 0 if placement is None else len(placement.owned_by(slot)) + len(placement.mirrors_at(slot))
+
+    # ------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Assert what must always hold while the job is not over."""
+        books, placement = self.books, self.books.placement
+        if placement is None:
+            return
+        spec, code = self.job.spec, self.code
+        assert len(placement.owner) == spec.buckets
+        serving = {p.slot for p in placement.servers}
+        if not self.job.over:
+            for bucket, slot in enumerate(placement.owner):
+                assert slot in serving or BucketId(bucket) in books.missing, f"bucket {bucket}: ps:{slot} is not there"
+        ids = [m.id for m in placement.mirrors]
+        assert len(ids) == len(set(ids)) and all(0 < i <= books.mirrors for i in ids), "a mirror id is used twice"
+        assert set(books.ready) <= set(ids), "a mirror that is gone is ready"
+        assert all(m.at in serving for m in placement.mirrors), "a mirror at a ps that is not there"
+        images = dict(placement.images)
+        for bucket, pending in books.missing.items():
+            slot = placement.owner[bucket]
+            here = [m for m in placement.mirrors_of(bucket) if m.at == slot and m.id in books.ready]
+            if pending.how is How.FOLD:
+                assert here, f"bucket {bucket} is to be folded at ps:{slot}, which has no complete mirror of it"
+            elif pending.how in (How.PROMOTE, How.HAND_OVER):
+                assert any(m.members == (bucket,) for m in here), f"bucket {bucket} has no mirror at ps:{slot}"
+            elif pending.how is How.LOAD:
+                assert images.get(bucket), f"bucket {bucket} is to be loaded, from nothing"
+        layout = books.layout
+        assert layout is not None
+        if len(books.over) >= code.width and not books.leaving:
+            assert layout.shared(code) == 0, "units of a stripe share a ps in the wanted layout"

@@ -1,0 +1,143 @@
+"""From the present placement towards the layout that is wanted, without stopping anybody.
+
+A bucket moves by a mirror at its destination, made while training goes on; a stripe's mirror moves by a second one at
+the new ps. Nothing is given up before its successor is complete. Every change of owners costs each worker a round of
+opening its shards, so all moves under way switch together, in one placement, once all are complete; then the next
+begin.
+
+Again from the state alone: whatever was lost on the way, the next step follows from what there is.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.ids import BucketId, Slot
+from everstep.model.placement import Mirror, MirrorKind
+from everstep.policies.draft import Draft, How
+from everstep.policies.stripes import Layout
+
+MOVES_AT_ONCE = 8  # into or out of one ps
+BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all members of its stripe
+
+
+class Steps(msgspec.Struct):
+    """What :func:`advance` decided. ``switched``, ``begun``: buckets; ``built``: mirrors begun; ``dropped``: ids."""
+
+    switched: list[BucketId] = []
+    begun: list[BucketId] = []
+    built: int = 0
+    dropped: int = 0
+
+    def words(self) -> str:
+        parts = [
+            (len(self.switched), "buckets change their owner"),
+            (len(self.begun), "buckets begin to move"),
+            (self.built, "mirrors are made"),
+            (self.dropped, "mirrors are dropped"),
+        ]
+        return ", ".join(f"{count} {what}" for count, what in parts if count)
+
+
+def advance(draft: Draft, layout: Layout, first: bool = False) -> Steps:
+    """The next steps towards ``layout``, whose ps all live. ``first``: nothing holds anything yet, so nothing has to be
+    spared."""
+    steps = Steps()
+    _clean(draft, layout, steps)
+    _switch(draft, steps)
+    _mirrors(draft, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE)
+    _begin(draft, layout, steps)
+    return steps
+
+
+def under_way(draft: Draft) -> list[Mirror]:
+    """Mirrors being made for moves that have not switched."""
+    return [
+        m
+        for m in draft.mirrors
+        if m.kind is MirrorKind.MOVE and draft.owner[m.members[0]] != m.at and m.members[0] not in draft.missing
+    ]
+
+
+def _drop(draft: Draft, mirrors: list[Mirror], steps: Steps) -> None:
+    draft.drop(mirrors)
+    steps.dropped += len(mirrors)
+
+
+def _clean(draft: Draft, layout: Layout, steps: Steps) -> None:
+    """Drop mirrors that became their bucket, and those of moves that are wanted no more."""
+    gone: list[Mirror] = []
+    for mirror in draft.mirrors:
+        bucket = mirror.members[0]
+        if len(mirror.members) == 1 and draft.owner[bucket] == mirror.at:
+            if bucket not in draft.missing:
+                gone.append(mirror)
+        elif mirror.kind is MirrorKind.MOVE and layout.owner[bucket] != mirror.at:
+            gone.append(mirror)
+    _drop(draft, gone, steps)
+
+
+def _switch(draft: Draft, steps: Steps) -> None:
+    """All moves under way change the owner, once all are complete."""
+    moves = under_way(draft)
+    if not all(m.id in draft.ready for m in moves):
+        return
+    for mirror in moves:
+        bucket = mirror.members[0]
+        draft.give(bucket, mirror.at, How.HAND_OVER, draft.owner[bucket])
+        steps.switched.append(bucket)
+
+
+def _mirrors(draft: Draft, layout: Layout, steps: Steps, at_once: int) -> None:
+    """Every row of every stripe towards its place."""
+    rows = draft.rows()
+    building: dict[Slot, int] = {}
+    for mirror in draft.mirrors:
+        if mirror.kind is MirrorKind.PARITY and mirror.id not in draft.ready:
+            building[mirror.at] = building.get(mirror.at, 0) + 1
+    wanted = [(not rows.get((j, r)), j, r) for j in range(draft.stripes) for r in range(draft.code.m)]
+    for _, stripe, row in sorted(wanted, key=lambda w: (not w[0], w[1], w[2])):  # those that have none at all first
+        members = draft.members(stripe)
+        if any(b in draft.missing for b in members):
+            continue  # a recovery may need what there is, and nothing can be made before it is over
+        site, have = layout.sites[stripe][row], rows.get((stripe, row), [])
+        there = sorted((m for m in have if m.at == site), key=lambda m: (m.id not in draft.ready, m.id))
+        spare = [m for m in have if m.at != site and m.id in draft.ready]
+        if there and there[0].id in draft.ready:
+            owners = {draft.owner[b] for b in members}
+            if site in owners:  # its place is still taken by a member that is to move away
+                spare = [m for m in spare if m.at not in owners]
+            else:
+                spare = []
+        keep = {m.id for m in (*there[:1], *spare[:1])}
+        _drop(draft, [m for m in have if m.id not in keep], steps)
+        if not there and building.get(site, 0) < at_once:
+            draft.add(members, site, row, MirrorKind.PARITY)
+            building[site] = building.get(site, 0) + 1
+            steps.built += 1
+
+
+def _begin(draft: Draft, layout: Layout, steps: Steps) -> None:
+    """Begin the next moves, if none is under way: first where units of a stripe share a ps."""
+    if under_way(draft):
+        return
+    rows = draft.rows()
+    busy: dict[Slot, int] = {}
+
+    def shares(bucket: BucketId) -> bool:
+        stripe = bucket // draft.code.k
+        places = [draft.owner[b] for b in draft.members(stripe)]
+        places += [m.at for r in range(draft.code.m) for m in rows.get((stripe, r), [])[:1]]
+        return places.count(draft.owner[bucket]) > 1
+
+    wanted = [BucketId(b) for b, slot in enumerate(draft.owner) if slot != layout.owner[b] and b not in draft.missing]
+    for bucket in sorted(wanted, key=lambda b: (not shares(b), b)):
+        source, target = draft.owner[bucket], layout.owner[bucket]
+        if any(b in draft.missing for b in draft.members(bucket // draft.code.k)):
+            continue
+        if max(busy.get(source, 0), busy.get(target, 0)) >= MOVES_AT_ONCE:
+            continue
+        busy[source] = busy.get(source, 0) + 1
+        busy[target] = busy.get(target, 0) + 1
+        draft.add((bucket,), target, 0, MirrorKind.MOVE)
+        steps.begun.append(bucket)

@@ -1,0 +1,143 @@
+"""Who owns the buckets of ps that were lost, and where their contents come from.
+
+From the present state alone, so that a second loss in the middle of a recovery, the loss of either end of a move, and a
+restart of the master need no rules of their own. For every bucket whose owner lives no more, the first that is
+possible:
+
+1. *promote*: a ps that has a complete mirror of this bucket alone (a replica, or one that was made to move it);
+2. *fold*: as many complete mirrors of its stripe as members are lost: all go to the ps of the lowest row, which folds
+   the living members out of it. Members that are being folded already count as lost, and go along;
+3. *take back*: it was just handed over, its new owner died before it said that it has it, and the old one lives;
+4. *load*: the newest image of it; the mirrors of its stripe are void then.
+
+None: it is lost for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from everstep.ids import BucketId, Slot
+from everstep.model.placement import Mirror
+from everstep.policies.draft import Draft, How
+from everstep.policies.stripes import members_of
+
+
+class Recovered(msgspec.Struct):
+    """What :func:`recover` decided, by bucket. ``lost``: of these nothing is left. ``behind``: not all that was
+    acknowledged for these is there any more (taken back, loaded)."""
+
+    promoted: list[BucketId] = []
+    folded: list[BucketId] = []
+    taken_back: list[BucketId] = []
+    loaded: list[BucketId] = []
+    lost: list[BucketId] = []
+
+    @property
+    def buckets(self) -> list[BucketId]:
+        return sorted([*self.promoted, *self.folded, *self.taken_back, *self.loaded])
+
+    @property
+    def behind(self) -> list[BucketId]:
+        return sorted([*self.taken_back, *self.loaded])
+
+    def words(self) -> str:
+        parts = [
+            (self.promoted, "promoted from a mirror"),
+            (self.folded, "rebuilt from parity"),
+            (self.taken_back, "taken back by the ps that had handed them over"),
+            (self.loaded, "loaded from their newest image"),
+        ]
+        return ", ".join(f"{len(buckets)} buckets {what}" for buckets, what in parts if buckets)
+
+
+def recover(draft: Draft, image_of: Callable[[BucketId], int | None]) -> Recovered:
+    """Give every bucket whose owner is not living a new one. ``image_of``: the checkpoint with its newest image.
+
+    Mirrors at ps that live no more are dropped. With no living ps at all, buckets that have an image wait for the next
+    one under their old owner's name.
+    """
+    draft.drop([m for m in draft.mirrors if m.at not in draft.living])
+    result = Recovered()
+    homeless = [BucketId(b) for b, slot in enumerate(draft.owner) if slot not in draft.living]
+    if not homeless:
+        return result
+    rest: list[BucketId] = []
+    for bucket in homeless:
+        copies = draft.copies(bucket)
+        if copies:
+            draft.give(bucket, min(copies, key=lambda m: m.id).at, How.PROMOTE)
+            result.promoted.append(bucket)
+        else:
+            rest.append(bucket)
+    for stripe in sorted({bucket // draft.code.k for bucket in rest}):
+        members = members_of(draft.code, stripe, len(draft.owner))
+        folding = [b for b in members if b not in rest and _is_folding(draft, b)]
+        lost = sorted([*(b for b in rest if b in members), *folding])
+        base = _base(draft, stripe, len(lost))
+        if base is not None:
+            for bucket in lost:
+                if bucket in rest or draft.owner[bucket] != base.at:
+                    draft.give(bucket, base.at, How.FOLD)
+                    result.folded.append(bucket)
+            continue
+        void = False
+        for bucket in lost:
+            pending = draft.missing.get(bucket)
+            if (
+                pending is not None
+                and pending.how is How.HAND_OVER
+                and pending.version >= draft.routing  # after another change of owners it has dropped it
+                and pending.source in draft.living
+            ):
+                draft.give(bucket, pending.source, How.TAKE_BACK)
+                result.taken_back.append(bucket)
+                void = True
+                continue
+            image = image_of(bucket)
+            if image is None:
+                result.lost.append(bucket)
+                continue
+            if draft.living:
+                draft.give(bucket, _loader(draft, members), How.LOAD)
+            else:
+                draft.give(bucket, draft.owner[bucket], How.LOAD)
+            draft.images[bucket] = image
+            result.loaded.append(bucket)
+            void = True
+        if void:
+            changed = {*result.taken_back, *result.loaded}
+            draft.drop([m for m in draft.mirrors if changed & set(m.members)])
+    return result
+
+
+def _is_folding(draft: Draft, bucket: BucketId) -> bool:
+    pending = draft.missing.get(bucket)
+    return pending is not None and pending.how is How.FOLD
+
+
+def _base(draft: Draft, stripe: int, lost: int) -> Mirror | None:
+    """The mirror out of which ``lost`` members can be rebuilt: each further one needs another row at another ps."""
+    rows: dict[int, Mirror] = {}
+    at: set[Slot] = set()
+    found = draft.rows()
+    for row in range(draft.code.m):
+        for mirror in sorted(found.get((stripe, row), []), key=lambda m: m.id):
+            if mirror.id in draft.ready and mirror.at not in at and row not in rows:
+                rows[row] = mirror
+                at.add(mirror.at)
+    return rows[min(rows)] if len(rows) >= lost and rows else None
+
+
+def _loader(draft: Draft, members: tuple[BucketId, ...]) -> Slot:
+    """The living ps that takes a bucket from an image: one without a mirror of the stripe (it would be void) and
+    without other members, else the one with the fewest buckets."""
+    beside = [draft.owner[b] for b in members]
+    mirrors = {m.at for m in draft.mirrors if set(m.members) & set(members)}
+
+    def cost(slot: Slot) -> tuple[bool, int, int, Slot]:
+        return slot in mirrors, beside.count(slot), draft.owner.count(slot), slot
+
+    return min(draft.living, key=cost)

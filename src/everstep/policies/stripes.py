@@ -1,0 +1,227 @@
+"""Stripes: which buckets a parity covers together, and a balanced place for every bucket and every mirror.
+
+Buckets ``[j*k, (j+1)*k)`` are stripe j (the last one may be shorter) for the life of a job; only their places change.
+A *unit* is a bucket of a stripe or one of its m mirrors. A layout is good if
+
+1. the units of a stripe are on different ps, so that losing m of them loses nothing, and
+2. no ps has more than its share of buckets, nor of mirrors: ``ceil(all / ps)``.
+
+With fewer than k+m ps the first cannot hold everywhere; then as few units as possible share a ps. A layout is made
+out of the present one: what is well placed stays, so the cost of a change is near what it has to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from everstep.config.parity import Code
+from everstep.ids import BucketId, Slot
+
+NOWHERE = Slot(-1)
+
+_ROUNDS = 20_000  # of improvement; far more than any layout of 4096 buckets needs
+
+
+def members_of(code: Code, stripe: int, buckets: int) -> tuple[BucketId, ...]:
+    """The buckets of a stripe."""
+    start = stripe * code.k
+    return tuple(BucketId(b) for b in range(start, min(start + code.k, buckets)))
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """``owner[b]``: the ps of bucket b. ``sites[j][r]``: the ps of row r of stripe j."""
+
+    owner: tuple[Slot, ...]
+    sites: tuple[tuple[Slot, ...], ...]
+
+    def stripe(self, code: Code, number: int) -> list[Slot]:
+        """The places of all units of a stripe, buckets first."""
+        return [*(self.owner[b] for b in members_of(code, number, len(self.owner))), *self.sites[number]]
+
+    def shared(self, code: Code) -> int:
+        """How many units are on a ps that has another one of their stripe."""
+        return sum(len(at) - len(set(at)) for j in range(len(self.sites)) for at in [self.stripe(code, j)])
+
+
+def arrange(code: Code, buckets: int, slots: Iterable[Slot], old: Layout | None = None) -> Layout:
+    """A good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone."""
+    work = _Work(code, buckets, sorted(set(slots)), old)
+    work.part()
+    work.fill()
+    work.balance()
+    return Layout(tuple(work.owner), tuple(tuple(row) for row in work.sites))
+
+
+class _Work:
+    """The layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
+
+    def __init__(self, code: Code, buckets: int, slots: Sequence[Slot], old: Layout | None) -> None:
+        self.code, self.buckets, self.slots = code, buckets, slots
+        known = set(slots)
+        stripes = code.stripes(buckets)
+        self.owner: list[Slot] = [NOWHERE] * buckets
+        self.sites: list[list[Slot]] = [[NOWHERE] * code.m for _ in range(stripes)]
+        if old is not None:
+            self.owner = [s if s in known else NOWHERE for s in old.owner]
+            self.sites = [[s if s in known else NOWHERE for s in row] for row in old.sites]
+        self.data = dict.fromkeys(slots, 0)
+        self.mirrors = dict.fromkeys(slots, 0)
+        for slot in self.owner:
+            if slot != NOWHERE:
+                self.data[slot] += 1
+        for row in self.sites:
+            for slot in row:
+                if slot != NOWHERE:
+                    self.mirrors[slot] += 1
+
+    def units(self, stripe: int) -> list[Slot]:
+        start = stripe * self.code.k
+        return [*self.owner[start : min(start + self.code.k, self.buckets)], *self.sites[stripe]]
+
+    def _width(self, stripe: int) -> int:
+        return min(self.code.k, self.buckets - stripe * self.code.k)
+
+    def _set(self, stripe: int, unit: int, slot: Slot) -> None:
+        """Move one unit; its index among :meth:`units`."""
+        width = self._width(stripe)
+        if unit < width:
+            bucket = stripe * self.code.k + unit
+            self._count(self.data, self.owner[bucket], slot)
+            self.owner[bucket] = slot
+        else:
+            self._count(self.mirrors, self.sites[stripe][unit - width], slot)
+            self.sites[stripe][unit - width] = slot
+
+    @staticmethod
+    def _count(counts: dict[Slot, int], old: Slot, new: Slot) -> None:
+        if old != NOWHERE:
+            counts[old] -= 1
+        if new != NOWHERE:
+            counts[new] += 1
+
+    def part(self) -> None:
+        """Of units that share a ps, all but one lose their place, if there is a better one for them.
+
+        A mirror of one bucket that sits with it was used up by its promotion and has to be made anyway; of a wider
+        stripe the bucket goes: one bucket is copied instead of all members read.
+        """
+        for stripe in range(len(self.sites)):
+            width = self._width(stripe)
+            order = range(width + self.code.m) if width == 1 else [*range(width, width + self.code.m), *range(width)]
+            units = self.units(stripe)
+            free = len(set(self.slots) - set(units))
+            seen: set[Slot] = set()
+            for unit in order:
+                slot = units[unit]
+                if slot in seen and free > 0:
+                    self._set(stripe, unit, NOWHERE)
+                    free -= 1
+                elif slot != NOWHERE:
+                    seen.add(slot)
+
+    def fill(self) -> None:
+        """A place for every unit that has none: not beside another one of its stripe, where the load is least."""
+        for stripe in range(len(self.sites)):
+            width = self._width(stripe)
+            for unit in [*range(width, width + self.code.m), *range(width)]:
+                units = self.units(stripe)
+                if units[unit] != NOWHERE:
+                    continue
+                mirror = unit >= width
+                of, other = (self.mirrors, self.data) if mirror else (self.data, self.mirrors)
+                beside = {slot: units.count(slot) for slot in self.slots}
+
+                def cost(slot: Slot) -> tuple[int, int, int, Slot]:
+                    # Mirrors go first, to the ps with most buckets: it takes no bucket of this stripe then.
+                    return beside[slot], of[slot], -other[slot] if mirror else other[slot], slot  # noqa: B023
+
+                self._set(stripe, unit, min(self.slots, key=cost))
+
+    def balance(self) -> None:
+        """Even out buckets, then mirrors, then both again: each step is a chain of moves from a ps that has more to
+        one that has at least two less, no unit ever beside another one of its stripe."""
+        for _ in range(_ROUNDS):
+            if not (self._even(True) or self._even(False)):
+                return
+
+    def _even(self, data: bool) -> bool:
+        """One improvement of buckets (else of mirrors); False if there is none."""
+        counts = self.data if data else self.mirrors
+        most = max(counts.values())
+        if most - min(counts.values()) < 2:
+            return False
+        for source in [s for s in self.slots if counts[s] == most]:
+            if self._direct(source, data, counts):
+                return True
+            chain = self._chain(source, data, counts)
+            if chain is not None:
+                for stripe, unit, slot in chain:
+                    self._set(stripe, unit, slot)
+                return True
+        return False
+
+    def _direct(self, source: Slot, data: bool, counts: dict[Slot, int]) -> bool:
+        """Move one unit off ``source`` to a ps with two less, the emptiest that can take it."""
+        targets = sorted((s for s in self.slots if counts[s] <= counts[source] - 2), key=lambda s: (counts[s], s))
+        for stripe in range(len(self.sites) if targets else 0):
+            units = self.units(stripe)
+            if source not in units:
+                continue
+            width = self._width(stripe)
+            unit = next((u for u in (range(width) if data else range(width, len(units))) if units[u] == source), None)
+            target = next((s for s in targets if s not in units), None)
+            if unit is not None and target is not None:
+                self._set(stripe, unit, target)
+                return True
+        return False
+
+    def _chain(self, source: Slot, data: bool, counts: dict[Slot, int]) -> list[tuple[int, int, Slot]] | None:
+        """The shortest chain of steps from ``source`` to a ps with two less, breadth first."""
+        came: dict[Slot, tuple[Slot, list[tuple[int, int, Slot]]]] = {}
+        queue = [source]
+        used: set[int] = set()
+        for here in queue:
+            for there, steps in self._steps(here, data).items():
+                if there == source or there in came or steps[0][0] in used:
+                    continue
+                came[there] = (here, steps)
+                queue.append(there)
+                if counts[there] <= counts[source] - 2:
+                    chain: list[tuple[int, int, Slot]] = []
+                    at, stripes = there, []
+                    while at != source:
+                        at, part = came[at]
+                        chain += part
+                        stripes.append(part[0][0])
+                    if len(set(stripes)) == len(stripes):  # each step was judged with its stripe as it is now
+                        return chain
+        return None
+
+    def _steps(self, here: Slot, data: bool) -> dict[Slot, list[tuple[int, int, Slot]]]:
+        """What can be moved off ``here``, by target: a unit alone; or in exchange for a unit of the other kind of the
+        same stripe, where that makes the other kind no worse."""
+        other = self.mirrors if data else self.data
+        out: dict[Slot, list[tuple[int, int, Slot]]] = {}
+        swaps: dict[Slot, list[tuple[int, int, Slot]]] = {}
+        for stripe in range(len(self.sites)):
+            units = self.units(stripe)
+            if here not in units:
+                continue
+            width = self._width(stripe)
+            kinds = range(width) if data else range(width, len(units))
+            unit = next((u for u in kinds if units[u] == here), None)
+            if unit is None:
+                continue
+            for there in self.slots:
+                if there == here:
+                    continue
+                if there not in units:
+                    out.setdefault(there, [(stripe, unit, there)])
+                elif there not in swaps and other[there] > other[here]:
+                    others = range(width, len(units)) if data else range(width)
+                    back = next((u for u in others if units[u] == there), None)
+                    if back is not None and units.count(there) == 1:
+                        swaps[there] = [(stripe, unit, there), (stripe, back, here)]
+        return swaps | out
