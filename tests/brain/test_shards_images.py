@@ -23,6 +23,7 @@ class World:
         self.shards = Shards()
         self.leases = 0
         self.marks: list[dict[ShardKey, int]] = [{} for _ in range(BUCKETS)]
+        self.forgotten: dict[ShardKey, int] = {}  # released: all buckets have all of it
         for name in ("a", "b"):
             self.shards.register(Plan(name=name, samples=47, shard_samples=10, seed=0))
 
@@ -59,8 +60,9 @@ class World:
     def release(self) -> None:
         keys = [key for key in self.shards.releasing if self.rng.random() < 0.5]
         for key in self.shards.release(keys):
-            for marks in self.marks:
-                marks.pop(key)
+            ends = {marks.pop(key) for marks in self.marks}
+            assert len(ends) == 1, "released, and the buckets differ"
+            self.forgotten[key] = ends.pop()
 
     def fall_back(self) -> None:
         """One bucket loses the end of some done shards; they must all be done again."""
@@ -107,14 +109,18 @@ def test_shards_come_back_and_nothing_is_lost(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_a_job_goes_on_from_images(seed: int) -> None:
-    """The images are taken at different moments, each after the last release, as a checkpoint's are."""
+    """The images are taken at different moments, each after the last release, as a checkpoint's are.
+
+    What is done in the resumed job is in every image completely; of all else each image knows how far it is."""
     world = World(seed)
     for _ in range(world.rng.randint(1, 200)):
         world.step()
     world.release = lambda: None  # type: ignore[method-assign]
     images = []
+    applied: dict[int, dict[ShardKey, int]] = {}
     for bucket in world.rng.sample(range(BUCKETS), BUCKETS):
         images.append(world.image(bucket))
+        applied[bucket] = dict(world.marks[bucket]) | world.forgotten
         for _ in range(world.rng.randint(0, 15)):
             world.step()
     old = world.shards
@@ -134,6 +140,10 @@ def test_a_job_goes_on_from_images(seed: int) -> None:
                 was = old.state(key)
                 covered = was is ShardState.RELEASED or (was is ShardState.DONE and key not in lacking)
                 assert (new.state(key) in (ShardState.DONE, ShardState.RELEASED)) == covered
+                start, stop = dataset.plan.bounds(index)
+                for image in images:
+                    has = applied[image.bucket].get(key, start)
+                    assert has == (stop if covered else dict(image.watermarks).get(key, start))
     world.marks = [dict(next(i.watermarks for i in images if i.bucket == b)) for b in range(BUCKETS)]
     for _ in range(world.rng.randint(0, 40)):
         world.step()

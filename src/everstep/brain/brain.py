@@ -80,6 +80,7 @@ from everstep.policies.restarts import is_poison, may_restart
 
 SNAPSHOT_VERSION = 3
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
+MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwards
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
 WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a second
@@ -514,7 +515,7 @@ class Brain:
             set_state(seat, MemberState.LEFT, e.at)
             seat.finished, seat.streak = True, 0
             out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
-            return out + self._finish_if_all_left()
+            return out + self._finish_if_all_left(e.at)
         if e.error and not seat.stopping:
             set_state(seat, MemberState.LEFT, e.at)
             out = [_OK, *self._drop_leases(seat, e.at, "its script failed")]
@@ -570,7 +571,7 @@ class Brain:
         )
         if member.slot < self.job.workers_wanted:
             out += self._start(Role.WORKER, member.slot, at, why)
-        return out + self._finish_if_all_left()
+        return out + self._finish_if_all_left(at)
 
     def _stopped(self, seat: Seat, at: float) -> list[InstructionType]:
         """A worker that was asked to leave has left; how it ended does not matter."""
@@ -581,7 +582,7 @@ class Brain:
         if seat.member.slot < self.job.workers_wanted:
             why = Decision("start", "the job was scaled out again while it was leaving")
             out += self._start(Role.WORKER, seat.member.slot, at, why)  # (it may find no place and wait)
-        return out + self._finish_if_all_left()
+        return out + self._finish_if_all_left(at)
 
     def _ps_gone(
         self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool]
@@ -851,6 +852,8 @@ class Brain:
         out = checkpoints.late(e.at)
         if e.reason != "late":
             out += checkpoints.begin(job, e.at, e.reason, e.base)
+        else:
+            out += self._finish_if_all_left(e.at)
         return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
 
     def _images_written(self, e: ImagesWritten) -> list[InstructionType]:
@@ -860,10 +863,12 @@ class Brain:
         if self.job.over:
             return [_OK]
         took = self.checkpoints.take(self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error)
-        return [_OK, *took]
+        return [_OK, *took, *self._finish_if_all_left(e.at)]
 
     def _checkpoint_committed(self, e: CheckpointCommitted) -> list[InstructionType]:
-        return self.checkpoints.commit(self.job, self.shards, e.at, e.checkpoint, e.error)
+        pinned = {number for _, number in self.placement.images} if self.placement is not None else set()
+        out = self.checkpoints.commit(self.job, self.shards, e.at, e.checkpoint, e.error, pinned)
+        return out + self._finish_if_all_left(e.at)
 
     # ------------------------------------------------------------ commands and the end
 
@@ -906,7 +911,24 @@ class Brain:
         why = Decision("stop the job", e.reason)
         return [_OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 
-    def _finish_if_all_left(self) -> list[InstructionType]:
+    def _train_again(self, at: float) -> list[InstructionType]:
+        """A ps was lost after scripts had ended, and shards that were done came back: somebody must train them."""
+        shards = self.shards
+        left = ", ".join(shards.name(key) for key in sorted(shards.came_back)[:3])
+        words = f"{len(shards.came_back)} shards came back after every script had ended ({left}, ...)"
+        slot = min(slot for slot, seat in self.members.workers.items() if seat.finished)
+        if self.checkpoints.reruns >= MAX_RERUNS:
+            error = f"{words} and the script did not train them when it ran again; everstep resume goes on from here"
+            return [self._fail(4, error)]
+        if self.members.workers[slot].waiting:
+            return []  # for a node with a place
+        self.checkpoints.reruns += 1
+        self.checkpoints.final = False
+        self.members.workers[slot].finished = False
+        why = Decision("start", words, {"shards": len(shards.came_back)}, ("end the job: results would be wrong",))
+        return self._start(Role.WORKER, slot, at, why)
+
+    def _finish_if_all_left(self, at: float) -> list[InstructionType]:
         """The job is done when every script ran to its end and nobody is left who could still train."""
         seats = self.members.workers.values()
         if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
@@ -914,6 +936,10 @@ class Brain:
         if not any(dataset.epochs_known for dataset in self.shards.datasets):
             error = "the script ended without taking a batch from job.steps(...): nothing was trained"
             return [self._fail(1, error)]
+        if self.shards.came_back:
+            return self._train_again(at)
+        if (last := self.checkpoints.finish(self.job, at)) is not None:
+            return last
         why = Decision("finish the job", "every worker's script ran to its end", {"samples": self.shards.samples_done})
         return [Note("", why), self.job.finish(Phase.DONE, 0, "")]
 

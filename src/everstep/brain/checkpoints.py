@@ -20,7 +20,7 @@ One checkpoint at a time; nothing here waits or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -38,6 +38,7 @@ from everstep.units import seconds
 
 TRIES = 5  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
+FINAL = "final"  # the reason of the one that a job with checkpoints ends with
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -78,12 +79,13 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 class Checkpoints(msgspec.Struct):
     """``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
-    also of the job that this one goes on from; ``committed``: it is this job's own. ``last``: what display shows of it;
+    also of the job that this one goes on from; ``committed``: it is this job's own. ``shown``: what displays say of it;
     ``taken``: this job's own that were not dropped.
 
     ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
-    first of this job. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released that
-    the images lack. ``confirmed``: see :meth:`confirm`.
+    first of this job. ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for
+    shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
+    that the images lack. ``confirmed``: see :meth:`confirm`.
     """
 
     numbers: int = 0
@@ -92,12 +94,14 @@ class Checkpoints(msgspec.Struct):
     newest: Manifest | None = None
     committed: bool = False
     increments: int = 0
-    last: Kept | None = None
+    shown: Kept | None = None
     taken: list[Taken] = []
     given_up: int = 0
     resumed: int = 0
     resumed_from: str = ""
     datasets: int = 0
+    final: bool = False
+    reruns: int = 0
     usable: bool = False
     confirmed: float = 0.0
 
@@ -228,8 +232,10 @@ class Checkpoints(msgspec.Struct):
         why = Decision("commit the checkpoint", f"all {len(images)} buckets have an image", inputs)
         return [CommitManifest(manifest, why)]
 
-    def commit(self, job: Job, shards: Shards, at: float, checkpoint: int, error: str) -> list[InstructionType]:
-        """The manifest is durable, or could not be written."""
+    def commit(
+        self, job: Job, shards: Shards, at: float, checkpoint: int, error: str, pinned: Collection[int] = ()
+    ) -> list[InstructionType]:
+        """The manifest is durable, or could not be written. ``pinned``: checkpoints that are being loaded from."""
         writing = self.writing
         if writing is None or writing.number != checkpoint or writing.manifest is None:
             return []
@@ -237,29 +243,31 @@ class Checkpoints(msgspec.Struct):
             return self.give_up(error)
         manifest = writing.manifest
         took_s = round(at - writing.began_at, 3)
-        self.last = Kept(checkpoint, at, writing.since, _bytes_of(manifest.images), took_s)
+        self.shown = Kept(checkpoint, at, writing.since, _bytes_of(manifest.images), took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
+        self.final = writing.reason == FINAL
         self.increments = self.increments + 1 if manifest.base else 0
         out = self._release(job, shards) if has_checkpoints(job.spec) else []
         inputs: Inputs = {
             "checkpoint": checkpoint,
             "since": manifest.base,
-            "bytes": self.last.bytes_written,
+            "bytes": self.shown.bytes_written,
             "took_s": took_s,
             "samples": manifest.samples_done,
             "shards_not_covered": len(shards.releasing),
         }
-        size = f"{self.last.bytes_written} bytes written"
+        size = f"{self.shown.bytes_written} bytes written"
         kind = f"increment on {manifest.base}" if manifest.base else "base"
         why = Decision("checkpoint committed", f"checkpoint {checkpoint} ({kind}): {size} in {took_s:g} s", inputs)
-        out += self._retire(job, manifest)
+        out += self._retire(job, manifest, pinned)
         return [Note("", why), *out]
 
-    def _retire(self, job: Job, manifest: Manifest) -> list[InstructionType]:
+    def _retire(self, job: Job, manifest: Manifest, pinned: Collection[int]) -> list[InstructionType]:
         """Drop what retention does not keep. Those of the job that this one went on from are not this one's to drop."""
         self.taken.append(Taken(manifest.checkpoint, manifest.at))
         every = job.spec.checkpoint_keep_every
-        drop = to_drop(self.taken, job.spec.checkpoint_keep, seconds(every) if every else 0.0)
+        found = to_drop(self.taken, job.spec.checkpoint_keep, seconds(every) if every else 0.0)
+        drop = tuple(number for number in found if number not in pinned)
         self.taken = [taken for taken in self.taken if taken.checkpoint not in drop]
         return [DropCheckpoints(drop)] if drop else []
 
@@ -269,6 +277,7 @@ class Checkpoints(msgspec.Struct):
         if writing is None:
             return []
         self.writing = None
+        self.final = writing.reason == FINAL
         self.given_up += 1
         newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
         inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
@@ -282,6 +291,13 @@ class Checkpoints(msgspec.Struct):
         if writing is None or writing.manifest is not None or at - writing.began_at < GIVE_UP_S:
             return []
         return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
+
+    def finish(self, job: Job, at: float) -> list[InstructionType] | None:
+        """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
+        there; None: it is over, committed or not."""
+        if self.final or not has_checkpoints(job.spec):
+            return None
+        return self.begin(job, at, FINAL, base=False)  # (nothing while another is written, which may lack the end)
 
     # ------------------------------------------------------------ going on from another job's
 

@@ -236,7 +236,7 @@ def checkpoint_status(brain: Brain) -> CheckpointStatus | None:
     found = brain.checkpoints
     if not found.numbers and not has_checkpoints(brain.job.spec):
         return None
-    last, writing = found.last, found.writing
+    last, writing = found.shown, found.writing
     return CheckpointStatus(
         newest=found.newest.checkpoint if found.newest is not None else 0,
         at=found.newest.at if found.newest is not None else 0.0,
