@@ -10,6 +10,7 @@
 #include <string>
 
 #include "arrays.h"
+#include "mirror_module.h"
 #include "route.h"
 #include "rows.h"
 #include "store.h"
@@ -330,6 +331,8 @@ NB_MODULE(_native, m) {
       .def("initialised", &Store::initialised)
       .def("_counts", &store_counts);
   bind_contents(store);
+  bind_mirror(store);
+  bind_gf256(m);
 
   m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);

@@ -124,6 +124,23 @@ class Store(_native.Store):
       earlier one), ``load_end(bucket, marks)``; ``snapshot_begin``, ``snapshot_next(bucket, max_bytes) -> ([(table,
       page_no)], pages u8)`` (no pages: that was all), ``snapshot_end(bucket)``; ``page_bytes(table)``, ``layout(table)
       -> (page_bits, head_bytes, record_bytes)``.
+    - mirrors of buckets that are elsewhere (native/mirror.h; ``mirror_twin``): ``mirror_make(id, members, row=0)``,
+      ``mirror_drop(id)``, ``mirrors() -> ids``, ``mirror_apply(id, blob) -> 0 applied | 1 repeat | 2 gap (nothing
+      changed) | 3 no member``, ``mirror_apply_many(ids i64, offsets i64, lengths i64, data) -> i32`` (ValueError: those
+      before the malformed one are applied), ``mirror_state(id) -> [(bucket, seq | -1, complete)]``, ``mirror_marks(id,
+      bucket) -> blob``, ``mirror_bytes(id)``, ``mirror_pages(id, table) -> [(page_no, bytes)]``.
+    - ``promote(id, bucket)``: a complete mirror of one member becomes the bucket, owned, and is gone.
+    - recovery of one or two lost members: ``recover_begin(id, lost, here=None)`` (``here``: those of them that are to
+      live here; None: all) once every mirror of them has the same seq of them. ``recover_fold(id, blob)``: all contents
+      of every survivor, at the place in its stream where they stand, while ``mirror_apply`` goes on. Two lost: also
+      ``recover_other(id, data)``, of what ``emit_recovering(id, kind, table, lo, hi) -> (next lo | -1, data)`` gives at
+      the mirror of the other row (``lo`` at a page's begin; next lo == lo and no data: not folded yet), for HEADS and
+      BODIES of every declared table. ``recover_state(id) -> {bucket: (heads_done, bodies_done, slots_present,
+      slots_total)}``: once the heads are done the bucket is owned, and what asks for rows that are not back is
+      Recovering; ``missing(bucket, table, keys) -> slots u32`` are those rows, to be asked for out of turn by
+      ``emit_slots`` at the survivors and ``emit_recovering_slots(id, table, slots) -> data`` at the other row.
+      ``recover_end(id, abort=False)``: ValueError unless all is back; aborted, what is half here is dropped. The mirror
+      stays.
     """
 
     def __init__(self, n_buckets: int, seed: int) -> None:

@@ -1,0 +1,383 @@
+#include "mirror.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "store.h"
+
+namespace everstep {
+
+using blob::Blob;
+using blob::Part;
+
+namespace {
+
+constexpr size_t kMostMembers = 16;
+constexpr uint64_t kMostGrowth = uint64_t(1) << 24;  // slots by which one blob may lengthen a table
+constexpr size_t kAhead = 6;                         // rows whose lines are on their way
+
+void fetch(const PageSet& pages, uint64_t slot) {
+  const uint8_t* at = pages.record(slot);
+  const size_t bytes = std::min<size_t>(pages.table().record_bytes, 1024);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 1);
+  if (bytes) __builtin_prefetch(at + bytes - 1, 1);
+}
+
+std::string not_member(uint32_t bucket) { return "bucket " + std::to_string(bucket) + " is no member of this mirror"; }
+
+uint32_t bucket_arg(const Store& store, int64_t b) {
+  if (b < 0 || b >= int64_t(store.n_buckets())) throw Malformed("bucket " + std::to_string(b) + " does not exist");
+  return uint32_t(b);
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- PageSet
+
+PageSet::~PageSet() {
+  for (uint8_t* page : pages_) {
+    if (page) pool_.give(page, table_.page_bytes);
+  }
+}
+
+uint8_t* PageSet::make(size_t number) {
+  if (number >= pages_.size()) pages_.resize(number + 1, nullptr);
+  if (!pages_[number]) {
+    pages_[number] = pool_.take_zeroed(table_.page_bytes);
+    ++made_;
+  }
+  return pages_[number];
+}
+
+void PageSet::copy_from(const PageSet& other) {
+  pages_.resize(other.pages_.size(), nullptr);
+  for (size_t p = 0; p < other.pages_.size(); ++p) {
+    if (!other.pages_[p]) continue;
+    pages_[p] = pool_.take(table_.page_bytes);
+    ++made_;
+    std::memcpy(pages_[p], other.pages_[p], table_.page_bytes);
+  }
+}
+
+std::vector<uint8_t*> PageSet::give_up() {
+  made_ = 0;
+  return std::exchange(pages_, {});
+}
+
+void add_head(const PageSet& pages, uint64_t slot, const uint8_t* key, uint8_t weight) {
+  const Table& table = pages.table();
+  const GfTables& t = gf_tables();
+  const size_t i = pages.in_page(slot);
+  uint8_t* page = pages.of(slot);
+  page[i >> 3] ^= gf_mul(t, weight, uint8_t(1u << (i & 7)));
+  uint8_t* at = page + table.keys_at + i * 8;
+  for (int b = 0; b < 8; ++b) at[b] ^= gf_mul(t, weight, key[b]);
+}
+
+blob::Marks MemberMarks::block() const {
+  blob::Marks out;
+  out.fingerprint = fingerprint;
+  out.clock = clock;
+  for (auto& [shard, mark] : shards) out.shards.push_back(blob::Mark{shard, mark.watermark, mark.fence});
+  out.initialised.assign(initialised.begin(), initialised.end());
+  return out;
+}
+
+// ---------------------------------------------------------------- building and following
+
+Mirror::Mirror(Store& store, uint64_t id, const std::vector<uint32_t>& members, int row)
+    : store_(store), id_(id), row_(row), gf_(gf_kernels()) {
+  for (size_t i = 0; i < members.size(); ++i) {
+    Member m;
+    m.bucket = members[i];
+    m.weight = gf_weight(row, i);
+    members_.push_back(std::move(m));
+  }
+}
+
+Mirror::Member* Mirror::member(uint32_t bucket, size_t* index) {
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (members_[i].bucket != bucket) continue;
+    if (index) *index = i;
+    return &members_[i];
+  }
+  return nullptr;
+}
+
+PageSet& Mirror::pages_of(const Table& table) {
+  auto& pages = pages_[table.id];
+  if (!pages) pages = std::make_unique<PageSet>(table, store_.pool());
+  return *pages;
+}
+
+// A slot far beyond what the table has comes from a broken blob, and must not make this ps run out of memory.
+void Mirror::check_slots(const Blob& b) {
+  for (const Part& part : b.parts) {
+    auto found = pages_.find(part.table->id);
+    const uint64_t most = (found == pages_.end() ? 0 : found->second->slots()) + kMostGrowth;
+    for (uint32_t i = 0; i < part.head.n; ++i) {
+      if (part.slot(i) >= most)
+        throw Malformed("slot " + std::to_string(part.slot(i)) + " of table " + std::to_string(part.table->id) +
+                        " is far beyond the rows there are");
+    }
+  }
+}
+
+ApplyResult Mirror::apply(const uint8_t* data, size_t size) {
+  const Blob b = blob::parse(data, size, [&](uint32_t id) { return &store_.table_of(id); });
+  std::lock_guard<std::mutex> hold(mutex_);
+  size_t index = 0;
+  Member* m = member(b.head.bucket, &index);
+  if (!m) return kNotMember;
+  check_slots(b);
+  if (b.head.kind == blob::kChange) return apply_change(*m, index, b);
+  return b.head.kind == blob::kMarks ? apply_marks(*m, b) : apply_contents(*m, b);
+}
+
+ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
+  if (m.stage == kEmpty) {
+    for (const Part& part : b.parts) m.sweeps[part.table->id].dropped = true;
+    return kApplied;
+  }
+  if (b.head.seq <= m.seq) return kRepeat;
+  if (b.head.seq != m.seq + 1) return kGap;
+  auto covered = [&](const Part& part) {
+    return m.stage == kComplete ? Sweep{kNoLimit, kNoLimit, false} : m.sweeps[part.table->id];
+  };
+  // What can fail (memory) comes first.
+  for (const Part& part : b.parts) {
+    PageSet& pages = pages_of(*part.table);
+    const Sweep sweep = covered(part);
+    const uint64_t below = std::max(sweep.heads, sweep.bodies);
+    for (uint32_t i = 0; i < part.head.n; ++i) {
+      if (part.slot(i) < below) pages.make_for(part.slot(i));
+    }
+  }
+  if (recovery_) follow(index, b);
+  for (const Part& part : b.parts) {
+    const PageSet& pages = *pages_[part.table->id];
+    const size_t record = part.table->record_bytes;
+    const Sweep sweep = covered(part);
+    if (m.stage == kSwept && (sweep.heads < kNoLimit || sweep.bodies < kNoLimit))
+      m.sweeps[part.table->id].dropped = true;
+    const uint32_t n = part.head.n;
+    for (uint32_t i = 0, key = 0; i < n; ++i) {
+      const uint32_t slot = part.slot(i);
+      if (i + kAhead < n && part.slot(i + kAhead) < sweep.bodies) fetch(pages, part.slot(i + kAhead));
+      if (part.is_toggled(i)) {
+        if (slot < sweep.heads) add_head(pages, slot, part.keys + size_t(key) * 8, m.weight);
+        ++key;
+      }
+      if (slot < sweep.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, m.weight);
+    }
+  }
+  m.marks.fingerprint = b.marks.fingerprint;
+  m.marks.clock = b.marks.clock;
+  for (const blob::Mark& mark : b.marks.shards) {
+    if (mark.watermark < 0) {
+      m.marks.shards.erase(mark.shard);
+    } else {
+      m.marks.shards[mark.shard] = ShardMark{mark.watermark, mark.fence};
+    }
+  }
+  m.marks.initialised.insert(b.marks.initialised.begin(), b.marks.initialised.end());
+  m.seq = b.head.seq;
+  return kApplied;
+}
+
+ApplyResult Mirror::apply_contents(Member& m, const Blob& b) {
+  if (m.stage == kComplete) return b.head.seq <= m.seq ? kRepeat : kGap;
+  const bool heads = b.head.kind == blob::kHeads;
+  auto covered = [&](const Part& part) -> uint64_t {
+    auto found = m.sweeps.find(part.table->id);
+    return found == m.sweeps.end() ? 0 : heads ? found->second.heads : found->second.bodies;
+  };
+  bool fresh = false;
+  for (const Part& part : b.parts) {
+    if (is_listed(part)) continue;  // asked for by somebody who recovers
+    if (part.head.lo > covered(part)) return kGap;
+    fresh |= end_of(part) > covered(part);
+  }
+  if (!fresh) return kRepeat;
+  if (m.stage == kSwept && b.head.seq != m.seq) return kGap;
+  for (const Part& part : b.parts) {
+    PageSet& pages = pages_of(*part.table);
+    const uint64_t from = covered(part);
+    for (uint32_t i = 0; i < part.head.n; ++i) {
+      if (!is_listed(part) && part.slot(i) >= from) pages.make_for(part.slot(i));
+    }
+  }
+  if (m.stage == kEmpty) {
+    m.stage = kSwept;
+    m.seq = b.head.seq;
+  }
+  for (const Part& part : b.parts) {
+    if (is_listed(part)) continue;
+    const PageSet& pages = *pages_[part.table->id];
+    const uint64_t from = covered(part);
+    for (uint32_t i = 0; i < part.head.n; ++i) {
+      const uint32_t slot = part.slot(i);
+      if (slot < from) continue;
+      if (heads) {
+        add_head(pages, slot, part.keys + size_t(i) * 8, m.weight);
+      } else {
+        add_weighted(gf_, pages.record(slot), part.record(i), part.table->record_bytes, m.weight);
+      }
+    }
+    Sweep& sweep = m.sweeps[part.table->id];
+    uint64_t& to = heads ? sweep.heads : sweep.bodies;
+    to = std::max(to, end_of(part));
+  }
+  m.marks.fingerprint = b.marks.fingerprint;
+  m.marks.clock = b.marks.clock;
+  return kApplied;
+}
+
+ApplyResult Mirror::apply_marks(Member& m, const Blob& b) {
+  if (m.stage == kComplete) return b.head.seq <= m.seq ? kRepeat : kGap;
+  if (m.stage == kSwept && b.head.seq != m.seq) return kGap;
+  for (auto& [id, sweep] : m.sweeps) {
+    // A table that was not swept to its end, though rows of it are known: the sweep must go on.
+    const bool ended = sweep.heads == kNoLimit && sweep.bodies == kNoLimit;
+    if (!ended && (sweep.dropped || sweep.heads || sweep.bodies)) return kGap;
+  }
+  m.stage = kComplete;
+  m.seq = b.head.seq;
+  m.sweeps.clear();
+  m.marks = MemberMarks{b.marks.fingerprint, b.marks.clock, {}, {}};
+  for (const blob::Mark& mark : b.marks.shards) m.marks.shards[mark.shard] = ShardMark{mark.watermark, mark.fence};
+  m.marks.initialised.insert(b.marks.initialised.begin(), b.marks.initialised.end());
+  return kApplied;
+}
+
+std::vector<MemberState> Mirror::state() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  std::vector<MemberState> out;
+  for (const Member& m : members_) out.push_back(MemberState{m.bucket, m.seq, m.stage == kComplete});
+  return out;
+}
+
+std::vector<uint8_t> Mirror::marks(uint32_t bucket) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  const Member* m = member(bucket);
+  if (!m) throw Malformed(not_member(bucket));
+  return blob::marks_blob(bucket, std::max<int64_t>(m->seq, 0), m->marks.block());
+}
+
+size_t Mirror::bytes() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  size_t sum = 0;
+  for (auto& [id, pages] : pages_) sum += pages->bytes();
+  if (recovery_) {
+    for (auto& [id, table] : recovery_->tables) sum += table.bytes();
+  }
+  return sum;
+}
+
+std::vector<Mirror::Page> Mirror::pages(uint32_t table) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  std::vector<Page> out;
+  auto found = pages_.find(table);
+  if (found == pages_.end()) return out;
+  const PageSet& pages = *found->second;
+  for (size_t p = 0; p < pages.n_pages(); ++p) {
+    if (const uint8_t* page = pages.page(p))
+      out.push_back(Page{uint32_t(p), std::string(reinterpret_cast<const char*>(page), pages.table().page_bytes)});
+  }
+  return out;
+}
+
+void Mirror::promote(uint32_t bucket) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (!member(bucket)) throw Malformed(not_member(bucket));
+  if (members_.size() != 1)
+    throw Malformed("mirror " + std::to_string(id_) + " has several members: recover it instead");
+  const Member& m = members_[0];
+  if (m.stage != kComplete) throw Malformed("the mirror of bucket " + std::to_string(bucket) + " is not complete");
+  if (store_.bucket(bucket).owned) throw Malformed("bucket " + std::to_string(bucket) + " is owned here already");
+  std::vector<Store::TablePages> pages;
+  for (auto& [id, set] : pages_) pages.emplace_back(&set->table(), set->give_up());
+  pages_.clear();
+  const blob::Marks marks = m.marks.block();
+  const int64_t seq = m.seq;
+  members_.clear();
+  store_.adopt(bucket, std::move(pages), marks, seq);
+}
+
+// ---------------------------------------------------------------- Mirrors
+
+void Mirrors::make(uint64_t id, const std::vector<int64_t>& members, int row) {
+  if (members.empty() || members.size() > kMostMembers) throw Malformed("a mirror has 1 to 16 members");
+  if (row != 0 && row != 1) throw Malformed("row " + std::to_string(row) + " of a mirror is neither 0 nor 1");
+  std::vector<uint32_t> buckets;
+  for (int64_t b : members) {
+    if (std::count(members.begin(), members.end(), b) > 1)
+      throw Malformed("bucket " + std::to_string(b) + " is a member twice");
+    buckets.push_back(bucket_arg(store_, b));
+  }
+  auto made = std::make_shared<Mirror>(store_, id, buckets, row);
+  std::lock_guard<std::mutex> hold(mutex_);
+  if (!mirrors_.try_emplace(id, std::move(made)).second)
+    throw Malformed("mirror " + std::to_string(id) + " exists already");
+}
+
+bool Mirrors::drop(uint64_t id) {
+  std::shared_ptr<Mirror> gone;  // freed without the mutex
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto found = mirrors_.find(id);
+  if (found == mirrors_.end()) return false;
+  gone = std::move(found->second);
+  mirrors_.erase(found);
+  return true;
+}
+
+std::vector<uint64_t> Mirrors::ids() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  std::vector<uint64_t> out;
+  for (auto& [id, mirror] : mirrors_) out.push_back(id);
+  return out;
+}
+
+std::shared_ptr<Mirror> Mirrors::get(uint64_t id) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto found = mirrors_.find(id);
+  if (found == mirrors_.end()) throw Malformed("there is no mirror " + std::to_string(id));
+  return found->second;
+}
+
+void Mirrors::promote(uint64_t id, int64_t bucket) {
+  get(id)->promote(bucket_arg(store_, bucket));
+  drop(id);
+}
+
+std::vector<uint32_t> Mirrors::missing(int64_t b, uint32_t table, const int64_t* keys, size_t n) {
+  const Table& t = store_.table_of(table);
+  Bucket& bucket = store_.bucket(bucket_arg(store_, b));
+  std::vector<uint32_t> out;
+  std::lock_guard<std::mutex> hold(bucket.mutex);
+  const Rows& rows = *bucket.rows[t.index];
+  if (!rows.recovering()) return out;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t slot = rows.find(keys[i], key_hash(keys[i], t.salt));
+    if (slot != Rows::kNone && rows.absent(slot)) out.push_back(slot);
+  }
+  std::sort(out.begin(), out.end());
+  out.erase(std::unique(out.begin(), out.end()), out.end());
+  return out;
+}
+
+size_t Mirrors::bytes() {
+  size_t sum = 0;
+  for (uint64_t id : ids()) {
+    std::shared_ptr<Mirror> mirror;
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      auto found = mirrors_.find(id);
+      if (found != mirrors_.end()) mirror = found->second;
+    }
+    if (mirror) sum += mirror->bytes();
+  }
+  return sum;
+}
+
+}  // namespace everstep

@@ -1,0 +1,237 @@
+// Mirrors: what this ps keeps of buckets that live at other ps, so that they can live on here.
+//
+// A mirror of k member buckets has, per table, pages whose bytes are the sum over the members of weight * page in
+// GF(2^8) (weight 1 in row 0, 2^i for member i in row 1), and each member's marks as a plain copy. It is built by
+// *sweeping*: the member's owner sends contents (HEADS, BODIES) of slot ranges in order, in the same stream as the
+// differences (CHANGE); a difference of a slot that the sweep has not covered yet is dropped, its contents are still to
+// come. MARKS ends the sweep; from then on every difference is applied in the order of its seq.
+//
+// To *recover* lost members (recover.cpp), a copy R of the pages has the surviving members folded out of it: their
+// contents are added once more, which cancels them; where a survivor has not been folded yet, its differences go on to
+// be applied to R too. What remains is weight * lost bucket, or, of two lost buckets, one of two equations; the other
+// one comes from the mirror of the other row. Heads (which rows there are) come first; from then on the bucket is owned
+// here and serves every row that is already back, and the others can be asked for by their slots.
+//
+// Lock order: a mirror's mutex > a bucket's mutex > the outbox's and the pool's mutex. The mutex of the list of mirrors
+// is held alone. Nothing here may be called with a bucket's mutex held.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "blob.h"
+#include "bucket.h"
+#include "gf256.h"
+#include "pool.h"
+#include "table.h"
+
+namespace everstep {
+
+class Store;
+
+enum ApplyResult : int { kApplied = 0, kRepeat = 1, kGap = 2, kNotMember = 3 };
+
+constexpr uint64_t kNoLimit = uint64_t(1) << 32;  // above all slots
+
+// Pages of one table that come into being, zeroed, when something is written into them.
+class PageSet {
+ public:
+  PageSet(const Table& table, Pool& pool) : table_(table), pool_(pool) {}
+  ~PageSet();
+  PageSet(const PageSet&) = delete;
+  PageSet& operator=(const PageSet&) = delete;
+
+  const Table& table() const { return table_; }
+  uint64_t slots() const { return uint64_t(pages_.size()) << table_.page_bits; }
+  size_t n_pages() const { return pages_.size(); }
+  size_t bytes() const { return made_ * table_.page_bytes + pages_.capacity() * sizeof(uint8_t*); }
+  // Null: all zero.
+  uint8_t* page(size_t number) const { return number < pages_.size() ? pages_[number] : nullptr; }
+  uint8_t* of(uint64_t slot) const { return page(size_t(slot >> table_.page_bits)); }
+  uint8_t* make(size_t number);
+  void make_for(uint64_t slot) {
+    if (!of(slot)) make(size_t(slot >> table_.page_bits));
+  }
+  size_t in_page(uint64_t slot) const { return size_t(slot) & (table_.slots() - 1); }
+  // Of a slot whose page was made.
+  uint8_t* record(uint64_t slot) const {
+    return table_.record(pages_[slot >> table_.page_bits], in_page(slot));
+  }
+  void copy_from(const PageSet& other);
+  // Gives the pages away, null where all is zero; this is empty then.
+  std::vector<uint8_t*> give_up();
+
+ private:
+  const Table& table_;
+  Pool& pool_;
+  std::vector<uint8_t*> pages_;
+  size_t made_ = 0;
+};
+
+// The marks of a member, absolute.
+struct MemberMarks {
+  uint64_t fingerprint = 0;
+  int64_t clock = 0;
+  std::map<int64_t, ShardMark> shards;
+  std::set<uint32_t> initialised;
+
+  blob::Marks block() const;
+};
+
+struct MemberState {
+  uint32_t bucket;
+  int64_t seq;  // -1: nothing yet
+  bool complete;
+};
+
+struct RecoverState {
+  uint32_t bucket;
+  bool heads_done, bodies_done;
+  uint64_t slots_present, slots_total;
+};
+
+class Mirror {
+ public:
+  Mirror(Store& store, uint64_t id, const std::vector<uint32_t>& members, int row);
+
+  // One blob of a member's stream. Throws Malformed (or std::bad_alloc) with nothing changed.
+  ApplyResult apply(const uint8_t* data, size_t size);
+  std::vector<MemberState> state();
+  std::vector<uint8_t> marks(uint32_t bucket);
+  size_t bytes();
+  struct Page {
+    uint32_t number;
+    std::string bytes;
+  };
+  std::vector<Page> pages(uint32_t table);
+  // The pages become the bucket, which is owned here then; nothing is left here.
+  void promote(uint32_t bucket);
+
+  // `here`: those of the lost members that are to live here. After all lost members' mirrors were levelled.
+  void recover_begin(const std::vector<uint32_t>& lost, const std::vector<uint32_t>& here);
+  // Contents of a survivor, in the order of its stream.
+  ApplyResult recover_fold(const uint8_t* data, size_t size);
+  // What recover_emit gave at the mirror of the other row.
+  ApplyResult recover_other(const uint8_t* data, size_t size);
+  std::vector<RecoverState> recover_state();
+  // Contents of R for the mirror of the other row, as far as they are folded: `out`, empty if nothing is ready. The
+  // next lo, or -1 at the table's end. `listed`: BODIES of exactly those of these slots that are folded.
+  int64_t recover_emit(int kind, uint32_t table, int64_t lo, int64_t hi, const std::vector<uint32_t>* listed,
+                       std::vector<uint8_t>& out);
+  // Malformed if something is not back yet, unless `abort`: then what is half here is dropped.
+  void recover_end(bool abort);
+
+ private:
+  enum Stage { kEmpty, kSwept, kComplete };
+  struct Sweep {
+    uint64_t heads = 0, bodies = 0;  // covered below
+    bool dropped = false;            // a difference was left to contents that are still to come
+  };
+  struct Member {
+    uint32_t bucket = 0;
+    uint8_t weight = 1;
+    Stage stage = kEmpty;
+    int64_t seq = -1;
+    MemberMarks marks;
+    std::unordered_map<uint32_t, Sweep> sweeps;  // by table; empty once complete
+  };
+  struct RecoverTable {
+    RecoverTable(const PageSet& pages, Pool& pool, size_t members);
+    size_t bytes() const;
+
+    const Table& table;
+    PageSet r, other;
+    const uint64_t slots;             // beyond, no lost bucket has a row
+    std::vector<uint64_t> heads;      // [member] folded below; at the first lost: of the other row
+    std::vector<uint16_t> bodies;     // [slot] bit i: member i is folded; at the first lost: the other row is here
+    std::vector<uint8_t> seen, left;  // [member] sent bodies; has differences that only its contents will cancel
+    std::vector<uint64_t> wanted;     // bit per slot: used in a lost bucket; empty until heads are done
+  };
+  struct Lost {
+    size_t member = 0;
+    uint8_t of_r = 0, of_other = 0;  // its bytes = of_r * R + of_other * other
+    bool heads_done = false;
+    uint64_t present = 0, total = 0;
+  };
+  struct Recovery {
+    std::vector<size_t> lost;
+    std::vector<Lost> here;
+    uint16_t survivors = 0, full = 0;  // members whose bits a slot needs; and of the other row's, if two are lost
+    bool heads_done = false;
+    std::map<uint32_t, RecoverTable> tables;
+  };
+
+  Member* member(uint32_t bucket, size_t* index = nullptr);
+  PageSet& pages_of(const Table& table);
+  void check_slots(const blob::Blob& b);
+  ApplyResult apply_change(Member& m, size_t index, const blob::Blob& b);
+  ApplyResult apply_contents(Member& m, const blob::Blob& b);
+  ApplyResult apply_marks(Member& m, const blob::Blob& b);
+
+  Recovery& recovering();
+  Lost solve(const std::vector<size_t>& lost, size_t member) const;
+  void follow(size_t index, const blob::Blob& b);
+  ApplyResult fold_heads(size_t index, const blob::Blob& b);
+  ApplyResult fold_bodies(size_t index, const blob::Blob& b);
+  ApplyResult fold_marks(size_t index, const blob::Blob& b);
+  bool folded(const RecoverTable& table, uint64_t slot) const {
+    return (table.bodies[slot] & recovery_->survivors) == recovery_->survivors;
+  }
+  void heads_if_ready();
+  // Puts rows that are whole now into their buckets: slots [lo, hi), or those listed.
+  void install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::vector<uint32_t>* listed);
+
+  Store& store_;
+  const uint64_t id_;
+  const int row_;
+  const GfKernels& gf_;
+  std::mutex mutex_;
+  std::vector<Member> members_;
+  std::unordered_map<uint32_t, std::unique_ptr<PageSet>> pages_;
+  std::unique_ptr<Recovery> recovery_;
+};
+
+// dst += weight * src
+inline void add_weighted(const GfKernels& gf, uint8_t* dst, const uint8_t* src, size_t n, uint8_t weight) {
+  if (weight == 1) {
+    gf.add(dst, src, n);
+  } else {
+    gf.add_mul(dst, src, n, weight);
+  }
+}
+
+// Toggles `slot` in the head of its page, which was made: used bit and key, times weight.
+void add_head(const PageSet& pages, uint64_t slot, const uint8_t* key, uint8_t weight);
+
+// A part of a blob that holds contents covers [lo, hi), or, `listed`, exactly its slots.
+inline uint64_t end_of(const blob::Part& part) { return part.head.flags & blob::kLast ? kNoLimit : part.head.hi; }
+inline bool is_listed(const blob::Part& part) { return !part.head.hi && !(part.head.flags & blob::kLast); }
+
+class Mirrors {
+ public:
+  explicit Mirrors(Store& store) : store_(store) {}
+
+  void make(uint64_t id, const std::vector<int64_t>& members, int row);
+  // False: there is none of this id.
+  bool drop(uint64_t id);
+  std::vector<uint64_t> ids();
+  // Throws Malformed if there is none.
+  std::shared_ptr<Mirror> get(uint64_t id);
+  void promote(uint64_t id, int64_t bucket);
+  size_t bytes();
+  // Slots of those of these rows of a bucket that is being recovered that are not here yet, ascending.
+  std::vector<uint32_t> missing(int64_t bucket, uint32_t table, const int64_t* keys, size_t n);
+
+ private:
+  Store& store_;
+  std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<Mirror>> mirrors_;
+};
+
+}  // namespace everstep

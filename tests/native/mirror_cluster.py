@@ -1,0 +1,163 @@
+"""Parameter servers with mirrors, and the streams between them, for tests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from everstep.model.shard import shard_key
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import Kind, Store, mirror_twin, twin
+from everstep.native.mirror_twin import APPLIED, REPEAT, Pages, TwinMirror
+
+ID = 7  # of every mirror here: each is alone at its ps
+SHARDS = [shard_key(0, 0, n) for n in range(3)]
+TABLES = [
+    TableSpec("wide", 9, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(InitKind.NORMAL, 0.0, 1.0)),
+    TableSpec("narrow", 1, OptimizerSpec(OptimizerKind.ADAM, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0)),
+    TableSpec("plain", 33, OptimizerSpec(OptimizerKind.SGD, 0.1), InitSpec(InitKind.CONSTANT, 0.0)),
+]
+PIECE = 200  # slots of one piece of contents
+
+
+def pages_of(store: Store, bucket: int) -> Pages:
+    """The bucket's pages as they are."""
+    store.snapshot_begin(bucket)
+    out: Pages = {}
+    while True:
+        names, data = store.snapshot_next(bucket, 1 << 20)
+        if not names:
+            break
+        at = 0
+        for table, number in names:
+            size = store.page_bytes(table)
+            out[table, number] = data[at : at + size].copy()
+            at += size
+    store.snapshot_end(bucket)
+    return out
+
+
+def mirror_pages(store: Store, table_specs: list[TableSpec]) -> Pages:
+    return {
+        (spec.id, number): np.frombuffer(page, np.uint8)
+        for spec in table_specs
+        for number, page in store.mirror_pages(ID, spec.id)
+    }
+
+
+class Cluster:
+    """``k`` ps that own one bucket each, ``m`` that hold one row of parity each, and the streams between them."""
+
+    def __init__(self, k: int, m: int, seed: int, specs: list[TableSpec] | None = None) -> None:
+        self.k, self.m, self.specs = k, m, specs if specs is not None else TABLES
+        self.rng = np.random.default_rng(seed)
+        self.ps = [Store(k, seed) for _ in range(k)]
+        self.homes = [Store(k, seed) for _ in range(m)]
+        for store in (*self.ps, *self.homes):
+            for spec in self.specs:
+                store.declare(spec)
+        for b, store in enumerate(self.ps):
+            store.own([b])
+        # (owner, home) -> blobs still to be delivered
+        self.links: dict[tuple[int, int], deque[bytes]] = {(b, r): deque() for b in range(k) for r in range(m)}
+        self.delivered: dict[tuple[int, int], list[bytes]] = {link: [] for link in self.links}
+        self.twins: list[TwinMirror] = []
+        self.positions = dict.fromkeys(SHARDS, 0)
+        self.sweeps: dict[int, Iterator[None]] = {}
+        for row in range(m):
+            self.make_mirror(row)
+
+    def make_mirror(self, row: int) -> None:
+        self.homes[row].mirror_make(ID, list(range(self.k)), row)
+        layouts = {spec.id: self.homes[row].layout(spec.id) for spec in self.specs}
+        self.twins[row : row + 1] = [TwinMirror(layouts, range(self.k), row)]
+
+    # ---- what happens at the owners
+
+    def open(self, shard: int, lease: int) -> None:
+        for store in self.ps:
+            store.open(shard, 0, lease)
+
+    def push(self, shard: int, lease: int, n: int, span: int = 200) -> None:
+        """The same range of samples at every ps, each with rows of its own."""
+        lo = self.positions[shard]
+        for b, store in enumerate(self.ps):
+            parts = []
+            for spec in self.specs:
+                keys = np.unique(self.rng.integers(-span, span, n))
+                keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+                parts.append((spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
+            store.push(shard, lo, lo + 1, lease, b"", parts)
+        self.positions[shard] += 1
+
+    def put(self, n: int) -> None:
+        """First rows of tables, at every ps."""
+        for b, store in enumerate(self.ps):
+            for spec in self.specs:
+                keys = np.unique(self.rng.integers(-400, 400, n))
+                keys = keys[twin.bucket_of(keys, spec.id, self.k) == b]
+                store.put_absent(spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32))
+            store.initialise(self.specs[0].id)
+
+    @staticmethod
+    def sweep_of(store: Store, bucket: int, specs: list[TableSpec]) -> Iterator[None]:
+        for kind in (Kind.HEADS, Kind.BODIES):
+            for spec in specs:
+                lo = 0
+                while lo >= 0:
+                    lo = store.emit(bucket, kind, spec.id, lo, lo + PIECE)
+                    yield
+        store.emit_marks(bucket)
+        yield
+
+    def sweep(self, bucket: int) -> Iterator[None]:
+        """Contents of a whole bucket, piece by piece."""
+        return self.sweep_of(self.ps[bucket], bucket, self.specs)
+
+    def drain(self) -> None:
+        """From the outboxes onto the links."""
+        for b, store in enumerate(self.ps):
+            _, entries, data = store.take_outbox(1 << 30)
+            for bucket, _, _, at, length in entries:
+                assert bucket == b
+                for r in range(self.m):
+                    self.links[b, r].append(data[at : at + length].tobytes())
+
+    # ---- what happens at the mirrors
+
+    def apply(self, row: int, blob: bytes) -> int:
+        got = self.homes[row].mirror_apply(ID, blob)
+        assert got == self.twins[row].apply(blob)
+        return got
+
+    def deliver(self, b: int, r: int) -> None:
+        blob = self.links[b, r].popleft()
+        self.delivered[b, r].append(blob)
+        assert self.apply(r, blob) in (APPLIED, REPEAT)
+
+    def deliver_all(self) -> None:
+        self.drain()
+        for link, blobs in self.links.items():
+            while blobs:
+                self.deliver(*link)
+
+    def build(self) -> None:
+        """Everything swept and delivered."""
+        for b in range(self.k):
+            self.ps[b].protect([b], True)
+            for _ in self.sweeps.pop(b, None) or self.sweep(b):
+                pass
+        self.deliver_all()
+        for r, home in enumerate(self.homes):
+            assert home.mirror_state(ID) == [(b, self.ps[b].seq(b), True) for b in range(self.k)]
+            self.check(r)
+
+    def check(self, row: int) -> None:
+        """The mirror is what it must be: by the twin that followed the stream, and by the members' own pages."""
+        held = mirror_twin.trimmed(mirror_pages(self.homes[row], self.specs))
+        assert held == mirror_twin.trimmed(self.twins[row].pages)
+        assert held == mirror_twin.trimmed(mirror_twin.code([pages_of(self.ps[b], b) for b in range(self.k)], row))
+        for b in range(self.k):
+            assert self.homes[row].mirror_marks(ID, b)[32:] == self.ps[b].marks(b)[32:]
