@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,23 +11,24 @@ from typing import Self
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, Granted, MemberJoined, Ok, Reply, ShardAsked, ShardDone
+from everstep.brain.events import BrainEvent, Granted, JobResumed, MemberJoined, Ok, Reply, ShardAsked, ShardDone
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Plan, shard_key, split_key
+from everstep.model.shard import Plan, ShardState, shard_key, split_key
 
 
 class JobFacts:
-    """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``done``: shards
-    whose done the brain took."""
+    """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``resumed``:
+    shards that were done before this job went on from a checkpoint."""
 
     def __init__(self) -> None:
         self.brain = Brain()
         self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
-        self.done: set[ShardKey] = set()
+        self.resumed: set[ShardKey] = set()
+        self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
-        return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self.done)} shards done>"
+        return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
 
     def take(self, event: BrainEvent) -> None:
         """Fold one event in."""
@@ -37,7 +39,9 @@ class JobFacts:
                     self._grant(reply.answer.lease.no, reply.answer.lease.shard, event.worker, event.incarnation)
         elif isinstance(event, ShardDone):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
-                self.done.add(event.shard)
+                self._said.add(event.shard)
+        elif isinstance(event, JobResumed):
+            self.resumed = {k for k in self._all_shards() if self._is_done(k)}
         elif isinstance(event, MemberJoined):
             for lease in event.leases:  # adopted: granted by a master whose journal lost its tail
                 held = self.brain.leases.get(lease.shard)
@@ -46,6 +50,21 @@ class JobFacts:
 
     def _grant(self, no: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
         self.grants.setdefault(no, set()).add((shard, worker, incarnation))
+
+    @property
+    def done(self) -> set[ShardKey]:
+        """Shards that are done, and did not come back since."""
+        return {key for key in self._said | self.resumed if self._is_done(key)}
+
+    def _is_done(self, key: ShardKey) -> bool:
+        return self.brain.shards.state(key) in (ShardState.DONE, ShardState.RELEASED)
+
+    def _all_shards(self) -> Iterator[ShardKey]:
+        for dataset in self.brain.shards.datasets:
+            for epoch in dataset.epochs:
+                for index in range(dataset.plan.shards):
+                    if index not in epoch.quarantined:
+                        yield shard_key(dataset.number, epoch.number, index)
 
     @property
     def plans(self) -> list[Plan]:

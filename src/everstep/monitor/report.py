@@ -1,0 +1,73 @@
+"""What an audit found: offences, counts, notes, and how they read."""
+
+from __future__ import annotations
+
+import msgspec
+
+_OFFENDERS_SHOWN = 50
+
+
+class Offence(msgspec.Struct, frozen=True):
+    """One thing that is not as promised. ``what``: missing, twice, outside, unknown lease, wrong worker, after fence,
+    unknown shard, fingerprint, broken chain, sequence, bad record, no log."""
+
+    what: str
+    ps: str
+    shard: str = ""
+    lo: int = -1
+    hi: int = -1
+    buckets: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.shard} [{self.lo}, {self.hi})" if self.lo >= 0 else self.shard
+        parts = [f"{self.what}:", where, f"at {self.ps}", self.buckets, f"({self.detail})" if self.detail else ""]
+        return " ".join(part for part in parts if part)
+
+
+class AuditReport(msgspec.Struct):
+    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at."""
+
+    run_dir: str
+    finished: list[str] = []
+    counts: dict[str, int] = {}
+    offenders: list[Offence] = []
+    skipped: list[str] = []
+    notes: list[str] = []
+
+    @property
+    def ok(self) -> bool:
+        return not self.offenders
+
+    def text(self) -> str:
+        """The report for a person, several lines."""
+        c = self.counts
+        lines = [f"audit of {self.run_dir}: {'exactly once' if self.ok else f'{len(self.offenders)} offences'}"]
+        lines.append(f"  finished epochs: {', '.join(self.finished) or 'none yet'}")
+        lines.append(
+            f"  shards done {c['shards_done']}, samples of finished epochs {c['samples']:,}, batches applied"
+            f" {c['batches']:,} at {c['ps']} ps x {c['buckets']} buckets, leases {c['leases']}"
+        )
+        lines.append(
+            f"  ranges taken over in the middle {c['handovers']}, skipped samples {c['skipped_samples']},"
+            f" quarantined shards {c['quarantined']}"
+        )
+        if c.get("taken"):
+            ways = ", ".join(f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded") if c.get(how))
+            lines.append(
+                f"  {c['taken']} buckets taken over ({ways}): {c['void']} intervals void, undone by crashes and applied"
+                f" again; {c['vouched']} samples vouched for by watermarks alone"
+            )
+        lines.append(f"  fingerprints: {c['fingerprints']} compared at {c['cuts']} cuts")
+        lines += [f"  skipped: {line}" for line in self.skipped[:_OFFENDERS_SHOWN]]
+        lines += [f"  note: {line}" for line in self.notes]
+        lines += [f"  OFFENCE {offence}" for offence in self.offenders[:_OFFENDERS_SHOWN]]
+        if len(self.offenders) > _OFFENDERS_SHOWN:
+            lines.append(f"  ... and {len(self.offenders) - _OFFENDERS_SHOWN} more (all of them with --json)")
+        return "\n".join(lines)
+
+    def json(self) -> bytes:
+        """Everything, for machines."""
+        return msgspec.json.encode(
+            {"ok": self.ok, **msgspec.structs.asdict(self), "offenders": [str(o) for o in self.offenders]}
+        )

@@ -1,0 +1,384 @@
+"""The audit of buckets that change hands: what counts, what is void, what is vouched for, and what is an offence.
+
+As in test_audit the brain, the journal and the ledgers are real; a bucket is taken over by giving its books, or an
+older copy of them, to another ledger.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from test_audit import BUCKETS, Run, whats
+
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, Slot
+from everstep.model.shard import Lease
+from everstep.monitor.audit import AuditReport, audit
+from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
+from everstep.native.ledger import BucketLedger, Ledger
+from everstep.storage.chain import ChainWriter
+
+Life = tuple[Slot, Incarnation]
+P0, P1 = (Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))
+
+
+class Journey(Run):
+    """``lives``: every ps process that ever was, with its log."""
+
+    def __init__(self, run_dir: Path, **more: int) -> None:
+        spec = JobSpec(workers=2, ps=2, buckets=BUCKETS, max_restarts=1000, quarantine_after=1000)
+        super().__init__(run_dir, spec=spec, **more)
+        self.lives: dict[Life, Ledger] = {P0: self.ledgers[Slot(0)], P1: self.ledgers[Slot(1)]}
+        self.first = {life: sorted(ledger.buckets) for life, ledger in self.lives.items()}
+        self.logs: dict[Life, list[AuditRecord]] = {P0: [], P1: []}
+        self.closed: set[Life] = set()
+        self.seqs: dict[int, int] = {}
+        self.clock = 0.0
+
+    def now(self) -> float:
+        self.clock += 1.0
+        return self.clock
+
+    def grant(self, worker: int, until_epoch: int = 9) -> Lease | None:
+        self.ledgers = {Slot(100 * s + i): ledger for (s, i), ledger in self.lives.items() if ledger.buckets}
+        return super().grant(worker, until_epoch)
+
+    def reopen(self, lease: Lease) -> None:
+        """As workers do when the map changed."""
+        for ledger in self.lives.values():
+            assert ledger.open(lease.shard, lease.start, lease.no)
+
+    def apply(self, life: Life, worker: int, lease: Lease, lo: int, hi: int, log: bool = True) -> int:
+        r = self.lives[life].push(lease.shard, lo, hi, lease.no)
+        w = Slot(worker)
+        if r.applied and log:
+            seq = len(self.logs[life])
+            applied = (seq, lease.shard, lo, hi, lease.no, w, self.workers[w], r.applied, r.buckets, False, self.now())
+            self.logs[life].append(Applied(*applied))
+        return r.applied
+
+    def everywhere(self, worker: int, lease: Lease, lo: int, hi: int) -> None:
+        """As workers do: each bucket gets just what it lacks of ``[lo, hi)``."""
+        levels = {lo, hi}
+        for ledger in self.lives.values():
+            levels |= {b.shards[lease.shard][0] for b in ledger.buckets.values() if lease.shard in b.shards}
+        cuts = sorted(v for v in levels if lo <= v <= hi)
+        for low, high in pairwise(cuts):
+            for life in self.lives:
+                self.apply(life, worker, lease, low, high)
+
+    def cut_life(self, life: Life, kind: type[Cut] | type[Closed] = Cut) -> None:
+        prints = np.array([b.fingerprint for b in self.lives[life].buckets.values()], np.uint64).tobytes()
+        self.logs[life].append(kind(len(self.logs[life]), prints))
+
+    def copy(self, life: Life, bucket: int) -> BucketLedger:
+        return copy.deepcopy(self.lives[life].buckets[bucket])
+
+    def take(self, life: Life, bucket: int, books: BucketLedger, how: str = "promoted") -> None:
+        self.seqs[bucket] = self.seqs.get(bucket, 0) + 1
+        shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(books.shards.items()))
+        took = Took(len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, self.now())
+        self.logs[life].append(took)
+        ledger = self.lives[life]
+        ledger.buckets = dict(sorted({**ledger.buckets, bucket: books}.items()))
+
+    def give(self, life: Life, bucket: int) -> BucketLedger:
+        self.logs[life].append(Gave(len(self.logs[life]), bucket, self.seqs.get(bucket, 0), self.now()))
+        return self.lives[life].buckets.pop(bucket)
+
+    def die(self, life: Life) -> Ledger:
+        """kill -9: its log ends, its books are gone."""
+        self.closed.add(life)
+        return self.lives.pop(life)
+
+    def begin(self, life: Life) -> None:
+        self.lives[life] = Ledger(BUCKETS, [])
+        self.logs[life], self.first[life] = [], []
+
+    def report(self, close: bool = True) -> AuditReport:
+        for life, records in self.logs.items():
+            if close and life not in self.closed:
+                self.cut_life(life, Closed)
+                self.closed.add(life)
+            path = self.run_dir / "audit" / f"ps-{life[0]}.{life[1]}.log"
+            path.unlink(missing_ok=True)
+            writer = ChainWriter(path, audit_header(*life, BUCKETS, self.first[life]))
+            for record in records:
+                writer.append(msgspec.msgpack.encode(record))
+            writer.close()
+        self.journal.flush()
+        return audit(self.run_dir)
+
+    def rest(self, worker: int = 0, epochs: int = 1) -> None:
+        """Train what is left."""
+        while (lease := self.grant(worker, epochs)) is not None:
+            for lo in range(lease.start, lease.stop, 10):
+                self.everywhere(worker, lease, lo, min(lo + 10, lease.stop))
+            self.done(worker, lease)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Journey]:
+    made = Journey(tmp_path)
+    yield made
+    made.journal.close()
+
+
+def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    run.cut_life(P0)
+    bucket = run.first[P0][0]
+    run.take(P1, bucket, run.give(P0, bucket))
+    run.cut_life(P0)
+    run.cut_life(P1)
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)
+    run.rest(epochs=2)
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.finished == ["train e0", "train e1"]
+    assert (report.counts["taken"], report.counts["void"], report.counts["vouched"]) == (1, 0, 0)
+    assert report.counts["fingerprints"] > BUCKETS
+    assert "1 buckets taken over (1 promoted)" in report.text()
+
+
+def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
+    run.everywhere(0, lease, 10, 20)  # not yet at the mirrors (eager)
+    run.die(P0)
+    for bucket, books in mirrors.items():
+        run.take(P1, bucket, books, "rebuilt")
+    run.reopen(lease)
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["void"] == len(mirrors) and report.counts["rebuilt"] == len(mirrors)
+    assert "4 intervals void" in report.text()
+
+
+def test_what_a_dead_ps_could_not_log_is_vouched_for(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    run.apply(P0, 0, lease, 10, 20, log=False)  # its mirror has it; it was killed before it wrote the record
+    run.apply(P1, 0, lease, 10, 20)
+    for bucket, books in run.die(P0).buckets.items():
+        run.take(P1, bucket, books)
+    run.everywhere(0, lease, 20, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["vouched"] == 10 * 4
+
+
+def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Journey) -> None:
+    bucket = run.first[P0][1]
+    again = (Slot(0), Incarnation(2))
+    for step in range(2):
+        lease = run.grant(0)
+        assert lease is not None
+        run.everywhere(0, lease, lease.start, lease.stop)
+        run.done(0, lease)
+        (source, target) = ((P0, P1), (P1, P0))[step]
+        run.take(target, bucket, run.give(source, bucket))
+    books = run.die(P0).buckets
+    run.begin(again)
+    for b, held in books.items():
+        run.take(again, b, held, "rebuilt")
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["taken"] == 2 + len(books)
+
+
+def test_a_released_shard_counts_though_no_mark_speaks_of_it(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 30)
+    run.done(0, lease)
+    for ledger in run.lives.values():
+        ledger.release([lease.shard])
+    for bucket, books in run.die(P0).buckets.items():
+        run.take(P1, bucket, books)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["void"] == 0
+
+
+def test_a_shard_that_the_mirror_never_heard_of_is_begun_anew(run: Journey) -> None:
+    mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 30)
+    run.die(P0)
+    for bucket, books in mirrors.items():
+        run.take(P1, bucket, books, "loaded")
+    run.reopen(lease)
+    run.everywhere(0, lease, 0, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["void"] == len(mirrors)
+
+
+def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    for bucket in run.first[P0]:
+        run.take(P1, bucket, run.copy(P0, bucket))
+    run.apply(P0, 0, lease, 10, 20)  # it was given up, and does not know
+    run.die(P0)
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert any(
+        "ps:0 #1 still applied 4 batches to buckets that ps:1 #1 had taken over: void" in n for n in report.notes
+    )
+
+
+# ---------------------------------------------------------------- offences
+
+
+def moved(run: Journey, **lie: int | bytes) -> AuditReport:
+    """A bucket moves after 10 of 30 samples, and the new owner's record of it is changed."""
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    bucket = run.first[P0][0]
+    run.take(P1, bucket, run.give(P0, bucket))
+    if lie:
+        run.logs[P1][-1] = msgspec.structs.replace(run.logs[P1][-1], **lie)
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)
+    run.rest()
+    return run.report()
+
+
+def test_a_false_fingerprint(run: Journey) -> None:
+    report = moved(run, fingerprint=12345)
+    assert whats(report) == {"fingerprint"}
+    assert {o.buckets for o in report.offenders} == {f"bucket {run.first[P0][0]}"}
+
+
+def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
+    """The bucket lost ten samples on its way, and nobody applied them again."""
+    report = moved(run, shards=np.array([0, 0], "<i8").tobytes())
+    assert {"missing", "fingerprint"} <= whats(report)
+    offence = next(o for o in report.offenders if o.what == "missing")
+    assert (offence.shard, offence.lo, offence.hi) == ("train e0 #0", 0, 10)
+
+
+def test_a_batch_applied_by_both_owners(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 20)
+    bucket = run.first[P0][0]
+    books = run.give(P0, bucket)
+    old = copy.deepcopy(books)
+    old.shards[lease.shard][0] = 10  # rows of now, watermarks of before
+    run.take(P1, bucket, old)
+    run.logs[P1][-1] = msgspec.structs.replace(run.logs[P1][-1], shards=np.array([0, 20], "<i8").tobytes())
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert {"twice", "fingerprint"} <= whats(report)
+    offence = next(o for o in report.offenders if o.what == "twice")
+    assert (offence.lo, offence.hi, offence.buckets) == (10, 20, f"bucket {bucket}")
+
+
+def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 10)
+    mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
+    run.everywhere(0, lease, 10, 30)
+    run.done(0, lease)  # and yet the job calls it done
+    run.die(P0)
+    for bucket, books in mirrors.items():
+        run.take(P1, bucket, books)
+    run.rest()
+    report = run.report()
+    found = [(o.lo, o.hi, o.buckets) for o in report.offenders if o.what == "missing"]
+    assert found == [(10, 30, f"buckets {','.join(map(str, mirrors))}")]
+
+
+def test_a_bucket_that_leaves_though_it_never_came(run: Journey) -> None:
+    run.rest()
+    foreign = run.first[P1][0]
+    run.logs[P0].append(Gave(len(run.logs[P0]), foreign, 0, run.now()))
+    assert "bad record" in whats(run.report())
+
+
+# ---------------------------------------------------------------- at random
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_moves_and_losses_are_exactly_once(tmp_path: Path, seed: int) -> None:
+    """Moves, losses with mirrors that lag or do not, restarts; some log tails are lost."""
+    rng = random.Random(seed)
+    run = Journey(tmp_path, samples=rng.randint(30, 150), shard_samples=rng.randint(10, 40))
+    mirrors: dict[int, BucketLedger] = {}
+    number = {Slot(0): 1, Slot(1): 1}
+    while (lease := run.grant(0, 2)) is not None:
+        at = lease.start
+        while at < lease.stop:
+            for life in run.lives:  # acked: a mirror has at least what was answered
+                mirrors |= {b: run.copy(life, b) for b in run.lives[life].buckets}
+            hi = min(at + rng.randint(1, 15), lease.stop)
+            run.everywhere(0, lease, at, hi)
+            at = hi
+            what = rng.random()
+            lives = list(run.lives)
+            if what < 0.3:
+                source, target = rng.sample(lives, 2)
+                held = list(run.lives[source].buckets)
+                for bucket in rng.sample(held, min(len(held), rng.randint(1, 3))):
+                    run.take(target, bucket, run.give(source, bucket))
+            elif what < 0.5:
+                dead = rng.choice(lives)
+                lost = run.die(dead).buckets
+                slot = dead[0]
+                number[slot] += 1
+                (other,) = run.lives
+                run.begin((slot, Incarnation(number[slot])))
+                fresh = rng.random() < 0.5
+                for bucket, books in lost.items():
+                    run.take(
+                        rng.choice([other, (slot, Incarnation(number[slot]))]),
+                        bucket,
+                        books if fresh else mirrors[bucket],
+                    )
+                run.reopen(lease)
+                at = lease.start
+            if rng.random() < 0.3:
+                for life in run.lives:
+                    run.cut_life(life)
+        run.done(0, lease)
+        if rng.random() < 0.5:
+            for ledger in run.lives.values():
+                ledger.release([lease.shard])
+    report = run.report()
+    run.journal.close()
+    assert report.ok, report.text()
+    assert report.finished == ["train e0", "train e1"]
