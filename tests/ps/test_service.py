@@ -260,7 +260,7 @@ def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> No
     assert log.problem is None and log.bad == [] and log.closed
     assert len(log.cuts) >= 2
     sums = [0] * B
-    cuts = {before: prints for before, _, prints in log.cuts}
+    cuts = {cut.before: cut.found for cut in log.cuts}
     for i in range(log.n + 1):
         if i in cuts:
             assert cuts[i].tolist() == [x % 2**64 for x in sums]
@@ -269,7 +269,7 @@ def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> No
             for b in np.flatnonzero(log.mask(int(log.buckets[i]))):
                 sums[b] += added
     whole = sum(batch_fingerprint(shard_key(0, 1, i), 0, 60) for i in range(4)) % 2**64
-    assert log.cuts[-1][2].tolist() == [whole] * B
+    assert log.cuts[-1].found.tolist() == [whole] * B
 
 
 def test_records_of_a_shard_stand_in_the_order_of_its_leases(service: PsService, tmp_path: Path) -> None:
