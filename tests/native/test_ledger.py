@@ -154,8 +154,6 @@ def test_wrong_arrays_are_value_errors() -> None:
     for parts in ([(99, keys, rows, -1.0)], [(spec.id, keys, rows, float("nan"))], [(spec.id, keys, rows, -1.0)] * 2):
         with pytest.raises(ValueError, match=r"."):
             store.push(S, 0, 1, 1, b"", parts)
-    with pytest.raises(ValueError, match="not among"):
-        store.push(S, 0, 1, 1, bitmap([0], 4), [(spec.id, keys, rows, -1.0)])
     with pytest.raises(ValueError, match="length"):
         store.push(S, 0, 1, 1, b"\x01\x01", [])
     with pytest.raises(ValueError, match="exists as"):

@@ -186,9 +186,24 @@ class Store(_native.Store):
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
 
         ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
-        table's own). A table stands once. Malformed: ValueError, and nothing was applied, in no bucket.
+        table's own). A table stands once. Rows of buckets that are not addressed are left out: a batch that is pushed
+        again, to the buckets behind, has the rows of all. Malformed: ValueError, and nothing was applied, in no bucket.
         """
+        if buckets and parts:
+            parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
         return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped))
+
+    def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
+        """The rows of a part whose buckets are in the bitmap; the part itself if all are."""
+        table, keys, grads, lr = part
+        n = self.n_buckets
+        if grads.shape[:1] != keys.shape:
+            return part  # (refused below)
+        _, inverse, counts = unique_route(keys, n, table, np.arange(n, dtype=np.int32), n)
+        wanted = np.zeros(n, bool)
+        wanted[[b for b in bitmap_buckets(buckets) if b < n]] = True
+        mask = np.repeat(wanted, counts)[inverse]
+        return part if mask.all() else (table, keys[mask], grads[mask], lr)
 
     def marks(self, bucket: int) -> bytes:
         """All marks of the bucket, as a sealed blob."""

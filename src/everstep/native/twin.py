@@ -492,9 +492,9 @@ class TwinStore:
             at = self._buckets(table, keys)
             if at != sorted(at):
                 raise ValueError("keys are not grouped by ascending bucket")
-            if not set(at) <= addressed:
-                raise ValueError("a key's bucket is not among those addressed")
-            work.append((spec, at, keys.tolist(), grads, step))
+            mask = [b in addressed for b in at]  # a batch pushed again to the buckets behind has the rows of all
+            keys, grads = keys[mask], grads[mask]
+            work.append((spec, [b for b in at if b in addressed], keys.tolist(), grads, step))
         for spec, _, _, grads, _ in work:
             if not np.isfinite(grads).all():
                 return PushResult(0, 0, nonfinite=spec.id)
