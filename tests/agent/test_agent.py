@@ -19,7 +19,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
-from everstep.net.messages import End, Exited, Finish, RequestType, Start, Stop
+from everstep.net.messages import Drain, End, Exited, Finish, RequestType, Start, Stop
 from everstep.platforms.local import ended
 
 pytestmark = pytest.mark.processes
@@ -294,6 +294,23 @@ def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -
         assert stage.run(play).exit_code == 130
     finally:
         signal.signal(signo, old)
+
+
+def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+
+    def play() -> None:
+        stage.agent.on_order(Start(Role.PS, Slot(0), Incarnation(1)))
+        until(lambda: any(r.pid for r in stage.agent._running.values()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        stage.told.wait_for(lambda: any(isinstance(r, Drain) for r in stage.told.requests))
+        assert Drain(NodeId("node0"), agent_module.RECLAIM_S) in stage.told.requests
+        assert not stage.told.exits()  # it goes on until the master has emptied it
+        stage.agent.on_order(End(Role.PS, Slot(0), Incarnation(1), 5.0))
+        stage.told.wait_for(stage.told.exits)
+
+    outcome = stage.run(play)
+    assert outcome.exit_code == 130 and any("emptied" in line for line in stage.said)
 
 
 def test_ctrl_z_is_declined(stage: Stage) -> None:

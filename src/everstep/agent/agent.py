@@ -29,13 +29,14 @@ from everstep.agent.budget import RestartBudget
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
-from everstep.brain.events import AnswerType
+from everstep.brain.events import AnswerType, Ok
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.net.messages import (
     Beat,
+    Drain,
     End,
     Exited,
     Finish,
@@ -54,8 +55,10 @@ WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
 PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
 KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
+RECLAIM_S = 25.0  # SIGTERM of a node that joined -> it leaves; clouds and Kubernetes give 30 s
 MASTER_GONE_S = 120.0  # an agent on another node without a master for so long gives up
 _LOOK_S = 5.0
+_EMPTY_LOOK_S = 0.1
 _DISK_RESERVE_BYTES = 64 * 1024
 _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 
@@ -269,10 +272,40 @@ class Agent:
             self._leave()
             self._kill_all()
             return
+        if signo == signal.SIGTERM and not self._keeps_master and not self._leaving:
+            self._reclaimed()
+            return
         again = "; again to stop at once" if signo == signal.SIGINT else ""
         self._tell(f"{why}: stopping{again}")
         self._outcome_unless_known(Outcome(130, "interrupted"))
         self.stop(why)
+
+    def _reclaimed(self) -> None:
+        """This node will be taken away: have it emptied while the job goes on elsewhere, then leave."""
+        self._asked_to_stop = True
+        self._tell(f"SIGTERM: this node is to be emptied, in at most {RECLAIM_S:.0f} s; again to leave at once")
+        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self._reports.put(self._ask_drain)
+        self._after(RECLAIM_S, self._leave)
+
+    def _ask_drain(self) -> None:
+        assert self.client is not None
+        answer: object = None
+        with contextlib.suppress(EverstepError):
+            answer = self.client.call(Drain(self.node, RECLAIM_S), timeout_s=STOP_ANSWER_S)
+        if isinstance(answer, Ok):
+            self.post(self._leave_when_empty)
+            return
+        self.log(f"not emptied: {answer!r}")
+        self.post(self._leave)
+
+    def _leave_when_empty(self) -> None:
+        with self._lock:
+            alive = any(r.status is None for r in self._running.values())
+        if not alive:
+            self._leave()
+        elif not self._leaving:
+            self._after(_EMPTY_LOOK_S, self._leave_when_empty)
 
     def stop(self, reason: str) -> None:
         """Ask the master to end the job (this node alone where the master is elsewhere); go on without its word
