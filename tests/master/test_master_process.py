@@ -240,7 +240,7 @@ def test_scale_stop_and_refusals(stage: Stage) -> None:
     start = agent.order(wire.Start)
     while (start.role, start.slot) != (Role.WORKER, 1):
         start = agent.order(wire.Start)
-    assert isinstance(command.call(wire.Scale(Role.PS, 2)), Refused)
+    assert isinstance(command.call(wire.Scale(Role.PS, 0)), Refused)
     assert isinstance(command.call(wire.HelloNode(NodeId("evil"), "", 0, 0, ())), Refused)
     assert isinstance(command.call(wire.HelloMember(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
     assert isinstance(command.call(wire.AskShard(0, 1, 1)), Fenced)

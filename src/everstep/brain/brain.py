@@ -30,6 +30,7 @@ from everstep.brain.events import (
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
+    DrainAsked,
     EndOfData,
     Fenced,
     FinishJob,
@@ -69,7 +70,7 @@ from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
-from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
@@ -77,6 +78,7 @@ from everstep.model.placement import Placement
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
+from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
 SNAPSHOT_VERSION = 3
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
@@ -145,6 +147,7 @@ class Brain:
             LeaseExpired: self._lease_expired,
             ScaleAsked: self._scale_asked,
             StopAsked: self._stop_asked,
+            DrainAsked: self._drain_asked,
             MirrorsReady: self._ps_told,
             BucketsReady: self._ps_told,
             CheckpointAsked: self._checkpoint_asked,
@@ -448,10 +451,7 @@ class Brain:
         for slot in self.state.protection.leaving:
             seat = self.members.servers.get(slot)
             if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
-                seat.stopping = True
-                m = seat.member
-                decision = Decision("stop", "others have all that it held")
-                out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, decision))
+                out.append(self._send_away(seat, Decision("stop", "others have all that it held")))
         return out
 
     def _ps_told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
@@ -579,8 +579,8 @@ class Brain:
         set_state(seat, MemberState.LEFT, at)
         seat.stopping = False
         out.append(Note(str(seat.member.key), Decision("left", "scaled in")))
-        if seat.member.slot < self.job.workers_wanted:
-            why = Decision("start", "the job was scaled out again while it was leaving")
+        if seat.member.slot < self.job.workers_wanted and not seat.drained:
+            why = Decision("start", "the job wants this worker, here or elsewhere")
             out += self._start(Role.WORKER, seat.member.slot, at, why)  # (it may find no place and wait)
         return out + self._finish_if_all_left(at)
 
@@ -620,8 +620,11 @@ class Brain:
         set_state(seat, MemberState.LEFT, at)
         seat.stopping, slot = False, seat.member.slot
         out: list[InstructionType] = [Note(str(seat.member.key), Decision("left", "others have all that it held"))]
-        if slot < self.job.ps_wanted and slot not in self.state.protection.leaving:
-            out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps again"))
+        leaving, node = self.state.protection.leaving, self.members.nodes.get(seat.member.node)
+        if slot in leaving and (slot >= self.job.ps_wanted or (node is not None and node.draining)):
+            leaving.remove(slot)
+        if slot < self.job.ps_wanted and slot not in leaving:
+            out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps on another node"))
         return out
 
     def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
@@ -873,37 +876,123 @@ class Brain:
     # ------------------------------------------------------------ commands and the end
 
     def _scale_asked(self, e: ScaleAsked) -> list[InstructionType]:
-        job, workers = self.job, self.members.workers
+        """All or nothing: a plan for both roles is refused as a whole."""
+        job = self.job
         if job.over:
             return [Reply(Refused("the job is over"))]
-        if e.role is not Role.WORKER:
-            return [Reply(Refused(f"not yet: only the number of workers can change while a job runs, not of {e.role}"))]
-        if not 1 <= e.count <= 100_000:
-            return [Reply(Refused(f"{e.count} workers: must be at least 1"))]
-        old, job.workers_wanted = job.workers_wanted, e.count
+        wanted = {e.role: e.count, **dict(e.also)}
+        for role, count in wanted.items():
+            error = f"the number of {role}s cannot be changed"
+            if role is Role.WORKER:
+                error = refuse_workers(count)
+            elif role is Role.PS:
+                error = refuse_ps(count, self.keeper.code, job.spec.buckets)
+                if not error and self.state.placement is None:
+                    error = "not yet: not every ps has joined"
+            if error:
+                return [Reply(Refused(error))]
         out: list[InstructionType] = [_OK]
-        if e.count != old:
-            inputs: dict[str, str | int | float | bool] = {"from": old, "to": e.count}
-            out.append(Note("", Decision("scale workers", f"asked for {e.count} instead of {old}", inputs)))
-        for slot in map(Slot, range(e.count, old)):
+        if Role.PS in wanted:  # first: where there are more of both, the rows have a place when the workers come
+            out += self._scale_ps(wanted[Role.PS], e.at)
+        if Role.WORKER in wanted:
+            out += self._scale_workers(wanted[Role.WORKER], e.at)
+        return out
+
+    def _scale_workers(self, count: int, at: float) -> list[InstructionType]:
+        job, workers = self.job, self.members.workers
+        old, job.workers_wanted = job.workers_wanted, count
+        out: list[InstructionType] = []
+        if count != old:
+            inputs: dict[str, str | int | float | bool] = {"from": old, "to": count}
+            out.append(Note("", Decision("scale workers", f"asked for {count} instead of {old}", inputs)))
+        for slot in map(Slot, range(count, old)):
             seat = workers.get(slot)
             if seat is None:
                 continue
             seat.waiting = False
             if not seat.running or seat.stopping:
                 continue
-            seat.stopping = True
-            m = seat.member
-            why = Decision("stop", f"scaled in to {e.count} workers; the highest slots leave", {"to": e.count})
-            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
-        for slot in map(Slot, range(old, e.count)):
+            why = Decision("stop", f"scaled in to {count} workers; the highest slots leave", {"to": count})
+            out.append(self._send_away(seat, why))
+        drained = [slot for slot, seat in workers.items() if seat.drained and slot < old]
+        for slot in sorted({*map(Slot, range(old, count)), *drained} & set(map(Slot, range(count)))):
             seat = workers.get(slot)
+            if seat is not None:
+                seat.drained = False
             if seat is None or (not seat.running and not seat.finished):
                 if seat is not None:
                     seat.waiting = True
-                why = Decision("start", f"scaled out to {e.count} workers", {"to": e.count})
-                out += self._start(Role.WORKER, slot, e.at, why)
+                why = Decision("start", f"scaled out to {count} workers", {"to": count})
+                out += self._start(Role.WORKER, slot, at, why)
         return out
+
+    def _scale_ps(self, count: int, at: float) -> list[InstructionType]:
+        """The highest slots give everything away and end; new ones get their share when they have joined."""
+        job, servers, leaving = self.job, self.members.servers, self.state.protection.leaving
+        old, job.ps_wanted = job.ps_wanted, count
+        out: list[InstructionType] = []
+        if count != old:
+            inputs: dict[str, str | int | float | bool] = {"from": old, "to": count}
+            out.append(Note("", Decision("scale ps", f"asked for {count} instead of {old}", inputs)))
+        leaving[:] = [slot for slot, seat in sorted(servers.items()) if slot >= count and seat.running]
+        for slot, seat in servers.items():
+            if slot >= count:
+                seat.waiting = False
+                if seat.member.state is MemberState.STARTING:  # it has nothing yet
+                    seat.stopping = True
+                    m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
+                    out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
+        for slot in map(Slot, range(count)):
+            known = servers.get(slot)
+            if known is None or not known.running:
+                why = Decision("start", f"scaled out to {count} ps", {"to": count})
+                out += self._start(Role.PS, slot, at, why)
+        return out + self._settle(f"scaled from {old} to {count} ps")
+
+    def _send_away(self, seat: Seat, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess:
+        seat.stopping = True
+        m = seat.member
+        return StopProcess(m.node, m.role, m.slot, m.incarnation, grace_s, why)
+
+    def _drain_asked(self, e: DrainAsked) -> list[InstructionType]:
+        """Empty a member, or all members of a node, so that nothing is lost when it goes."""
+        if self.job.over:
+            return [Reply(Refused("the job is over"))]
+        members = self.members
+        node = members.nodes.get(NodeId(e.target))
+        if node is not None:
+            if node.node == HOME_NODE:
+                return [Reply(Refused(f"{e.target} has the job's master: everstep stop ends the job"))]
+            seats = [seat for seat in members.on(node.node) if seat.running]
+        else:
+            role, _, number = e.target.partition(":")
+            seat = None
+            if role in (Role.WORKER, Role.PS) and number.isascii() and number.isdigit():
+                seat = members.of(Role(role)).get(Slot(int(number)))
+            if seat is None or not seat.running:
+                return [Reply(Refused(f"{e.target!r} is no node, and no running worker or ps such as ps:1"))]
+            seats = [seat]
+        servers = [seat.member.slot for seat in seats if seat.member.role is Role.PS and not seat.stopping]
+        leaving = self.state.protection.leaving
+        left = [m.slot for m in self.keeper.servers() if m.slot not in leaving and m.slot not in servers]
+        if servers and not left:
+            return [Reply(Refused(f"{e.target}: no other ps could take its buckets; first: everstep scale --ps N"))]
+        if node is not None:
+            node.draining = True
+        out: list[InstructionType] = [_OK]
+        words = f"empty it within {e.deadline_s:g} s: {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
+        less = after_drain(self.keeper.code, len(left)) if servers else ""
+        words += f"; {less}" if less else ""
+        inputs: dict[str, str | int | float | bool] = {"deadline_s": e.deadline_s, "buckets": 0}
+        inputs["buckets"] = sum(self.keeper.left_at(slot) for slot in servers)
+        out.append(Note(e.target, Decision("drain", words, inputs)))
+        for seat in seats:
+            if seat.member.role is Role.WORKER and not seat.stopping:
+                seat.drained = node is None
+                why = Decision("stop", f"{e.target} is to be emptied")
+                out.append(self._send_away(seat, why, min(STOP_GRACE_S, e.deadline_s)))
+        leaving[:] = sorted({*leaving, *servers})
+        return out + self._settle(f"{e.target} is to be emptied")
 
     def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
         if self.job.over:

@@ -207,8 +207,11 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
 
 
 class ScaleAsked(Event, frozen=True, tag="scale_asked"):
+    """``also``: more of the same plan, which is taken or refused as a whole."""
+
     role: Role
     count: int
+    also: tuple[tuple[Role, int], ...] = ()
 
 
 class StopAsked(Event, frozen=True, tag="stop_asked"):

@@ -21,6 +21,7 @@ class Node(msgspec.Struct):
     worker_places: int
     ps_places: int
     alive: bool = True
+    draining: bool = False  # takes nobody any more
     brought: int = 0
 
 
@@ -29,6 +30,7 @@ class Seat(msgspec.Struct):
 
     ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
     ``stopping``: being ended on purpose. ``finished``: its script ran to its end. ``waiting``: no node has a place.
+    ``drained``: a worker that was sent away by name; its slot stays empty until somebody asks for more.
     Workers only: ``held``: its shards, oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard
     of those that are current, by dataset; ``done``: its newest leases that counted (bounded).
     """
@@ -39,6 +41,7 @@ class Seat(msgspec.Struct):
     stopping: bool = False
     finished: bool = False
     waiting: bool = False
+    drained: bool = False
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
     granted: dict[int, dict[int, ShardKey]] = {}
@@ -87,7 +90,7 @@ class Members(msgspec.Struct):
         return [
             Room(n.node, n.worker_places if role is Role.WORKER else n.ps_places, used.get(n.node, 0))
             for n in self.nodes.values()
-            if n.alive
+            if n.alive and not n.draining
         ]
 
     def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> Seat:
@@ -101,7 +104,7 @@ class Members(msgspec.Struct):
         seat.member = Member(
             role=role, slot=slot, incarnation=Incarnation(seat.member.incarnation + 1), node=node, since=at
         )
-        seat.stopping = seat.finished = seat.waiting = False
+        seat.stopping = seat.finished = seat.waiting = seat.drained = False
         seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 
@@ -113,7 +116,7 @@ class Members(msgspec.Struct):
             seat = self.of(role)[slot] = Seat(member)
         else:
             seat.member = member
-            seat.stopping = seat.finished = seat.waiting = False
+            seat.stopping = seat.finished = seat.waiting = seat.drained = False
             seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 

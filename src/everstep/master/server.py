@@ -29,6 +29,7 @@ from everstep.brain.events import (
     BucketsReady,
     CheckpointAsked,
     CommitManifest,
+    DrainAsked,
     DropCheckpoints,
     Fenced,
     FinishJob,
@@ -173,7 +174,8 @@ class Master:
             wire.MirrorReady: self._mirror_ready,
             wire.BucketsReady: self._buckets_ready,
             wire.Report: self._report,
-            wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count)),
+            wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count, r.also)),
+            wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s)),
             wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
             wire.ImagesWritten: lambda peer, r: self._submit(
                 ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)

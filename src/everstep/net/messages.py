@@ -153,10 +153,11 @@ class Report(Request, frozen=True, tag="report"):
 
 
 class Scale(Request, frozen=True, tag="scale"):
-    """From ``everstep scale``. Answer: Ok | Refused."""
+    """From ``everstep scale``. ``also``: more of the same plan, taken or refused as a whole. Answer: Ok | Refused."""
 
     role: Role
     count: int
+    also: tuple[tuple[Role, int], ...] = ()
 
 
 class Stop(Request, frozen=True, tag="stop"):

@@ -114,8 +114,8 @@ def _survives(
 ) -> bool:
     """Whether the bucket can be had when the ps ``gone`` are."""
     lost = {b for b in members if b in draft.missing or draft.owner[b] in gone}
-    rows = {m.row for m in mirrors if m.at not in gone}
-    return bucket not in lost or len(lost) <= len(rows)
+    left = [m for m in mirrors if m.at not in gone]  # two rows at one ps cannot help each other
+    return bucket not in lost or len(lost) <= min(len({m.row for m in left}), len({m.at for m in left}))
 
 
 __all__ = ["Draft", "How", "Layout", "Pending", "level_counts"]
