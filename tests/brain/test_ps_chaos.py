@@ -41,7 +41,8 @@ CODES = ["1+1", "4+1", "4+2", "2+2", "3+1", "0", "1+2"]
 
 
 class Ps(msgspec.Struct):
-    """One process. ``kept``: fenced buckets that it still has; ``has``: those it serves; ``whole``: complete mirrors."""
+    """One process. ``has``: buckets that it "serves", or has "kept" since they went elsewhere; ``whole``: mirrors that
+    are complete; ``came``: how and by which placement it got a bucket."""
 
     slot: Slot
     incarnation: Incarnation
@@ -167,8 +168,10 @@ class World:
             return
         if all((p.slot, p.incarnation) != (ps.slot, ps.incarnation) for p in placement.servers):
             return
-        ps.version = placement.version
         mine = set(placement.owned_by(ps.slot))
+        if placement.version > ps.version + 1:  # a bucket may have gone and come back in between
+            ps.came.update({b: (placement.version, "kept") for b, how in ps.has.items() if how == "serves"})
+        ps.version = placement.version
         for bucket in [b for b, how in ps.has.items() if how == "serves" and b not in mine]:
             ps.has[bucket] = "kept"
             ps.came.pop(bucket, None)
