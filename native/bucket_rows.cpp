@@ -98,6 +98,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
     pages_.push_back(nullptr);
     used_.push_back(0);
     generations_.push_back(generation_);
+    changed_.resize((end() + 63) / 64);
   }
   touch(slot);
   if (!pages_[p]) {
@@ -163,6 +164,8 @@ void Rows::clear() {
   pages_ = {};
   used_ = {};
   generations_ = {};
+  changed_ = {};
+  changed_known_ = false;
   absent_ = {};
   count_ = 0;
   page_bytes_ = first_free_ = 0;
@@ -226,6 +229,8 @@ void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buck
     free_index();
     throw;
   }
+  changed_.assign(((pages.size() << table_.page_bits) + 63) / 64, 0);
+  changed_known_ = false;
   pages_ = std::move(pages);
   used_ = std::move(used);
   count_ = uint32_t(count);
@@ -264,6 +269,10 @@ void Rows::snapshot_begin(int64_t since, uint64_t next_generation) {
   // A page that lost its rows since then is to be read too: zeros over what the earlier image has there.
   for (size_t p = 0; p < pages_.size(); ++p)
     pending_[p] = since < 0 ? pages_[p] != nullptr : generations_[p] > uint64_t(since);
+  shot_known_ = changed_known_ && since >= 0 && uint64_t(since) + 1 == generation_;
+  shot_.assign(changed_.size(), 0);
+  shot_.swap(changed_);
+  changed_known_ = true;
   generation_ = next_generation;
 }
 
@@ -283,12 +292,19 @@ void Rows::snapshot_read(uint32_t p, uint8_t* to) {
   pending_[p] = 0;
 }
 
+void Rows::snapshot_slots(uint32_t p, uint8_t* to) const {
+  const size_t n = table_.slots() / 8, at = size_t(p) * n;
+  std::memcpy(to, reinterpret_cast<const uint8_t*>(shot_.data()) + at, n);
+}
+
 void Rows::snapshot_end() {
   for (uint8_t* page : aside_) {
     if (page) pool_.give(page, table_.page_bytes);
   }
   pending_ = {};
   aside_ = {};
+  shot_ = {};
+  shot_known_ = false;
 }
 
 }  // namespace everstep

@@ -65,6 +65,7 @@ class Rows {
   void touch(uint32_t slot) {
     const size_t p = slot >> table_.page_bits;
     if (generations_[p] != generation_) touch_page(p);
+    changed_[slot >> 6] |= uint64_t(1) << (slot & 63);
   }
 
   // ---- whole pages: null where no slot is used. page_bytes each, from the pool.
@@ -93,6 +94,12 @@ class Rows {
   uint32_t snapshot_next() const;
   // Copies page `p` as of snapshot_begin; it is read then.
   void snapshot_read(uint32_t p, uint8_t* to);
+  // Whether it is known which slots changed since `since` (only if that was the snapshot before this one); if so, their
+  // bits, for the slots of page `p`.
+  bool snapshot_knows_slots() const { return shot_known_; }
+  void snapshot_slots(uint32_t p, uint8_t* to) const;
+  // Pages that there were at snapshot_begin.
+  size_t snapshot_pages() const { return pending_.size(); }
   void snapshot_end();
 
  private:
@@ -144,6 +151,10 @@ class Rows {
   std::vector<uint16_t> used_;  // slots of each page
   std::vector<uint64_t> generations_;  // of each page's last change
   uint64_t generation_;
+  std::vector<uint64_t> changed_;      // slots changed in this generation
+  bool changed_known_ = true;          // false: pages came in it
+  std::vector<uint64_t> shot_;         // while a snapshot is read: `changed_` of the generation that it ended
+  bool shot_known_ = false;
   std::vector<uint64_t> absent_;
   // While a snapshot is read: per page whether it still is to be, and its copy if it has changed since.
   std::vector<uint8_t> pending_;

@@ -340,6 +340,24 @@ void Store::snapshot_next(int64_t b, size_t max_bytes, std::vector<ImagePage>& p
   }
 }
 
+bool Store::snapshot_slots(int64_t b, uint32_t table, const std::vector<int64_t>& pages, std::vector<uint8_t>& bits) {
+  const Table& t = table_of(table);
+  Bucket& bucket = bucket_at(b);
+  std::lock_guard<std::mutex> hold(bucket.mutex);
+  if (!bucket.snapshot) throw Malformed("no snapshot of bucket " + std::to_string(b) + " is being read");
+  if (t.index >= bucket.rows.size()) return false;
+  const Rows& rows = *bucket.rows[t.index];
+  if (!rows.snapshot_knows_slots()) return false;
+  const size_t n = t.slots() / 8;
+  bits.resize(pages.size() * n);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    if (pages[i] < 0 || size_t(pages[i]) >= rows.snapshot_pages())
+      throw Malformed("page " + std::to_string(pages[i]) + " is not in the snapshot of bucket " + std::to_string(b));
+    rows.snapshot_slots(uint32_t(pages[i]), bits.data() + i * n);
+  }
+  return true;
+}
+
 void Store::snapshot_end(int64_t b) {
   Bucket& bucket = bucket_at(b);
   std::lock_guard<std::mutex> hold(bucket.mutex);

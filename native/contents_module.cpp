@@ -108,6 +108,17 @@ nb::tuple snapshot_next(Store& s, int64_t bucket, int64_t max_bytes) {
   return nb::make_tuple(names, own_vector(std::move(data)));
 }
 
+nb::object snapshot_slots(Store& s, int64_t bucket, int64_t table, const std::vector<int64_t>& page_nos) {
+  std::vector<uint8_t> bits;
+  bool known;
+  const uint32_t id = table_arg(table);
+  {
+    nb::gil_scoped_release free;
+    known = s.snapshot_slots(bucket, id, page_nos, bits);
+  }
+  return known ? nb::cast(own_vector(std::move(bits))) : nb::none();
+}
+
 }  // namespace
 
 void bind_contents(nb::class_<Store>& store) {
@@ -146,6 +157,7 @@ void bind_contents(nb::class_<Store>& store) {
       .def("_load_end", &load_end)
       .def("_snapshot_begin", &snapshot_begin)
       .def("snapshot_next", &snapshot_next, nb::arg("bucket"), nb::arg("max_bytes"))
+      .def("snapshot_slots", &snapshot_slots, nb::arg("bucket"), nb::arg("table"), nb::arg("page_nos"))
       .def("snapshot_end", &Store::snapshot_end, nb::arg("bucket"), free_gil());
 }
 

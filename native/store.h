@@ -138,6 +138,9 @@ class Store {
   };
   // Pages as of snapshot_begin, of about `max_bytes`, at least one; none: that was all.
   void snapshot_next(int64_t bucket, size_t max_bytes, std::vector<ImagePage>& pages, std::vector<uint8_t>& data);
+  // Which slots of these pages of the snapshot changed since `since`: a bit each, slots / 8 bytes a page. False: not
+  // known, all may have; it is known if `since` was the snapshot before this one.
+  bool snapshot_slots(int64_t bucket, uint32_t table, const std::vector<int64_t>& pages, std::vector<uint8_t>& bits);
   void snapshot_end(int64_t bucket);
 
   // ---- for mirrors, which become buckets (mirror.cpp)

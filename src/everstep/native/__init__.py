@@ -122,8 +122,9 @@ class Store(_native.Store):
       (16 bytes: marks and all rows with their slots), ``content_digest(bucket)`` (without slots, seq and fences).
     - images: ``load_begin(bucket)``, ``load_pages(bucket, table, page_nos, pages u8)`` (a later page replaces an
       earlier one), ``load_end(bucket, marks)``; ``snapshot_begin``, ``snapshot_next(bucket, max_bytes) -> ([(table,
-      page_no)], pages u8)`` (no pages: that was all), ``snapshot_end(bucket)``; ``page_bytes(table)``, ``layout(table)
-      -> (page_bits, head_bytes, record_bytes)``.
+      page_no)], pages u8)`` (no pages: that was all), ``snapshot_slots(bucket, table, page_nos) -> u8[pages * slots /
+      8]`` (bits of slots that changed since; None: not known, all may have), ``snapshot_end(bucket)``;
+      ``page_bytes(table)``, ``layout(table) -> (page_bits, head_bytes, record_bytes)``.
     - mirrors of buckets that are elsewhere (native/mirror.h; ``mirror_twin``): ``mirror_make(id, members, row=0)``,
       ``mirror_drop(id)``, ``mirrors() -> ids``, ``mirror_apply(id, blob) -> 0 applied | 1 repeat | 2 gap (nothing
       changed) | 3 no member``, ``mirror_apply_many(ids i64, offsets i64, lengths i64, data) -> i32`` (ValueError: those
