@@ -20,7 +20,7 @@ from everstep.errors import CheckpointError, PlatformError
 from everstep.model.image import Manifest
 from everstep.model.table import OptimizerKind, TableSpec
 from everstep.protect.imagefile import Pages
-from everstep.protect.manifest import chain_parts
+from everstep.protect.manifest import assemble
 from everstep.storage.places import Place
 
 
@@ -42,32 +42,23 @@ def find_table(manifest: Manifest, name: str) -> TableSpec:
 
 
 def table_rows(place: Place, manifest: Manifest, spec: TableSpec) -> Iterator[TableRows]:
-    """Rows of a table, some megabytes at a time, each once. CheckpointError (damage) comes at the latest at the end:
-    nothing may be used before. Raises StorageError too."""
+    """Rows of a table, some megabytes at a time, each once; one bucket is in memory. Raises CheckpointError (damage),
+    StorageError."""
     for image in manifest.images:
-        for part in chain_parts(place, image):
-            if isinstance(part, Pages) and part.table == spec.id:
-                rows = rows_of_pages(part, spec, f"{place.url}, bucket {image.bucket}")
-                if len(rows.keys):
-                    yield rows
+        whole = assemble(place, image)
+        if spec.id in whole.pages:
+            for pages in whole.some(spec.id):
+                yield rows_of_pages(pages, spec, f"{place.url}, bucket {image.bucket}")
 
 
 def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> TableRows:
     """The used rows of some pages. CheckpointError: the pages are not of such a table."""
     layout, dim, floats = pages.layout, spec.dim, spec.optimizer.state_floats(spec.dim)
-    slots = 1 << min(layout.page_bits, 31)
-    keys_at = (-(-slots // 8) + 63) & ~63
-    body = slots * layout.record_bytes
-    if (
-        layout.head_bytes != keys_at + 8 * slots
-        or layout.record_bytes < 4 * (dim + floats)
-        or layout.head_bytes + body > layout.page_bytes
-    ):
+    if layout.record_bytes < 4 * (dim + floats):
         raise CheckpointError(f"{where}: pages of table {spec.name!r} are {tuple(layout)}, not of dim {dim}")
-    data = pages.data
-    used = np.unpackbits(data[:, : -(-slots // 8)], axis=1, bitorder="little")[:, :slots].astype(bool)
-    keys = np.ascontiguousarray(data[:, keys_at : layout.head_bytes]).view("<i8")[used]
-    records = data[:, layout.head_bytes : layout.head_bytes + body].reshape(len(data), slots, layout.record_bytes)[used]
+    used = layout.used(pages.data)
+    keys = layout.keys(pages.data)[used]
+    records = layout.records(pages.data)[used]
     numbers = np.ascontiguousarray(records[:, : 4 * (dim + floats)]).view("<f4").reshape(len(keys), dim + floats)
     return TableRows(keys, numbers[:, :dim], numbers[:, dim:])
 

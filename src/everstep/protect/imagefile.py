@@ -1,4 +1,4 @@
-"""One file of a bucket's image: its marks, and pages as they lie in memory.
+"""One file of a bucket's image: its marks, and pages as they lie in memory, or the changed rows of pages.
 
     "EVSIMG\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
     sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
@@ -6,6 +6,7 @@
       1 MARKS  the bucket's marks as the store gives them (a blob of kind MARKS)
       n PAGES  u32 table, pages, page_bits, head_bytes, record_bytes, page_bytes; (u32 page number, u32 bytes) of each;
                then the bytes of each without the zeros at its end
+      n ROWS   u32 table, rows, page_bits, head_bytes, record_bytes, page_bytes; u32 slots; used bits; i64 keys; records
       last END empty; nothing follows
 
 Little-endian. All of it is under a checksum, so that whatever was changed or cut is found here without the manifest;
@@ -40,7 +41,7 @@ _PAGES = struct.Struct("<IIIIII")
 
 
 class _Kind:
-    HEAD, MARKS, PAGE, END = 1, 2, 3, 4
+    HEAD, MARKS, PAGE, END, ROWS = 1, 2, 3, 4, 5
 
 
 class ImageHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,43 @@ class PageLayout(NamedTuple):
     record_bytes: int
     page_bytes: int
 
+    @property
+    def slots(self) -> int:
+        return 1 << self.page_bits
+
+    @property
+    def bitmap_bytes(self) -> int:
+        return -(-self.slots // 8)
+
+    @property
+    def keys_at(self) -> int:
+        """Where the keys begin; before them is the bitmap, padded to 64 bytes."""
+        return (self.bitmap_bytes + 63) & ~63
+
+    @property
+    def sound(self) -> bool:
+        """Whether a page can be so."""
+        return (
+            self.page_bits <= 20
+            and self.head_bytes == self.keys_at + 8 * self.slots
+            and self.head_bytes + self.slots * self.record_bytes <= self.page_bytes <= SECTION_MAX_BYTES // 2
+        )
+
+    def used(self, pages: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """[pages, slots] of uint8 [pages, page_bytes]."""
+        return np.unpackbits(pages[:, : self.bitmap_bytes], axis=1, bitorder="little")[:, : self.slots].astype(bool)
+
+    def keys(self, pages: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """[pages, slots], a view where pages are rows of one array."""
+        return pages[:, self.keys_at : self.head_bytes].view("<i8")
+
+    def records(self, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """[pages, slots, record_bytes], a view."""
+        body = pages[:, self.head_bytes : self.head_bytes + self.slots * self.record_bytes]
+        return np.lib.stride_tricks.as_strided(
+            body, (len(pages), self.slots, self.record_bytes), (pages.strides[0], self.record_bytes, 1)
+        )
+
 
 class Pages(NamedTuple):
     """``data``: uint8 [pages, page_bytes]."""
@@ -74,11 +112,24 @@ class Pages(NamedTuple):
     data: NDArray[np.uint8]
 
 
+class Rows(NamedTuple):
+    """Slots that changed: whether each is used now, its key and record; zeros where it is not.
+
+    ``slots``: uint32 [n], counted through all pages; ``used``: bool [n]; ``records``: uint8 [n, record_bytes]."""
+
+    table: int
+    layout: PageLayout
+    slots: NDArray[np.uint32]
+    used: NDArray[np.bool_]
+    keys: NDArray[np.int64]
+    records: NDArray[np.uint8]
+
+
 class Marks(bytes):
     """The blob of marks, in a type of its own."""
 
 
-Part = ImageHead | Marks | Pages
+Part = ImageHead | Marks | Pages | Rows
 
 
 def checksum() -> blake2b:
@@ -116,6 +167,13 @@ class ImageFileWriter:
             stored = [flat[(at + i) * size : (at + i + 1) * size].tobytes().rstrip(b"\0") for i in range(len(some))]
             index = np.array([[n, len(b)] for n, b in zip(some, stored, strict=True)], "<u4")
             self._section(_Kind.PAGE, [_PAGES.pack(table, len(some), *layout), index.tobytes(), *stored])
+
+    def rows(self, rows: Rows) -> None:
+        """At most as many as fit into a section: those of a chunk of pages do."""
+        head = _PAGES.pack(rows.table, len(rows.slots), *rows.layout)
+        used = np.packbits(rows.used, bitorder="little")
+        columns = (rows.slots.astype("<u4"), used, rows.keys.astype("<i8"), np.ascontiguousarray(rows.records))
+        self._section(_Kind.ROWS, [head, *(c.tobytes() for c in columns)])
 
     def end(self) -> None:
         self._section(_Kind.END, [])
@@ -168,6 +226,8 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
                 yield Marks(payload)
             case (n, _Kind.PAGE) if n >= 2:
                 yield _pages(payload, name, number)
+            case (n, _Kind.ROWS) if n >= 2:
+                yield _rows(payload, name, number)
             case (n, _Kind.END) if n >= 2 and not payload:
                 pass
             case _:
@@ -224,7 +284,7 @@ def _pages(payload: bytes, name: str, number: int) -> Pages:
     table, n, *rest = _PAGES.unpack_from(payload)
     layout = PageLayout(*rest)
     at = _PAGES.size + 8 * n
-    if at > len(payload) or layout.page_bytes > SECTION_MAX_BYTES or n * layout.page_bytes > SECTION_MAX_BYTES:
+    if at > len(payload) or not layout.sound or n * layout.page_bytes > SECTION_MAX_BYTES:
         raise wrong
     index = np.frombuffer(payload, "<u4", 2 * n, _PAGES.size).reshape(n, 2)
     if at + int(index[:, 1].sum(dtype=np.int64)) != len(payload) or bool((index[:, 1] > layout.page_bytes).any()):
@@ -235,3 +295,36 @@ def _pages(payload: bytes, name: str, number: int) -> Pages:
         data[i, :stored] = source[at : at + stored]
         at += stored
     return Pages(table, layout, index[:, 0].tolist(), data)
+
+
+def _rows(payload: bytes, name: str, number: int) -> Rows:
+    wrong = CheckpointError(f"{name}: section {number} does not hold the rows that it says")
+    if len(payload) < _PAGES.size:
+        raise wrong
+    table, n, *rest = _PAGES.unpack_from(payload)
+    layout = PageLayout(*rest)
+    bitmap = -(-n // 8)
+    if not layout.sound or len(payload) != _PAGES.size + 4 * n + bitmap + 8 * n + n * layout.record_bytes:
+        raise wrong
+    at = _PAGES.size
+    slots = np.frombuffer(payload, "<u4", n, at)
+    used = np.unpackbits(np.frombuffer(payload, np.uint8, bitmap, at + 4 * n), bitorder="little")[:n].astype(bool)
+    keys = np.frombuffer(payload, "<i8", n, at + 4 * n + bitmap)
+    records = np.frombuffer(payload, np.uint8, n * layout.record_bytes, at + 12 * n + bitmap)
+    return Rows(table, layout, slots, used, keys, records.reshape(n, layout.record_bytes))
+
+
+def changed_rows(pages: Pages, changed: NDArray[np.uint8]) -> Rows:
+    """The rows of ``pages`` whose bits are set in ``changed`` (uint8 [pages, bitmap_bytes])."""
+    layout, data = pages.layout, pages.data
+    which = np.unpackbits(changed, axis=1, bitorder="little")[:, : layout.slots].astype(bool)
+    page, slot = np.nonzero(which)
+    numbers = np.asarray(pages.numbers, np.uint32)
+    return Rows(
+        pages.table,
+        layout,
+        (numbers[page] << np.uint32(layout.page_bits)) + slot.astype(np.uint32),
+        layout.used(data)[page, slot],
+        layout.keys(data)[page, slot],
+        layout.records(data)[page, slot],
+    )

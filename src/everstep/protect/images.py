@@ -26,7 +26,7 @@ from everstep.model.image import BucketImage, ImageFile
 from everstep.model.table import TableSpec
 from everstep.net.messages import ImagesWritten
 from everstep.net.retry import backoff
-from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout
+from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
 from everstep.storage.places import Place, open_place
 from everstep.units import human_bytes
 
@@ -48,6 +48,7 @@ class SnapshotStore(Protocol):
     def snapshot_begin(self, bucket: int, since: int) -> tuple[int, bytes]: ...
     def snapshot_next(self, bucket: int, max_bytes: int) -> tuple[list[tuple[int, int]], NDArray[np.uint8]]: ...
     def snapshot_end(self, bucket: int) -> None: ...
+    def snapshot_slots(self, bucket: int, table: int, page_nos: list[int]) -> NDArray[np.uint8] | None: ...
     def bucket_rows(self, bucket: int) -> dict[int, int]: ...
 
 
@@ -73,6 +74,11 @@ def marks_facts(blob: bytes) -> MarksFacts:
     return MarksFacts(seq, fingerprint, tuple(marks))
 
 
+def _only(pages: Pages, which: NDArray[np.bool_]) -> Pages:
+    numbers = [n for n, wanted in zip(pages.numbers, which.tolist(), strict=True) if wanted]
+    return Pages(pages.table, pages.layout, numbers, pages.data[which])
+
+
 class _Written(NamedTuple):
     """A bucket's part of a checkpoint, and the store's generation that the next increment goes on from."""
 
@@ -86,6 +92,10 @@ class _Wanted(NamedTuple):
     url: str
     buckets: tuple[BucketId, ...]
     on_done: Callable[[ImagesWritten], None]
+
+
+class _Dropped(Exception):
+    """The bucket left meanwhile: it is somebody else's to write now."""
 
 
 class _Cancelled(Exception):
@@ -193,6 +203,10 @@ class ImageWriter:
                 answer = self.write(doing.checkpoint, doing.since, doing.url, doing.buckets)
             except _Cancelled:
                 continue
+            except Exception as error:  # ours; the ps goes on without this checkpoint
+                logger.exception("checkpoint %d", doing.checkpoint)
+                text = f"{type(error).__name__}: {error}"
+                answer = ImagesWritten(self._slot, self._incarnation, doing.checkpoint, error=text)
             finally:
                 with self._lock:
                     self._doing = None
@@ -250,6 +264,8 @@ class ImageWriter:
             generation, marks = store.snapshot_begin(bucket, -1 if before is None else before.generation)
         except KeyError:
             return None
+        except RuntimeError as error:  # it is being rebuilt here
+            raise StorageError(f"bucket {bucket} cannot be imaged yet: {error}") from None
         try:
             facts = marks_facts(marks)
             kind = "base" if before is None else "delta"
@@ -270,16 +286,14 @@ class ImageWriter:
                 began = time.monotonic()
                 while True:
                     self._rest(0.0)
-                    pages, data = store.snapshot_next(bucket, CHUNK_BYTES)
-                    if not pages:
+                    if not self._chunk(out, bucket):
                         break
-                    self._put(out, pages, data)
                     if self._bytes_per_s > 0:
                         self._rest(began + out.size_bytes / self._bytes_per_s - time.monotonic())
-                rows = sum(store.bucket_rows(bucket).values())
+                rows = self._rows_of(bucket)
                 out.end()
                 file.commit()
-        except KeyError:  # the bucket was dropped meanwhile: it is somebody else's now
+        except _Dropped:
             return None
         finally:
             store.snapshot_end(bucket)
@@ -296,20 +310,44 @@ class ImageWriter:
         )
         return _Written(image, generation)
 
-    def _put(self, out: ImageFileWriter, pages: list[tuple[int, int]], data: NDArray[np.uint8]) -> None:
-        """One section for each stretch of pages of the same table."""
+    def _rows_of(self, bucket: int) -> int:
+        try:
+            return sum(self._store.bucket_rows(bucket).values())
+        except (KeyError, ValueError):
+            raise _Dropped from None
+
+    def _chunk(self, out: ImageFileWriter, bucket: int) -> bool:
+        """The next pages, one section for each stretch of pages of the same table; where only some rows of a page
+        changed, those. False: that was all."""
+        try:
+            names, data = self._store.snapshot_next(bucket, CHUNK_BYTES)
+            tables = dict.fromkeys(table for table, _ in names)
+            slots = {t: self._store.snapshot_slots(bucket, t, [n for u, n in names if u == t]) for t in tables}
+        except (KeyError, ValueError):
+            raise _Dropped from None
         first, at = 0, 0
-        while first < len(pages):
-            table = pages[first][0]
+        while first < len(names):
+            table = names[first][0]
             last = first
-            while last < len(pages) and pages[last][0] == table:
+            while last < len(names) and names[last][0] == table:
                 last += 1
             layout = PageLayout(*self._store.layout(table), self._store.page_bytes(table))
             size = (last - first) * layout.page_bytes
-            out.pages(table, layout, [number for _, number in pages[first:last]], data[at : at + size])
+            numbers = [number for _, number in names[first:last]]
+            pages = Pages(table, layout, numbers, data[at : at + size].reshape(len(numbers), -1))
+            changed = slots[table]
+            if changed is not None:
+                changed = changed.reshape(len(numbers), -1)
+                whole = np.unpackbits(changed, axis=1).sum(axis=1) * 2 > layout.slots
+                if not whole.all():
+                    out.rows(changed_rows(_only(pages, ~whole), changed[~whole]))
+                pages = _only(pages, whole)
+            if pages.numbers:
+                out.pages(table, layout, pages.numbers, pages.data)
             first, at = last, at + size
         if at != len(data):
-            raise InternalError(f"a snapshot gave {len(data)} bytes for {len(pages)} pages, not {at}")
+            raise InternalError(f"a snapshot gave {len(data)} bytes for {len(names)} pages, not {at}")
+        return bool(names)
 
     def _rest(self, wait_s: float) -> None:
         """Wait, but not when a newer order has come: _Cancelled."""

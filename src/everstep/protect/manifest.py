@@ -10,14 +10,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from everstep.config.load import read_spec
 from everstep.errors import CheckpointError, StorageError
 from everstep.model.image import MANIFEST_VERSION, BucketImage, ImageFile, Manifest
 from everstep.policies.retention import unneeded_files
-from everstep.protect.imagefile import ImageFileWriter, ImageHead, Marks, Pages, checksum, read_image_file
+from everstep.protect.imagefile import (
+    ImageFileWriter,
+    ImageHead,
+    Marks,
+    PageLayout,
+    Pages,
+    Rows,
+    checksum,
+    read_image_file,
+)
 from everstep.storage.places import Place, open_place
 
 MANIFEST_MAX_BYTES = 256 << 20
@@ -250,34 +262,49 @@ def compact(place: Place, manifest: Manifest) -> Manifest:
 def _merged(place: Place, manifest: Manifest, image: BucketImage) -> BucketImage:
     newest = image.files[-1].checksum[:8]
     path = f"images/{manifest.checkpoint:06d}/bucket-{image.bucket:04d}-merged-{newest}.img"
+    whole = assemble(place, image)
     with place.create(path) as file:
         out = ImageFileWriter(file.write)
-        for part in chain_parts(place, image):
-            match part:
-                case ImageHead():
-                    out.head(msgspec.structs.replace(part, base=True))
-                case Marks():
-                    out.marks(part)
-                case Pages():
-                    live = [i for i in range(len(part.numbers)) if part.data[i].any()]
-                    if live:
-                        out.pages(part.table, part.layout, [part.numbers[i] for i in live], part.data[live])
+        out.head(msgspec.structs.replace(whole.head, base=True))
+        out.marks(whole.marks)
+        for table in whole.pages:
+            for pages in whole.some(table):
+                out.pages(table, pages.layout, pages.numbers, pages.data)
         out.end()
         file.commit()
     merged = out.image_file(path)
     return msgspec.structs.replace(image, files=(merged,), bytes_written=merged.size_bytes)
 
 
-def chain_parts(place: Place, image: BucketImage) -> Iterator[ImageHead | Marks | Pages]:
-    """A bucket as of its newest file: its head and marks, then each page once, in its newest state (all zeros where its
-    rows are gone). Raises CheckpointError, at the latest at the end: nothing may be used before; StorageError.
+class Assembled(NamedTuple):
+    """A bucket as its image has it: head and marks of the newest file; pages by table and number, each uint8
+    [page_bytes], without those that no row is in."""
+
+    head: ImageHead
+    marks: bytes
+    layouts: dict[int, PageLayout]
+    pages: dict[int, dict[int, NDArray[np.uint8]]]
+
+    def some(self, table: int, most_bytes: int = 8 << 20) -> Iterator[Pages]:
+        """The pages of a table in ascending order, some megabytes at a time."""
+        layout, pages = self.layouts[table], self.pages[table]
+        numbers = sorted(pages)
+        step = max(1, most_bytes // layout.page_bytes)
+        for at in range(0, len(numbers), step):
+            part = numbers[at : at + step]
+            yield Pages(table, layout, part, np.stack([pages[n] for n in part]))
+
+
+def assemble(place: Place, image: BucketImage) -> Assembled:
+    """Base and increments put together, all checked before anything is returned; the whole bucket is in memory. Raises
+    CheckpointError (a file is missing, cut, changed, not of this bucket), StorageError.
     """
-    seen: dict[int, set[int]] = {}
-    if not image.files:
-        raise CheckpointError(f"{place.url}: the image of bucket {image.bucket} has no files")
-    for i, file in reversed(list(enumerate(image.files))):
+    head: ImageHead | None = None
+    marks = b""
+    layouts: dict[int, PageLayout] = {}
+    pages: dict[int, dict[int, NDArray[np.uint8]]] = {}
+    for i, file in enumerate(image.files):
         where = f"{place.url}/{file.path}"
-        newest = i == len(image.files) - 1
         try:
             stream = place.open(file.path)
         except FileNotFoundError:
@@ -286,28 +313,55 @@ def chain_parts(place: Place, image: BucketImage) -> Iterator[ImageHead | Marks 
             for part in read_image_file(stream, where, file):
                 match part:
                     case ImageHead():
-                        if part.bucket != image.bucket or part.base != (i == 0) or (newest and part.seq != image.seq):
+                        head = part
+                        if part.bucket != image.bucket or part.base != (i == 0):
                             raise CheckpointError(f"{where} is not file {i} of the image of bucket {image.bucket}")
-                        if newest:
-                            yield part
                     case Marks():
-                        if newest:
-                            yield part
-                    case Pages():
-                        before = seen.setdefault(part.table, set())
-                        fresh = [j for j, n in enumerate(part.numbers) if n not in before]
-                        before.update(part.numbers)
-                        if len(fresh) == len(part.numbers):
-                            yield part
-                        elif fresh:
-                            numbers = [part.numbers[j] for j in fresh]
-                            yield Pages(part.table, part.layout, numbers, part.data[fresh])
+                        marks = bytes(part)
+                    case Pages() | Rows():
+                        if layouts.setdefault(part.table, part.layout) != part.layout:
+                            raise CheckpointError(f"{where}: pages of table {part.table} changed their layout")
+                        of_table = pages.setdefault(part.table, {})
+                        if isinstance(part, Pages):
+                            of_table.update(zip(part.numbers, part.data, strict=True))
+                        else:
+                            _patch(of_table, part)
+    if head is None or head.seq != image.seq:
+        raise CheckpointError(f"{place.url}: the files of bucket {image.bucket} are not the image of seq {image.seq}")
+    for of_table in pages.values():
+        for number in [n for n, page in of_table.items() if not page.any()]:
+            del of_table[number]
+    return Assembled(head, marks, layouts, pages)
+
+
+def _patch(pages: dict[int, NDArray[np.uint8]], rows: Rows) -> None:
+    """Puts the rows into their pages."""
+    layout = rows.layout
+    numbers = rows.slots >> np.uint32(layout.page_bits)
+    order = np.argsort(numbers, kind="stable")
+    ends = np.flatnonzero(np.diff(numbers[order], append=np.uint32(0xFFFFFFFF))) + 1
+    begin = 0
+    for end in ends.tolist():
+        some = order[begin:end]
+        begin = end
+        number = int(numbers[some[0]])
+        page = pages.get(number)
+        if page is None:
+            page = pages[number] = np.zeros(layout.page_bytes, np.uint8)
+        one = page.reshape(1, -1)
+        slots = (rows.slots[some] & np.uint32(layout.slots - 1)).astype(np.intp)
+        used = layout.used(one)[0]
+        used[slots] = rows.used[some]
+        page[: layout.bitmap_bytes] = np.packbits(used, bitorder="little")
+        layout.keys(one)[0][slots] = rows.keys[some]
+        layout.records(one)[0][slots] = rows.records[some]
 
 
 __all__ = [
     "CHECKPOINTS",
+    "Assembled",
     "StorageError",
-    "chain_parts",
+    "assemble",
     "checkpoint_place",
     "checkpoints_of",
     "compact",

@@ -8,11 +8,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.errors import CheckpointError, EverstepError
+from everstep.errors import CheckpointError
 from everstep.model.image import BucketImage
 from everstep.model.table import TableSpec, difference
-from everstep.protect.imagefile import ImageHead, Marks, Pages
-from everstep.protect.manifest import chain_parts
+from everstep.protect.manifest import assemble
 from everstep.storage.places import Place, open_place
 
 
@@ -50,34 +49,29 @@ def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> 
     """
     place = open_place(place) if isinstance(place, str) else place
     where = f"{place.url}, bucket {image.bucket}"
-    marks = b""
-    began = False
+    whole = assemble(place, image)
+    head = whole.head
+    if head.buckets != store.n_buckets:
+        raise CheckpointError(f"{where}: of a job with {head.buckets} buckets, this one has {store.n_buckets}")
+    check_tables(head.tables, store.specs(), where)
     try:
+        for spec in head.tables:
+            store.declare(spec)
+        for table, layout in whole.layouts.items():
+            here = (*store.layout(table), store.page_bytes(table))
+            if tuple(layout) != here:
+                raise CheckpointError(f"{where}: pages of table {table} are {tuple(layout)}, here {here}")
         store.load_begin(image.bucket)
-        began = True
-        for part in chain_parts(place, image):
-            match part:
-                case ImageHead():
-                    if part.buckets != store.n_buckets:
-                        raise CheckpointError(
-                            f"{where}: of a job with {part.buckets} buckets, this one has {store.n_buckets}"
-                        )
-                    check_tables(part.tables, store.specs(), where)
-                    for spec in part.tables:
-                        store.declare(spec)
-                case Marks():
-                    marks = bytes(part)
-                case Pages():
-                    here = (*store.layout(part.table), store.page_bytes(part.table))
-                    if tuple(part.layout) != here:
-                        raise CheckpointError(
-                            f"{where}: pages of table {part.table} are {tuple(part.layout)}, here {here}"
-                        )
-                    store.load_pages(image.bucket, part.table, part.numbers, part.data.reshape(-1))
-        store.load_end(image.bucket, marks)
-    except BaseException as error:
-        if began:
-            store.drop(image.bucket)
-        if isinstance(error, EverstepError) or not isinstance(error, ValueError | KeyError):
-            raise
+    except (ValueError, KeyError) as error:
         raise CheckpointError(f"{where}: {error}") from error
+    try:
+        for table in whole.pages:
+            for pages in whole.some(table):
+                store.load_pages(image.bucket, table, pages.numbers, pages.data.reshape(-1))
+        store.load_end(image.bucket, whole.marks)
+    except (ValueError, KeyError) as error:
+        store.drop(image.bucket)
+        raise CheckpointError(f"{where}: {error}") from error
+    except BaseException:
+        store.drop(image.bucket)
+        raise

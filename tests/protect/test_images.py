@@ -1,0 +1,247 @@
+"""Images: what was written is what is loaded, bit for bit, whatever was going on meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from image_stores import (
+    BUCKETS,
+    ITEMS,
+    ROWS_OF_A_BATCH,
+    USERS,
+    checkpoint,
+    digests,
+    empty_store,
+    new_store,
+    train,
+    writer_of,
+)
+
+from everstep.errors import CheckpointError
+from everstep.model.image import Manifest
+from everstep.native import Store
+from everstep.net.messages import ImagesWritten
+from everstep.protect.manifest import compact, latest_intact
+from everstep.protect.restore import load_bucket
+from everstep.storage.places import open_place
+
+
+def restored(where: Path, manifest: Manifest) -> Store:
+    store = empty_store()
+    for image in manifest.images:
+        load_bucket(store, str(where), image)
+    return store
+
+
+def test_a_base_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 5)
+    manifest = checkpoint(writer_of(store), tmp_path, 1)
+    again = restored(tmp_path, manifest)
+    assert digests(again) == digests(store)
+    assert sorted(again.owned()) == list(range(BUCKETS))
+    assert {w for image in manifest.images for w in image.watermarks} == {(3, 5)}
+    assert sum(image.rows for image in manifest.images) == sum(store.stats().rows.values())
+    train(store, 5, 8)
+    train(again, 5, 8)
+    assert digests(again) == digests(store), "it goes on as the first one"
+
+
+def test_increments_hold_what_changed_since_the_one_before(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 20, keys=50_000)
+    writer = writer_of(store)
+    base = checkpoint(writer, tmp_path, 1)
+    at_base = digests(store)
+    train(store, 20, 21, keys=200)
+    delta = checkpoint(writer, tmp_path, 2, since=1)
+    at_delta = digests(store)
+    train(store, 21, 25)
+    assert [len(i.files) for i in delta.images] == [2] * BUCKETS
+    assert sum(i.bytes_written for i in delta.images) < sum(i.bytes_written for i in base.images) / 2
+    assert digests(restored(tmp_path, base)) == at_base
+    assert digests(restored(tmp_path, delta)) == at_delta
+
+
+def test_an_increment_has_rows_not_pages_where_few_changed(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 60, keys=20_000)
+    writer = writer_of(store)
+    checkpoint(writer, tmp_path, 1)
+    train(store, 60, 61, keys=20_000)  # a few rows in every page
+    delta = checkpoint(writer, tmp_path, 2, since=1)
+    rows = ROWS_OF_A_BATCH * (8 + ITEMS.dim * 8) + ROWS_OF_A_BATCH * (8 + USERS.dim * 12 + 4)
+    assert sum(i.bytes_written for i in delta.images) < rows + 2000 * BUCKETS
+    assert digests(restored(tmp_path, delta)) == digests(store)
+    train(store, 61, 62, keys=20_000)
+    again = checkpoint(writer, tmp_path, 3, since=1)  # not the snapshot before this one: whole pages
+    assert sum(i.bytes_written for i in again.images) > 3 * sum(i.bytes_written for i in delta.images)
+    assert digests(restored(tmp_path, again)) == digests(store)
+
+
+def test_random_histories_of_increments(tmp_path: Path) -> None:
+    """Which checkpoint builds on which, and how much changed between, is random; each loads as it was."""
+    rng = random.Random(4)
+    store = new_store()
+    writer = writer_of(store)
+    at = {}
+    for n in range(1, 25):
+        train(store, n - 1, n, keys=rng.choice([20, 300, 5000, 20_000]))
+        since = rng.choice([0, *sorted(at)[-3:]])
+        manifest = checkpoint(writer, tmp_path, n, since=since)
+        at[n] = manifest, digests(store)
+    for manifest, was in at.values():
+        assert digests(restored(tmp_path, manifest)) == was, manifest.checkpoint
+
+
+def test_an_increment_on_what_this_ps_did_not_write_is_a_base(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 3)
+    first = writer_of(store)
+    checkpoint(first, tmp_path, 1)
+    train(store, 3, 4)
+    manifest = checkpoint(writer_of(store), tmp_path, 2, since=1)
+    assert [len(i.files) for i in manifest.images] == [1] * BUCKETS
+    first.forget(2)
+    manifest = checkpoint(first, tmp_path, 3, since=1)
+    assert [len(i.files) for i in manifest.images] == [2, 2, 1, 2]
+    assert digests(restored(tmp_path, manifest)) == digests(store)
+
+
+def test_two_increments_on_the_same_one(tmp_path: Path) -> None:
+    """The first was given up by the master, so the next one builds on the same committed checkpoint."""
+    store = new_store()
+    writer = writer_of(store)
+    train(store, 0, 3)
+    checkpoint(writer, tmp_path, 1)
+    train(store, 3, 4, keys=100)
+    checkpoint(writer, tmp_path, 2, since=1)
+    train(store, 4, 5, keys=150)
+    manifest = checkpoint(writer, tmp_path, 3, since=1)
+    assert digests(restored(tmp_path, manifest)) == digests(store)
+
+
+def test_a_bucket_that_is_not_here_is_left_out(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 2)
+    store.drop(1)
+    answer = writer_of(store).write(1, 0, str(tmp_path), list(range(BUCKETS)))
+    assert [i.bucket for i in answer.images] == [0, 2, 3] and not answer.error
+
+
+def test_images_under_training_are_of_one_moment(tmp_path: Path) -> None:
+    """While pushes go on, each image equals what a twin has after exactly as many pushes as the image's mark says."""
+    store = new_store()
+    train(store, 0, 10)
+    writer = writer_of(store)
+    over = threading.Event()
+    error: list[BaseException] = []
+    at = 10
+
+    def push() -> None:
+        nonlocal at
+        try:
+            while not over.is_set():
+                train(store, at, at + 1)
+                at += 1
+        except BaseException as e:
+            error.append(e)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    manifests = [checkpoint(writer, tmp_path, n, since=n - 1) for n in range(1, 6)]
+    over.set()
+    thread.join(30)
+    assert not error
+    for manifest in (manifests[0], manifests[-1]):
+        again = restored(tmp_path, manifest)
+        twin = new_store()
+        done = 0
+        for image in sorted(manifest.images, key=lambda i: i.watermarks[0][1]):
+            upto = image.watermarks[0][1]
+            train(twin, done, upto)
+            done = upto
+            assert again.digest(image.bucket) == twin.digest(image.bucket), f"bucket {image.bucket} at {upto}"
+
+
+def test_take_works_in_its_own_thread_and_newer_orders_win(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 5)
+    writer = writer_of(store, bytes_per_s=20_000.0)  # so slow that the first is still being written
+    answers: list[ImagesWritten] = []
+    done = threading.Event()
+
+    def on_done(answer: ImagesWritten) -> None:
+        answers.append(answer)
+        done.set()
+
+    everything = list(range(BUCKETS))
+    writer.take(1, 0, str(tmp_path), everything, on_done)
+    writer.take(1, 0, str(tmp_path), everything, on_done)
+    writer._bytes_per_s = 0.0
+    writer.take(2, 0, str(tmp_path), everything, on_done)
+    writer.take(1, 0, str(tmp_path), everything, on_done)
+    assert done.wait(30)
+    writer.close()
+    assert [(a.checkpoint, len(a.images), a.error) for a in answers] == [(2, BUCKETS, "")]
+    assert not list(tmp_path.rglob("*.tmp")), "what was given up is gone"
+
+
+def test_the_same_checkpoint_again_is_not_written_again(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 3)
+    writer = writer_of(store)
+    first = writer.write(1, 0, str(tmp_path), [0, 1])
+    train(store, 3, 4)
+    second = writer.write(1, 0, str(tmp_path), [0, 1, 2])
+    assert second.images[:2] == first.images and len(second.images) == 3
+
+
+def test_compaction_gives_the_same_rows_from_one_file(tmp_path: Path) -> None:
+    store = new_store()
+    writer = writer_of(store)
+    for n in range(1, 5):
+        train(store, n - 1, n)
+        manifest = checkpoint(writer, tmp_path, n, since=n - 1)
+    assert len(manifest.images[0].files) == 4
+    merged = compact(open_place(tmp_path), manifest)
+    assert [len(i.files) for i in merged.images] == [1] * BUCKETS
+    assert latest_intact(open_place(tmp_path)) == merged
+    assert digests(restored(tmp_path, merged)) == digests(store)
+
+
+def test_another_table_in_the_script_is_one_line(tmp_path: Path) -> None:
+    store = new_store()
+    train(store, 0, 1)
+    manifest = checkpoint(writer_of(store), tmp_path, 1)
+    other = empty_store()
+    other.declare(msgspec.structs.replace(ITEMS, dim=8))
+    with pytest.raises(CheckpointError, match=r"table 'items' dim is 4 in the checkpoint, 8 here"):
+        load_bucket(other, str(tmp_path), manifest.images[0])
+    other = empty_store()
+    other.declare(msgspec.structs.replace(ITEMS, optimizer=msgspec.structs.replace(ITEMS.optimizer, lr=0.2)))
+    with pytest.raises(CheckpointError, match=r"optimizer.lr is 0.1 in the checkpoint, 0.2 here"):
+        load_bucket(other, str(tmp_path), manifest.images[0])
+    assert other.owned() == []
+
+
+def test_a_file_that_turns_out_bad_leaves_the_bucket_empty_and_another_can_be_loaded(tmp_path: Path) -> None:
+    store = new_store()
+    writer = writer_of(store)
+    train(store, 0, 3)
+    good = checkpoint(writer, tmp_path, 1)
+    at_good = store.digest(0)
+    train(store, 3, 4)
+    bad = checkpoint(writer, tmp_path, 2, since=1)
+    path = tmp_path / bad.images[0].files[1].path
+    path.write_bytes(path.read_bytes()[:-3])
+    again = empty_store()
+    with pytest.raises(CheckpointError, match="was cut"):
+        load_bucket(again, str(tmp_path), bad.images[0])
+    assert again.owned() == []
+    load_bucket(again, str(tmp_path), good.images[0])
+    assert again.digest(0) == at_good

@@ -1,0 +1,156 @@
+"""Checkpoints in an S3-compatible store (moto, in this process), also while it cannot be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from image_stores import BUCKETS, checkpoint, digests, empty_store, new_store, train, writer_of
+
+from everstep.errors import CheckpointError, StorageError
+from everstep.net.messages import ImagesWritten
+from everstep.protect.manifest import compact, drop_checkpoints, latest_intact, list_checkpoints, problems
+from everstep.protect.restore import load_bucket
+from everstep.storage import places
+from everstep.storage.places import open_place
+
+pytest.importorskip("s3fs")
+server_module = pytest.importorskip("moto.server")
+
+
+class S3:
+    """A server that can be stopped and started again at the same port."""
+
+    def __init__(self) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        self._server = server_module.ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    import s3fs
+
+    server = S3()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setitem(
+        places._OPTIONS,
+        "s3",
+        {"config_kwargs": {"connect_timeout": 2, "read_timeout": 5, "retries": {"max_attempts": 0}}},
+    )
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    with contextlib.suppress(FileExistsError):  # a server of an earlier test had made it
+        s3fs.S3FileSystem().mkdir("models")
+    yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def test_a_checkpoint_there_and_back(s3: S3) -> None:
+    url = "s3://models/job/checkpoints"
+    store = new_store()
+    writer = writer_of(store)
+    train(store, 0, 3)
+    checkpoint(writer, url, 1)
+    train(store, 3, 4, keys=100)
+    manifest = checkpoint(writer, url, 2, since=1)
+    place = open_place(url)
+    assert list_checkpoints(place) == [1, 2]
+    assert latest_intact(place) == manifest
+    again = empty_store()
+    for image in manifest.images:
+        load_bucket(again, url, image)
+    assert digests(again) == digests(store)
+    merged = compact(place, manifest)
+    assert list(problems(place, merged)) == []
+    assert drop_checkpoints(place, {1}) == BUCKETS
+    file = merged.images[0].files[0]
+    data = bytearray(place.read(file.path, 1 << 30))
+    data[len(data) // 3] ^= 1
+    place.put(file.path, bytes(data))
+    (line,) = problems(place, merged)
+    assert line.startswith(f"{url}/{file.path} was changed")
+    place.delete(file.path)
+    with pytest.raises(CheckpointError, match=r"bucket-0000.* is missing"):
+        load_bucket(empty_store(), url, merged.images[0])
+
+
+def test_a_large_file_goes_in_parts(s3: S3) -> None:
+    place = open_place("s3://models/large")
+    piece = bytes(range(256)) * 4096
+    with place.create("a/b") as file:
+        for _ in range(20):
+            file.write(piece)
+        assert place.sizes() == {}, "not there before its commit"
+        file.commit()
+    assert place.read("a/b", 1 << 30) == piece * 20
+    with place.create("a/c") as file:
+        for _ in range(20):
+            file.write(piece)
+    assert set(place.sizes()) == {"a/b"}, "what is not committed never appears"
+
+
+def test_an_empty_place_and_a_bucket_that_is_not_there(s3: S3) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        latest_intact(open_place("s3://models/nothing"))
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        latest_intact(open_place("s3://nosuchbucket/x"))
+    answer = writer_of(new_store(), retry_s=0.0).write(1, 0, "s3://nosuchbucket/x", [0])
+    assert "cannot write s3://nosuchbucket/x/images/000001/bucket-0000" in answer.error
+
+
+def test_a_store_that_cannot_be_reached_is_tried_again_while_training_goes_on(
+    s3: S3, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    url = "s3://models/away"
+    store = new_store()
+    train(store, 0, 2)
+    writer = writer_of(store)
+    s3.stop()
+    with pytest.raises(StorageError, match=f"cannot list {url}"):
+        list_checkpoints(open_place(url))
+    done = threading.Event()
+    answers: list[ImagesWritten] = []
+
+    def on_done(answer: ImagesWritten) -> None:
+        answers.append(answer)
+        done.set()
+
+    writer.take(1, 0, url, range(BUCKETS), on_done)
+    at = 2
+    while not any("trying again" in r.getMessage() for r in caplog.records):
+        train(store, at, at + 1)
+        at += 1
+    assert not done.is_set()
+    s3.start()
+    assert done.wait(60)
+    writer.close()
+    assert not answers[0].error and len(answers[0].images) == BUCKETS
+    assert sum("trying again" in r.getMessage() for r in caplog.records) <= BUCKETS
+
+
+def test_a_store_that_stays_away_is_one_line_in_the_answer(s3: S3) -> None:
+    store = new_store()
+    train(store, 0, 1)
+    s3.stop()
+    answer = writer_of(store, retry_s=1.0).write(1, 0, "s3://models/away", [0])
+    assert answer.error.startswith("cannot write s3://models/away/images/000001/bucket-0000-base-")
+    assert "\n" not in answer.error and not answer.images
+    s3.start()
