@@ -18,6 +18,8 @@ from everstep.brain.events import (
     MemberJoined,
     NodeJoined,
     OrderImages,
+    PlanRegistered,
+    ShardAsked,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -25,6 +27,7 @@ from everstep.master.checkpoints import REASK_S, CheckpointKeeper
 from everstep.master.readings import Readings
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, Role
+from everstep.model.shard import Plan
 from everstep.net.messages import OrderType, TakeImages
 from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
 from everstep.protect.sources import ImageSources, Origin, write_origin
@@ -101,6 +104,11 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         spec = JobSpec(ps=2, buckets=4, checkpoint_every="30s", checkpoint_keep=1)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
+        shell.keeper.tick(2000.0)
+        assert not shell.sent, "nobody has trained yet"
+        shell.tell(MemberJoined(shell.at, Role.WORKER, Slot(0), ONE, NodeId("node0"), 2))
+        shell.tell(PlanRegistered(shell.at, Slot(0), ONE, Plan(name="d", samples=9, shard_samples=3, seed=0)))
+        shell.tell(ShardAsked(shell.at, Slot(0), ONE, 0, 1, 1))
         shell.keeper.tick(1029.0)
         assert not shell.sent
         shell.at = 1031.0

@@ -100,8 +100,8 @@ class CheckpointKeeper:
             self.order_images()
 
     def _due(self, at: float) -> bool:
-        if self._every.never:
-            return False
+        if self._every.never or not any(dataset.epochs for dataset in self._brain.shards.datasets):
+            return False  # (nothing was trained yet)
         began_at = max(self._brain.checkpoints.begun_at, self._brain.job.started_at)
         for seat in self._brain.members.workers.values():
             member = seat.member
