@@ -64,6 +64,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
+from everstep.master.confirm import Confirmations
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
@@ -151,6 +152,7 @@ class Master:
         self.checkpoints = CheckpointKeeper(
             self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps
         )
+        self.confirmations = Confirmations(self.brain, spec, self._tell)
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -412,6 +414,8 @@ class Master:
         for heard in self.watch.heard(key, who.incarnation, at, r.progress):
             self._tell(heard)
         self.readings.take(key, who.incarnation, r.readings, at)
+        if role is Role.PS:
+            self.confirmations.beat(who.slot, who.incarnation, r.readings, at)
         if r.values:
             self.readings.values.update(r.values)
         return _OK
@@ -488,6 +492,7 @@ class Master:
                     event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
                 self._tell(event)
             self.checkpoints.tick(at)
+            self.confirmations.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()
