@@ -3,7 +3,7 @@
 A ps tells how many differences it has made (``outbox_ticket``) and up to which all mirrors have them (``outbox_done``).
 What it had applied when it wrote a beat is confirmed once a later beat's ``outbox_done`` has reached that beat's
 ``outbox_ticket``. When that was, by the master's clock, is not known exactly: it was after the beat before was
-received, unless that one was on its way for longer than ``SLACK_S``; but a ps that is silent for so long counts as lost.
+received, unless that one was on its way for longer than ``SLACK_S``; but a ps that is silent for so long is lost.
 """
 
 from __future__ import annotations
