@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror_cluster import ID, PIECE, SHARDS, Cluster, mirror_pages, pages_of
 
+from everstep.model.table import TableSpec
 from everstep.native import Kind, Recovering, mirror_twin, twin
 from everstep.native.blob import parse
 from everstep.native.ledger import bitmap
@@ -327,3 +330,105 @@ def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
     cluster.folds = {0: cluster.sweep(0)}
     cluster.finish()
     assert home.digest(1) == cluster.ps[1].digest(1)
+
+
+def test_a_bucket_comes_back_while_threads_read_and_push() -> None:
+    """Survivors push and send, contents are folded, and the lost bucket is read and pushed to, each in its thread."""
+    k, lost = 3, 1
+    cluster = Recovery(k, 1, 17)
+    for shard in SHARDS:
+        cluster.open(shard, 1)
+    for _ in range(8):
+        cluster.push(SHARDS[0], 1, 300, span=2000)
+    cluster.build()
+    home, oracle, shard = cluster.homes[0], cluster.ps[lost], SHARDS[0]
+    home.recover_begin(ID, [lost])
+    start = cluster.positions[shard]
+    errors: list[BaseException] = []
+    folded = [threading.Event() for _ in range(k)]
+    folded[lost].set()
+    pushed, begun = 60, threading.Event()
+
+    def keys_of(b: int, rng: np.random.Generator, spec: TableSpec) -> np.ndarray:
+        keys = np.unique(rng.integers(-2000, 2000, 150))
+        return keys[twin.bucket_of(keys, spec.id, k) == b]
+
+    def parts_of(b: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray, np.ndarray, float]]:
+        out = []
+        for spec in cluster.specs:
+            keys = keys_of(b, rng, spec)
+            out.append((spec.id, keys, rng.normal(size=(len(keys), spec.dim)).astype(np.float32), -1.0))
+        return out
+
+    def survive(b: int) -> None:
+        rng = np.random.default_rng(b)
+        fold = cluster.sweep(b)
+        for at in range(200):
+            assert cluster.ps[b].push(shard, start + at, start + at + 1, 1, b"", parts_of(b, rng)).applied == 1
+            next(fold, None)
+        for _ in fold:
+            pass
+        folded[b].set()
+
+    def send(b: int) -> None:
+        while not errors:
+            done = folded[b].is_set()
+            _, entries, data = cluster.ps[b].take_outbox(1 << 15)
+            if not entries and done:
+                return
+            for _, _, kind, at, length in entries:
+                blob = data[at : at + length]
+                if kind == Kind.CHANGE:
+                    assert home.mirror_apply(ID, blob) == APPLIED
+                else:
+                    assert home.recover_fold(ID, blob) in (APPLIED, REPEAT)  # repeat: where it had no rows
+
+    def serve() -> None:
+        rng = np.random.default_rng(99)
+        at = 0
+        while at < pushed:
+            if home.owned() != [lost]:
+                if errors:
+                    return
+                continue
+            begun.set()
+            parts = parts_of(lost, rng)
+            while not errors:
+                try:
+                    assert home.push(shard, start + at, start + at + 1, 1, b"", parts).applied == 1
+                    break
+                except Recovering:
+                    for table, keys, _, _ in parts:
+                        home.missing(lost, table, keys)
+            assert oracle.push(shard, start + at, start + at + 1, 1, b"", parts).applied == 1
+            at += 1
+
+    def read() -> None:
+        rng = np.random.default_rng(7)
+        while not (begun.is_set() and all(event.is_set() for event in folded)) and not errors:
+            for spec in cluster.specs:
+                keys = keys_of(lost, rng, spec)
+                rows = np.empty((len(keys), spec.dim), np.float32)
+                try:
+                    home.pull(spec.id, keys, rows)
+                    assert np.isfinite(rows).all()
+                except (KeyError, Recovering):
+                    pass
+
+    def guarded(what: Callable[[], None]) -> None:
+        try:
+            what()
+        except BaseException as error:
+            errors.append(error)
+
+    work: list[Callable[[], None]] = [serve, read]
+    for b in (0, 2):
+        work += [functools.partial(survive, b), functools.partial(send, b)]
+    threads = [threading.Thread(target=guarded, args=(what,), daemon=True) for what in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    home.recover_end(ID)
+    assert home.digest(lost) == oracle.digest(lost)
