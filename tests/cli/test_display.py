@@ -167,3 +167,15 @@ def test_summary_names_what_was_survived(failures: dict[str, int], words: str, t
     text = "\n".join(summary_lines(summary, tmp_path))
     assert f"failures survived: {words}; batches retried: 4" in text
     assert "1,000,000 samples in 12.5 s, 80,000 samples/s" in text and "auc 0.7912" in text
+
+
+def test_protection_in_words() -> None:
+    from everstep.cli.display import protection_text
+    from everstep.net.messages import ProtectionStatus
+
+    assert protection_text(ProtectionStatus("4+1", "acked", full=64)) == "parity 4+1: 64 of 64 buckets protected"
+    text = protection_text(ProtectionStatus("4+2", "eager", 40, 20, 4, moving=3, rebuilding=11, building=2))
+    assert text == (
+        "parity 4+2 eager: 40 of 64 buckets protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
+    )
+    assert protection_text(ProtectionStatus("0", "acked", none=64, moving=1)) == "parity off; 1 moving"

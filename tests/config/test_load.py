@@ -223,3 +223,11 @@ def test_no_place_for_a_run_directory(tmp_path: Path) -> None:
         new_run_dir("job", tmp_path / "runs")
     with pytest.raises(EverstepError, match="cannot write"):
         save_spec(tmp_path / "gone", JobSpec(), {})
+
+
+def test_parity_needs_as_many_ps_as_a_stripe_is_wide() -> None:
+    refused(None, {"parity": "4+1", "ps": 3}, {}, "parity = '4+1' (--parity)", "at least 5 ps", "set ps to 5")
+    for bad in ("4", "17+1", "4+3", "4+0", "x"):
+        refused(None, {"parity": bad, "ps": 30}, {}, f"parity = {bad!r} (--parity)")
+    refused(None, {"protect": "later"}, {}, "protect = 'later'", "'acked' or 'eager'")
+    assert load_spec(None, {"parity": "4+1", "ps": 5}, {})[0].parity == "4+1"

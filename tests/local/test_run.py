@@ -11,7 +11,8 @@ import pytest
 from local_jobs import Run, until
 
 from everstep.agent.rundir import in_use
-from everstep.cli.status import scale_workers, stop_job
+from everstep.cli.scale import scale
+from everstep.cli.status import stop_job
 from everstep.model.member import Role
 
 pytestmark = pytest.mark.processes
@@ -199,10 +200,10 @@ def test_scaling_up_and_down_twice_restarts_nobody(run: Run) -> None:
     run.start("--workers", "1")
     first = run.alive(Role.WORKER, 0)
     for life in (1, 2):
-        scale_workers(run.run_dir, 2)
+        scale(run.run_dir, 2, None)
         run.alive(Role.WORKER, 1, at_least=life)
         run.trained(life * 100)
-        scale_workers(run.run_dir, 1)
+        scale(run.run_dir, 1, None)
     assert run.alive(Role.WORKER, 0).pid == first.pid
     assert run.wait() == 0, run.story()
     assert run.leftovers() == {}

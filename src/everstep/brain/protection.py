@@ -27,7 +27,7 @@ from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import Holdings
 from everstep.model.member import Member
-from everstep.model.placement import Placement, PsPlace
+from everstep.model.placement import MirrorKind, Placement, PsPlace
 from everstep.policies.draft import Draft, How, Pending, level_counts
 from everstep.policies.moves import Steps, advance, under_way
 from everstep.policies.recovery import Recovered, recover
@@ -328,22 +328,25 @@ class Keeper:
     # ------------------------------------------------------------ for displays
 
     def levels(self) -> dict[str, int]:
-        """Buckets by level of protection: "full", "less", "none"."""
-        if self.books.placement is None:
-            return {}
-        draft = self.draft()
-        return level_counts(draft)
+        """Buckets by level of protection: "full", "less", "none"; empty before the first map."""
+        return level_counts(self.draft()) if self.books.placement is not None else {}
 
     def moving(self) -> int:
-        """Buckets on their way to another ps that lives where they are."""
+        """Buckets on their way to another ps, the one where they are being alive."""
         if self.books.placement is None:
             return 0
         handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
         return len(under_way(self.draft())) + handed
 
     def rebuilding(self) -> int:
-        """Buckets that their owner does not hold yet, their old one being dead."""
+        """Buckets that their owner does not hold yet, the old one being dead."""
         return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
+
+    def building(self) -> int:
+        """Mirrors of stripes that do not have everything yet."""
+        placement = self.books.placement
+        mirrors = placement.mirrors if placement is not None else ()
+        return sum(m.kind is MirrorKind.PARITY and m.id not in self.books.ready for m in mirrors)
 
     def empty(self, slot: Slot) -> bool:
         """Whether nothing is lost when this ps ends."""

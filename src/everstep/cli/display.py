@@ -18,7 +18,7 @@ import msgspec
 
 from everstep.agent.worker import ERROR_MARK, LOG_MARK
 from everstep.cli.tail import Tail
-from everstep.net.messages import CheckpointStatus, StatusReport
+from everstep.net.messages import CheckpointStatus, MemberStatus, ProtectionStatus, StatusReport
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -180,6 +180,23 @@ def checkpoint_text(found: CheckpointStatus, at: float) -> str:
     return text
 
 
+def protection_text(found: ProtectionStatus) -> str:
+    """``parity 4+1: 52 of 64 buckets protected, 12 not; 11 rebuilding; 3 moving; 2 mirrors being made``."""
+    buckets = found.full + found.less + found.none
+    if found.parity in ("", "0"):
+        text = "parity off"
+    else:
+        kind = f"parity {found.parity}" + (" eager" if found.protect == "eager" else "")
+        text = f"{kind}: {found.full} of {buckets} buckets protected"
+        text += f", {found.less} less" if found.less else ""
+        text += f", {found.none} not" if found.none else ""
+    if found.rebuilding:
+        text += f"; {found.rebuilding} rebuilding"
+    text += f"; {found.moving} moving" if found.moving else ""
+    text += f"; {found.building} mirrors being made" if found.building else ""
+    return text
+
+
 def current_epoch(status: StatusReport) -> int | None:
     """Index in ``status.epochs`` of the one being trained: the first that is not done, else the last."""
     for index, epoch in enumerate(status.epochs):
@@ -204,6 +221,8 @@ def progress_line(status: StatusReport) -> str:
             parts.append(f"ETA {clock(eta)}")
     if status.values:
         parts.append(values_text(status.values))
+    if status.protection is not None:
+        parts.append(protection_text(status.protection))
     if status.checkpoint is not None:
         parts.append(checkpoint_text(status.checkpoint, status.at))
     for role in ("worker", "ps"):
@@ -294,6 +313,9 @@ def render(status: StatusReport) -> RenderableType:
     if status.values:
         parts.append(Text(values_text(status.values)))
     parts.append(members_table(status))
+    if status.protection is not None:
+        style = "dim" if status.protection.full and not (status.protection.less or status.protection.none) else "yellow"
+        parts.append(Text(protection_text(status.protection), style))
     if status.checkpoint is not None:
         parts.append(Text(checkpoint_text(status.checkpoint, status.at), "dim"))
     failures = failures_text(status.failures)
@@ -317,9 +339,16 @@ def members_table(status: StatusReport) -> RenderableType:
             str(m.pid or ""),
             m.node,
             count(m.samples_per_s) if m.samples_per_s else "",
-            m.shard,
+            m.shard or held_text(m),
         )
     return table
+
+
+def held_text(member: MemberStatus) -> str:
+    """What a ps has: ``11 buckets, 3 mirrors``."""
+    parts = [f"{member.buckets} buckets"] if member.buckets else []
+    parts += [f"{member.mirrors} mirrors"] if member.mirrors else []
+    return ", ".join(parts)
 
 
 def failures_text(failures: dict[str, int]) -> str:

@@ -74,48 +74,24 @@ def logs(run_dir: Path, member: str | None, follow: bool) -> None:
 
 @cli.command()
 @RUN_DIR
-@click.option("--workers", type=int, required=True, help="How many workers there shall be.")
-def scale(run_dir: Path, workers: int) -> None:
-    """Change the number of workers of a running job; nobody else is restarted."""
-    from everstep.cli.status import scale_workers
+@click.option("--workers", type=int, help="How many workers there shall be.")
+@click.option("--ps", type=int, help="How many parameter servers there shall be.")
+def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
+    """Change the number of workers and parameter servers of a running job; nobody else is restarted."""
+    from everstep.cli.scale import scale as scale_job
 
-    scale_workers(run_dir, workers)
+    scale_job(run_dir, workers, ps)
 
 
 @cli.command()
 @RUN_DIR
-@click.option("--base", is_flag=True, help="Everything, not only what changed since the last one.")
-@click.option("--no-wait", is_flag=True, help="Return as soon as it has begun.")
-def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
-    """Take a checkpoint of a running job now; training goes on meanwhile."""
-    from everstep.cli.checkpoint import take_checkpoint
+@click.argument("target")
+@click.option("--deadline", default="60s", show_default=True, help="How long it may take.")
+def drain(run_dir: Path, target: str, deadline: str) -> None:
+    """Empty a member (ps:1, worker:0) or a node of a running job, so that it can be taken away."""
+    from everstep.cli.drain import drain as drain_target
 
-    take_checkpoint(run_dir, base, not no_wait)
-
-
-@cli.command(context_settings={"allow_interspersed_args": True})
-@click.argument("source", metavar="RUN_DIR|URL")
-@click.option("--workers", type=int, help="Worker processes (default: as before).")
-@click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
-@click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
-@click.option("--script", help="The training script (default: as before).")
-@click.option("--checkpoint", type=int, help="This checkpoint (default: the newest that is complete and intact).")
-@click.option("--checkpoint-every", help="As of everstep run (default: as before).")
-@click.option("--checkpoint-to", help="As of everstep run (default: as before, else in the new run directory).")
-@click.option("--checkpoint-keep", type=int, help="As of everstep run (default: as before).")
-@click.option("--parity", help="As of everstep run (default: as before).")
-@click.option("--protect", help="As of everstep run (default: as before).")
-@click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[str, ...], **flags: Any) -> None:
-    """Go on from the newest intact checkpoint of a run, or of a directory or URL of checkpoints; ARGS replace those
-    of the script. What the checkpoint has is not trained again, what it lacks is: exactly once over both runs."""
-    from everstep.cli.resume import resume_job
-
-    given = {name: value for name, value in flags.items() if value is not None}
-    if args:
-        given["args"] = args
-    raise SystemExit(resume_job(source, checkpoint, given, live=not no_display))
+    drain_target(run_dir, target, deadline)
 
 
 @cli.command()

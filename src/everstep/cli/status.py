@@ -1,4 +1,4 @@
-"""``everstep status``, ``scale`` and ``stop``: what talks to a running master."""
+"""``everstep status`` and ``stop``: what talks to a running master."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import click
 import msgspec
 
 from everstep.agent.rundir import in_use
-from everstep.brain.events import Ok, Refused
 from everstep.cli.display import members_table, progress_line, read_summary, render, summary_lines
 from everstep.cli.link import ask_master
 from everstep.cli.rundirs import open_run_dir
-from everstep.errors import ConfigError, UserError
-from everstep.model.member import Role
-from everstep.net.messages import GetStatus, Scale, StatusReport, Stop
+from everstep.errors import ConfigError
+from everstep.net.messages import GetStatus, StatusReport, Stop
 
-__all__ = ["members_table", "progress_line", "scale_workers", "show_status", "stop_job"]
+__all__ = ["members_table", "progress_line", "show_status", "stop_job"]
 
 
 def show_status(run_dir: Path, as_json: bool) -> None:
@@ -47,25 +45,14 @@ def show_status(run_dir: Path, as_json: bool) -> None:
         click.echo(f"error: {summary.error}")
 
 
-def _running(run_dir: Path) -> None:
+def need_running(run_dir: Path) -> None:
+    """Raises ConfigError: it is no run directory, or its job is not running."""
     open_run_dir(run_dir)
     if not in_use(run_dir):
         raise ConfigError(f"run directory {run_dir}: this job is not running")
 
 
-def scale_workers(run_dir: Path, workers: int) -> None:
-    """Raises UserError with the master's reason if it refuses."""
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: at least 1 (everstep stop ends the job)")
-    _running(run_dir)
-    answer = ask_master(run_dir, Scale(Role.WORKER, workers))
-    if isinstance(answer, Refused):
-        raise UserError(answer.error)
-    assert isinstance(answer, Ok)
-    click.echo(f"{workers} workers wanted")
-
-
 def stop_job(run_dir: Path) -> None:
-    _running(run_dir)
+    need_running(run_dir)
     ask_master(run_dir, Stop("everstep stop"))
     click.echo("stopping")

@@ -16,7 +16,7 @@ from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.watch import Watch
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberKey, MemberState, Role
-from everstep.net.messages import CheckpointStatus, EpochStatus, MemberStatus, StatusReport
+from everstep.net.messages import CheckpointStatus, EpochStatus, MemberStatus, ProtectionStatus, StatusReport
 from everstep.policies.places import HOME_NODE
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,6 +67,7 @@ class Readings:
         self._path = run_dir / METRICS_FILE
         self._last: tuple[float, int] | None = None
         self._rate = 0.0
+        self._levels: tuple[tuple[int, int, int], dict[str, int]] | None = None
         self._recover()
 
     def __repr__(self) -> str:
@@ -163,6 +164,7 @@ class Readings:
                     brain.shards.name(seat.held[0]) if seat.held else "",
                     readings.get("samples_per_s", 0.0) if seat.running else 0.0,
                     int(readings.get("rss_bytes", 0)) if seat.running else 0,
+                    *(held(brain, member.slot) if member.role is Role.PS and seat.running else ()),
                 )
             )
         epochs = [
@@ -196,6 +198,31 @@ class Readings:
             exit_code=job.exit_code,
             error=job.error,
             checkpoint=checkpoint_status(brain),
+            protection=self.protection(brain),
+        )
+
+    def protection(self, brain: Brain) -> ProtectionStatus | None:
+        """None: nothing is protected, and nothing moves. Counted anew when the books of it have changed."""
+        keeper, spec = brain.keeper, brain.job.spec
+        placement, books = brain.placement, keeper.books
+        if placement is None or (not keeper.code.m and not books.missing and not placement.mirrors):
+            return None
+        key = (placement.version, len(books.ready), len(books.missing))
+        if self._levels is None or self._levels[0] != key:
+            self._levels = (key, keeper.levels())
+        levels = self._levels[1]
+        members = [seat.member for seat in brain.members.servers.values() if seat.running]
+        waiting = sum(self.of(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in members)
+        return ProtectionStatus(
+            parity=spec.parity,
+            protect=spec.protect,
+            full=levels["full"],
+            less=levels["less"],
+            none=levels["none"],
+            moving=keeper.moving(),
+            rebuilding=keeper.rebuilding(),
+            building=keeper.building(),
+            unconfirmed_bytes=int(waiting),
         )
 
     def summary(self, brain: Brain, at: float) -> Summary:
@@ -218,6 +245,12 @@ class Readings:
             master_incarnation=job.master_incarnation,
             values=self.values,
         )
+
+
+def held(brain: Brain, slot: Slot) -> tuple[int, int]:
+    """How many buckets and mirrors the map gives to a ps."""
+    placement = brain.placement
+    return (len(placement.owned_by(slot)), len(placement.mirrors_at(slot))) if placement is not None else (0, 0)
 
 
 def failures(brain: Brain) -> dict[str, int]:

@@ -213,6 +213,24 @@ class MemberStatus(msgspec.Struct, frozen=True):
     shard: str = ""  # what a worker works on: "train e0 #12"
     samples_per_s: float = 0.0
     rss_bytes: int = 0
+    buckets: int = 0  # of a ps: that it owns
+    mirrors: int = 0
+
+
+class ProtectionStatus(msgspec.Struct, frozen=True):
+    """Buckets by what they survive now: ``full``: as many lost ps as the parity promises, ``less``: fewer, but one,
+    ``none``: not one. ``moving``: on their way to another ps; ``rebuilding``: their owner does not hold them yet, the
+    old one is dead; ``building``: mirrors being made. ``unconfirmed_bytes``: of differences that wait."""
+
+    parity: str
+    protect: str
+    full: int = 0
+    less: int = 0
+    none: int = 0
+    moving: int = 0
+    rebuilding: int = 0
+    building: int = 0
+    unconfirmed_bytes: int = 0
 
 
 class EpochStatus(msgspec.Struct, frozen=True):
@@ -262,6 +280,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     exit_code: int | None = None
     error: str = ""
     checkpoint: CheckpointStatus | None = None
+    protection: ProtectionStatus | None = None  # None: no parity, and nothing moves
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
