@@ -146,6 +146,12 @@ int64_t Store::hand_over(int64_t b) {
   return bucket.seq;
 }
 
+void Store::resume(int64_t b) {
+  Bucket& bucket = bucket_at(b);
+  std::lock_guard<std::mutex> hold(bucket.mutex);
+  if (readable(bucket, b).phase == Phase::kHandedOver) own_locked(bucket);
+}
+
 void Store::drop(int64_t b) {
   Bucket& bucket = bucket_at(b);
   std::lock_guard<std::mutex> hold(bucket.mutex);

@@ -138,6 +138,7 @@ void bind_contents(nb::class_<Store>& store) {
       .def("_marks", &marks)
       .def("seq", &Store::seq, nb::arg("bucket"), free_gil())
       .def("hand_over", &Store::hand_over, nb::arg("bucket"), free_gil())
+      .def("resume", &Store::resume, nb::arg("bucket"), free_gil())
       .def("drop", &Store::drop, nb::arg("bucket"), free_gil())
       .def("bucket_rows", &bucket_rows, nb::arg("bucket"))
       .def("bucket_bytes", &Store::bucket_bytes, nb::arg("bucket"), free_gil())

@@ -119,6 +119,8 @@ class Store {
   int64_t seq(int64_t bucket);
   // Not served from here on: later requests of it are NotOwned; its contents can still be read. The last seq.
   int64_t hand_over(int64_t bucket);
+  // Served again, as it was when it was handed over.
+  void resume(int64_t bucket);
   // Empty and not owned, whatever it was.
   void drop(int64_t bucket);
   std::vector<std::pair<uint32_t, uint64_t>> bucket_rows(int64_t bucket);

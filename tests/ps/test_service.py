@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from everstep.errors import InternalError, PlatformError
+from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
@@ -155,13 +155,16 @@ def test_stale_maps_and_lives_are_refused(service: PsService) -> None:
     assert ask(service, request, body) == Moved(3)
 
 
-def test_buckets_that_it_never_had_are_not_taken_silently(tmp_path: Path) -> None:
+def test_buckets_that_it_never_had_are_not_taken_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
     assert isinstance(ask(s, OpenShard(SHARD, 0, LeaseNo(1))), Moved)
     s.set_placement(placement(1, (0, 1) * 4))
     assert s.store.owned() == [0, 2, 4, 6]
-    with pytest.raises(InternalError):
-        s.set_placement(placement(2, (0,) * B))
+    s.wait_s = 0.01
+    assert s.set_placement(placement(2, (0,) * B))
+    assert s.store.owned() == [0, 2, 4, 6]
+    assert isinstance(ask(s, OpenShard(SHARD, 0, LeaseNo(1))), Moved)
+    assert "bucket 1" in caplog.text
 
 
 def test_a_later_lease_fences_and_a_released_shard_is_closed(service: PsService) -> None:

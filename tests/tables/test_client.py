@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from everstep.errors import EverstepError, InternalError, ServerLostError, WireError
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.shard import Token
@@ -188,7 +188,8 @@ def test_a_ps_that_is_lost_is_waited_for_until_the_map_names_another(tmp_path: P
     tickets = [client.pull([rows], client.router, create=True) for _ in range(3)]
     again = PsService.create(n_buckets=BUCKETS, seed=1, slot=Slot(0), incarnation=Incarnation(2), run_dir=tmp_path)
     place = PsPlace(Slot(0), Incarnation(2), Address(NodeId("n")))
-    moved = Placement(2, world.map.owner, (place,))
+    empty = tuple((BucketId(b), 0) for b in range(BUCKETS))
+    moved = Placement(2, world.map.owner, (place,), images=empty)
     again.set_placement(moved)
 
     def link(place: PsPlace) -> SocketLink:

@@ -117,8 +117,8 @@ class Store(_native.Store):
       one); ``outbox_bytes()``: what waits.
     - contents, into the outbox between the differences: ``emit(bucket, kind, table, lo, hi) -> next lo | -1``,
       ``emit_slots(bucket, table, slots u32)``, ``emit_marks(bucket)``.
-    - ``hand_over(bucket) -> seq``: requests for it are KeyErrors from now on, its contents can be read until
-      ``drop(bucket)``. ``seq(bucket)``, ``bucket_rows(bucket)``, ``bucket_bytes(bucket)``, ``digest(bucket)``
+    - ``hand_over(bucket) -> seq``: requests for it are KeyErrors until ``resume(bucket)``, its contents can be read
+      until ``drop(bucket)``. ``seq(bucket)``, ``bucket_rows(bucket)``, ``bucket_bytes(bucket)``, ``digest(bucket)``
       (16 bytes: marks and all rows with their slots), ``content_digest(bucket)`` (without slots, seq and fences).
     - images: ``load_begin(bucket)``, ``load_pages(bucket, table, page_nos, pages u8)`` (a later page replaces an
       earlier one), ``load_end(bucket, marks)``; ``snapshot_begin``, ``snapshot_next(bucket, max_bytes) -> ([(table,

@@ -295,6 +295,11 @@ class Machine:
         return sorted(m for m, held in self._mirrors.items() if held.complete)
 
     @property
+    def rebuilding(self) -> bool:
+        """Whether a bucket is being recovered here."""
+        return any(h.recovery is not None and h.recovery.here for h in self._mirrors.values())
+
+    @property
     def sweeping(self) -> int:
         """Buckets whose contents are on their way out, and recoveries that are under way here."""
         return len(self._sweeps) + sum(h.recovery is not None for h in self._mirrors.values())

@@ -92,13 +92,12 @@ class Batch(NamedTuple):
 class _Stream:
     """To one peer life."""
 
-    __slots__ = ("bytes", "confirmed", "first", "number", "queue")
+    __slots__ = ("confirmed", "first", "number", "queue")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.first = 0  # number of queue[0]
         self.queue: deque[Item] = deque()
-        self.bytes = 0
         self.confirmed: dict[BucketId, int] = {}  # to be said with the next batch
 
 
@@ -111,6 +110,7 @@ class Streams:
         self.refused_ticket = -1
         self.next_ticket = 0
         self.sweep_bytes = 0  # contents that wait, in all streams
+        self.waiting_bytes = 0  # all that waits
         self._streams: dict[PeerKey, _Stream] = {}
         self._pending: dict[int, int] = {}  # ticket -> answers that it lacks
         self._owed: dict[BucketId, int] = {}  # items of the bucket that wait
@@ -172,7 +172,7 @@ class Streams:
         if stream is None:
             return  # it is gone
         stream.queue.append(item)
-        stream.bytes += item.size_bytes
+        self.waiting_bytes += item.size_bytes
         self._owed[item.bucket] = self._owed.get(item.bucket, 0) + 1
         if item.ticket >= 0:
             self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
@@ -215,7 +215,7 @@ class Streams:
                 self._several.pop(item.ticket, None)  # not all have it: who has it must keep it
                 if code == Code.REFUSED:
                     refused.add(item.bucket)
-            self._settle(stream, item)
+            self._settle(item)
         self._advance()
         return refused
 
@@ -226,11 +226,11 @@ class Streams:
         for peer in self._streams.keys() - peers:
             stream = self._streams.pop(peer)
             for item in stream.queue:
-                self._settle(stream, item)
+                self._settle(item)
         self._advance()
 
-    def _settle(self, stream: _Stream, item: Item) -> None:
-        stream.bytes -= item.size_bytes
+    def _settle(self, item: Item) -> None:
+        self.waiting_bytes -= item.size_bytes
         if item.kind != Kind.CHANGE:
             self.sweep_bytes -= item.size_bytes
         owed = self._owed[item.bucket] - 1
@@ -266,10 +266,3 @@ class Streams:
     def owes(self, bucket: BucketId) -> bool:
         """Whether something of ``bucket`` waits to be confirmed."""
         return bucket in self._owed
-
-    def waiting_bytes(self, peer: PeerKey | None = None) -> int:
-        """What waits for ``peer``, or for the one to which most is owed."""
-        if peer is not None:
-            stream = self._streams.get(peer)
-            return stream.bytes if stream is not None else 0
-        return max((s.bytes for s in self._streams.values()), default=0)

@@ -18,18 +18,34 @@ from pathlib import Path
 from everstep.brain.events import Fenced, Refused, Welcome
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, FencedError, PlatformError
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
-from everstep.model.placement import Placement
+from everstep.model.placement import Placement, PsPlace
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import Answered, ControlClient
-from everstep.net.data import DataServer
-from everstep.net.messages import Beat, Finish, HelloMember, NewPlacement, OrderType, Release
+from everstep.net.data import DataClient, DataServer
+from everstep.net.messages import (
+    Beat,
+    BucketsReady,
+    Finish,
+    HelloMember,
+    ImagesWritten,
+    MirrorReady,
+    NewPlacement,
+    OrderType,
+    Release,
+    TakeImages,
+)
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.sockets import listen_tcp, listen_unix
+from everstep.protect.images import ImageWriter
+from everstep.protect.restore import load_bucket
+from everstep.protect.sources import ImageSources
+from everstep.ps import faults
 from everstep.ps.service import PsService
 
 MASTER_GONE_S = 600.0
+_TELL_S = 60.0
 _LOOK_S = 1.0
 
 logger = logging.getLogger("everstep.ps")
@@ -62,8 +78,15 @@ class PsProcess:
             slot=slot,
             incarnation=incarnation,
             run_dir=run_dir,
+            acked=spec.protect == "acked",
             on_failure=lambda why: self._fail(PlatformError(why)),
         )
+        self.images = ImageWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
+        self._sources = ImageSources(spec, run_dir)
+        self.service.load = self._load
+        self.service.on_report = self._report
+        self.service.on_gave = self.images.forget
+        self._run_dir, self._secret, self._spec = run_dir, secret, spec
         listeners = [listen_unix(run_dir / ps_socket(slot))]
         port = 0
         if spec.bind and host:
@@ -84,6 +107,7 @@ class PsProcess:
             on_fenced=self._fenced,
             beat=self._beat,
         )
+        self.service.keeper.start(self._connect)
 
     def __repr__(self) -> str:
         return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"
@@ -102,6 +126,8 @@ class PsProcess:
             if not isinstance(self._error, FencedError):
                 self.service.finish()
         finally:
+            self.images.close()
+            self.service.keeper.close()
             self.server.close()
             self.control.close()
         if self._error is not None:
@@ -129,12 +155,16 @@ class PsProcess:
         )
 
     def _hello(self) -> HelloMember:
-        return HelloMember(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address)
+        keeper = self.service.keeper
+        with keeper.lock:
+            holds = keeper.machine.holdings()
+        return HelloMember(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address, (), holds)
 
     def _welcomed(self, answer: Answered) -> None:
         match answer:
             case Welcome(placement=Placement() as placement):
                 self._place(placement)
+                self._report()
             case Refused(error=error):
                 self._fail(PlatformError(f"the master refused ps:{self.slot}: {error}"))
 
@@ -147,6 +177,9 @@ class PsProcess:
                 self._place(placement)
             case Release(shards=shards):
                 self.service.release(shards)
+            case TakeImages(checkpoint=checkpoint, since=since, url=url):
+                buckets = self.service.keeper.machine.serving
+                self.images.take(checkpoint, since, url, buckets, self._images_written)
             case Finish():
                 self.stop()
 
@@ -157,9 +190,48 @@ class PsProcess:
         except EverstepError as error:
             self._fail(error)
 
+    # ------------------------------------------------------------ what the master is told
+
+    def _report(self) -> None:
+        """Everything that is whole here; the master may have heard it before."""
+        keeper = self.service.keeper
+        with keeper.lock:
+            mirrors, ready = tuple(keeper.machine.complete), keeper.machine.ready()
+        if mirrors:
+            self._tell(MirrorReady(self.slot, self.incarnation, mirrors))
+        for version, how, buckets in ready:
+            self._tell(BucketsReady(self.slot, self.incarnation, version, buckets, how))
+
+    def _images_written(self, written: ImagesWritten) -> None:
+        faults.step(self.slot, "mid_image")
+        self._tell(written)
+
+    def _tell(self, request: MirrorReady | BucketsReady | ImagesWritten) -> None:
+        """Without waiting; what is lost is said again after the next hello."""
+        with contextlib.suppress(EverstepError):
+            self.control.submit(request, _TELL_S)
+
+    # ------------------------------------------------------------ other ps, images
+
+    def _connect(self, place: PsPlace) -> DataClient:
+        return DataClient(
+            place.address,
+            secret=self._secret,
+            identity=self._identity("data"),
+            run_dir=self._run_dir,
+            tls=self._spec.tls,
+            expect=(place.slot, place.incarnation),
+        )
+
+    def _load(self, bucket: BucketId, checkpoint: int) -> None:
+        url, image = self._sources.image(bucket, checkpoint)
+        load_bucket(self.service.store, url, image)
+
     def _beat(self) -> Beat:
         used = resource.getrusage(resource.RUSAGE_SELF)
         stats = self.service.store.stats()
+        keeper = self.service.keeper
+        machine, streams = keeper.machine, keeper.streams
         return Beat(
             readings={
                 "rss_bytes": float(rss_bytes()),
@@ -169,6 +241,15 @@ class PsProcess:
                 "pushes": float(stats.pushes),
                 "pulls": float(stats.pulls),
                 "connections": float(self.server.connections),
+                "buckets": float(len(machine.buckets)),
+                "buckets_lacking": float(len(machine.lacking)),
+                "mirrors": float(len(machine.complete)),
+                "sweeping": float(machine.sweeping),
+                # In this order: what is confirmed is never more than what was made.
+                "outbox_done": float(streams.done_ticket),
+                "outbox_ticket": float(self.service.store.outbox_ticket()),
+                "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes()),
+                "image_bytes": float(self.images.bytes_written),
             }
         )
 

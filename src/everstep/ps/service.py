@@ -6,18 +6,19 @@ the worker hears of it. If the log cannot be written, nothing is answered as app
 
 Two locks make the log say what happened:
 
-- the *gate*: pushes hold it shared, a cut holds it alone, so a cut's fingerprints are those of exactly the pushes
-  logged before it;
+- the *gate*: pushes hold it shared; a cut holds it alone, so a cut's fingerprints are those of exactly the pushes
+  logged before it; and so does whatever changes which buckets are served (see ``keeper``);
 - a stripe by shard, held from the store's push to the log's append: records of one shard stand in the log in the
   order in which they were applied (a fenced lease never stands behind the one that fenced it).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.errors import EverstepError, InternalError, PlatformError
+from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, audit_header
-from everstep.native import Store
+from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
+from everstep.native import Recovering, Store, bitmap_buckets
 from everstep.net.messages import (
     Bad,
     DataAnswer,
     DataRequest,
     Declare,
     Declared,
+    Feed,
+    HandOver,
     Moved,
     Opened,
     OpenShard,
@@ -49,16 +52,30 @@ from everstep.net.messages import (
     Scan,
     Scanned,
     Stat,
+    Tail,
     Taken,
+    Want,
 )
 from everstep.net.messages import (
     Closed as ShardClosed,
 )
+from everstep.protect import machine
+from everstep.protect.images import marks_facts
+from everstep.protect.machine import Action
+from everstep.ps import faults
+from everstep.ps.gate import Gate
+from everstep.ps.keeper import Keeper
 from everstep.storage.chain import ChainWriter
+
+logger = logging.getLogger("everstep.ps")
 
 _STRIPES = 64
 _ANSWER_MAX_BYTES = 1 << 30
 _SCAN_MAX_BYTES = 64 << 20
+_REMEMBERED = 4096  # released shards
+WAIT_S = 5.0
+"""How long a request waits for a bucket that is on its way here, or for mirrors, before it is answered Moved."""
+
 CUT_EVERY_S = 5.0
 """How often the log gets a cut while pushes come: what a checker can compare in the middle of a run."""
 
@@ -66,50 +83,14 @@ Reply = tuple[DataAnswer, list[Any]]
 """The answer, and the buffers (ndarrays) of its body in order."""
 
 
-class _Gate:
-    """Many holders, or one alone. A waiting exclusive holder keeps new ones out, so it never starves."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._inside = 0
-        self._alone = False
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            while self._alone:
-                self._changed.wait()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                if not self._inside:
-                    self._changed.notify_all()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._changed:
-            while self._alone:
-                self._changed.wait()
-            self._alone = True
-            while self._inside:
-                self._changed.wait()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._alone = False
-                self._changed.notify_all()
-
-
 class PsService:
     """One ps: its store, its audit log and its view of the placement. Thread-safe.
 
-    ``buckets``: owned from the start; empty: those of the first placement. ``audit``: path of the log, made when the
-    buckets are known. ``on_failure``: called once, from any thread, with one line, when this ps can no longer keep its
-    promises (log not writable, out of memory in the middle of a push); every later request is answered Bad.
+    ``audit``: path of the log, made with the first placement. ``acked``: a push is answered only when all mirrors of
+    the buckets that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps can
+    no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
+    answered Bad. ``load(bucket, checkpoint)``: read that image into the store, own it; raises EverstepError.
+    ``on_report()``: there is more to tell the master (``keeper.machine.complete``, ``ready``). ``on_gave(bucket)``.
     """
 
     def __init__(
@@ -117,31 +98,36 @@ class PsService:
         store: Store,
         slot: Slot,
         incarnation: Incarnation,
-        buckets: Sequence[int],
         audit: Path,
         *,
+        acked: bool = True,
         cut_every_s: float = CUT_EVERY_S,
+        wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
         self.store = store
         self.slot = slot
         self.incarnation = incarnation
+        self.acked = acked
+        self.wait_s = wait_s
         self.failure = ""
         self.on_failure = on_failure
+        self.load: Callable[[BucketId, int], None] | None = None
+        self.on_report: Callable[[], None] | None = None
+        self.on_gave: Callable[[BucketId], None] | None = None
         self._audit_path = audit
         self._cut_every_s = cut_every_s
-        self._gate = _Gate()
+        self._gate = Gate()
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._lock = threading.Lock()  # of what follows
         self._log: ChainWriter | None = None
         self._finished = False
-        self._placement: Placement | None = None
-        self._initialised: set[int] = set()
         self._busy_s = 0.0
         self._cut_due_at = time.monotonic() + cut_every_s
-        self._owned: NDArray[np.int32] = np.zeros(0, np.int32)
-        if buckets:
-            self._own([BucketId(b) for b in buckets])
+        self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
+        self._loading: set[tuple[BucketId, int]] = set()
+        self._released: deque[int] = deque(maxlen=_REMEMBERED)
+        self.keeper = Keeper(store, slot, incarnation, self._gate, self._carry_out, self._fail)
 
     @classmethod
     def create(
@@ -152,14 +138,17 @@ class PsService:
         slot: Slot,
         incarnation: Incarnation,
         run_dir: Path,
-        buckets: Sequence[int] = (),
+        acked: bool = True,
         cut_every_s: float = CUT_EVERY_S,
+        wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
     ) -> PsService:
         """A service with an empty store, logging to ``RUN_DIR/audit/ps-SLOT.INCARNATION.log``."""
         audit = run_dir / "audit" / f"ps-{slot}.{incarnation}.log"
         store = Store(n_buckets, seed)
-        return cls(store, slot, incarnation, buckets, audit, cut_every_s=cut_every_s, on_failure=on_failure)
+        return cls(
+            store, slot, incarnation, audit, acked=acked, cut_every_s=cut_every_s, wait_s=wait_s, on_failure=on_failure
+        )
 
     def __repr__(self) -> str:
         state = "failed" if self.failure else "finished" if self._finished else "up"
@@ -168,45 +157,99 @@ class PsService:
     @property
     def version(self) -> int:
         """Of the placement in force here; 0 before the first."""
-        placement = self._placement
-        return placement.version if placement is not None else 0
+        return self.keeper.machine.version
+
+    @property
+    def route(self) -> int:
+        """Of its routing: what pulls and pushes must have been routed by; 0 before the first."""
+        placement = self.keeper.machine.placement
+        return placement.route if placement is not None else 0
 
     # ------------------------------------------------------------ what the master says
 
     def set_placement(self, placement: Placement) -> bool:
         """Take a newer map. False: it has another incarnation in this slot: this process was replaced.
 
-        Raises InternalError when it gives this ps buckets whose rows it does not have, PlatformError when the audit
-        log cannot be made.
+        Buckets that it gives to this ps are got in the background where that takes time; requests for them wait.
+        Raises PlatformError when the audit log cannot be written.
         """
         for place in placement.servers:
             if place.slot == self.slot and place.incarnation > self.incarnation:
                 return False
         if placement.buckets != self.store.n_buckets:
             raise InternalError(f"a placement of {placement.buckets} buckets for a store of {self.store.n_buckets}")
-        with self._gate.exclusive():
-            if placement.version <= self.version:
-                return True
-            mine = placement.owned_by(self.slot)
-            if self._log is None:
-                if mine:
-                    self._own(mine)
-            elif lacking := sorted(set(mine) - set(self._owned.tolist())):
-                raise InternalError(
-                    f"placement {placement.version} gives ps:{self.slot} bucket {lacking[0]}, not its own"
-                )
-            self._placement = placement
+        self.keeper.place(placement)
         return True
 
     def release(self, shards: Sequence[int]) -> None:
         """Forget these shards' watermarks, refuse them for ever. Harmless when repeated."""
-        self.store.release(list(shards))
+        with self._gate.shared():
+            with self._lock:
+                self._released.extend(shards)
+            # A bucket that is being rebuilt must not change before its mirrors hear of its changes.
+            if not self.keeper.machine.rebuilding:
+                self.store.release(list(shards))
 
-    def _own(self, buckets: Sequence[BucketId]) -> None:
-        header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in buckets])
-        self._log = ChainWriter(self._audit_path, header)
-        self.store.own(buckets)
-        self._owned = np.array(sorted(buckets), np.int32)
+    def _carry_out(self, actions: list[Action]) -> None:
+        """What the machine wants done; the gate is held alone."""
+        new = [a.bucket for a in actions if isinstance(a, machine.Took) and a.how == "new"]
+        if self._log is None and self.keeper.machine.placement is not None:
+            header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in new])
+            self._log = ChainWriter(self._audit_path, header)
+            self._owned = np.array(sorted(new), np.int32)
+        for action in actions:
+            match action:
+                case machine.Took(bucket=bucket, how=how):
+                    if bucket not in self._owned:
+                        self._log_took(bucket, how)
+                        self._owned = np.array(sorted([*self._owned.tolist(), bucket]), np.int32)
+                case machine.Gave(bucket=bucket, seq=bucket_seq):
+                    self._log_gave(bucket, bucket_seq)
+                    self._owned = self._owned[self._owned != bucket]
+                    if self.on_gave is not None:
+                        self.on_gave(bucket)
+                case machine.Load(bucket=bucket, checkpoint=checkpoint):
+                    if (bucket, checkpoint) not in self._loading:
+                        self._loading.add((bucket, checkpoint))
+                        args = (bucket, checkpoint)
+                        threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
+                case machine.Report():
+                    if self.on_report is not None:
+                        self.on_report()
+                case machine.Stuck(why=why):
+                    logger.warning("%s", why)
+        came = any(isinstance(a, machine.Took) and a.how != "new" for a in actions)
+        if came and self._released and not self.keeper.machine.rebuilding:
+            self.store.release(list(self._released))  # what came here may not have heard of them
+
+    def _log_took(self, bucket: BucketId, how: str) -> None:
+        facts = marks_facts(self.store.marks(bucket))
+        shards = np.array(facts.watermarks, "<i8").tobytes()
+        self._append(lambda seq, at: Took(seq, bucket, how, facts.seq, shards, facts.fingerprint, at))
+
+    def _log_gave(self, bucket: BucketId, bucket_seq: int) -> None:
+        self._append(lambda seq, at: Gave(seq, bucket, bucket_seq, at))
+
+    def _load(self, bucket: BucketId, checkpoint: int) -> None:
+        """In a thread of its own: one image, tried again while its place cannot be read."""
+        wait_s = 0.2
+        while not self.failure and not self._finished:
+            try:
+                if self.load is None:
+                    raise InternalError(f"bucket {bucket} is to be loaded, but nothing says from where")
+                self.load(bucket, checkpoint)
+            except StorageError as error:
+                logger.warning("bucket %s of checkpoint %s cannot be read, trying again: %s", bucket, checkpoint, error)
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 5.0)
+                continue
+            except EverstepError as error:
+                self._fail(f"ps:{self.slot} cannot load bucket {bucket} of checkpoint {checkpoint}: {error}")
+                return
+            with self.keeper.transition() as m:
+                self._loading.discard((bucket, checkpoint))
+                m.loaded(bucket, checkpoint)
+            return
 
     # ------------------------------------------------------------ the audit log
 
@@ -221,6 +264,7 @@ class PsService:
 
         Raises PlatformError when the log cannot be written, or could not be before.
         """
+        self.keeper.close()
         with self._gate.exclusive():
             if self._finished:
                 return
@@ -285,6 +329,8 @@ class PsService:
                 return self._push(request, body, arena), []
             case Pull():
                 return self._pull(request, body, arena)
+            case Feed():
+                return self.keeper.feed(request, body), []
             case OpenShard():
                 return self._open(request), []
             case Declare():
@@ -295,27 +341,49 @@ class PsService:
                 return self._scan(request)
             case Stat():
                 return self._stat(), []
+            case Want():
+                return self.keeper.want(request), []
+            case Tail():
+                return self.keeper.tail(request)
+            case HandOver():
+                return self.keeper.hand_over(request), []
             case _:
                 return Bad(f"a parameter server has no answer to {type(request).__name__}"), []
 
     def _declare(self, request: Declare) -> Declared:
-        for spec in request.tables:
-            self.store.declare(spec)
-        with self._lock:
-            return Declared(self.incarnation, tuple(spec.id in self._initialised for spec in request.tables))
+        with self.keeper.lock:  # not in the middle of a step of a sweep
+            for spec in request.tables:
+                self.store.declare(spec)
+        # A table counts as initialised where every bucket that is to be here says so.
+        initialised = set(self.store.initialised()) if self.keeper.whole and len(self._owned) else set()
+        return Declared(self.incarnation, tuple(spec.id in initialised for spec in request.tables))
 
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
-        if self._log is None:
-            return Moved(self.version)  # no buckets yet: the worker's map is from the future
-        opened = self.store.open(request.shard, request.start, request.lease)
+        if not self.route:
+            return Moved(0)  # no placement yet: the worker's is from the future
+        if request.version not in (0, self.route) or not self.keeper.wait_whole(time.monotonic() + self.wait_s):
+            return Moved(self.route)
+        with self._gate.shared():
+            if request.version not in (0, self.route) or not self.keeper.whole:
+                return Moved(self.route)
+            opened = self.store.open(request.shard, request.start, request.lease)
         if opened is None:
             return ShardClosed("a later lease has this shard, or it is over")
         buckets, marks = opened
         return Opened(self.incarnation, buckets.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
 
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
-        if request.version != self.version:
-            return Moved(self.version), []
+        deadline = time.monotonic() + self.wait_s
+        while request.version == self.route:
+            try:
+                return self._pull_once(request, body, arena)
+            except (KeyError, Recovering):
+                # Not here yet, or not any more: then the map is newer.
+                if not self.keeper.wait_changed(deadline):
+                    break
+        return Moved(self.route), []
+
+    def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
         work = [(part, _keys(part, source), self.store.dim(part.table)) for part in request.parts]
         if request.shm:
@@ -331,12 +399,55 @@ class PsService:
             buffers.append(out)
         return Pulled(), buffers
 
+    def _serves(self, buckets: bytes) -> bool:
+        """Whether all addressed buckets (a bitmap; b"": all of this ps) are served."""
+        if self.keeper.whole or not buckets:
+            return self.keeper.whole
+        return all(self.keeper.machine.serves(BucketId(b)) for b in bitmap_buckets(buckets))
+
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
-        token = request.token
-        if token.ps_incarnation != self.incarnation:
+        """Applied, logged, then confirmed by the mirrors; Moved: ask again, maybe with a newer map."""
+        if request.token.ps_incarnation != self.incarnation:
             return Pushed(0, 0, fenced=True)
-        if request.version != self.version:
-            return Moved(self.version)
+        deadline = time.monotonic() + self.wait_s
+        while request.version == self.route:
+            if not self._serves(request.buckets):
+                if not self.keeper.wait_changed(deadline):
+                    break
+                continue
+            if not self.keeper.room(deadline):
+                break
+            faults.step(self.slot, "before_apply")
+            before = self.store.outbox_ticket()
+            answer = self._apply(request, body, arena)
+            faults.step(self.slot, "after_apply")
+            if answer is None:
+                continue
+            self._cut_if_due()
+            if not isinstance(answer, Pushed) or not (answer.applied or answer.repeats):
+                return answer
+            if not self._confirm(before, request.buckets, request.version, deadline):
+                break
+            faults.step(self.slot, "after_ack")
+            return answer
+        return Moved(self.route)
+
+    def _confirm(self, before: int, buckets: bytes, version: int, deadline: float) -> bool:
+        """Wait until the mirrors have what was in the outbox. False: that can not be said."""
+        after = self.store.outbox_ticket()
+        if after == self.keeper.streams.done_ticket:
+            return True
+        self.keeper.drain()
+        if not self.acked:
+            return True
+        faults.step(self.slot, "before_ack")
+        confirmed = self.keeper.confirmed(before, after, deadline)
+        # Who stopped serving meanwhile may have done so because a mirror refused something.
+        return confirmed and version == self.route and self._serves(buckets)
+
+    def _apply(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer | None:
+        """None: the buckets are not served any more."""
+        token = request.token
         source = _memory(body, arena, request.shm)
         parts = [
             (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
@@ -344,15 +455,17 @@ class PsService:
         ]
         stripe = self._stripes[hash(token.shard) % _STRIPES]
         with self._gate.shared(), stripe:
-            if self._finished or self._log is None:
-                return Bad("this parameter server has finished" if self._finished else "no buckets are placed here yet")
+            if self._finished:
+                return Bad("this parameter server has finished")
             if self.failure:
                 return Bad(self.failure)
+            if request.version != self.route or not self._serves(request.buckets):
+                return None
             try:
                 done = self.store.push(
                     token.shard, token.lo, token.hi, token.lease, request.buckets, parts, request.skipped
                 )
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, Recovering):
                 raise  # refused whole, before anything was applied
             except BaseException as error:
                 # Some buckets may have it, the log does not: nothing of this ps can be vouched for any more.
@@ -374,9 +487,8 @@ class PsService:
                         at,
                     )
                 )
-        self._cut_if_due()
         if done.moved:
-            return Moved(self.version)  # what was applied answers "repeat" when it is sent again
+            return None  # what was applied answers "repeat" when it is sent again
         return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
 
     def _cut_if_due(self) -> None:
@@ -388,14 +500,20 @@ class PsService:
         self.cut()
 
     def _put(self, request: Put, body: memoryview, arena: memoryview | None) -> DataAnswer:
-        if request.version != self.version:
-            return Moved(self.version)
+        deadline = time.monotonic() + self.wait_s
         source = _memory(body, arena, request.shm)
         part = request.part
-        self.store.put_absent(part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)))
-        if request.last:
-            with self._lock:
-                self._initialised.add(part.table)
+        if not self.keeper.wait_whole(deadline) or not self.keeper.room(deadline):
+            return Moved(self.route)
+        before = self.store.outbox_ticket()
+        with self._gate.shared():
+            if request.version != self.route or not self.keeper.whole:
+                return Moved(self.route)
+            self.store.put_absent(part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)))
+            if request.last:
+                self.store.initialise(part.table)
+        if not self._confirm(before, b"", request.version, deadline):
+            return Moved(self.route)
         return Taken()
 
     def _scan(self, request: Scan) -> Reply:

@@ -1,0 +1,105 @@
+"""The native store as the machine of mirrors sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.ids import BucketId
+from everstep.native import Store
+from everstep.protect.streams import Blob, Kind
+
+PIECE_BYTES = 1 << 20
+"""Contents leave in pieces of about this size, so that a push never waits long behind one."""
+
+_HEAD_BYTES = 9  # of a slot: its key, and a bit
+
+
+class StorePort:
+    """``machine.Port`` over a ``Store``. Thread-safe as far as the store is."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<StorePort {self._store!r}>"
+
+    # ------------------------------------------------------------ buckets
+
+    def tables(self) -> Sequence[int]:
+        return [spec.id for spec in self._store.specs()]
+
+    def own(self, bucket: BucketId) -> None:
+        self._store.own([bucket])
+
+    def protect(self, bucket: BucketId, on: bool) -> None:
+        self._store.protect([bucket], on)
+
+    def seq(self, bucket: BucketId) -> int:
+        return self._store.seq(bucket)
+
+    def hand_over(self, bucket: BucketId) -> int:
+        return self._store.hand_over(bucket)
+
+    def resume(self, bucket: BucketId) -> None:
+        self._store.resume(bucket)
+
+    def drop(self, bucket: BucketId) -> None:
+        self._store.drop(bucket)
+
+    def ticket(self) -> int:
+        return self._store.outbox_ticket()
+
+    def _slots(self, kind: Kind, table: int) -> int:
+        """How many slots make a piece."""
+        size = self._store.layout(table)[2] if kind is Kind.BODIES else _HEAD_BYTES
+        return max(1, PIECE_BYTES // max(size, 1))
+
+    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+        return self._store.emit(bucket, kind, table, lo, lo + self._slots(kind, table))
+
+    def emit_marks(self, bucket: BucketId) -> None:
+        self._store.emit_marks(bucket)
+
+    # ------------------------------------------------------------ blobs
+
+    def keep(self, blob: Blob) -> Blob:
+        return bytes(blob)
+
+    def size(self, blob: Blob) -> int:
+        return memoryview(blob).nbytes
+
+    # ------------------------------------------------------------ mirrors
+
+    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+        self._store.mirror_make(mirror, list(members), row)
+
+    def mirror_drop(self, mirror: int) -> None:
+        self._store.mirror_drop(mirror)
+
+    def mirror_apply(self, mirror: int, blob: Blob) -> int:
+        return self._store.mirror_apply(mirror, blob)
+
+    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
+        return next((seq for b, seq, _ in self._store.mirror_state(mirror) if b == bucket), -1)
+
+    def mirror_complete(self, mirror: int) -> bool:
+        return all(complete for _, _, complete in self._store.mirror_state(mirror))
+
+    def promote(self, mirror: int, bucket: BucketId) -> None:
+        self._store.promote(mirror, bucket)
+
+    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
+        self._store.recover_begin(mirror, list(lost), list(here))
+
+    def recover_fold(self, mirror: int, blob: Blob) -> None:
+        self._store.recover_fold(mirror, blob)
+
+    def recover_other(self, mirror: int, blob: Blob) -> None:
+        self._store.recover_other(mirror, blob)
+
+    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+        next_lo, blob = self._store.emit_recovering(mirror, kind, table, lo, lo + self._slots(kind, table))
+        return blob, next_lo
+
+    def recover_end(self, mirror: int, abort: bool) -> None:
+        self._store.recover_end(mirror, abort)

@@ -1,0 +1,371 @@
+"""Real ps services with real stores that feed each other's mirrors over real sockets.
+
+A loss is a service whose sockets and threads end; what its buckets were at that moment is compared, bit for bit, with
+what the new owner makes of its mirrors.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, Slot
+from everstep.model.member import Address
+from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
+from everstep.model.shard import Token, shard_key
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.monitor.records import AuditRecord, Gave, Took
+from everstep.native import bitmap, unique_route
+from everstep.net.auth import Identity, Secret
+from everstep.net.data import DataClient, DataServer
+from everstep.net.messages import DataAnswer, Declare, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.net.sockets import listen_unix
+from everstep.ps.service import PsService
+from everstep.storage.chain import read_chain
+
+B = 8
+TABLES = (
+    TableSpec("t", 8, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0)),
+    TableSpec("u", 3, OptimizerSpec(OptimizerKind.ADAM, 0.01), InitSpec(InitKind.NORMAL, 0.0, 1.0)),
+)
+PATIENCE_S = 60.0
+
+
+class Ps:
+    def __init__(self, run_dir: Path, secret: Secret, slot: int, life: int, acked: bool) -> None:
+        self.slot, self.life = Slot(slot), Incarnation(life)
+        self.address = Address(NodeId("node0"), f"sock/ps-{slot}.{life}.sock")
+        self.failures: list[str] = []
+        self.service = PsService.create(
+            n_buckets=B,
+            seed=5,
+            slot=self.slot,
+            incarnation=self.life,
+            run_dir=run_dir,
+            acked=acked,
+            wait_s=1.0,
+            on_failure=self.failures.append,
+        )
+        me = Identity(purpose="data", role="ps", slot=self.slot, incarnation=self.life, node=NodeId("node0"))
+        self.server = DataServer(self.service, [listen_unix(run_dir / self.address.unix)], secret, me)
+        self.service.keeper.start(
+            lambda place: DataClient(
+                place.address, secret=secret, identity=me, run_dir=run_dir, expect=(place.slot, place.incarnation)
+            )
+        )
+
+    @property
+    def place(self) -> PsPlace:
+        return PsPlace(self.slot, self.life, self.address)
+
+    def end(self) -> None:
+        self.server.close()
+        self.service.keeper.close()
+
+
+class Cluster:
+    """``push`` is a worker: one batch to every ps, again until all have it, in their newest map."""
+
+    def __init__(self, run_dir: Path, n: int, acked: bool = True) -> None:
+        self.run_dir, self.acked = run_dir, acked
+        (run_dir / "sock").mkdir(parents=True)
+        (run_dir / "audit").mkdir()
+        self.secret = Secret(secrets.token_bytes(32))
+        self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, acked) for s in range(n)}
+        self.owner = [Slot(b % n) for b in range(B)]
+        self.mirrors: list[Mirror] = []
+        self.images: tuple[tuple[BucketId, int], ...] = ()
+        self.version = self.routing = 0
+        self.next_mirror = 1
+        self.shard = shard_key(0, 0, 1)
+        self.at = 0
+        self.random = np.random.default_rng(1)
+
+    def mirror(self, members: list[int], at: int, row: int = 0, kind: MirrorKind = MirrorKind.PARITY) -> int:
+        self.mirrors.append(Mirror(self.next_mirror, tuple(BucketId(b) for b in members), Slot(at), row, kind))
+        self.next_mirror += 1
+        return self.next_mirror - 1
+
+    def publish(self, route: bool = True) -> None:
+        self.version += 1
+        if route:
+            self.routing = self.version
+        places = tuple(p.place for _, p in sorted(self.ps.items()))
+        self.placement = Placement(
+            self.version, tuple(self.owner), places, self.routing, tuple(self.mirrors), self.images
+        )
+        for p in self.ps.values():
+            assert p.service.set_placement(self.placement)
+
+    def begin(self) -> None:
+        for p in self.ps.values():
+            p.service.handle(Declare(TABLES), memoryview(b""), None)
+        self.publish()
+        self.open()
+
+    def open(self) -> None:
+        for p in self.ps.values():
+            until(lambda p=p: isinstance(self.ask_open(p), Opened))  # type: ignore[misc]
+
+    def ask_open(self, p: Ps) -> DataAnswer:
+        return p.service.handle(OpenShard(self.shard, 0, LeaseNo(1)), memoryview(b""), None)[0]
+
+    def push(self, n: int = 1) -> None:
+        for _ in range(n):
+            parts = []
+            for spec in TABLES:
+                ids = self.random.integers(0, 400, 60)
+                parts.append((spec, ids, self.random.standard_normal((B, 60, spec.dim), np.float32)))
+            owed = set(range(B))
+            deadline = time.monotonic() + PATIENCE_S
+            while owed:
+                assert time.monotonic() < deadline, f"buckets {owed} do not take {self.at}"
+                for slot, p in list(self.ps.items()):
+                    here = [b for b in owed if self.owner[b] == slot]
+                    if here and self.push_to(p, here, parts):
+                        owed -= set(here)
+            self.at += 1
+
+    def push_to(self, p: Ps, buckets: list[int], parts: list) -> bool:  # type: ignore[type-arg]
+        out, body = [], b""
+        for spec, ids, grads in parts:
+            keys = unique_route(ids, B, spec.id, np.zeros(B, np.int32))[0]
+            where = self.buckets_of(spec, keys)
+            keys = keys[np.isin(where, buckets)]
+            rows = np.stack([grads[0, k % 60] for k in keys]) if len(keys) else np.zeros((0, spec.dim), np.float32)
+            body += bytes(-len(body) % 8)
+            out.append(Part(spec.id, len(keys), len(body), len(body) + 8 * len(keys)))
+            body += keys.tobytes() + rows.tobytes()
+        token = Token(self.shard, self.at, self.at + 1, LeaseNo(1), p.life, Slot(0), Incarnation(1))
+        request = Push(self.placement.route, token, tuple(out), False, bitmap(buckets, B))
+        answer = p.service.handle(request, memoryview(body), None)[0]
+        if answer == Pushed(0, 0, fenced=True):
+            self.ask_open(p)
+            return False
+        assert isinstance(answer, Pushed | Moved), answer
+        return isinstance(answer, Pushed) and answer.applied + answer.repeats == len(buckets)
+
+    def buckets_of(self, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
+        from everstep.native.twin import bucket_of
+
+        return bucket_of(keys, spec.id, B)
+
+    def digests(self, buckets: list[int]) -> dict[int, bytes]:
+        return {b: self.ps[self.owner[b]].service.store.digest(b) for b in buckets}
+
+    def whole(self) -> bool:
+        """Every bucket is served, every mirror is complete, nothing is on its way."""
+        assert not any(p.failures for p in self.ps.values()), [p.failures for p in self.ps.values()]
+        return all(
+            p.service.keeper.whole
+            and not p.service.keeper.machine.asks()
+            and {m.id for m in self.mirrors if m.at == s} - p.service.keeper.machine._used
+            <= set(p.service.keeper.machine.complete)
+            and p.service.keeper.streams.done_ticket == p.service.store.outbox_ticket()
+            for s, p in self.ps.items()
+        )
+
+    def check_mirrors(self) -> None:
+        """Of one member: promoted in a copy of the world, they would be the bucket; here: their marks are its own."""
+        for m in self.mirrors:
+            store = self.ps[m.at].service.store
+            if m.id not in store.mirrors():
+                continue
+            for b, seq, complete in store.mirror_state(m.id):
+                assert complete
+                owner = self.ps[self.owner[b]].service.store
+                assert seq == owner.seq(b)
+                assert store.mirror_marks(m.id, b)[32:] == owner.marks(b)[32:]  # behind the header and its checksum
+
+    def lose(self, *slots: int) -> None:
+        for slot in slots:
+            self.ps.pop(Slot(slot)).end()
+
+    def join(self, slot: int, life: int) -> None:
+        self.ps[Slot(slot)] = Ps(self.run_dir, self.secret, slot, life, self.acked)
+
+    def end(self) -> None:
+        for p in self.ps.values():
+            p.end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(n: int, acked: bool = True) -> Cluster:
+        made.append(Cluster(tmp_path / f"run{len(made)}", n, acked))
+        return made[-1]
+
+    yield make
+    for c in made:
+        c.end()
+
+
+def records(c: Cluster, slot: int, life: int = 1) -> list[AuditRecord]:
+    _, raw, _ = read_chain(c.run_dir / "audit" / f"ps-{slot}.{life}.log")
+    return [msgspec.msgpack.decode(r, type=AuditRecord) for r in raw]
+
+
+@pytest.mark.parametrize("acked", [True, False])
+def test_pushes_reach_every_mirror(cluster: Callable[..., Cluster], acked: bool) -> None:
+    c = cluster(3, acked)
+    c.mirror([0, 1], 2)
+    c.mirror([0, 1], 0, row=1)  # at a member's own ps: fed without a socket
+    c.mirror([2], 0)
+    c.mirror([3, 4], 2)
+    c.begin()
+    c.push(30)
+    until(c.whole)
+    c.check_mirrors()
+
+
+def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> None:
+    c = cluster(3)
+    for b in range(B):
+        c.mirror([b], (b + 1) % 3)
+    c.begin()
+    c.push(20)
+    lost = [b for b in range(B) if c.owner[b] == 1]
+    before = c.digests(lost)
+    c.lose(1)
+    for b in lost:
+        c.owner[b] = Slot(2)
+    c.mirrors = [m for m in c.mirrors if m.at != 1 and c.owner[m.members[0]] != m.at]
+    for b in range(B):
+        if not any(m.members == (b,) for m in c.mirrors):
+            c.mirror([b], next(s for s in c.ps if s != c.owner[b]))
+    c.publish()
+    until(lambda: c.ps[Slot(2)].service.keeper.whole)
+    assert c.digests(lost) == before
+    assert c.ps[Slot(2)].service.keeper.machine.ready() == [(c.version, "promoted", tuple(lost))]
+    c.open()
+    c.push(20)
+    until(c.whole)
+    c.check_mirrors()
+    took = [r for r in records(c, 2) if isinstance(r, Took)]
+    assert [(t.bucket, t.how) for t in took] == [(b, "promoted") for b in lost]
+    assert np.frombuffer(took[0].shards, "<i8").tolist() == [c.shard, 20]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluster], rows: int) -> None:
+    c = cluster(4 + rows)
+    c.owner = [Slot(b % 4) for b in range(B)]
+    for first in (0, 4):
+        for row in range(rows):
+            c.mirror([first, first + 1, first + 2, first + 3], 4 + row, row)
+    c.begin()
+    c.push(25)
+    before = c.digests([1, 5])
+    c.lose(1)
+    c.owner[1] = c.owner[5] = Slot(4)
+    c.publish()
+    pushing = threading.Thread(target=c.push, args=(25,))  # while it is being rebuilt
+    watched: dict[int, bytes] = {}
+    machine = c.ps[Slot(4)].service.keeper.machine
+    carry_out = c.ps[Slot(4)].service.keeper._do
+
+    def watch(actions: list) -> None:  # type: ignore[type-arg]
+        for a in actions:
+            if type(a).__name__ == "Took":
+                watched[a.bucket] = c.ps[Slot(4)].service.store.digest(a.bucket)
+        carry_out(actions)
+
+    c.ps[Slot(4)].service.keeper._do = watch
+    pushing.start()
+    until(lambda: not machine.lacking)
+    pushing.join(PATIENCE_S)
+    assert not pushing.is_alive()
+    until(c.whole)
+    c.check_mirrors()
+    for b in (1, 5):
+        assert watched.get(b, before[b]) == before[b]
+
+
+def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:
+    c = cluster(6)
+    c.owner = [Slot(b % 4) for b in range(B)]
+    for first in (0, 4):
+        for row in range(2):
+            c.mirror([first, first + 1, first + 2, first + 3], 4 + row, row)
+    c.begin()
+    c.push(25)
+    lost = [1, 2, 5, 6]
+    before = c.digests(lost)
+    c.lose(1, 2)
+    for b in lost:
+        c.owner[b] = Slot(4)
+    c.publish()
+    until(lambda: c.ps[Slot(4)].service.keeper.whole)
+    assert c.digests(lost) == before
+    c.open()
+    c.push(10)
+    until(c.whole)
+    c.check_mirrors()
+
+
+def test_a_bucket_moves_under_pushes(cluster: Callable[..., Cluster]) -> None:
+    c = cluster(4)
+    c.owner = [Slot(b % 3) for b in range(B)]
+    c.mirror([0, 1, 2], 3)
+    c.begin()
+    c.push(10)
+    move = c.mirror([0], 3, kind=MirrorKind.MOVE)
+    c.publish(route=False)
+    pushing = threading.Thread(target=c.push, args=(40,))
+    pushing.start()
+    until(lambda: move in c.ps[Slot(3)].service.keeper.machine.complete)
+    c.owner[0] = Slot(3)
+    c.mirrors = [m for m in c.mirrors if m.id != move]
+    c.publish()
+    c.open()
+    pushing.join(PATIENCE_S)
+    assert not pushing.is_alive()
+    until(c.whole)
+    c.check_mirrors()
+    until(lambda: 0 not in c.ps[Slot(0)].service.keeper.machine.buckets)
+    gave = [r for r in records(c, 0) if isinstance(r, Gave)]
+    took = [r for r in records(c, 3) if isinstance(r, Took)]
+    assert (
+        [(g.bucket, g.bucket_seq) for g in gave]
+        == [(t.bucket, t.bucket_seq) for t in took]
+        == [(0, took[0].bucket_seq)]
+    )
+
+
+def test_an_unreachable_mirror_holds_acknowledgements_back_and_no_longer_than_the_placement_names_it(
+    cluster: Callable[..., Cluster],
+) -> None:
+    c = cluster(3)
+    c.mirror([0], 1)
+    c.begin()
+    c.push(3)
+    until(c.whole)
+    c.ps[Slot(1)].end()
+    p = c.ps[Slot(0)]
+    assert not c.push_to(p, [0], [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES])
+    assert p.service.store.watermarks(c.shard)[1].tolist()[0] == c.at + 1  # type: ignore[index]
+    c.ps.pop(Slot(1))
+    c.mirrors.clear()
+    c.owner = [s if s != 1 else Slot(2) for s in c.owner]
+    c.version += 1
+    places = tuple(q.place for q in c.ps.values())
+    c.routing = c.version
+    c.placement = Placement(c.version, tuple(c.owner), places, c.routing)
+    p.service.set_placement(c.placement)
+    assert c.push_to(p, [0], [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES])
