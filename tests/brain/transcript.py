@@ -21,10 +21,12 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Answer,
     BrainEvent,
+    BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
     CommitManifest,
+    DrainAsked,
     DropCheckpoints,
     EndOfData,
     Fenced,
@@ -38,6 +40,7 @@ from everstep.brain.events import (
     MemberHeard,
     MemberJoined,
     MemberSilent,
+    MirrorsReady,
     NodeJoined,
     NodeLost,
     Note,
@@ -67,6 +70,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
+from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
 
 
@@ -185,7 +189,17 @@ class Story:
             case "expire":
                 return LeaseExpired(at, parse_shard(plain[0]), parse_lease(plain[1]), float(plain[2]))
             case "scale":
-                return ScaleAsked(at, Role(plain[0]), int(plain[1]))
+                also = tuple((Role(plain[i]), int(plain[i + 1])) for i in range(2, len(plain), 2))
+                return ScaleAsked(at, Role(plain[0]), int(plain[1]), also)
+            case "drain":
+                return DrainAsked(at, plain[0], float(plain[1]))
+            case "mirrors":
+                _, slot, incarnation = parse_member(plain[0])
+                return MirrorsReady(at, slot, incarnation, tuple(int(m) for m in plain[1].split(",")))
+            case "ready":
+                _, slot, incarnation = parse_member(plain[0])
+                buckets = tuple(BucketId(int(b)) for b in plain[2].split(","))
+                return BucketsReady(at, slot, incarnation, int(plain[1]), buckets, plain[3])
             case "stop":
                 return StopAsked(at, " ".join(plain))
             case "checkpoint":
@@ -230,7 +244,7 @@ class Story:
             case StopProcess(node, role, slot, incarnation, grace_s, decision):
                 return f"stop {role}:{slot}#{incarnation} on {node} grace {grace_s:g} s: {_why(decision)}"
             case PublishPlacement(placement, decision):
-                return f"publish placement v{placement.version} {list(placement.owner)}: {_why(decision)}"
+                return f"publish placement v{placement.version} {_map(placement)}: {_why(decision)}"
             case ReleaseShards(shards):
                 return "release " + ", ".join(self.brain.shards.name(key) for key in shards)
             case RevokeLease(member, lease, decision):
@@ -290,6 +304,19 @@ class Story:
         if brain.checkpoints.numbers:
             waiting = ", ".join(brain.shards.name(key) for key in brain.shards.releasing)
             yield f"{brain.checkpoints!r}, not released: {waiting or 'none'}"
+
+
+def _map(placement: Placement) -> str:
+    """Owners; mirrors as ``number=members@ps`` (``'``: the second row, ``>``: of a move); images to be loaded."""
+    words = [str(list(placement.owner))]
+    if placement.route != placement.version:
+        words.append(f"(owners of v{placement.route})")
+    for mirror in placement.mirrors:
+        row = "'" * mirror.row
+        at = ">" if mirror.kind is MirrorKind.MOVE else "@"
+        words.append(f"{mirror.id}={'+'.join(map(str, mirror.members))}{row}{at}{mirror.at}")
+    words += [f"image {bucket}:{checkpoint}" for bucket, checkpoint in placement.images if checkpoint]
+    return " ".join(words)
 
 
 def _why(decision: Decision) -> str:

@@ -975,6 +975,8 @@ class Brain:
         servers = [seat.member.slot for seat in seats if seat.member.role is Role.PS and not seat.stopping]
         leaving = self.state.protection.leaving
         left = [m.slot for m in self.keeper.servers() if m.slot not in leaving and m.slot not in servers]
+        if servers and self.state.placement is None:
+            return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
         if servers and not left:
             return [Reply(Refused(f"{e.target}: no other ps could take its buckets; first: everstep scale --ps N"))]
         if node is not None:
