@@ -36,6 +36,7 @@ struct alignas(64) Bucket {
   uint64_t fingerprint = 0;
   std::unordered_map<int64_t, ShardMark> shards;
   std::vector<uint32_t> initialised;  // table ids, ascending
+  size_t expire_table = 0, expire_slot = 0;  // where Store::expire goes on
   uint64_t generation = 1;            // of pages, see Rows; grows with every snapshot
   std::vector<std::unique_ptr<Rows>> rows;  // by Table::index
   std::vector<std::pair<const Table*, std::vector<uint8_t*>>> incoming;  // pages of an image

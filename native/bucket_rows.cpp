@@ -78,13 +78,27 @@ void Rows::erase_entry(Entry* entry) {
 
 uint32_t Rows::free_slot() {
   size_t p = first_free_;
-  while (p < pages_.size() && used_[p] == table_.slots()) ++p;
+  while (p < pages_.size() && (!pages_[p] || used_[p] == table_.slots())) ++p;
   first_free_ = p;
-  if (p == pages_.size() || !pages_[p]) return uint32_t(p << table_.page_bits);
+  if (p == pages_.size()) {
+    size_t e = first_empty_;
+    while (e < pages_.size() && pages_[e]) ++e;
+    first_empty_ = e;
+    return uint32_t(e << table_.page_bits);
+  }
   const uint64_t* bits = Table::bitmap(pages_[p]);
   size_t word = 0;
   while (bits[word] == ~uint64_t(0)) ++word;
   return uint32_t((p << table_.page_bits) + word * 64 + size_t(__builtin_ctzll(~bits[word])));
+}
+
+size_t Rows::bytes_for(size_t n) const {
+  const size_t have = free_slots();
+  const size_t pages = n > have ? (n - have + table_.slots() - 1) >> table_.page_bits : 0;
+  const uint64_t entries = index_bytes() / sizeof(Entry);
+  uint64_t size = entries;
+  while (n && (uint64_t(count_) + n) * 10 > size * 7) size = size ? size * 2 : 16;
+  return pages * table_.page_bytes + (size - entries) * sizeof(Entry);
 }
 
 uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
@@ -99,11 +113,13 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
     used_.push_back(0);
     generations_.push_back(generation_);
     changed_.resize((end() + 63) / 64);
+    touched_.push_back(1);
   }
   touch(slot);
   if (!pages_[p]) {
     pages_[p] = pool_.take_zeroed(table_.page_bytes);
     page_bytes_ += table_.page_bytes;
+    first_free_ = std::min(first_free_, p);
   }
   Table::bitmap(pages_[p])[i >> 6] |= uint64_t(1) << (i & 63);
   table_.keys(pages_[p])[i] = key;
@@ -132,8 +148,10 @@ void Rows::erase(uint32_t slot) {
   table_.keys(pages_[p])[i] = 0;
   std::memset(record(slot), 0, table_.record_bytes);
   --count_;
+  ++epoch_;
   first_free_ = std::min(first_free_, p);
   if (--used_[p] == 0) {
+    first_empty_ = std::min(first_empty_, p);
     pool_.give(pages_[p], table_.page_bytes);
     pages_[p] = nullptr;
     page_bytes_ -= table_.page_bytes;
@@ -166,9 +184,11 @@ void Rows::clear() {
   generations_ = {};
   changed_ = {};
   changed_known_ = false;
+  touched_ = {};
   absent_ = {};
   count_ = 0;
-  page_bytes_ = first_free_ = 0;
+  ++epoch_;
+  page_bytes_ = first_free_ = first_empty_ = 0;
 }
 
 std::vector<uint8_t*> Rows::give_up() {
@@ -225,6 +245,7 @@ void Rows::adopt(std::vector<uint8_t*>&& pages, uint32_t bucket, uint32_t n_buck
       }
     }
     generations_.assign(pages.size(), generation_);
+    touched_.assign(pages.size(), 1);
   } catch (...) {
     free_index();
     throw;
@@ -260,6 +281,7 @@ void Rows::touch_page(size_t p) {
     aside_[p] = pool_.take_zeroed(table_.page_bytes);
   }
   generations_[p] = generation_;
+  touched_[p] = 1;
 }
 
 void Rows::snapshot_begin(int64_t since, uint64_t next_generation) {
@@ -274,6 +296,8 @@ void Rows::snapshot_begin(int64_t since, uint64_t next_generation) {
   shot_.swap(changed_);
   changed_known_ = true;
   generation_ = next_generation;
+  tracking_ = true;
+  std::fill(touched_.begin(), touched_.end(), uint8_t(0));
 }
 
 uint32_t Rows::snapshot_next() const {

@@ -1,7 +1,7 @@
 // The rows of one table in one bucket: pages of slots, and an open-addressing index from key to slot.
 //
-// A slot never moves; a freed one is zeroed and used again. The next new row gets the lowest unused slot, so where rows
-// go depends on the pages alone, not on how they came to be: an owner that got the pages goes on as the old one would
+// A slot never moves; a freed one is zeroed and used again. The next new row gets the lowest unused slot of the pages
+// that have rows, else of the first page without: where rows go depends on the pages alone, not on how they came to be: an owner that got the pages goes on as the old one would
 // have. Pages and index belong to the pool and go with it. Not thread-safe: under the bucket's mutex, except `prefetch`.
 #pragma once
 #include <atomic>
@@ -19,7 +19,7 @@ class Rows {
  public:
   static constexpr uint32_t kNone = 0xffffffffu;
 
-  Rows(const Table& table, Pool& pool, uint64_t generation) : table_(table), pool_(pool), generation_(generation) {}
+  Rows(const Table& table, Pool& pool, uint64_t generation) : table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -29,6 +29,12 @@ class Rows {
   size_t end() const { return pages_.size() << table_.page_bits; }
   // Held by pages and index.
   size_t bytes() const { return page_bytes_ + index_bytes(); }
+  // Unused slots of the pages that have rows.
+  size_t free_slots() const { return page_bytes_ / table_.page_bytes * table_.slots() - count_; }
+  // What `n` more rows will add to bytes().
+  size_t bytes_for(size_t n) const;
+  // Grows whenever slots that were looked up may be others' by now.
+  uint64_t epoch() const { return epoch_; }
 
   // Four entries fill a cache line and are compared without a branch between them: a miss of the branch predictor
   // costs as much as the rest of a lookup. A group that has a free entry ends the search.
@@ -60,11 +66,12 @@ class Rows {
   float* state(uint32_t slot) const { return values(slot) + table_.dim; }
   uint32_t* meta(uint32_t slot) const { return reinterpret_cast<uint32_t*>(values(slot) + table_.dim + table_.state); }
 
-  // Before bytes of a slot's page change: marks the page as changed in this generation, and copies it aside first if a
-  // snapshot still has to read it (only then can it throw std::bad_alloc).
+  // Before bytes of a slot's page change: marks the page as changed in this generation (nobody asks before the first
+  // snapshot: it costs cache lines), and copies it aside first if a snapshot still has to read it (only then can it
+  // throw std::bad_alloc).
   void touch(uint32_t slot) {
-    const size_t p = slot >> table_.page_bits;
-    if (generations_[p] != generation_) touch_page(p);
+    if (!tracking_) return;
+    if (!touched_[slot >> table_.page_bits]) touch_page(slot >> table_.page_bits);
     changed_[slot >> 6] |= uint64_t(1) << (slot & 63);
   }
 
@@ -146,15 +153,19 @@ class Rows {
   std::atomic<uint64_t> mask_{0};  // groups - 1
   uint32_t count_ = 0;
   size_t page_bytes_ = 0;
-  size_t first_free_ = 0;  // pages below have no unused slot
+  uint64_t epoch_ = 0;
+  size_t first_free_ = 0;   // pages below have no unused slot, or no row
+  size_t first_empty_ = 0;  // pages below have rows
   std::vector<uint8_t*> pages_;
   std::vector<uint16_t> used_;  // slots of each page
   std::vector<uint64_t> generations_;  // of each page's last change
   uint64_t generation_;
+  bool tracking_;  // there was a snapshot
   std::vector<uint64_t> changed_;      // slots changed in this generation
   bool changed_known_ = true;          // false: pages came in it
   std::vector<uint64_t> shot_;         // while a snapshot is read: `changed_` of the generation that it ended
   bool shot_known_ = false;
+  std::vector<uint8_t> touched_;  // pages whose last change is of this generation: bytes, to stay in the cache
   std::vector<uint64_t> absent_;
   // While a snapshot is read: per page whether it still is to be, and its copy if it has changed since.
   std::vector<uint8_t> pending_;

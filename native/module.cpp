@@ -3,11 +3,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "arrays.h"
 #include "mirror_module.h"
@@ -54,7 +58,8 @@ const float* check_weights(const std::optional<Input>& weights, size_t n, bool m
   return w;
 }
 
-bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict o, int init, double a, double b) {
+bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict o, int init, double a, double b,
+                   std::tuple<uint32_t, uint32_t, uint32_t> life, int64_t candidates) {
   auto number = [&](const char* name) { return nb::cast<double>(o[name]); };
   Optimizer opt;
   opt.kind = optimizer;
@@ -71,9 +76,11 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   opt.l2 = number("l2");
   opt.beta = number("beta");
   if (dim < 1) malformed("dim must be in 1..65536");
-  const uint32_t id = table_arg(table);
+  const uint32_t id = table_arg(table), counted = table_arg(candidates);
   nb::gil_scoped_release free;
-  return s.declare(id, size_t(dim), opt, Init{init, a, b});
+  const auto [admit_after, expire_batches, expire_s] = life;
+  return s.declare(id, size_t(dim), opt, Init{init, a, b}, LifeCycle{admit_after, expire_batches, expire_s},
+                   counted);
 }
 
 nb::object store_open(Store& s, int64_t shard, int64_t start, int64_t lease) {
@@ -111,7 +118,7 @@ void store_pull(Store& s, int64_t table, const Input& keys, const Output& out) {
 }
 
 nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::bytes buckets, nb::list parts,
-                     bool skipped) {
+                     bool skipped, uint32_t now_s) {
   std::vector<PushPart> work;
   std::vector<Input> alive;  // arrays stay alive although the GIL is not held
   for (nb::handle item : parts) {
@@ -136,20 +143,20 @@ nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t le
   PushOutcome out;
   {
     nb::gil_scoped_release free;
-    out = s.push(shard, lo, hi, lease, bitmap, work, skipped);
+    out = s.push(shard, lo, hi, lease, bitmap, work, skipped, now_s);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
 }
 
-int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows) {
+int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows, uint32_t now_s) {
   const int64_t* k = vec<int64_t>(keys, "keys");
   const float* r = mat<float>(rows, "rows");
   const uint32_t id = table_arg(table);
   const size_t n = keys.shape(0);
   if (rows.shape(0) != n || rows.shape(1) != s.dim_of(id)) malformed("rows must be [keys, dim of the table]");
   nb::gil_scoped_release free;
-  return s.put_absent(id, k, r, n);
+  return s.put_absent(id, k, r, n, now_s);
 }
 
 void store_locate(Store& s, int64_t table, const Input& keys, const Output& slots) {
@@ -301,6 +308,7 @@ NB_MODULE(_native, m) {
     }
   });
   nb::exception<Recovering>(m, "Recovering");
+  nb::exception<Full>(m, "Full", PyExc_ValueError);
 
   nb::class_<Store> store(m, "Store");
   store
@@ -319,7 +327,8 @@ NB_MODULE(_native, m) {
       .def("open", &store_open, nb::arg("shard"), nb::arg("start"), nb::arg("lease"))
       .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("_push", &store_push)
-      .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert())
+      .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert(),
+           nb::arg("now_s") = 0)
       .def("locate", &store_locate, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("slots").noconvert())
       .def("release", &Store::release, nb::arg("shards"), nb::call_guard<nb::gil_scoped_release>())
       .def("watermarks", &store_watermarks, nb::arg("shard"))
@@ -329,6 +338,15 @@ NB_MODULE(_native, m) {
       .def("fingerprints", &store_fingerprints)
       .def("initialise", [](Store& s, int64_t table) { s.initialise(table_arg(table)); }, nb::arg("table"))
       .def("initialised", &Store::initialised)
+      .def("expire",
+           [](Store& s, int64_t bucket, uint32_t now_s, uint32_t max_slots) {
+             bool round = false;
+             const size_t freed = s.expire(bucket, now_s, max_slots, round);
+             return std::make_pair(freed, round);
+           },
+           nb::arg("bucket"), nb::arg("now_s"), nb::arg("max_slots") = 65536, nb::call_guard<nb::gil_scoped_release>())
+      .def("_set_limit", &Store::set_limit)
+      .def("used_bytes", &Store::used_bytes)
       .def("_counts", &store_counts);
   bind_contents(store);
   bind_mirror(store);

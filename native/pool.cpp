@@ -58,13 +58,18 @@ uint8_t* Pool::take_zeroed(size_t bytes) {
 
 uint8_t* Pool::take_block(size_t bytes, bool& fresh) {
   fresh = true;
-  if (bytes >= kOwnMapping) return map(bytes);
+  if (bytes >= kOwnMapping) {
+    uint8_t* block = map(bytes);
+    used_ += bytes;
+    return block;
+  }
   fresh = false;
   if (bytes & (bytes - 1)) {
     auto found = exact_.find(bytes);
     if (found != exact_.end() && !found->second.empty()) {
       uint8_t* block = found->second.back();
       found->second.pop_back();
+      used_ += bytes;
       return block;
     }
   }
@@ -72,8 +77,8 @@ uint8_t* Pool::take_block(size_t bytes, bool& fresh) {
     if (free_[c].empty()) continue;
     uint8_t* block = free_[c].back();
     free_[c].pop_back();
-    const size_t used = size_t(1) << log2_up(bytes);
-    give_piece(block + used, (size_t(1) << c) - used);
+    used_ += bytes;
+    give_piece(block + bytes, (size_t(1) << c) - bytes);
     return block;
   }
   if (left_ < bytes) {
@@ -88,12 +93,14 @@ uint8_t* Pool::take_block(size_t bytes, bool& fresh) {
   uint8_t* block = next_;
   next_ += bytes;
   left_ -= bytes;
+  used_ += bytes;
   return block;
 }
 
 void Pool::give(uint8_t* block, size_t bytes) {
   std::lock_guard<std::mutex> hold(mutex_);
   bytes = rounded(bytes);
+  used_ -= bytes;
   if (bytes >= kOwnMapping) {
     for (size_t i = 0; i < mappings_.size(); ++i) {
       if (mappings_[i].first != block) continue;

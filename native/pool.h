@@ -2,6 +2,7 @@
 // without them), cut into blocks. Freed blocks are reused: those of a power of two for anything, others (pages) for
 // blocks of the same size. Mappings live as long as the pool.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -25,6 +26,8 @@ class Pool {
   // `bytes` as given to take.
   void give(uint8_t* block, size_t bytes);
   size_t mapped_bytes() const;
+  // Taken and not given back.
+  size_t used_bytes() const { return used_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr size_t kHuge = size_t(2) << 20;
@@ -43,6 +46,7 @@ class Pool {
   uint8_t* next_ = nullptr;
   size_t left_ = 0;
   size_t mapped_ = 0;
+  std::atomic<size_t> used_{0};
 };
 
 }  // namespace everstep

@@ -30,6 +30,14 @@ void set_bit(std::string& bitmap, uint32_t b) { bitmap[b >> 3] = char(uint8_t(bi
 struct Run {
   uint32_t bucket;
   size_t begin, end;
+  uint64_t epoch;  // of the bucket's rows when the slots were looked up
+};
+
+// A key that has no row, and gets none in this push or one that it had to wait for.
+struct Sighting {
+  uint32_t i;     // place in `keys`
+  uint32_t slot;  // among the candidates
+  bool first, last;  // the candidate is made or freed
 };
 
 struct PartWork {
@@ -42,31 +50,64 @@ struct PartWork {
   std::vector<Run> runs;
   std::vector<uint32_t> made;  // places in `keys` of the rows made in the bucket at hand
   uint8_t* difference = nullptr;  // of the record of the key at the run's begin, for the bucket at hand
+  std::vector<Sighting> sightings;  // in the bucket at hand, as are the next
+  size_t updated = 0;
   size_t cursor = 0;
   size_t missing = 0;  // keys without a row yet
 
   Run at_hand{};  // of the bucket at hand; empty if it has no rows of this part
 
-  const Run* at(uint32_t bucket) {
+  Run* at(uint32_t bucket) {
     while (cursor < runs.size() && runs[cursor].bucket < bucket) ++cursor;
     return cursor < runs.size() && runs[cursor].bucket == bucket ? &runs[cursor] : nullptr;
   }
 };
 
-// Rows of one part in one bucket: looked up or updated while the next piece's lines are on their way.
+// Rows of one part in one bucket: looked up or updated while the next piece's lines are on their way. `nth`: of those
+// that are updated.
 struct Piece {
-  size_t part, begin, end;
+  size_t part, begin, end, nth;
 };
 
-void cut_pieces(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket, size_t size,
+void turn_to(std::vector<PartWork>& works, size_t n_parts, uint32_t bucket) {
+  for (size_t p = 0; p < n_parts; ++p) {
+    const Run* run = works[p].at(bucket);
+    works[p].at_hand = run ? *run : Run{bucket, 0, 0, 0};
+  }
+}
+
+void cut_pieces(const std::vector<PartWork>& works, size_t n_parts, size_t size, bool only_rows,
                 std::vector<Piece>& pieces) {
   pieces.clear();
   for (size_t p = 0; p < n_parts; ++p) {
-    const Run* run = works[p].at(bucket);
-    works[p].at_hand = run ? *run : Run{bucket, 0, 0};
-    if (!run) continue;
-    for (size_t at = run->begin; at < run->end; at += size)
-      pieces.push_back(Piece{p, at, std::min(run->end, at + size)});
+    const PartWork& work = works[p];
+    const size_t end = work.at_hand.end;
+    if (!only_rows || !work.table->candidates) {
+      for (size_t at = work.at_hand.begin; at < end; at += size)
+        pieces.push_back(Piece{p, at, std::min(end, at + size), at - work.at_hand.begin});
+      continue;
+    }
+    size_t nth = 0;
+    for (size_t at = work.at_hand.begin; at < end;) {
+      if (work.slots[at] == Rows::kNone) {
+        ++at;
+        continue;
+      }
+      size_t to = at + 1;
+      while (to < end && to - at < size && work.slots[to] != Rows::kNone) ++to;
+      pieces.push_back(Piece{p, at, to, nth});
+      nth += to - at;
+      at = to;
+    }
+  }
+}
+
+// Rows say when they were pushed last.
+void pushed(const Table& table, float* const* values, size_t n, int64_t clock, uint32_t now_s) {
+  for (size_t k = 0; k < n; ++k) {
+    auto* meta = reinterpret_cast<uint32_t*>(values[k] + table.dim + table.state);
+    meta[kPushedClock] = uint32_t(clock);
+    meta[kPushedAt] = table.life.expire_s ? now_s : 0;
   }
 }
 
@@ -81,53 +122,161 @@ void check_missing_unique(const PartWork& work) {
   if (twice != missing.end()) throw Malformed("key " + std::to_string(*twice) + " stands twice in one push");
 }
 
+// False: rows of these keys, or what was counted of them, are being rebuilt.
+bool all_here(const PartWork& work, const Bucket& bucket, size_t begin, size_t end) {
+  const Rows& rows = *bucket.rows[work.table->index];
+  const Rows* waiting = work.table->candidates ? bucket.rows[work.table->candidates->index].get() : nullptr;
+  for (size_t i = begin; rows.recovering() && i < end; ++i) {
+    if (work.slots[i] != Rows::kNone && rows.absent(work.slots[i])) return false;
+  }
+  for (size_t i = begin; waiting && waiting->recovering() && i < end; ++i) {
+    if (work.slots[i] != Rows::kNone) continue;
+    const uint32_t slot = waiting->find(work.part->keys[i], work.hashes[i]);
+    if (slot != Rows::kNone && waiting->absent(slot)) return false;
+  }
+  return true;
+}
+
+// How many of the missing keys of the run at hand get a row, and how many become candidates.
+void count_new(const PartWork& work, const Bucket& bucket, size_t& rows, size_t& candidates) {
+  rows = candidates = 0;
+  for (size_t i = work.at_hand.begin; work.missing && i < work.at_hand.end; ++i) {
+    if (work.slots[i] != Rows::kNone) continue;
+    if (!work.table->candidates) {
+      ++rows;
+      continue;
+    }
+    const Rows& waiting = *bucket.rows[work.table->candidates->index];
+    const uint32_t slot = waiting.find(work.part->keys[i], work.hashes[i]);
+    if (slot == Rows::kNone) {
+      ++candidates;
+    } else if (waiting.meta(slot)[kSightings] >= work.table->life.admit_after) {
+      ++rows;
+    }
+  }
+}
+
+// Looks the keys of the run at hand up again where others may have made or freed rows since the first time. False: rows
+// are being rebuilt.
+bool look_again(PartWork& work, const Bucket& bucket) {
+  const Rows& rows = *bucket.rows[work.table->index];
+  const bool all = rows.epoch() != work.at_hand.epoch;
+  for (size_t i = work.at_hand.begin; (all || work.missing) && i < work.at_hand.end; ++i) {
+    if (!all && work.slots[i] != Rows::kNone) continue;
+    work.slots[i] = rows.find(work.part->keys[i], work.hashes[i]);
+    work.missing += work.slots[i] == Rows::kNone;
+  }
+  return !all || all_here(work, bucket, work.at_hand.begin, work.at_hand.end);
+}
+
 // What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
-// all of a batch or nothing. Makes the rows that are missing and lays the difference out.
-void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, blob::Marks& marks,
-             const blob::Mark& mark, Change& change) {
-  for (size_t p = 0; p < n_parts; ++p) works[p].made.clear();
+// all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference out.
+void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s,
+             blob::Marks& marks, const blob::Mark& mark, Change& change) {
+  for (size_t p = 0; p < n_parts; ++p) {
+    works[p].made.clear();
+    works[p].sightings.clear();
+  }
+  thread_local std::vector<Change::Shape> shapes;
+  shapes.clear();
   try {
     for (size_t p = 0; p < n_parts; ++p) {
       PartWork& work = works[p];
+      const size_t begin = work.at_hand.begin, end = work.at_hand.end;
+      if (begin == end) continue;
       Rows& rows = *bucket.rows[work.table->index];
-      for (size_t i = work.at_hand.begin; work.missing && i < work.at_hand.end; ++i) {
-        uint32_t& slot = work.slots[i];
-        if (slot != Rows::kNone) continue;
-        slot = rows.find(work.part->keys[i], work.hashes[i]);
-        if (slot != Rows::kNone) continue;
+      Rows* waiting = work.table->candidates ? bucket.rows[work.table->candidates->index].get() : nullptr;
+      work.updated = end - begin;
+      for (size_t i = begin; work.missing && i < end; ++i) {
+        if (work.slots[i] != Rows::kNone) continue;
+        const int64_t key = work.part->keys[i];
+        if (waiting) {
+          uint32_t slot = waiting->find(key, work.hashes[i]);
+          const bool first = slot == Rows::kNone;
+          const bool last = !first && waiting->meta(slot)[kSightings] >= work.table->life.admit_after;
+          if (first) {
+            work.sightings.push_back(Sighting{uint32_t(i), Rows::kNone, true, false});
+            work.sightings.back().slot = waiting->insert(key, work.hashes[i], nullptr);
+          } else {
+            waiting->touch(slot);
+            work.sightings.push_back(Sighting{uint32_t(i), slot, false, last});
+          }
+          if (!last) {
+            --work.updated;
+            continue;
+          }
+        }
         work.made.push_back(uint32_t(i));
-        slot = rows.insert(work.part->keys[i], work.hashes[i], nullptr);
+        work.slots[i] = rows.insert(key, work.hashes[i], nullptr);
       }
       if (bucket.snapshot) {
-        for (size_t i = work.at_hand.begin; i < work.at_hand.end; ++i) rows.touch(work.slots[i]);
+        for (size_t i = begin; i < end; ++i) {
+          if (work.slots[i] != Rows::kNone) rows.touch(work.slots[i]);
+        }
       }
-    }
-    if (!bucket.protect) return;
-    thread_local std::vector<Change::Shape> shapes;
-    shapes.clear();
-    for (size_t p = 0; p < n_parts; ++p) {
-      const size_t n = works[p].at_hand.end - works[p].at_hand.begin;
-      if (n) shapes.push_back(Change::Shape{works[p].table, n, works[p].made.size()});
+      if (work.updated) shapes.push_back(Change::Shape{work.table, work.updated, work.made.size()});
+      size_t toggled = 0;
+      for (const Sighting& s : work.sightings) toggled += s.first || s.last;
+      if (!work.sightings.empty())
+        shapes.push_back(Change::Shape{work.table->candidates, work.sightings.size(), toggled});
     }
     marks.shards.push_back(mark);
-    change.lay_out(b, bucket.seq + 1, marks, shapes);
+    if (bucket.protect) change.lay_out(b, bucket.seq + 1, marks, shapes);
   } catch (...) {
     for (size_t p = 0; p < n_parts; ++p) {
       for (uint32_t i : works[p].made) {
         if (works[p].slots[i] != Rows::kNone) bucket.rows[works[p].table->index]->erase(works[p].slots[i]);
       }
+      for (const Sighting& s : works[p].sightings) {
+        if (s.first && s.slot != Rows::kNone) bucket.rows[works[p].table->candidates->index]->erase(s.slot);
+      }
     }
     throw;
   }
+
+  // From here on nothing fails.
   size_t place_no = 0;
   for (size_t p = 0; p < n_parts; ++p) {
     PartWork& work = works[p];
-    const size_t begin = work.at_hand.begin, n = work.at_hand.end - begin;
-    if (!n) continue;
-    Change::Place& place = change.place(place_no++);
-    work.difference = place.records;
-    std::memcpy(place.slots, work.slots.data() + begin, n * 4);
-    for (uint32_t i : work.made) change.row(place, i - begin, work.slots[i], true, work.part->keys[i]);
+    const size_t begin = work.at_hand.begin, end = work.at_hand.end;
+    if (begin == end) continue;
+    if (work.updated && bucket.protect) {
+      Change::Place& place = change.place(place_no++);
+      work.difference = place.records;
+      if (work.updated == end - begin) {
+        std::memcpy(place.slots, work.slots.data() + begin, work.updated * 4);
+        for (uint32_t i : work.made) change.row(place, i - begin, work.slots[i], true, work.part->keys[i]);
+      } else {
+        auto made = work.made.begin();
+        for (size_t i = begin, nth = 0; i < end; ++i) {
+          if (work.slots[i] == Rows::kNone) continue;
+          const bool is_made = made != work.made.end() && *made == i;
+          change.row(place, nth++, work.slots[i], is_made, work.part->keys[i]);
+          if (is_made) ++made;
+        }
+      }
+    }
+    if (work.sightings.empty()) continue;
+    Rows& waiting = *bucket.rows[work.table->candidates->index];
+    const size_t width = work.table->candidates->record_bytes;
+    Change::Place* place = bucket.protect ? &change.place(place_no++) : nullptr;
+    for (size_t k = 0; k < work.sightings.size(); ++k) {
+      const Sighting& s = work.sightings[k];
+      uint8_t* record = waiting.record(s.slot);
+      if (place) {
+        change.row(*place, k, s.slot, s.first || s.last, work.part->keys[s.i]);
+        std::memcpy(place->records + k * width, record, width);  // zero for a first sighting
+      }
+      if (s.last) {
+        waiting.erase(s.slot);
+        continue;
+      }
+      uint32_t* meta = waiting.meta(s.slot);
+      meta[kPushedClock] = uint32_t(marks.clock);
+      meta[kPushedAt] = work.table->life.expire_s ? now_s : 0;
+      ++meta[kSightings];
+      if (place) xor_bytes(place->records + k * width, record, width);
+    }
   }
 }
 
@@ -141,7 +290,7 @@ uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi) {
 }
 
 PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& addressed,
-                        const std::vector<PushPart>& parts, bool skipped) {
+                        const std::vector<PushPart>& parts, bool skipped, uint32_t now_s) {
   if (shard < 0 || lease < 0) throw Malformed("shard and lease must not be negative");
   if (lo < 0 || hi <= lo || hi - lo > kMaxBatch)
     throw Malformed("[" + std::to_string(lo) + ", " + std::to_string(hi) + ") is not a range of at most 2^24 samples");
@@ -192,7 +341,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
         if (!work.runs.empty() && work.runs.back().bucket > b) throw Malformed("keys are not grouped by ascending bucket");
         if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
         if (!is_addressed(b)) throw Malformed("a key's bucket is not among those addressed");
-        work.runs.push_back(Run{b, i, i + 1});
+        work.runs.push_back(Run{b, i, i + 1, 0});
       } else {
         work.runs.back().end = i + 1;
       }
@@ -208,8 +357,12 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
   thread_local std::vector<Piece> pieces;
   thread_local std::vector<uint64_t> seen_slots;
   Change change(outbox_);
+  const size_t limit = limit_.load(std::memory_order_relaxed);
+  size_t more = 0;  // bytes that the new rows need
+  const Table* cannot_grow = nullptr;
   for (uint32_t b = 0; b < n_buckets_; ++b) {
-    cut_pieces(works, parts.size(), b, size_t(1) << 40, pieces);
+    turn_to(works, parts.size(), b);
+    cut_pieces(works, parts.size(), size_t(1) << 40, false, pieces);
     if (pieces.empty()) continue;
     Bucket& bucket = buckets_[b];
     auto prefetch = [&](const Piece& piece) {
@@ -224,6 +377,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       if (q + 1 < pieces.size()) prefetch(pieces[q + 1]);
       PartWork& work = works[pieces[q].part];
       Rows& rows = *bucket.rows[work.table->index];
+      work.at(b)->epoch = rows.epoch();
       // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is cleared.
       if (seen_slots.size() * 64 < rows.end()) seen_slots.resize(rows.end() / 64 + 1);
       bool here = true;
@@ -238,20 +392,35 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
         twice |= (seen_slots[slot >> 6] & bit) != 0;
         seen_slots[slot >> 6] |= bit;
       }
-      if (rows.recovering()) {
-        for (size_t i = pieces[q].begin; i < pieces[q].end; ++i)
-          here &= work.slots[i] == Rows::kNone || !rows.absent(work.slots[i]);
-      }
+      here &= all_here(work, bucket, pieces[q].begin, pieces[q].end);
       for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {
         if (work.slots[i] != Rows::kNone) seen_slots[work.slots[i] >> 6] = 0;
       }
       if (!here) throw Recovering("rows of bucket " + std::to_string(b) + " that are pushed are being rebuilt");
     }
     if (twice) throw Malformed("a key stands twice in one push");
+    for (size_t q = 0; limit && q < pieces.size(); ++q) {
+      const PartWork& work = works[pieces[q].part];
+      size_t counts[2];
+      count_new(work, bucket, counts[0], counts[1]);
+      const Table* tables[2] = {work.table, work.table->candidates};
+      const size_t n = work.at_hand.end - work.at_hand.begin;
+      for (int k = 0; k < 2; ++k) {
+        if (!counts[k]) continue;
+        const Rows& rows = *bucket.rows[tables[k]->index];
+        more += rows.bytes_for(counts[k]);
+        // Even if all rows but those of this push made room.
+        if (counts[k] > rows.free_slots() && (!tables[k]->meta || rows.count() + rows.free_slots() < counts[k] + n))
+          cannot_grow = tables[k];
+      }
+    }
   }
   for (size_t p = 0; p < parts.size(); ++p) {
     works[p].cursor = 0;
     check_missing_unique(works[p]);
+  }
+  if (limit && more && pool_.used_bytes() + more > limit) {
+    if (!evict_ || cannot_grow) full(cannot_grow ? *cannot_grow : *works[0].table);
   }
 
   // 2. Bucket by bucket: fence, watermark, rows, fingerprint in one critical section.
@@ -284,11 +453,43 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       }
       continue;
     }
-    cut_pieces(works, parts.size(), b, kBlock, pieces);
+    turn_to(works, parts.size(), b);
+    bool here = true;
+    for (size_t p = 0; p < parts.size(); ++p) here &= look_again(works[p], bucket);
+    if (!here) {
+      out.moved = true;  // it went and came back meanwhile
+      continue;
+    }
+    if (limit && evict_) {
+      auto each_growing = [&](auto&& call) {
+        for (size_t p = 0; p < parts.size(); ++p) {
+          size_t counts[2];
+          count_new(works[p], bucket, counts[0], counts[1]);
+          const Table* tables[2] = {works[p].table, works[p].table->candidates};
+          for (int k = 0; k < 2; ++k) {
+            if (counts[k]) call(works[p], *bucket.rows[tables[k]->index], counts[k]);
+          }
+        }
+      };
+      size_t need = 0;
+      each_growing([&](const PartWork&, Rows& rows, size_t n) { need += rows.bytes_for(n); });
+      if (need && pool_.used_bytes() + need > limit) {
+        each_growing([&](const PartWork& work, Rows& rows, size_t n) {
+          std::vector<uint32_t> keep;
+          for (size_t i = work.at_hand.begin; i < work.at_hand.end; ++i) {
+            const bool candidate = &rows.table() != work.table;
+            const uint32_t slot = candidate ? rows.find(work.part->keys[i], work.hashes[i]) : work.slots[i];
+            if (slot != Rows::kNone) keep.push_back(slot);
+          }
+          make_room(b, bucket, rows, n, std::move(keep));
+        });
+      }
+    }
     blob::Marks marks;
     marks.fingerprint = bucket.fingerprint + fingerprint;
     marks.clock = bucket.clock + 1;
-    prepare(works, parts.size(), b, bucket, marks, blob::Mark{shard, hi, lease}, change);
+    prepare(works, parts.size(), b, bucket, now_s, marks, blob::Mark{shard, hi, lease}, change);
+    cut_pieces(works, parts.size(), kBlock, true, pieces);
     float* values[2][kBlock];
     float* state[2][kBlock];
     auto fetch = [&](size_t q) {
@@ -314,16 +515,18 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       const float* grads = work.part->grads + piece.begin * table.dim;
       if (!bucket.protect) {
         kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+        if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
         continue;
       }
       // The old record waits where its difference will be; both are in the cache still when the new one is there.
-      uint8_t* difference = work.difference + (piece.begin - work.at_hand.begin) * table.record_bytes;
+      uint8_t* difference = work.difference + piece.nth * table.record_bytes;
       for (size_t k = 0; k < n; ++k)
         std::memcpy(difference + k * table.record_bytes, values[q & 1][k], table.record_bytes);
       for (auto at = std::lower_bound(work.made.begin(), work.made.end(), piece.begin);
            at != work.made.end() && *at < piece.end; ++at)
         std::memset(difference + (*at - piece.begin) * table.record_bytes, 0, table.record_bytes);
       kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+      if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
       for (size_t k = 0; k < n; ++k)
         xor_bytes(difference + k * table.record_bytes, reinterpret_cast<uint8_t*>(values[q & 1][k]),
                   table.record_bytes);

@@ -145,13 +145,16 @@ void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& e
   }
 }
 
-bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init) {
+bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init, const LifeCycle& life,
+                    uint32_t candidates) {
   if (dim == 0 || dim > 65536) throw Malformed("dim must be in 1..65536");
   if (optimizer.kind < 0 || optimizer.kind >= kOptimizerKinds) throw Malformed("unknown optimizer");
   if (init.kind < 0 || init.kind >= kInitKinds) throw Malformed("unknown init");
   std::unique_lock<std::shared_mutex> hold(tables_mutex_);
   if (tables_.count(id)) return false;  // the caller compares the specs
-  if (tables_.size() == kMaxTables) throw Malformed("a job has at most 1024 tables");
+  if (tables_.size() + 2 > kMaxTables) throw Malformed("a job has at most 1024 tables");
+  if (life.admit_after && (tables_.count(candidates) || candidates == id))
+    throw Malformed("the id of the candidates of table " + std::to_string(id) + " is taken: give it another name");
   auto table = std::make_unique<Table>();
   Table& t = *table;
   t.id = id;
@@ -168,6 +171,8 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
     case kFtrl: t.state = 2 * dim; break;
     default: t.state = 2 * dim + 1;
   }
+  t.life = life;
+  t.meta = life.any() ? kSightings : 0;
   t.lay_out();
   if (optimizer.kind == kAdam || optimizer.kind == kAdamW) {
     for (size_t step = 0; step < kBiasRows; ++step) {
@@ -183,11 +188,26 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
     t.optimizer.bias_n = t.bias1.size();
     t.optimizer.bias_late = late_bias;
   }
-  for (uint32_t b = 0; b < n_buckets_; ++b) {
-    std::lock_guard<std::mutex> bucket_hold(buckets_[b].mutex);
-    buckets_[b].rows.push_back(std::make_unique<Rows>(t, pool_, buckets_[b].generation));
+  auto give_to_all = [&](std::unique_ptr<Table> made) {
+    for (uint32_t b = 0; b < n_buckets_; ++b) {
+      std::lock_guard<std::mutex> bucket_hold(buckets_[b].mutex);
+      buckets_[b].rows.push_back(std::make_unique<Rows>(*made, pool_, buckets_[b].generation));
+    }
+    tables_.emplace(made->id, std::move(made));
+  };
+  std::unique_ptr<Table> counts;
+  if (life.admit_after) {
+    counts = std::make_unique<Table>();
+    counts->id = candidates;
+    counts->index = t.index + 1;
+    counts->salt = t.salt;  // the bucket of a key is that of its row
+    counts->life = life;
+    counts->meta = kCandidateMeta;
+    counts->lay_out();
+    t.candidates = counts.get();
   }
-  tables_.emplace(id, std::move(table));
+  give_to_all(std::move(table));
+  if (counts) give_to_all(std::move(counts));
   return true;
 }
 
@@ -264,7 +284,7 @@ void Store::locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots
   }, no_end);
 }
 
-int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* values, size_t n) {
+int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* values, size_t n, uint32_t now_s) {
   const Table& t = table_of(table);
   if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("initial rows hold NaN or Inf");
   int64_t total = 0;
@@ -275,6 +295,8 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
       for (size_t k = 0; k < m; ++k) {
         if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
         if (rows.find(keys[first + k], hashes[k]) != Rows::kNone) continue;
+        const size_t limit = limit_.load(std::memory_order_relaxed);
+        if (limit && pool_.used_bytes() + rows.bytes_for(1) > limit) full(t);
         made.push_back(rows.insert(keys[first + k], hashes[k], values + (first + k) * t.dim));
       }
     } catch (...) {
@@ -284,6 +306,10 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
   };
   auto log = [&](uint32_t b, Bucket& bucket, Rows& rows) {
     if (made.empty()) return;
+    for (size_t i = 0; t.meta && i < made.size(); ++i) {
+      rows.meta(made[i])[kPushedClock] = uint32_t(bucket.clock);
+      rows.meta(made[i])[kPushedAt] = t.life.expire_s ? now_s : 0;
+    }
     try {
       log_rows(b, bucket, rows, made);
     } catch (...) {

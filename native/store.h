@@ -4,7 +4,7 @@
 // A bucket is one critical section: every method below takes a bucket's mutex for what it does to that bucket, and
 // nothing else of it is shared. Lock order: open_mutex_, tables_mutex_ > a bucket's
 // mutex > the outbox's and the pool's mutex.
-// Methods lie in store.cpp (what workers ask), push.cpp, and contents.cpp (what becomes of whole buckets).
+// Methods lie in store.cpp (what workers ask), push.cpp, lifecycle.cpp and contents.cpp (what becomes of whole buckets).
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -27,6 +27,10 @@
 namespace everstep {
 
 struct NotOwned : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// There is no memory for the rows that a request would make; it changed nothing.
+struct Full : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 // Rows that a request needs are still being rebuilt: ask for them (`missing`), then try again.
@@ -80,14 +84,15 @@ class Store {
 
   void own(const std::vector<int64_t>& buckets);
   std::vector<int32_t> owned() const;
-  // False if the table was there.
-  bool declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init);
+  // False if the table was there. `candidates`: id of the table that counts keys without a row, if `life` admits late.
+  bool declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init, const LifeCycle& life = {},
+               uint32_t candidates = 0);
   bool open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);
   // Rows as they are; those that no push or put has made yet, as they begin. Makes none.
   void pull(uint32_t table, const int64_t* keys, size_t n, float* out);
   PushOutcome push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& buckets,
-                   const std::vector<PushPart>& parts, bool skipped);
-  int64_t put_absent(uint32_t table, const int64_t* keys, const float* rows, size_t n);
+                   const std::vector<PushPart>& parts, bool skipped, uint32_t now_s = 0);
+  int64_t put_absent(uint32_t table, const int64_t* keys, const float* rows, size_t n, uint32_t now_s = 0);
   void locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots);
   void release(const std::vector<int64_t>& shards);
   bool watermarks(int64_t shard, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);
@@ -106,6 +111,15 @@ class Store {
   size_t mapped_bytes() const { return pool_.mapped_bytes(); }
   uint64_t pushes() const { return pushes_.load(); }
   uint64_t pulls() const { return pulls_.load(); }
+
+  // ---- life cycle (lifecycle.cpp)
+  // Looks at up to `max_slots` slots of the bucket, from where the last call ended, and frees rows that are over; how
+  // many. `round`: the end was reached, the next call begins anew.
+  size_t expire(int64_t bucket, uint32_t now_s, size_t max_slots, bool& round);
+  // A ceiling for all memory of the store (0: none). `evict`: a bucket's rows that were pushed least recently make room
+  // for new ones of the same table, if it has a life cycle. Else, and where that does not do, Full.
+  void set_limit(size_t bytes, bool evict);
+  size_t used_bytes() const { return pool_.used_bytes(); }
 
   // ---- differences and contents (contents.cpp)
   Outbox& outbox() { return outbox_; }
@@ -169,6 +183,10 @@ class Store {
     changed.shards.push_back(blob::Mark{shard, mark.watermark, mark.fence});
     log_marks(b, bucket, std::move(changed));
   }
+  void free_rows(uint32_t b, Bucket& bucket, Rows& rows, const std::vector<uint32_t>& slots);
+  [[noreturn]] void full(const Table& table) const;
+  // Before `n` rows are made: frees some if the ceiling demands it, none of `keep`.
+  void make_room(uint32_t b, Bucket& bucket, Rows& rows, size_t n, std::vector<uint32_t> keep);
   void log_rows(uint32_t b, Bucket& bucket, const Rows& rows, const std::vector<uint32_t>& made);
   template <class Each, class End>
   void each_run(const Table& table, const int64_t* keys, size_t n, Each&& each, End&& end_of);
@@ -193,6 +211,8 @@ class Store {
   std::mutex open_mutex_;  // open and release: a shard cannot be opened while it is being released
   ShardSet released_;
   std::atomic<uint64_t> pushes_{0}, pulls_{0};
+  std::atomic<size_t> limit_{0};
+  std::atomic<bool> evict_{false};
 
  public:
   // Mirrors of buckets that are elsewhere (mirror.h), in pages of this store's pool. Lock order: a mirror's > a bucket's.

@@ -22,6 +22,18 @@ struct Init {
   double a = 0, b = 0;
 };
 
+// When rows are made and freed. 0: off.
+struct LifeCycle {
+  uint32_t admit_after = 0;     // pushes of a key that only count it, before its row is made
+  uint32_t expire_batches = 0;  // pushes of its bucket without it after which a row may be freed
+  uint32_t expire_s = 0;        // the same in seconds
+
+  bool any() const { return admit_after || expire_batches || expire_s; }
+};
+
+// The meta words of a record: that of a table with a life cycle has the first two, that of a candidate all.
+enum Meta : int { kPushedClock = 0, kPushedAt, kSightings, kCandidateMeta };
+
 // A page holds 2^page_bits slots: the head = bitmap of used slots (padded to 64 bytes) and their keys int64; then the
 // body = records, each float32 values[dim], float32 state[state], uint32 meta[meta]: an update touches one place in
 // memory. Whatever is not used is zero bytes, so that pages XOR. page_bits follows from the record's size alone.
@@ -32,6 +44,10 @@ struct Table {
   uint64_t salt = 0, row_seed = 0;
   Optimizer optimizer;
   Init init;
+  LifeCycle life;
+  // Counts the pushes of keys that have no row yet: records of meta alone, in the buckets of this table's keys. Null: every
+  // key is admitted at once.
+  const Table* candidates = nullptr;
   int page_bits = 0;
   size_t record_bytes = 0, keys_at = 0, head_bytes = 0, page_bytes = 0;
   std::vector<double> bias1;

@@ -35,6 +35,8 @@ INITS = [
     InitSpec(InitKind.UNIFORM, -0.5, 0.25),
     InitSpec(InitKind.NORMAL, 0.1, 2.0),
 ]
+# admit_after, expire_batches, expire_s
+LIVES = [(0, 0, 0), (0, 0, 0), (1, 0, 0), (2, 3, 0), (0, 2, 0), (0, 0, 5), (3, 4, 4)]
 
 
 def same(a: Any, b: Any) -> None:
@@ -62,6 +64,15 @@ def both(stores: list[Any], call: Any, refusals: bool = True) -> Any:
     return answers[0]
 
 
+def blobs(store: Store) -> list[bytes]:
+    """All that waits in the outbox."""
+    out = []
+    while store.wait_outbox(0):
+        _, entries, data = store.take_outbox(1 << 20)
+        out += [data[at : at + n].tobytes() for *_, at, n in entries]
+    return out
+
+
 def all_rows(stores: list[Any], tables: list[TableSpec]) -> None:
     for spec in tables:
         for b in OWNED:
@@ -79,11 +90,20 @@ def test_random_operations_agree(data: st.DataObject) -> None:
     tables = []
     for i in range(draw(st.integers(1, 3), "tables")):
         opt, init = draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(INITS))
-        tables.append(TableSpec(f"t{i}", draw(st.sampled_from([1, 3, 16, 19, 32, 64])), opt, init))
+        admit, batches, seconds = draw(st.sampled_from(LIVES))
+        dim = draw(st.sampled_from([1, 3, 16, 19, 32, 64, 900]))
+        life = {"admit_after": admit, "expire_batches": batches, "expire_s": seconds}
+        tables.append(TableSpec(f"t{i}", dim, opt, init, **life))
         assert both(stores, lambda s: s.declare(tables[-1])) is True
     shards = [shard_key(0, 0, 0), shard_key(0, 0, 1), shard_key(1, 3, 0)]
     shard_of, position, lease = st.sampled_from(shards), st.integers(0, 12), st.integers(1, 4)
     rng = np.random.default_rng(draw(st.integers(0, 2**32), "values"))
+    protected = draw(st.sampled_from([(), OWNED[:3], OWNED]), "protected")
+    for store in stores:
+        store.protect(protected, True)
+    ceiling = draw(st.sampled_from([0, 0, 40_000, 200_000, 800_000]), "ceiling")
+    both(stores, lambda s, how=draw(st.sampled_from(["error", "evict"])): s.set_limit(ceiling, how))
+    now_s = 100
 
     def keys_of(spec: TableSpec, among: tuple[int, ...], tidy: bool) -> np.ndarray:
         keys = np.unique(rng.integers(-30, 30, rng.integers(0, 40)))
@@ -96,7 +116,9 @@ def test_random_operations_agree(data: st.DataObject) -> None:
 
     for _ in range(draw(st.integers(1, 25), "operations")):
         spec = tables[rng.integers(len(tables))]
-        match draw(st.sampled_from(["open", "push", "push", "push", "pull", "put", "release", "marks"])):
+        match draw(
+            st.sampled_from(["open", "push", "push", "push", "pull", "put", "release", "marks", "expire", "mark"])
+        ):
             case "open":
                 shard, start, no = draw(shard_of), draw(st.sampled_from([0, 0, 4])), draw(lease)
                 both(stores, lambda s, a=(shard, start, no): s.open(*a))
@@ -114,7 +136,7 @@ def test_random_operations_agree(data: st.DataObject) -> None:
                         grads[rng.integers(len(keys)), rng.integers(t.dim)] = rng.choice([np.nan, np.inf, -np.inf])
                     parts.append((t.id, keys, grads, draw(st.sampled_from([-1.0, 0.05]))))
                 skipped = not parts and draw(st.booleans())
-                args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped)
+                args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped, now_s)
                 both(stores, lambda s, a=args: s.push(*a), refusals=tidy)
             case "pull":
                 keys = keys_of(spec, OWNED, draw(st.booleans()))
@@ -129,10 +151,18 @@ def test_random_operations_agree(data: st.DataObject) -> None:
             case "release":
                 gone = [draw(shard_of)]
                 both(stores, lambda s, g=gone: s.release(g))
+            case "expire":
+                now_s += draw(st.integers(0, 4))
+                b, most = draw(st.sampled_from(OWNED)), draw(st.sampled_from([1, 7, 100, 1 << 16]))
+                both(stores, lambda s, b=b, now_s=now_s, most=most: s.expire(b, now_s, most))
+            case "mark":
+                both(stores, lambda s, t=spec: (s.initialise(t.id), s.initialised()))
             case "marks":
                 both(stores, lambda s, k=draw(shard_of): s.watermarks(k))
         both(stores, lambda s: s.shards())
         both(stores, lambda s: s.fingerprints())
+        both(stores, lambda s: s.used_bytes())
+        assert blobs(stores[0]) == stores[1].take()
         for b in OWNED:
             both(stores, lambda s, b=b: (s.seq(b), s.marks(b), s.digest(b), s.content_digest(b)))
     all_rows(stores, tables)

@@ -70,7 +70,12 @@ class InitSpec(msgspec.Struct, frozen=True):
 
 
 class TableSpec(msgspec.Struct, frozen=True):
-    """A named set of rows ``key (int64) -> float32[dim]``."""
+    """A named set of rows ``key (int64) -> float32[dim]``.
+
+    Life cycle: a bucket counts the pushes it applied. ``admit_after``: so many pushes of a key only count it, their
+    gradients are dropped; the next one makes its row. ``expire_batches``, ``expire_s``: a row that no push touched for
+    so many pushes of its bucket, or seconds, may be freed; should its key come back, it begins anew. 0: off.
+    """
 
     name: str
     dim: int
@@ -79,10 +84,23 @@ class TableSpec(msgspec.Struct, frozen=True):
     rows: int | None = None  # None: no vocabulary, any int64 is a key
     dense: bool = False  # rows of a flattened tensor; every push touches all of them
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of a dense table: name and shape, in the flat order
+    admit_after: int = 0
+    expire_batches: int = 0
+    expire_s: int = 0
 
     @property
     def id(self) -> TableId:
         return table_id(self.name)
+
+    @property
+    def candidates_id(self) -> TableId:
+        """Of the table that counts the pushes of keys that have no row yet."""
+        return table_id(f"{self.name}\0candidates")
+
+    @property
+    def has_life_cycle(self) -> bool:
+        """Its records say when they were pushed last."""
+        return self.admit_after > 0 or self.expire_batches > 0 or self.expire_s > 0
 
 
 def table_id(name: str) -> TableId:

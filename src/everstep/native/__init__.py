@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, OptimizerKind, TableSpec
 from everstep.native import _native
 from everstep.native._native import (
+    Full,
     Recovering,
     bag_backward,
     bag_forward,
@@ -44,6 +45,7 @@ from everstep.native.blob import Kind, check_seal, seal
 from everstep.native.ledger import Ledger, PushResult, batch_fingerprint, bitmap, bitmap_buckets, mix64
 
 __all__ = [
+    "Full",
     "Kind",
     "Ledger",
     "PushResult",
@@ -87,6 +89,11 @@ def check_spec(spec: TableSpec) -> None:
     for name, value in msgspec.structs.asdict(o).items():
         if isinstance(value, float) and not (np.isfinite(value) and value >= 0):
             raise ValueError(f"table {spec.name!r}: {name}={value} of its optimizer must be finite and >= 0")
+    for name in ("admit_after", "expire_batches", "expire_s"):
+        if not 0 <= getattr(spec, name) < 1 << 31:
+            raise ValueError(f"table {spec.name!r}: {name}={getattr(spec, name)} must be in 0..2^31 - 1")
+    if spec.dense and spec.has_life_cycle:
+        raise ValueError(f"table {spec.name!r}: rows of a dense tensor cannot be admitted late or expire")
     if o.beta1 >= 1 or o.beta2 >= 1:
         raise ValueError(f"table {spec.name!r}: betas ({o.beta1}, {o.beta2}) must be below 1")
     if o.nesterov and (o.momentum <= 0 or o.dampening != 0):
@@ -111,6 +118,9 @@ class Store(_native.Store):
       ``shards()``, ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``,
       ``fingerprints() -> u64[n_buckets]``, ``initialise(table)``, ``initialised() -> tables`` (marked in every owned
       bucket). Recovering: rows of it are still being rebuilt; nothing was changed.
+    - life cycle: ``expire(bucket, now_s, max_slots=65536) -> (freed, round)``: looks at so many slots, from where the
+      last call ended, and frees rows and candidates that nobody pushed for as long as their table says; round: the end
+      was reached. ``set_limit``; ``used_bytes()``: what counts against it.
     - differences: ``protect(buckets, on)``: every change of these buckets goes to the outbox, as a blob (``blob.py``).
       ``outbox_ticket()``: entries so far; ``wait_outbox(timeout_s)``; ``take_outbox(max_bytes) -> (first_ticket,
       [(bucket, seq, kind, offset, length)], bytes u8)``: removes entries from the front (at least one, if there is
@@ -164,7 +174,18 @@ class Store(_native.Store):
             o = spec.optimizer
             options = {k: v for k, v in msgspec.structs.asdict(o).items() if k != "kind"}
             init = spec.init
-            super()._declare(spec.id, spec.dim, _OPTIMIZERS[o.kind], options, _INITS[init.kind], init.a, init.b)
+            life = (spec.admit_after, spec.expire_batches, spec.expire_s)
+            super()._declare(
+                spec.id,
+                spec.dim,
+                _OPTIMIZERS[o.kind],
+                options,
+                _INITS[init.kind],
+                init.a,
+                init.b,
+                life,
+                spec.candidates_id,
+            )
             self._specs[spec.id] = spec
             return True
 
@@ -172,6 +193,14 @@ class Store(_native.Store):
         """Declared tables, in the order of their declaration."""
         with self._specs_lock:
             return list(self._specs.values())
+
+    def tables(self) -> list[int]:
+        """Ids of all tables that a bucket's contents lie in: of the specs, and of the candidates of late admission."""
+        return [
+            table
+            for spec in self.specs()
+            for table in ((spec.id, spec.candidates_id) if spec.admit_after else (spec.id,))
+        ]
 
     def push(
         self,
@@ -182,17 +211,19 @@ class Store(_native.Store):
         buckets: bytes,
         parts: Sequence[PushPart],
         skipped: bool = False,
+        now_s: int = 0,
     ) -> PushResult:
         """Apply the gradients of ``[lo, hi)``. Per addressed bucket (``buckets``: bitmap, b"": all owned), in one
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
 
         ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
         table's own). A table stands once. Rows of buckets that are not addressed are left out: a batch that is pushed
-        again, to the buckets behind, has the rows of all. Malformed: ValueError, and nothing was applied, in no bucket.
+        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. Malformed,
+        or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
         """
         if buckets and parts:
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
-        return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped))
+        return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s))
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
         """The rows of a part whose buckets are in the bitmap; the part itself if all are."""
@@ -228,6 +259,14 @@ class Store(_native.Store):
                 super()._load_end(bucket, b"")  # forgets what was loaded
             raise
         super()._load_end(bucket, marks)
+
+    def set_limit(self, n_bytes: int, on_full: Literal["error", "evict"] = "error") -> None:
+        """A ceiling for all memory of the store (0: none). Where new rows would need more: "error" refuses the push
+        (Full), "evict" frees rows of the same table and bucket that were pushed least recently, if it has a life cycle.
+        """
+        if n_bytes < 0 or on_full not in ("error", "evict"):
+            raise ValueError(f"a ceiling of {n_bytes} bytes, on_full={on_full!r}: not negative, 'error' or 'evict'")
+        super()._set_limit(n_bytes, on_full == "evict")
 
     def stats(self) -> StoreStats:
         counts = super()._counts()

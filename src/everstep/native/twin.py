@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import PushPart, StoreStats, check_spec
+from everstep.native import Full, PushPart, StoreStats, check_spec
 from everstep.native.blob import Blob, Kind, Marks, Part, build, seal
 from everstep.native.ledger import Ledger, PushResult
 from everstep.native.ledger import mix64 as mix64_int
@@ -189,18 +189,52 @@ def _align64(n: int) -> int:
 
 
 class TwinRows:
-    """Rows of one table in one bucket: a new row gets the lowest unused slot."""
+    """Rows of one table in one bucket. A new row gets the lowest unused slot of the pages that have rows, else of the
+    first page without. ``spec``: whose life cycle they have; ``candidates``: they only count pushes."""
 
-    def __init__(self, table: int, layout: Layout) -> None:
+    def __init__(self, table: int, layout: Layout, spec: TableSpec, candidates: bool = False) -> None:
         self.table = table
         self.layout = layout
+        self.spec = spec
+        self.candidates = candidates
         self.slots: list[_Row | None] = []
         self.index: dict[int, int] = {}
+        self.index_size = 0
+        self.expire_slot = 0
+
+    def empty(self) -> TwinRows:
+        return TwinRows(self.table, self.layout, self.spec, self.candidates)
+
+    def _page_counts(self) -> list[int]:
+        n = 1 << self.layout.page_bits
+        return [sum(r is not None for r in self.slots[i : i + n]) for i in range(0, len(self.slots), n)]
+
+    @property
+    def free_slots(self) -> int:
+        """Unused ones of the pages that have rows."""
+        return sum(c > 0 for c in self._page_counts()) * (1 << self.layout.page_bits) - len(self.index)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(c > 0 for c in self._page_counts()) * self.layout.page_bytes + self.index_size * 16
+
+    def bytes_for(self, n: int) -> int:
+        """What n more rows add to ``held_bytes``."""
+        slots, size = 1 << self.layout.page_bits, self.index_size
+        while n and (len(self.index) + n) * 10 > size * 7:
+            size = size * 2 or 16
+        pages = -(-max(0, n - self.free_slots) // slots)
+        return pages * self.layout.page_bytes + (size - self.index_size) * 16
 
     def insert(self, row: _Row) -> int:
-        slot = next((i for i, r in enumerate(self.slots) if r is None), len(self.slots))
-        if slot == len(self.slots):
-            self.slots.append(None)
+        while (len(self.index) + 1) * 10 > self.index_size * 7:
+            self.index_size = self.index_size * 2 or 16
+        slots, counts = 1 << self.layout.page_bits, self._page_counts()
+        page = next((p for p, c in enumerate(counts) if 0 < c < slots), None)
+        if page is None:
+            page = next((p for p, c in enumerate(counts) if c == 0), len(counts))
+        self.slots += [None] * max(0, (page + 1) * slots - len(self.slots))
+        slot = next(s for s in range(page * slots, (page + 1) * slots) if self.slots[s] is None)
         self.slots[slot] = row
         self.index[row.key] = slot
         return slot
@@ -244,6 +278,7 @@ class _Bucket:
     clock: int = 0
     protect: bool = False
     initialised: list[int] = field(default_factory=list)
+    expire_table: int = 0
     rows: dict[int, TwinRows] = field(default_factory=dict)  # by table, in the order of their declaration
 
 
@@ -262,6 +297,7 @@ class TwinStore:
         self._specs: dict[int, TableSpec] = {}
         self._held = {b: _Bucket() for b in range(n_buckets)}
         self._pushes = self._pulls = 0
+        self._limit, self._evict = 0, False
 
     def __repr__(self) -> str:
         return f"<TwinStore {self.ledger!r} tables={len(self._specs)}>"
@@ -278,9 +314,11 @@ class TwinStore:
         if known != spec:
             raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
         new = spec.id not in self._held[0].rows
-        layout = Layout(spec.dim, spec.optimizer.state_floats(spec.dim), 0)
-        for held in self._held.values():
-            held.rows.setdefault(spec.id, TwinRows(spec.id, layout))
+        layout = Layout(spec.dim, spec.optimizer.state_floats(spec.dim), 2 if spec.has_life_cycle else 0)
+        for held in self._held.values() if new else ():
+            held.rows[spec.id] = TwinRows(spec.id, layout, spec)
+            if spec.admit_after:
+                held.rows[spec.candidates_id] = TwinRows(spec.candidates_id, Layout(0, 0, 3), spec, True)
         return new
 
     # ------------------------------------------------------------ changes
@@ -291,13 +329,16 @@ class TwinStore:
         shards: Sequence[tuple[int, int, int]] = (),
         touched: Sequence[_Touched] = (),
         initialised: Sequence[int] = (),
+        fingerprint: int | None = None,
     ) -> None:
         """One change of a bucket that has happened: seq grows, the difference goes to the outbox if protected."""
         held = self._held[bucket]
         held.seq += 1
         if not held.protect:
             return
-        marks = Marks(self.ledger.buckets[bucket].fingerprint, held.clock, list(shards), list(initialised))
+        if fingerprint is None:
+            fingerprint = self.ledger.buckets[bucket].fingerprint
+        marks = Marks(fingerprint, held.clock, list(shards), list(initialised))
         parts = []
         for rows in {id(t[0]): t[0] for t in touched}.values():
             of = [t for t in touched if t[0] is rows]
@@ -378,7 +419,7 @@ class TwinStore:
 
     def drop(self, bucket: int) -> None:
         self.ledger.buckets.pop(bucket, None)
-        rows = {table: TwinRows(table, r.layout) for table, r in self._held[bucket].rows.items()}
+        rows = {table: r.empty() for table, r in self._held[bucket].rows.items()}
         self._held[bucket] = _Bucket(rows=rows)
 
     def digest(self, bucket: int, by_key: bool = False) -> bytes:
@@ -428,7 +469,12 @@ class TwinStore:
     def _new_row(self, spec: TableSpec, key: int, values: F32 | None = None) -> _Row:
         if values is None:
             values = first_values(self.seed, spec.id, key, spec.dim, spec.init)
-        return _Row(key, values.copy(), first_state(values, spec.optimizer), np.zeros(0, np.uint32))
+        meta = np.zeros(2 if spec.has_life_cycle else 0, np.uint32)
+        return _Row(key, values.copy(), first_state(values, spec.optimizer), meta)
+
+    def _pushed(self, spec: TableSpec, row: _Row, clock: int, now_s: int) -> None:
+        if spec.has_life_cycle:
+            row.meta[:2] = clock & 0xFFFFFFFF, now_s if spec.expire_s else 0
 
     def pull(self, table: int, keys: I64, out: F32) -> None:
         spec = self._spec(table)
@@ -439,7 +485,7 @@ class TwinStore:
             row = self._held[b].rows[table].row(key)
             out[i] = row.values if row else first_values(self.seed, table, key, spec.dim, spec.init)
 
-    def put_absent(self, table: int, keys: I64, values: F32) -> int:
+    def put_absent(self, table: int, keys: I64, values: F32, now_s: int = 0) -> int:
         spec = self._spec(table)
         if values.shape != (len(keys), spec.dim):
             raise ValueError("rows must be [keys, dim of the table]")
@@ -452,7 +498,12 @@ class TwinStore:
             touched: list[_Touched] = []
             for i, (_, key) in run:
                 if key not in rows.index:
+                    if self._limit and self.used_bytes() + rows.bytes_for(1) > self._limit:
+                        for _, slot, *_ in touched:
+                            rows.erase(slot)
+                        raise Full("the ceiling")
                     row = self._new_row(spec, key, values[i])
+                    self._pushed(spec, row, self._held[b].clock, now_s)
                     touched.append((rows, rows.insert(row), key, bytes(rows.layout.record_bytes), row.record()))
             if touched:
                 self._change(b, touched=touched)
@@ -473,6 +524,7 @@ class TwinStore:
         buckets: bytes,
         parts: Sequence[PushPart],
         skipped: bool = False,
+        now_s: int = 0,
     ) -> PushResult:
         addressed = set(self.ledger.check_push(shard, lo, hi, lease, buckets))
         if skipped and parts:
@@ -500,8 +552,10 @@ class TwinStore:
                 return PushResult(0, 0, nonfinite=spec.id)
         if any(len(set(keys)) != len(keys) for _, _, keys, _, _ in work):
             raise ValueError("a key stands twice in one push")
+        self._check_room([(spec, at, keys) for spec, at, keys, _, _ in work])
         self._pushes += 1
         before = {b: self._marks(b).get(shard) for b in self.ledger.buckets}
+        prints = {b: ledger.fingerprint for b, ledger in self.ledger.buckets.items()}
         done = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
         for b, mark in before.items():
             after = self._marks(b).get(shard)
@@ -509,19 +563,144 @@ class TwinStore:
                 continue
             touched: list[_Touched] = []
             if mark is None or after[0] != mark[0]:  # applied
-                self._held[b].clock += 1
+                held = self._held[b]
+                here = [(spec, [k for k, x in zip(keys, at, strict=True) if x == b]) for spec, at, keys, _, _ in work]
+                self._make_room(b, here, prints[b])
+                held.clock += 1
                 for spec, at, keys, grads, step in work:
-                    rows = self._held[b].rows[spec.id]
-                    here = [i for i in range(len(keys)) if at[i] == b]
-                    new = {i: rows.insert(self._new_row(spec, keys[i])) for i in here if keys[i] not in rows.index}
-                    for i in here:
-                        row = rows.row(keys[i])
-                        assert row is not None
-                        old = bytes(rows.layout.record_bytes) if i in new else row.record()
-                        update(row.values, row.state, grads[i], spec.optimizer, step)
-                        touched.append((rows, rows.index[keys[i]], keys[i] if i in new else None, old, row.record()))
+                    pushed = [(keys[i], grads[i]) for i in range(len(keys)) if at[i] == b]
+                    touched += self._push_rows(held, spec, pushed, step, now_s)
             self._change(b, [(shard, *after)], touched)
         return done
+
+    def _push_rows(
+        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], step: float, now_s: int
+    ) -> list[_Touched]:
+        """The gradients of one table in one bucket, whose clock has moved on."""
+        rows, waiting = held.rows[spec.id], held.rows.get(spec.candidates_id)
+        counted: list[_Touched] = []
+        new: set[int] = set()
+        over: list[int] = []
+        for key, _ in pushed:
+            if key in rows.index:
+                continue
+            if waiting is not None:
+                zero = bytes(waiting.layout.record_bytes)
+                row = waiting.row(key)
+                if row is None:
+                    row = _Row(key, np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(3, np.uint32))
+                    slot, old, toggled = waiting.insert(row), zero, True
+                else:
+                    slot, old, toggled = waiting.index[key], row.record(), False
+                if row.meta[2] >= spec.admit_after:
+                    over.append(slot)
+                    counted.append((waiting, slot, key, old, zero))
+                else:
+                    self._pushed(spec, row, held.clock, now_s)
+                    row.meta[2] += 1
+                    counted.append((waiting, slot, key if toggled else None, old, row.record()))
+                    continue
+            rows.insert(self._new_row(spec, key))
+            new.add(key)
+        for slot in over:
+            assert waiting is not None
+            waiting.erase(slot)
+        touched: list[_Touched] = []
+        for key, grad in pushed:
+            row = rows.row(key)
+            if row is None:
+                continue
+            old = bytes(rows.layout.record_bytes) if key in new else row.record()
+            update(row.values, row.state, grad, spec.optimizer, step)
+            self._pushed(spec, row, held.clock, now_s)
+            touched.append((rows, rows.index[key], key if key in new else None, old, row.record()))
+        return touched + counted
+
+    # ------------------------------------------------------------ life cycle
+
+    def set_limit(self, n_bytes: int, on_full: str = "error") -> None:
+        self._limit, self._evict = n_bytes, on_full == "evict"
+
+    def used_bytes(self) -> int:
+        return sum(rows.held_bytes for held in self._held.values() for rows in held.rows.values())
+
+    def _growth(self, bucket: int, spec: TableSpec, keys: list[int]) -> list[tuple[TwinRows, int]]:
+        """The rows of one bucket, and its candidates, that will be more: by how many."""
+        rows, waiting = self._held[bucket].rows[spec.id], self._held[bucket].rows.get(spec.candidates_id)
+        new = [key for key in keys if key not in rows.index]
+        if waiting is None:
+            return [(rows, len(new))] if new else []
+        known = [row.meta[2] for row in map(waiting.row, new) if row is not None]
+        counts = [(rows, sum(n >= spec.admit_after for n in known)), (waiting, len(new) - len(known))]
+        return [(of, n) for of, n in counts if n]
+
+    def _check_room(self, work: list[tuple[TableSpec, list[int], list[int]]]) -> None:
+        more, stuck = 0, False
+        for spec, at, keys in work:
+            for b in sorted(set(at)):
+                here = [key for key, x in zip(keys, at, strict=True) if x == b]
+                for rows, n in self._growth(b, spec, here):
+                    more += rows.bytes_for(n)
+                    free = rows.free_slots
+                    stuck |= n > free and (not spec.has_life_cycle or len(rows.index) + free < n + len(here))
+        if self._limit and more and self.used_bytes() + more > self._limit and (stuck or not self._evict):
+            raise Full("the ceiling")
+
+    def _make_room(self, b: int, here: list[tuple[TableSpec, list[int]]], fingerprint: int) -> None:
+        growth = [(rows, n, keys) for spec, keys in here for rows, n in self._growth(b, spec, keys)]
+        need = sum(rows.bytes_for(n) for rows, n, _ in growth)
+        if not (self._limit and self._evict and need and self.used_bytes() + need > self._limit):
+            return
+        for rows, n, keys in growth:
+            if n <= rows.free_slots or not rows.spec.has_life_cycle:
+                continue
+            clock = self._held[b].clock
+            ages = [
+                (-((clock - int(row.meta[0])) & 0xFFFFFFFF), slot) for slot, row in rows.used() if row.key not in keys
+            ]
+            count = max(n - rows.free_slots, len(rows.index) // 16)
+            self._free(b, rows, sorted(slot for _, slot in sorted(ages)[:count]), fingerprint)
+
+    def _free(self, b: int, rows: TwinRows, slots: list[int], fingerprint: int | None = None) -> None:
+        """Free these rows in one change. ``fingerprint``: as it was then, if the ledger is ahead already."""
+        touched: list[_Touched] = []
+        for slot in slots:
+            row = rows.slots[slot]
+            assert row is not None
+            touched.append((rows, slot, row.key, row.record(), bytes(rows.layout.record_bytes)))
+            rows.erase(slot)
+        if touched:
+            self._change(b, touched=touched, fingerprint=fingerprint)
+
+    def expire(self, bucket: int, now_s: int, max_slots: int = 65536) -> tuple[int, bool]:
+        held = self._held[bucket]
+        tables = list(held.rows.values())
+        freed = 0
+        while max_slots:
+            if held.expire_table >= len(tables):
+                held.expire_table = 0
+                return freed, True
+            rows = tables[held.expire_table]
+            spec = rows.spec
+            end = min(len(rows.slots), rows.expire_slot + max_slots)
+            over = []
+            for slot, row in rows.used() if spec.expire_batches or spec.expire_s else []:
+                pushed, at = row.meta[:2].tolist()
+                by_clock = spec.expire_batches and (held.clock - pushed) & 0xFFFFFFFF >= spec.expire_batches
+                by_time = spec.expire_s and now_s - at >= spec.expire_s
+                if rows.expire_slot <= slot < end and (by_clock or by_time):
+                    over.append(slot)
+            self._free(bucket, rows, over)
+            freed += len(over)
+            if spec.expire_batches or spec.expire_s:
+                max_slots -= end - rows.expire_slot
+                rows.expire_slot = end
+            else:
+                end = len(rows.slots)
+            if end == len(rows.slots):
+                held.expire_table += 1
+                rows.expire_slot = 0
+        return freed, False
 
     def scan(
         self, table: int, bucket: int, slot: int, limit: int, state: bool = False
