@@ -1,0 +1,123 @@
+"""A whole job as a benchmark drives it: started, watched, hurt, and read from its records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks._measure import ROOT, Child, everstep
+from everstep.cli.link import ask_master
+from everstep.errors import EverstepError
+from everstep.model.member import MemberState, Role
+from everstep.monitor.audit import PsLog, audit, read_log
+from everstep.net.messages import GetStatus, StatusReport
+
+SCRIPT = ROOT / "examples" / "01_flights_dlrm.py"
+
+
+class Job:
+    """One everstep process in ``home``; ``close`` kills whatever is left of it."""
+
+    def __init__(self, home: Path, verb: list[str], script: list[str], limit_s: float, name: str = "run") -> None:
+        self.run_dir = home / name
+        self.log = home / f"{name}.log"
+        self.main = Child(everstep(*verb, "--run-dir", self.run_dir, *script), log=self.log)
+        self.until = time.monotonic() + limit_s
+
+    @classmethod
+    def start(cls, home: Path, flags: list[str], epochs: int, batch: int, limit_s: float) -> Job:
+        script = ["--", str(SCRIPT), "--epochs", str(epochs), "--batch-size", str(batch)]
+        return cls(home, ["run", *flags], script, limit_s)
+
+    @property
+    def over(self) -> bool:
+        return self.main.process.poll() is not None
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        """RuntimeError when the job ends, or its time is up, before that."""
+        while not what():
+            if self.over or time.monotonic() > self.until:
+                raise RuntimeError(f"it did not happen; the job's last words:\n{self.words()}")
+            time.sleep(0.02)
+
+    def finish(self) -> None:
+        """Wait for its end. RuntimeError unless it ended well."""
+        while not self.over and time.monotonic() < self.until:
+            time.sleep(0.05)
+        if self.main.process.poll() != 0:
+            raise RuntimeError(f"the job ended with {self.main.process.poll()}:\n{self.words()}")
+
+    def words(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+    def status(self) -> StatusReport | None:
+        with contextlib.suppress(EverstepError, OSError):
+            answer = ask_master(self.run_dir, GetStatus(), timeout_s=2.0)
+            return answer if isinstance(answer, StatusReport) else None
+        return None
+
+    def samples_done(self) -> int:
+        status = self.status()
+        return status.samples_done if status is not None else 0
+
+    def safe(self) -> bool:
+        """Whether every bucket survives as many lost ps as the parity promises, and nothing is on its way."""
+        status = self.status()
+        if status is None or status.protection is None:
+            return False
+        p = status.protection
+        alive = all(m.state == MemberState.ALIVE for m in status.members)
+        return alive and p.full > 0 and not (p.less or p.none or p.moving or p.rebuilding or p.building)
+
+    def kill_ps(self, slot: int) -> float:
+        """SIGKILL; when (seconds since 1970)."""
+        status = self.status()
+        pids = [m.pid for m in status.members if (m.role, m.slot) == (Role.PS, slot)] if status is not None else []
+        if not pids or not pids[0]:
+            raise RuntimeError(f"ps:{slot} is not there to be killed")
+        at = time.time()
+        os.kill(pids[0], signal.SIGKILL)
+        return at
+
+    def logs(self) -> list[PsLog]:
+        return [read_log(p) for p in sorted((self.run_dir / "audit").glob("ps-*.log"))]
+
+    def check(self) -> None:
+        """RuntimeError unless the audit says exactly once."""
+        report = audit(self.run_dir)
+        if not report.ok:
+            raise RuntimeError(report.text())
+
+    def close(self) -> None:
+        self.main.kill()
+
+
+def pushes(logs: list[PsLog]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """When each push was applied at the first ps that had it, ascending (seconds since 1970), and its samples.
+
+    A push reaches every ps; it is known by its shard and range."""
+    at = np.concatenate([log.at for log in logs])
+    key = np.stack([np.concatenate([getattr(log, c) for log in logs]) for c in ("shard", "lo", "hi")])
+    order = np.argsort(at, kind="stable")
+    _, first = np.unique(key[:, order], axis=1, return_index=True)
+    rows = order[np.sort(first)]
+    return at[rows], (key[2] - key[1])[rows].astype(float)
+
+
+def rate(at: NDArray[np.float64], samples: NDArray[np.float64], begin: float, end: float) -> float:
+    """Samples/s applied in ``[begin, end)``."""
+    inside = (at >= begin) & (at < end)
+    return float(samples[inside].sum() / (end - begin)) if end > begin else 0.0
+
+
+def longest_gap(at: NDArray[np.float64], begin: float, end: float) -> float:
+    """Longest time without a push between ``begin`` and ``end``, seconds."""
+    inside = at[(at >= begin) & (at <= end)]
+    return float(np.diff(np.r_[begin, inside, end]).max())
