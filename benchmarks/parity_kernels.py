@@ -3,7 +3,9 @@
 ``xor`` and ``gf`` add a source (times a weight) onto a destination, far larger than the caches. A copy fetches the
 lines that it writes over too, so a copy's speed is the ceiling. ``apply`` is the whole work of a mirror for a push of
 random rows (dim 64, row-wise Adagrad), in units of the push itself without protection. ``recover`` is what one ps does
-of a recovery of one of four: gigabytes of lost rows per second, with the contents made by the same core.
+of a recovery of one of four: gigabytes of lost rows per second, with the contents made by the same core. ``dense`` and
+``summed`` are a dense table (16 MB of values, Adam) whose mirror makes the updates again, and the same table as if
+it were a sparse one: CPU of owner and mirror beyond the push, over the push; bytes sent over those of the gradients.
 """
 
 from __future__ import annotations
@@ -118,6 +120,51 @@ class _Pushed:
         return out | self.deliver()
 
 
+def _dense(dense: bool, rounds: int) -> tuple[float, float]:
+    """CPU that protection costs over that of the push, and bytes sent over those of the gradients."""
+    rows, dim, buckets = 4096, 1024, 64
+    spec = TableSpec("net", dim, OptimizerSpec(OptimizerKind.ADAM, 0.01), dense=dense)
+    plain, protected, home = (Store(buckets, 1) for _ in range(3))
+    keys, _, _ = unique_route(np.arange(rows), buckets, spec.id, np.zeros(buckets, np.int32))
+    for store in (plain, protected, home):
+        store.declare(spec)
+    for store in (plain, protected):
+        store.own(range(buckets))
+        store.open(0, 0, 1)
+        store.put_absent(spec.id, keys, np.ones((rows, dim), np.float32))
+    protected.protect(range(buckets), True)
+
+    def deliver() -> tuple[float, int]:
+        took, size = 0.0, 0
+        while True:
+            _, entries, data = protected.take_outbox(1 << 40)
+            if not entries:
+                return took, size
+            ids, at, length = (np.array([e[i] for e in entries], np.int64) for i in (0, 3, 4))
+            began = time.process_time()
+            assert not home.mirror_apply_many(ids, at, length, data).any()
+            took += time.process_time() - began
+            size += data.nbytes
+
+    for b in range(buckets):
+        home.mirror_make(b, [(b + 1) % buckets, b], 1)
+        for kind in (Kind.HEADS, Kind.BODIES):
+            protected.emit(b, kind, spec.id, 0, rows)
+        protected.emit_marks(b)
+    deliver()
+    grads = np.random.default_rng(0).normal(size=(rows, dim)).astype(np.float32)
+    extra, sent = [], 0
+    for at in range(rounds + 2):
+        cpu = []
+        for store in (plain, protected):
+            began = time.process_time()
+            assert store.push(0, at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0)]).applied == buckets
+            cpu.append(time.process_time() - began)
+        applied, sent = deliver()
+        extra.append((cpu[1] - cpu[0] + applied) / cpu[0])
+    return median(extra[2:]), sent / grads.nbytes
+
+
 def _recover(rows: int) -> float:
     """Bytes of lost rows per second: from the first contents of three survivors to the last row of the lost bucket."""
     owners = [Store(BUCKETS, 1) for _ in range(BUCKETS)]
@@ -181,6 +228,10 @@ def run(quick: bool) -> dict[str, Any]:
     recovered = [_recover(100_000 if quick else 400_000) / 1e9 for _ in range(3)]
     figures["recover_gb_per_s"], spreads["recover_gb_per_s"] = median(recovered), spread(recovered)
     say(f"  recover: {median(recovered):.2f} GB/s of lost rows")
+    for name in ("dense", "summed"):
+        cpu, sent = _dense(name == "dense", rounds)
+        figures[f"{name}_cpu_over_push"], figures[f"{name}_bytes_over_gradients"] = cpu, sent
+        say(f"  {name} table: {cpu:.2f} x the CPU of the push, {sent:.2f} x the bytes of the gradients")
     holds = {
         "xor_of_memcpy": figures["xor_of_memcpy"] >= 0.8,
         "gf_of_memcpy": figures["gf_of_memcpy"] >= 0.8,

@@ -17,6 +17,7 @@ namespace blob {
 constexpr uint32_t kMagic = 0x42535645;  // "EVSB"
 constexpr uint16_t kVersion = 1;
 constexpr uint32_t kLast = 1;               // flag of a part: contents up to the table's end
+constexpr uint32_t kGradients = 2;          // flag of a part of a change: float64 rate, gradients; not what they made
 constexpr uint32_t kNoBucket = 0xffffffff;  // contents of several buckets folded into one
 
 enum Kind : uint16_t {
@@ -57,6 +58,18 @@ static_assert(sizeof(PartHeader) == 24, "packed");
 
 inline size_t bitmap_bytes(size_t n) { return (n + 63) / 64 * 8; }
 
+// Before the gradients of a part of a change by gradients.
+struct GradientHeader {
+  double rate = 0;
+  uint32_t dim = 0, zero = 0;
+};
+static_assert(sizeof(GradientHeader) == 16, "packed");
+
+// Bytes of such a part with its header.
+inline size_t gradient_part_bytes(size_t n, size_t dim) {
+  return sizeof(PartHeader) + n * 4 + bitmap_bytes(n) + sizeof(GradientHeader) + n * dim * sizeof(float);
+}
+
 // Bytes of a part with its header.
 inline size_t part_bytes(Kind kind, size_t n, size_t n_toggled, size_t record_bytes) {
   const size_t rest = kind == kChange  ? bitmap_bytes(n) + n_toggled * 8 + n * record_bytes
@@ -72,7 +85,9 @@ struct Part {
   const uint8_t* slots = nullptr;
   const uint8_t* toggled = nullptr;  // CHANGE: bitmap over the n slots
   const uint8_t* keys = nullptr;     // CHANGE: of the n_toggled, XOR; HEADS: of the n
-  const uint8_t* records = nullptr;  // CHANGE: XOR; BODIES
+  const uint8_t* records = nullptr;  // CHANGE: XOR, null if by gradients; BODIES
+  const uint8_t* gradients = nullptr;  // CHANGE: float32 [n, dim] of one update of the n rows at `rate`
+  double rate = 0;
 
   uint32_t slot(size_t i) const { return read<uint32_t>(slots + i * 4); }
   int64_t key(size_t i) const { return read<int64_t>(keys + i * 8); }
@@ -181,10 +196,12 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of) {
     std::memcpy(&part.head, take(sizeof(PartHeader)), sizeof(PartHeader));
     const PartHeader& h = part.head;
     part.table = table_of(h.table);
-    if (h.flags & ~kLast) wrong("has unknown flags");
+    const bool by_gradients = kind == kChange && h.flags == kGradients;
+    if (h.flags & ~kLast && !by_gradients) wrong("has unknown flags");
     part.slots = take(size_t(h.n) * 4);
     if (kind == kChange) {
-      if (h.n_toggled > h.n || h.lo || h.hi || h.flags) wrong("of a change has a wrong part");
+      if (h.n_toggled > h.n || h.lo || h.hi || (h.flags && (!by_gradients || h.n_toggled || !part.table->dense)))
+        wrong("of a change has a wrong part");
       part.toggled = take(bitmap_bytes(h.n));
       size_t toggled = 0;
       for (size_t i = 0; i < bitmap_bytes(h.n); i += 8) {
@@ -194,7 +211,14 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of) {
       }
       if (toggled != h.n_toggled) wrong("toggles another number of rows than it says");
       part.keys = take(size_t(h.n_toggled) * 8);
-      part.records = take(size_t(h.n) * part.table->record_bytes);
+      if (by_gradients) {
+        const auto g = Part::read<GradientHeader>(take(sizeof(GradientHeader)));
+        if (g.dim != part.table->dim || g.zero) wrong("of a change has gradients of another width");
+        part.rate = g.rate;
+        part.gradients = take(size_t(h.n) * g.dim * sizeof(float));
+      } else {
+        part.records = take(size_t(h.n) * part.table->record_bytes);
+      }
     } else {
       if (h.n_toggled || h.lo > h.hi) wrong("of contents has a wrong part");
       if (kind == kHeads) {

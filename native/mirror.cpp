@@ -104,17 +104,17 @@ Mirror::Member* Mirror::member(uint32_t bucket, size_t* index) {
   return nullptr;
 }
 
-PageSet& Mirror::pages_of(const Table& table) {
-  auto& pages = pages_[table.id];
+PageSet& Mirror::pages_of(const Table& table, size_t index) {
+  auto& pages = pages_[pages_id(table, index)];
   if (!pages) pages = std::make_unique<PageSet>(table, store_.pool());
   return *pages;
 }
 
 // A slot far beyond what the table has comes from a broken blob, and must not make this ps run out of memory.
-void Mirror::check_slots(const Blob& b) {
+void Mirror::check_slots(size_t index, const Blob& b) {
   for (const Part& part : b.parts) {
-    auto found = pages_.find(part.table->id);
-    const uint64_t most = (found == pages_.end() ? 0 : found->second->slots()) + kMostGrowth;
+    const PageSet* pages = pages_if(*part.table, index);
+    const uint64_t most = (pages ? pages->slots() : 0) + kMostGrowth;
     for (uint32_t i = 0; i < part.head.n; ++i) {
       if (part.slot(i) >= most)
         throw Malformed("slot " + std::to_string(part.slot(i)) + " of table " + std::to_string(part.table->id) +
@@ -129,9 +129,9 @@ ApplyResult Mirror::apply(const uint8_t* data, size_t size) {
   size_t index = 0;
   Member* m = member(b.head.bucket, &index);
   if (!m) return kNotMember;
-  check_slots(b);
+  check_slots(index, b);
   if (b.head.kind == blob::kChange) return apply_change(*m, index, b);
-  return b.head.kind == blob::kMarks ? apply_marks(*m, b) : apply_contents(*m, b);
+  return b.head.kind == blob::kMarks ? apply_marks(*m, b) : apply_contents(*m, index, b);
 }
 
 ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
@@ -146,7 +146,7 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
   };
   // What can fail (memory) comes first.
   for (const Part& part : b.parts) {
-    PageSet& pages = pages_of(*part.table);
+    PageSet& pages = pages_of(*part.table, index);
     const Sweep sweep = covered(part);
     const uint64_t below = std::max(sweep.heads, sweep.bodies);
     for (uint32_t i = 0; i < part.head.n; ++i) {
@@ -155,20 +155,25 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
   }
   if (recovery_) follow(index, b);
   for (const Part& part : b.parts) {
-    const PageSet& pages = *pages_[part.table->id];
+    const PageSet& pages = pages_of(*part.table, index);
     const size_t record = part.table->record_bytes;
+    const uint8_t weight = weight_of(m, *part.table);
     const Sweep sweep = covered(part);
     if (m.stage == kSwept && (sweep.heads < kNoLimit || sweep.bodies < kNoLimit))
       m.sweeps[part.table->id].dropped = true;
     const uint32_t n = part.head.n;
+    if (part.gradients) {
+      update_again(pages, part, sweep.bodies);
+      continue;
+    }
     for (uint32_t i = 0, key = 0; i < n; ++i) {
       const uint32_t slot = part.slot(i);
       if (i + kAhead < n && part.slot(i + kAhead) < sweep.bodies) fetch(pages, part.slot(i + kAhead));
       if (part.is_toggled(i)) {
-        if (slot < sweep.heads) add_head(pages, slot, part.keys + size_t(key) * 8, m.weight);
+        if (slot < sweep.heads) add_head(pages, slot, part.keys + size_t(key) * 8, weight);
         ++key;
       }
-      if (slot < sweep.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, m.weight);
+      if (slot < sweep.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
     }
   }
   m.marks.fingerprint = b.marks.fingerprint;
@@ -185,7 +190,36 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
   return kApplied;
 }
 
-ApplyResult Mirror::apply_contents(Member& m, const Blob& b) {
+// The update that the owner made of rows of a dense table, on this copy of them: the same kernel, so the same bits.
+void Mirror::update_again(const PageSet& pages, const Part& part, uint64_t below) {
+  const Table& t = *part.table;
+  constexpr uint32_t kBlock = 8;
+  float* values[kBlock];
+  float* state[kBlock];
+  std::vector<float> aligned;
+  for (uint32_t i = 0; i < part.head.n;) {
+    uint32_t m = 0;
+    const uint32_t first = i;
+    for (; i < part.head.n && m < kBlock && part.slot(i) < below; ++i, ++m) {
+      values[m] = reinterpret_cast<float*>(pages.record(part.slot(i)));
+      state[m] = values[m] + t.dim;
+    }
+    if (!m) {
+      ++i;  // the sweep has not come to it yet
+      continue;
+    }
+    const uint8_t* from = part.gradients + size_t(first) * t.dim * sizeof(float);
+    auto* grads = reinterpret_cast<const float*>(from);
+    if (reinterpret_cast<uintptr_t>(from) % alignof(float)) {
+      aligned.resize(kBlock * t.dim);
+      std::memcpy(aligned.data(), from, size_t(m) * t.dim * sizeof(float));
+      grads = aligned.data();
+    }
+    row_kernels().update(t.optimizer, part.rate, values, state, grads, m, t.dim);
+  }
+}
+
+ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
   if (m.stage == kComplete) return b.head.seq <= m.seq ? kRepeat : kGap;
   const bool heads = b.head.kind == blob::kHeads;
   auto covered = [&](const Part& part) -> uint64_t {
@@ -201,7 +235,7 @@ ApplyResult Mirror::apply_contents(Member& m, const Blob& b) {
   if (!fresh) return kRepeat;
   if (m.stage == kSwept && b.head.seq != m.seq) return kGap;
   for (const Part& part : b.parts) {
-    PageSet& pages = pages_of(*part.table);
+    PageSet& pages = pages_of(*part.table, index);
     const uint64_t from = covered(part);
     for (uint32_t i = 0; i < part.head.n; ++i) {
       if (!is_listed(part) && part.slot(i) >= from) pages.make_for(part.slot(i));
@@ -213,15 +247,16 @@ ApplyResult Mirror::apply_contents(Member& m, const Blob& b) {
   }
   for (const Part& part : b.parts) {
     if (is_listed(part)) continue;
-    const PageSet& pages = *pages_[part.table->id];
+    const PageSet& pages = pages_of(*part.table, index);
+    const uint8_t weight = weight_of(m, *part.table);
     const uint64_t from = covered(part);
     for (uint32_t i = 0; i < part.head.n; ++i) {
       const uint32_t slot = part.slot(i);
       if (slot < from) continue;
       if (heads) {
-        add_head(pages, slot, part.keys + size_t(i) * 8, m.weight);
+        add_head(pages, slot, part.keys + size_t(i) * 8, weight);
       } else {
-        add_weighted(gf_, pages.record(slot), part.record(i), part.table->record_bytes, m.weight);
+        add_weighted(gf_, pages.record(slot), part.record(i), part.table->record_bytes, weight);
       }
     }
     Sweep& sweep = m.sweeps[part.table->id];
@@ -274,12 +309,15 @@ size_t Mirror::bytes() {
   return sum;
 }
 
-std::vector<Mirror::Page> Mirror::pages(uint32_t table) {
+std::vector<Mirror::Page> Mirror::pages(uint32_t table, uint32_t bucket) {
+  const Table& t = store_.table_of(table);
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<Page> out;
-  auto found = pages_.find(table);
-  if (found == pages_.end()) return out;
-  const PageSet& pages = *found->second;
+  size_t index = 0;
+  if (t.dense && !member(bucket, &index)) throw Malformed(not_member(bucket));
+  const PageSet* found = pages_if(t, index);
+  if (!found) return out;
+  const PageSet& pages = *found;
   for (size_t p = 0; p < pages.n_pages(); ++p) {
     if (const uint8_t* page = pages.page(p))
       out.push_back(Page{uint32_t(p), std::string(reinterpret_cast<const char*>(page), pages.table().page_bytes)});

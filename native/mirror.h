@@ -4,7 +4,8 @@
 // GF(2^8) (weight 1 in row 0, 2^i for member i in row 1), and each member's marks as a plain copy. It is built by
 // *sweeping*: the member's owner sends contents (HEADS, BODIES) of slot ranges in order, in the same stream as the
 // differences (CHANGE); a difference of a slot that the sweep has not covered yet is dropped, its contents are still to
-// come. MARKS ends the sweep; from then on every difference is applied in the order of its seq.
+// come. MARKS ends the sweep; from then on every difference is applied in the order of its seq. A dense table is not
+// summed: each member has its own pages here, and updates are made once more by the same kernel, so to the same bits.
 //
 // To *recover* lost members (recover.cpp), a copy R of the pages has the surviving members folded out of it: their
 // contents are added once more, which cancels them; where a survivor has not been folded yet, its differences go on to
@@ -109,7 +110,8 @@ class Mirror {
     uint32_t number;
     std::string bytes;
   };
-  std::vector<Page> pages(uint32_t table);
+  // Of a dense table: that member's.
+  std::vector<Page> pages(uint32_t table, uint32_t bucket);
   // The pages become the bucket, which is owned here then; nothing is left here.
   void promote(uint32_t bucket);
 
@@ -168,10 +170,20 @@ class Mirror {
   };
 
   Member* member(uint32_t bucket, size_t* index = nullptr);
-  PageSet& pages_of(const Table& table);
-  void check_slots(const blob::Blob& b);
+  // A table's pages, or, of a dense table, one member's.
+  static uint64_t pages_id(const Table& table, size_t index) {
+    return uint64_t(table.id) << 8 | (table.dense ? index + 1 : 0);
+  }
+  PageSet& pages_of(const Table& table, size_t index);
+  const PageSet* pages_if(const Table& table, size_t index) const {
+    auto found = pages_.find(pages_id(table, index));
+    return found == pages_.end() ? nullptr : found->second.get();
+  }
+  static uint8_t weight_of(const Member& m, const Table& table) { return table.dense ? 1 : m.weight; }
+  void update_again(const PageSet& pages, const blob::Part& part, uint64_t below);
+  void check_slots(size_t index, const blob::Blob& b);
   ApplyResult apply_change(Member& m, size_t index, const blob::Blob& b);
-  ApplyResult apply_contents(Member& m, const blob::Blob& b);
+  ApplyResult apply_contents(Member& m, size_t index, const blob::Blob& b);
   ApplyResult apply_marks(Member& m, const blob::Blob& b);
 
   Recovery& recovering();
@@ -193,7 +205,7 @@ class Mirror {
   const GfKernels& gf_;
   std::mutex mutex_;
   std::vector<Member> members_;
-  std::unordered_map<uint32_t, std::unique_ptr<PageSet>> pages_;
+  std::unordered_map<uint64_t, std::unique_ptr<PageSet>> pages_;  // by pages_id
   std::unique_ptr<Recovery> recovery_;
 };
 

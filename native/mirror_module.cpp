@@ -105,9 +105,9 @@ nb::bytes marks(Store& s, uint64_t id, int64_t bucket) {
   return to_bytes(out);
 }
 
-nb::list pages(Store& s, uint64_t id, int64_t table) {
+nb::list pages(Store& s, uint64_t id, int64_t table, int64_t bucket) {
   nb::list out;
-  for (const Mirror::Page& page : mirrors(s).get(id)->pages(table_arg(table)))
+  for (const Mirror::Page& page : mirrors(s).get(id)->pages(table_arg(table), buckets_arg({bucket})[0]))
     out.append(nb::make_tuple(page.number, nb::bytes(page.bytes.data(), page.bytes.size())));
   return out;
 }
@@ -221,7 +221,7 @@ void bind_mirror(nb::class_<Store>& store) {
       .def("mirror_state", &state, nb::arg("id"), free_gil())
       .def("mirror_marks", &marks, nb::arg("id"), nb::arg("bucket"))
       .def("mirror_bytes", [](Store& s, uint64_t id) { return mirrors(s).get(id)->bytes(); }, nb::arg("id"), free_gil())
-      .def("mirror_pages", &pages, nb::arg("id"), nb::arg("table"))
+      .def("mirror_pages", &pages, nb::arg("id"), nb::arg("table"), nb::arg("bucket") = 0)
       .def("promote", [](Store& s, uint64_t id, int64_t bucket) { mirrors(s).promote(id, bucket); }, nb::arg("id"),
            nb::arg("bucket"), free_gil())
       .def("recover_begin", &recover_begin, nb::arg("id"), nb::arg("lost"), nb::arg("here").none() = nb::none(),

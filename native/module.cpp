@@ -64,6 +64,7 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   Optimizer opt;
   opt.kind = optimizer;
   opt.nesterov = nb::cast<bool>(o["nesterov"]);
+  const bool dense = nb::cast<bool>(o["dense"]);
   opt.lr = number("lr");
   opt.eps = number("eps");
   opt.beta1 = number("beta1");
@@ -80,7 +81,7 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   nb::gil_scoped_release free;
   const auto [admit_after, expire_batches, expire_s] = life;
   return s.declare(id, size_t(dim), opt, Init{init, a, b}, LifeCycle{admit_after, expire_batches, expire_s},
-                   counted);
+                   counted, dense);
 }
 
 nb::object store_open(Store& s, int64_t shard, int64_t start, int64_t lease) {

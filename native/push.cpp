@@ -49,6 +49,7 @@ struct PartWork {
   std::vector<uint32_t> slots;
   std::vector<Run> runs;
   std::vector<uint32_t> made;  // places in `keys` of the rows made in the bucket at hand
+  bool by_gradients = false;      // the change says which gradients were applied
   uint8_t* difference = nullptr;  // of the record of the key at the run's begin, for the bucket at hand
   std::vector<Sighting> sightings;  // in the bucket at hand, as are the next
   size_t updated = 0;
@@ -214,7 +215,9 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
           if (work.slots[i] != Rows::kNone) rows.touch(work.slots[i]);
         }
       }
-      if (work.updated) shapes.push_back(Change::Shape{work.table, work.updated, work.made.size()});
+      work.by_gradients = work.table->dense && !work.table->meta && work.made.empty();
+      if (work.updated)
+        shapes.push_back(Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients});
       size_t toggled = 0;
       for (const Sighting& s : work.sightings) toggled += s.first || s.last;
       if (!work.sightings.empty())
@@ -255,6 +258,8 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
           if (is_made) ++made;
         }
       }
+      if (work.by_gradients)
+        change.gradients(place, work.lr, work.part->grads + begin * work.table->dim, work.updated, *work.table);
     }
     if (work.sightings.empty()) continue;
     Rows& waiting = *bucket.rows[work.table->candidates->index];
@@ -513,7 +518,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       const Table& table = *work.table;
       const size_t n = piece.end - piece.begin;
       const float* grads = work.part->grads + piece.begin * table.dim;
-      if (!bucket.protect) {
+      if (!bucket.protect || work.by_gradients) {
         kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
         if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
         continue;

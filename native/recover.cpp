@@ -90,7 +90,9 @@ void Mirror::recover_begin(const std::vector<uint32_t>& lost, const std::vector<
     if (store_.bucket(bucket).owned) throw Malformed("bucket " + std::to_string(bucket) + " is owned here already");
     rec.here.push_back(solve(rec.lost, rec.lost[size_t(at - lost.begin())]));
   }
-  for (auto& [id, pages] : pages_) rec.tables.try_emplace(id, *pages, store_.pool(), members_.size());
+  for (auto& [id, pages] : pages_) {
+    if (!pages->table().dense) rec.tables.try_emplace(pages->table().id, *pages, store_.pool(), members_.size());
+  }
   recovery_ = std::move(made);
   heads_if_ready();
 }
@@ -137,7 +139,7 @@ ApplyResult Mirror::recover_fold(const uint8_t* data, size_t size) {
   Recovery& rec = recovering();
   size_t index = 0;
   if (!member(b.head.bucket, &index) || !(rec.survivors >> index & 1)) return kNotMember;
-  check_slots(b);
+  check_slots(index, b);
   switch (b.head.kind) {
     case blob::kHeads: return fold_heads(index, b);
     case blob::kBodies: return fold_bodies(index, b);
@@ -341,8 +343,22 @@ void Mirror::heads_if_ready() {
     if (at == rec.here.end()) continue;
     std::vector<Store::TablePages> pages;
     for (auto& [id, set] : made) pages.emplace_back(&set.table(), set.give_up());
+    // Dense tables are here as they are; the mirror stays, so its copy does.
+    for (auto& [id, set] : pages_) {
+      if (!set->table().dense || id != pages_id(set->table(), index)) continue;
+      PageSet copy(set->table(), store_.pool());
+      copy.copy_from(*set);
+      pages.emplace_back(&set->table(), copy.give_up());
+    }
     const Member& m = members_[index];
     store_.adopt(m.bucket, std::move(pages), m.marks.block(), m.seq, true);
+    {
+      Bucket& bucket = store_.bucket(m.bucket);
+      std::lock_guard<std::mutex> hold(bucket.mutex);
+      for (auto& rows : bucket.rows) {
+        if (rows->table().dense) rows->recovered();
+      }
+    }
     at->total = total;
     at->heads_done = true;
   }

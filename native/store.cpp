@@ -146,7 +146,7 @@ void Store::each_run(const Table& table, const int64_t* keys, size_t n, Each&& e
 }
 
 bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init, const LifeCycle& life,
-                    uint32_t candidates) {
+                    uint32_t candidates, bool dense) {
   if (dim == 0 || dim > 65536) throw Malformed("dim must be in 1..65536");
   if (optimizer.kind < 0 || optimizer.kind >= kOptimizerKinds) throw Malformed("unknown optimizer");
   if (init.kind < 0 || init.kind >= kInitKinds) throw Malformed("unknown init");
@@ -162,6 +162,7 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
   t.dim = dim;
   t.optimizer = optimizer;
   t.init = init;
+  t.dense = dense;
   t.salt = table_salt(id);
   t.row_seed = mix64(seed_ + kGolden * (uint64_t(id) + 1));
   switch (optimizer.kind) {

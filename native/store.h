@@ -86,7 +86,7 @@ class Store {
   std::vector<int32_t> owned() const;
   // False if the table was there. `candidates`: id of the table that counts keys without a row, if `life` admits late.
   bool declare(uint32_t id, size_t dim, const Optimizer& optimizer, const Init& init, const LifeCycle& life = {},
-               uint32_t candidates = 0);
+               uint32_t candidates = 0, bool dense = false);
   bool open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);
   // Rows as they are; those that no push or put has made yet, as they begin. Makes none.
   void pull(uint32_t table, const int64_t* keys, size_t n, float* out);

@@ -44,6 +44,9 @@ struct Table {
   uint64_t salt = 0, row_seed = 0;
   Optimizer optimizer;
   Init init;
+  // All its rows change at every push: mirrors make the update once more, each on a copy of its own, instead of summing
+  // differences that would be as long as values and state (docs/decisions/0017).
+  bool dense = false;
   LifeCycle life;
   // Counts the pushes of keys that have no row yet: records of meta alone, in the buckets of this table's keys. Null: every
   // key is admitted at once.

@@ -18,7 +18,9 @@ TABLES = [
     TableSpec("wide", 9, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(InitKind.NORMAL, 0.0, 1.0)),
     TableSpec("narrow", 1, OptimizerSpec(OptimizerKind.ADAM, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0)),
     TableSpec("plain", 33, OptimizerSpec(OptimizerKind.SGD, 0.1), InitSpec(InitKind.CONSTANT, 0.0)),
+    TableSpec("dense", 20, OptimizerSpec(OptimizerKind.ADAMW, 0.1, weight_decay=0.1), InitSpec(), dense=True),
 ]
+DENSE = {spec.id: spec for spec in TABLES if spec.dense}
 PIECE = 200  # slots of one piece of contents
 
 
@@ -40,11 +42,30 @@ def pages_of(store: Store, bucket: int) -> Pages:
 
 
 def mirror_pages(store: Store, table_specs: list[TableSpec]) -> Pages:
+    """Of the tables whose pages are summed."""
     return {
         (spec.id, number): np.frombuffer(page, np.uint8)
         for spec in table_specs
+        if not spec.dense
         for number, page in store.mirror_pages(ID, spec.id)
     }
+
+
+def dense_pages(store: Store, bucket: int) -> Pages:
+    """Of the dense tables: the mirror's copy of one member's."""
+    return {
+        (table, number): np.frombuffer(page, np.uint8)
+        for table in DENSE
+        for number, page in store.mirror_pages(ID, table, bucket)
+    }
+
+
+def split(pages: Pages) -> tuple[Pages, Pages]:
+    """Pages of tables that mirrors sum, and of dense ones."""
+    return (
+        {at: page for at, page in pages.items() if at[0] not in DENSE},
+        {at: page for at, page in pages.items() if at[0] in DENSE},
+    )
 
 
 class Cluster:
@@ -72,7 +93,7 @@ class Cluster:
     def make_mirror(self, row: int) -> None:
         self.homes[row].mirror_make(ID, list(range(self.k)), row)
         layouts = {spec.id: self.homes[row].layout(spec.id) for spec in self.specs}
-        self.twins[row : row + 1] = [TwinMirror(layouts, range(self.k), row)]
+        self.twins[row : row + 1] = [TwinMirror(layouts, range(self.k), row, list(DENSE.values()))]
 
     # ---- what happens at the owners
 
@@ -158,6 +179,10 @@ class Cluster:
         """The mirror is what it must be: by the twin that followed the stream, and by the members' own pages."""
         held = mirror_twin.trimmed(mirror_pages(self.homes[row], self.specs))
         assert held == mirror_twin.trimmed(self.twins[row].pages)
-        assert held == mirror_twin.trimmed(mirror_twin.code([pages_of(self.ps[b], b) for b in range(self.k)], row))
+        members = [split(pages_of(self.ps[b], b)) for b in range(self.k)]
+        assert held == mirror_twin.trimmed(mirror_twin.code([summed for summed, _ in members], row))
         for b in range(self.k):
+            dense = mirror_twin.trimmed(dense_pages(self.homes[row], b))
+            assert dense == mirror_twin.trimmed(self.twins[row].members[b].dense)
+            assert dense == mirror_twin.trimmed(members[b][1])
             assert self.homes[row].mirror_marks(ID, b)[32:] == self.ps[b].marks(b)[32:]

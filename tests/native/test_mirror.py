@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of
+from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of, split
 
+from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, mirror_twin, twin
 from everstep.native.blob import parse
 from everstep.native.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
@@ -328,7 +329,7 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
     for thread in threads:
         thread.join(60)
     assert not errors and not any(thread.is_alive() for thread in threads)
-    members = [pages_of(store, b) for b, store in enumerate(owners)]
+    members = [split(pages_of(store, b))[0] for b, store in enumerate(owners)]
     held = mirror_twin.trimmed(mirror_pages(home, TABLES))
     assert held == mirror_twin.trimmed(mirror_twin.code(members, 1))
     home.promote(ID + 1, 1)
@@ -372,3 +373,58 @@ def test_two_equations_are_solved() -> None:
             back = mirror_twin.solve({r: mirrors[r] for r in rows}, survivors, lost)
             for i, pages in zip(lost, back, strict=True):
                 assert mirror_twin.trimmed(pages) == mirror_twin.trimmed(members[i])
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
+    """Their differences are the gradients alone; what the mirror has is bit for bit what the owner has."""
+    spec = TableSpec("net", 48, OptimizerSpec(kind, 0.01), dense=True)
+    owner, home = Store(2, 1), Store(2, 1)
+    rng = np.random.default_rng(3)
+    for store in (owner, home):
+        store.declare(spec)
+    owner.own([0, 1])
+    owner.open(SHARDS[0], 0, 1)
+    keys = np.arange(40)
+    keys = keys[np.argsort(twin.bucket_of(keys, spec.id, 2), kind="stable")]
+    owner.put_absent(spec.id, keys, rng.normal(size=(40, 48)).astype(np.float32))
+    home.mirror_make(ID, [0, 1], 1)
+    owner.protect([0, 1], True)
+    for b in (0, 1):
+        for _ in Cluster.sweep_of(owner, b, [spec]):
+            pass
+    for at in range(30):
+        grads = (rng.normal(size=(40, 48)) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
+        owner.push(SHARDS[0], at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0 if at % 2 else 0.002)])
+    _, entries, data = owner.take_outbox(1 << 30)
+    changes = [(at, n) for _, _, k, at, n in entries if k == Kind.CHANGE]
+    assert len(changes) == 60
+    assert sum(n for _, n in changes) < 30 * 40 * (48 * 4 + 8) + 60 * 200
+    for _, _, _, at, n in entries:
+        shifted = np.zeros(n + 1, np.uint8)  # a message may lie anywhere in memory
+        shifted[1:] = data[at : at + n]
+        assert home.mirror_apply(ID, shifted[1:]) == APPLIED
+    bad = bytearray(data[changes[0][0] : sum(changes[0])].tobytes())
+    bad[32 + 48 + 16] ^= 2  # says that the gradients are a difference
+    with pytest.raises(ValueError):
+        home.mirror_apply(ID, bad)
+    home.recover_begin(ID, [1])
+    owner.emit_marks(0)
+    _, ((_, _, _, at, n),), data = owner.take_outbox(1 << 30)
+    home.recover_fold(ID, data[at : at + n])
+    assert home.recover_state(ID) == {1: (True, True, 0, 0)}
+    home.recover_end(ID)
+    assert home.digest(1) == owner.digest(1)
+    home.promote(one_member(home, owner, spec), 0)
+    assert home.digest(0) == owner.digest(0)
+
+
+def one_member(home: Store, owner: Store, spec: TableSpec) -> int:
+    """A mirror of bucket 0 alone, built now."""
+    home.mirror_make(ID + 1, [0], 0)
+    for _ in Cluster.sweep_of(owner, 0, [spec]):
+        pass
+    _, entries, data = owner.take_outbox(1 << 30)
+    for _, _, _, at, n in entries:
+        assert home.mirror_apply(ID + 1, data[at : at + n]) == APPLIED
+    return ID + 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirror_cluster import ID, PIECE, SHARDS, Cluster, mirror_pages, pages_of
+from mirror_cluster import ID, PIECE, SHARDS, Cluster, dense_pages, mirror_pages, pages_of, split
 
 from everstep.model.table import TableSpec
 from everstep.native import Kind, Recovering, mirror_twin, twin
@@ -195,9 +195,12 @@ class Recovery(Cluster):
         at = [self.homes[self.homes_of[b]] if b in self.lost else self.ps[b] for b in range(self.k)]
         for b, store in enumerate(at):
             assert self.homes[row].mirror_state(ID)[b] == (b, store.seq(b), True)
-        expected = mirror_twin.code([pages_of(store, b) for b, store in enumerate(at)], row)
+        members = [split(pages_of(store, b)) for b, store in enumerate(at)]
+        expected = mirror_twin.code([summed for summed, _ in members], row)
         held = mirror_pages(self.homes[row], self.specs)
         assert mirror_twin.trimmed(held) == mirror_twin.trimmed(expected)
+        for b in range(self.k):
+            assert mirror_twin.trimmed(dense_pages(self.homes[row], b)) == mirror_twin.trimmed(members[b][1])
 
     def finish(self) -> None:
         for fold in self.folds.values():

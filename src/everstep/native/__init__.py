@@ -172,7 +172,7 @@ class Store(_native.Store):
             if known is not None:
                 return False
             o = spec.optimizer
-            options = {k: v for k, v in msgspec.structs.asdict(o).items() if k != "kind"}
+            options = {k: v for k, v in msgspec.structs.asdict(o).items() if k != "kind"} | {"dense": spec.dense}
             init = spec.init
             life = (spec.admit_after, spec.expire_batches, spec.expire_s)
             super()._declare(

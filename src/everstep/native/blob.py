@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 MAGIC = 0x42535645  # "EVSB"
 VERSION = 1
 LAST = 1  # flag of a part: contents up to the table's end
+GRADIENTS = 2  # flag of a part of a change: a rate and gradients, not what they made of the rows
 NO_BUCKET = 0xFFFFFFFF
 
 _HEADER = struct.Struct("<IHHIIqII")
 _MARKS = struct.Struct("<QqII")
 _MARK = struct.Struct("<qqq")
 _PART = struct.Struct("<6I")
+_GRADIENTS = struct.Struct("<dII")
 
 
 class Kind(IntEnum):
@@ -46,13 +48,16 @@ class Marks:
 @dataclass
 class Part:
     """``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records`` uint8 [n, record], both
-    XOR. HEADS: ``keys`` [n]. BODIES: ``records``. Contents cover the slots ``[lo, hi)``."""
+    XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one update and its ``rate``.
+    HEADS: ``keys`` [n]. BODIES: ``records``. Contents cover the slots ``[lo, hi)``."""
 
     table: int
     slots: NDArray[np.uint32]
     toggled: NDArray[np.bool_] | None = None
     keys: NDArray[np.int64] | None = None
     records: NDArray[np.uint8] | None = None
+    gradients: NDArray[np.float32] | None = None
+    rate: float = 0.0
     lo: int = 0
     hi: int = 0
     flags: int = 0
@@ -83,6 +88,8 @@ def build(blob: Blob) -> bytes:
             out.append(bits.ljust((n + 63) // 64 * 8, b"\0"))
         if part.keys is not None and blob.kind is not Kind.BODIES:
             out.append(part.keys.astype("<i8").tobytes())
+        if part.gradients is not None:
+            out.append(_GRADIENTS.pack(part.rate, part.gradients.shape[1], 0) + part.gradients.astype("<f4").tobytes())
         if part.records is not None and blob.kind is not Kind.HEADS:
             out.append(part.records.tobytes())
     return b"".join(out)
@@ -120,7 +127,11 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
                 part.toggled = np.unpackbits(bits, bitorder="little")[:n].astype(np.bool_)
             if kind is not Kind.BODIES:
                 part.keys = take(n_toggled if kind is Kind.CHANGE else n, "<i8").astype(np.int64)
-            if kind is not Kind.HEADS:
+            if kind is Kind.CHANGE and flags & GRADIENTS:
+                part.rate, dim, _ = _GRADIENTS.unpack_from(data, at)
+                at += _GRADIENTS.size
+                part.gradients = take(n * dim, "<f4").astype(np.float32).reshape(n, dim)
+            elif kind is not Kind.HEADS:
                 if record_bytes is None:
                     raise ValueError("a blob of marks has records")
                 width = record_bytes(table)

@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.model.table import TableSpec
+from everstep.native import twin
 from everstep.native.blob import LAST, Blob, Kind, Part, parse
 
 U8 = NDArray[np.uint8]
@@ -119,13 +121,21 @@ class _Member:
     shards: dict[int, tuple[int, int]] = field(default_factory=dict)
     initialised: set[int] = field(default_factory=set)
     sweeps: dict[int, _Sweep] = field(default_factory=dict)
+    dense: Pages = field(default_factory=dict)  # of dense tables: its own pages, not summed with those of others
 
 
 class TwinMirror:
     """A mirror as ``Store.mirror_make(id, members, row)`` makes it; ``layouts`` as ``Store.layout(table)`` says."""
 
-    def __init__(self, layouts: Mapping[int, tuple[int, int, int]], members: Sequence[int], row: int) -> None:
+    def __init__(
+        self,
+        layouts: Mapping[int, tuple[int, int, int]],
+        members: Sequence[int],
+        row: int,
+        dense: Sequence[TableSpec] = (),
+    ) -> None:
         self.layouts = dict(layouts)
+        self.dense: dict[int, TableSpec] = {spec.id: spec for spec in dense}
         self.members = {bucket: _Member(weight(row, i)) for i, bucket in enumerate(members)}
         self.pages: Pages = {}
 
@@ -157,13 +167,18 @@ class TwinMirror:
             if m.stage == "swept":
                 sweep = m.sweeps.setdefault(part.table, _Sweep())
                 sweep.dropped |= not sweep.ended
-            assert part.toggled is not None and part.keys is not None and part.records is not None
+            assert part.toggled is not None and part.keys is not None
             for slot, key in zip(part.slots[part.toggled].tolist(), part.keys, strict=True):
                 if slot < sweep.heads:
-                    self._add_head(part.table, slot, key, m.weight)
-            for slot, record in zip(part.slots.tolist(), part.records, strict=True):
-                if slot < sweep.bodies:
-                    self._add_record(part.table, slot, record, m.weight)
+                    self._add_head(m, part.table, slot, key)
+            if part.records is not None:
+                for slot, record in zip(part.slots.tolist(), part.records, strict=True):
+                    if slot < sweep.bodies:
+                        self._add_record(m, part.table, slot, record)
+            elif part.gradients is not None:
+                for slot, gradient in zip(part.slots.tolist(), part.gradients, strict=True):
+                    if slot < sweep.bodies:
+                        self._update(m, self.dense[part.table], slot, gradient, part.rate)
         marks = blob.marks
         m.seq, m.fingerprint, m.clock = blob.seq, marks.fingerprint, marks.clock
         for shard, watermark, fence in marks.shards:
@@ -192,9 +207,9 @@ class TwinMirror:
             if slot < covered:
                 continue
             if part.keys is not None and heads:
-                self._add_head(part.table, slot, part.keys[i], m.weight)
+                self._add_head(m, part.table, slot, part.keys[i])
             elif part.records is not None:
-                self._add_record(part.table, slot, part.records[i], m.weight)
+                self._add_record(m, part.table, slot, part.records[i])
         m.sweeps[part.table] = sweep
         if heads:
             sweep.heads = end
@@ -217,20 +232,29 @@ class TwinMirror:
         m.sweeps.clear()
         return APPLIED
 
-    def _page(self, table: int, slot: int) -> tuple[U8, int]:
+    def _page(self, m: _Member, table: int, slot: int) -> tuple[U8, int, int]:
+        """The page of a slot, the slot's place in it, and the weight of what is added there."""
         bits, head_bytes, record_bytes = self.layouts[table]
         slots = 1 << bits
         size = head_bytes + -(-slots * record_bytes // 64) * 64
-        page = self.pages.setdefault((table, slot >> bits), np.zeros(size, np.uint8))
-        return page, slot & (slots - 1)
+        pages, factor = (m.dense, 1) if table in self.dense else (self.pages, m.weight)
+        page = pages.setdefault((table, slot >> bits), np.zeros(size, np.uint8))
+        return page, slot & (slots - 1), factor
 
-    def _add_head(self, table: int, slot: int, key: np.int64, factor: int) -> None:
-        page, i = self._page(table, slot)
+    def _add_head(self, m: _Member, table: int, slot: int, key: np.int64) -> None:
+        page, i, factor = self._page(m, table, slot)
         page[i >> 3] ^= MUL[factor, 1 << (i & 7)]
         at = self.layouts[table][1] - (8 << self.layouts[table][0]) + 8 * i
         page[at : at + 8] ^= MUL[factor][np.frombuffer(key.tobytes(), np.uint8)]
 
-    def _add_record(self, table: int, slot: int, record: U8, factor: int) -> None:
-        page, i = self._page(table, slot)
+    def _add_record(self, m: _Member, table: int, slot: int, record: U8) -> None:
+        page, i, factor = self._page(m, table, slot)
         at = self.layouts[table][1] + i * len(record)
         page[at : at + len(record)] ^= MUL[factor][record]
+
+    def _update(self, m: _Member, spec: TableSpec, slot: int, gradient: NDArray[np.float32], rate: float) -> None:
+        page, i, _ = self._page(m, spec.id, slot)
+        record_bytes = self.layouts[spec.id][2]
+        at = self.layouts[spec.id][1] + i * record_bytes
+        record = page[at : at + record_bytes].view(np.float32)
+        twin.update(record[: spec.dim], record[spec.dim :], gradient, spec.optimizer, rate)
