@@ -461,7 +461,7 @@ class Brain:
         if self.job.over:
             return [_OK]
         out = self.keeper.told(e)
-        seat.streak = 0 if out else seat.streak
+        seat.streak = 0  # it got somewhere
         return [_OK, *out, *self._settle()]
 
     def _member_silent(self, e: MemberSilent) -> list[InstructionType]:

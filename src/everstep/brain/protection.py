@@ -151,10 +151,11 @@ class Keeper:
         news = self.buckets_ready(e.slot, e.placement, e.buckets)
         if not news:
             return []
-        left = len(self.books.missing)
-        inputs: Inputs = {"buckets": len(news), "how": e.how, "left": left}
-        words = f"{len(news)} buckets are whole there ({e.how})" + (f", {left} to come elsewhere" if left else "")
-        return [Note(f"ps:{e.slot}", Decision("buckets ready", words, inputs))]
+        if self.books.missing:
+            return []
+        inputs: Inputs = {"buckets": len(news), "how": e.how}
+        words = f"every bucket is whole where the map has it (the last ones at ps:{e.slot}: {e.how})"
+        return [Note("", Decision("buckets ready", words, inputs))]
 
     # ------------------------------------------------------------ the next map
 

@@ -67,6 +67,9 @@ class Draft(msgspec.Struct, kw_only=True):
 
     def give(self, bucket: BucketId, slot: Slot, how: How, source: Slot = NOWHERE) -> None:
         """``slot`` becomes the owner, and does not hold it yet."""
+        old = self.owner[bucket]
+        if old != slot:  # the mirror that the old owner had it from became the bucket
+            self.drop([m for m in self.mirrors if m.members == (bucket,) and m.at == old])
         self.owner[bucket] = slot
         self.missing[bucket] = Pending(self.version, how, source)
         if how is not How.LOAD:

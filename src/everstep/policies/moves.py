@@ -70,7 +70,7 @@ def _clean(draft: Draft, layout: Layout, steps: Steps) -> None:
     for mirror in draft.mirrors:
         bucket = mirror.members[0]
         if len(mirror.members) == 1 and draft.owner[bucket] == mirror.at:
-            if bucket not in draft.missing:
+            if not draft.missing:  # all of them in one placement
                 gone.append(mirror)
         elif mirror.kind is MirrorKind.MOVE and layout.owner[bucket] != mirror.at:
             gone.append(mirror)
