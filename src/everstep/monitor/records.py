@@ -50,7 +50,8 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=Fals
 class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
     """From here on ``bucket`` is this ps's, as of the bucket's own number ``bucket_seq`` (see everstep.native).
 
-    ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image).
+    ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image),
+    "resumed" (it was to leave, and stays: the new owner was lost).
     ``shards``: int64 pairs (shard, watermark), little-endian, of every shard that is open in it; ``fingerprint``:
     uint64, of the bucket then. Whatever an earlier owner applied beyond these watermarks is void.
     """
