@@ -326,3 +326,13 @@ def test_finished_is_finished(service: PsService) -> None:
     service.finish()
     service.finish()
     assert isinstance(ask(service, *push(0, 5)), Bad)
+
+
+def test_a_bucket_that_is_not_here_is_not_scanned(tmp_path: Path) -> None:
+    """A reader with an older map asks its new owner; a request that is wrong in itself would end the job."""
+    s = PsService.create(n_buckets=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s.set_placement(placement(1, (0,) * (B - 1) + (1,)))
+    ask(s, Declare((SPEC,)))
+    assert isinstance(ask(s, Scan(SPEC.id, B - 2, 0, 10)), Scanned)
+    assert isinstance(ask(s, Scan(SPEC.id, B - 1, 0, 10)), Moved)
+    s.finish()

@@ -519,9 +519,12 @@ class PsService:
     def _scan(self, request: Scan) -> Reply:
         width = 8 + 4 * (self.store.dim(request.table) + self.store.state_floats(request.table))
         limit = min(request.limit, max(1, _SCAN_MAX_BYTES // width))
-        keys, values, state, next_slot = self.store.scan(
-            request.table, request.bucket, request.slot, limit, request.state
-        )
+        with self._gate.shared():
+            if request.bucket not in self._owned:
+                return Moved(self.route), []  # it left, or is not here yet: its new owner goes on from the same slot
+            keys, values, state, next_slot = self.store.scan(
+                request.table, request.bucket, request.slot, limit, request.state
+            )
         return Scanned(len(keys), next_slot), [keys, values] if state is None else [keys, values, state]
 
     def _stat(self) -> PsStats:
