@@ -330,7 +330,7 @@ class Machine:
         """A placement came. An older one, or the same again, changes nothing."""
         if placement.version <= self.version:
             return
-        self.placement = placement
+        before, self.placement = self.placement, placement
         mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
         for bucket in [b for b, s in self.buckets.items() if s is State.SERVING and b not in mine]:
             self._fence(bucket)
@@ -339,9 +339,17 @@ class Machine:
         for bucket, fenced in self._fenced.items():
             if not fenced.routing and bucket not in mine:
                 fenced.routing, fenced.to = placement.route, self._owner(bucket)
+        same = before is not None and before.route == placement.route
         for bucket in mine:
             if not self.serves(bucket):
-                self._gains[bucket] = _Gain(placement.version)
+                # What was done for it goes on where owners are the same; its image may be another one.
+                gain = self._gains.get(bucket) if same else None
+                self._gains[bucket] = gain if gain is not None else _Gain(placement.version)
+                self._gains[bucket].loading = False
+            elif before is not None and placement.version > before.version + 1:
+                # It may have been given away and back meanwhile: the master waits to hear that it is here.
+                how = self.gained[bucket][1] if bucket in self.gained else "kept"
+                self.gained[bucket] = (placement.version, how)
         self._keep_mirrors(placement)
         self.streams.live({(s.slot, s.incarnation) for s in placement.servers}, placement.version)
         for bucket in list(self._goodbyes):
@@ -423,10 +431,9 @@ class Machine:
 
     def _keep_mirrors(self, placement: Placement) -> None:
         wanted = {m.id: m for m in placement.mirrors_at(self.me[0])} if self._alive(self.me) else {}
-        for id_, held in list(self._mirrors.items()):
-            needed = held.complete and any(b in self._gains for b in held.mirror.members)
-            if id_ not in wanted and not needed:
-                self._forget(id_)
+        for id_ in [i for i in self._mirrors if i not in wanted]:
+            # Also one from which a bucket could be got: its owner may have confirmed pushes without it since.
+            self._forget(id_)
         self._index()
         # With no complete mirror of a bucket here, nobody can have levelled it: the owner is its source.
         for id_, mirror in wanted.items():

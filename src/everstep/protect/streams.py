@@ -111,6 +111,7 @@ class Streams:
         self.next_ticket = 0
         self.sweep_bytes = 0  # contents that wait, in all streams
         self.waiting_bytes = 0  # all that waits
+        self.levelling = 0  # differences on their way that are older than what this ps made itself
         self._streams: dict[PeerKey, _Stream] = {}
         self._pending: dict[int, int] = {}  # ticket -> answers that it lacks
         self._owed: dict[BucketId, int] = {}  # items of the bucket that wait
@@ -173,6 +174,7 @@ class Streams:
             return  # it is gone
         stream.queue.append(item)
         self.waiting_bytes += item.size_bytes
+        self.levelling += item.ticket < 0 and item.kind == Kind.CHANGE
         self._owed[item.bucket] = self._owed.get(item.bucket, 0) + 1
         if item.ticket >= 0:
             self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
@@ -231,6 +233,7 @@ class Streams:
 
     def _settle(self, item: Item) -> None:
         self.waiting_bytes -= item.size_bytes
+        self.levelling -= item.ticket < 0 and item.kind == Kind.CHANGE
         if item.kind != Kind.CHANGE:
             self.sweep_bytes -= item.size_bytes
         owed = self._owed[item.bucket] - 1

@@ -27,6 +27,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()
+    sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
     try:
         ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
         signal.signal(signal.SIGTERM, lambda *_: ps.stop())

@@ -185,10 +185,11 @@ class Keeper:
                 self._work.notify_all()
 
     def confirmed(self, before: int, after: int, deadline: float) -> bool:
-        """Wait until all mirrors have what the outbox held up to ticket ``after``. False: too late, or a mirror
-        refused something from ``before`` on."""
+        """Wait until all mirrors have what the outbox held up to ticket ``after``, and what was there before (a push
+        may repeat what the bucket's old owner applied). False: too late, or a mirror refused something from ``before``
+        on."""
         with self._acks:
-            while self.streams.done_ticket < after:
+            while self.streams.done_ticket < after or self.streams.levelling:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closing:
                     return False
@@ -374,9 +375,9 @@ class Keeper:
                     machine.refused(bucket)
         else:
             with self._acks:
-                before = self.streams.done_ticket
+                before = self.streams.done_ticket, self.streams.levelling
                 self.streams.answered(key, batch.first, answer.applied)
-                if self.streams.done_ticket != before:
+                if (self.streams.done_ticket, self.streams.levelling) != before:
                     self._acks.notify_all()
 
     def _feed_ourselves(self, request: Feed, batch: Batch) -> Fed | Moved:

@@ -46,6 +46,7 @@ from everstep.ps.service import PsService
 
 MASTER_GONE_S = 600.0
 _TELL_S = 60.0
+_TOGETHER_S = 0.01
 _LOOK_S = 1.0
 
 logger = logging.getLogger("everstep.ps")
@@ -81,10 +82,14 @@ class PsProcess:
             acked=spec.protect == "acked",
             on_failure=lambda why: self._fail(PlatformError(why)),
         )
+        if spec.ps_limit_bytes:
+            self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
         self.images = ImageWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
         self._sources = ImageSources(spec, run_dir)
         self.service.load = self._load
-        self.service.on_report = self._report
+        self._news = threading.Event()  # something is whole here that was not
+        self._again = False  # all of it is to be told, not only what is new
+        self.service.on_report = self._news.set
         self.service.on_gave = self.images.forget
         self._run_dir, self._secret, self._spec = run_dir, secret, spec
         listeners = [listen_unix(run_dir / ps_socket(slot))]
@@ -108,6 +113,8 @@ class PsProcess:
             beat=self._beat,
         )
         self.service.keeper.start(self._connect)
+        self._reporter = threading.Thread(target=self._report_for_ever, name="everstep-report", daemon=True)
+        self._reporter.start()
 
     def __repr__(self) -> str:
         return f"<PsProcess ps:{self.slot} #{self.incarnation} {self.service!r} {self.control!r}>"
@@ -117,6 +124,7 @@ class PsProcess:
     def run(self) -> None:
         """Raises FencedError, PlatformError (audit log not writable, master gone for good), SecretError."""
         while not self._over.wait(_LOOK_S):
+            self._expire()
             if self.control.failed is not None:
                 self._fail(self.control.failed)
             elif self.control.away_s > MASTER_GONE_S:
@@ -132,6 +140,14 @@ class PsProcess:
             self.control.close()
         if self._error is not None:
             raise self._error
+
+    def _expire(self) -> None:
+        try:
+            self.service.expire()
+        except EverstepError as error:
+            self._fail(error)
+        except (ValueError, KeyError) as error:
+            logger.warning("rows could not be freed: %s", error)
 
     def stop(self) -> None:
         """End in order, as after Finish. Safe in a signal handler."""
@@ -164,7 +180,8 @@ class PsProcess:
         match answer:
             case Welcome(placement=Placement() as placement):
                 self._place(placement)
-                self._report()
+                self._again = True
+                self._news.set()
             case Refused(error=error):
                 self._fail(PlatformError(f"the master refused ps:{self.slot}: {error}"))
 
@@ -192,15 +209,30 @@ class PsProcess:
 
     # ------------------------------------------------------------ what the master is told
 
-    def _report(self) -> None:
-        """Everything that is whole here; the master may have heard it before."""
+    def _report_for_ever(self) -> None:
+        """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         keeper = self.service.keeper
-        with keeper.lock:
-            mirrors, ready = tuple(keeper.machine.complete), keeper.machine.ready()
-        if mirrors:
-            self._tell(MirrorReady(self.slot, self.incarnation, mirrors))
-        for version, how, buckets in ready:
-            self._tell(BucketsReady(self.slot, self.incarnation, version, buckets, how))
+        told: tuple[set[int], dict[BucketId, tuple[int, str]]] = (set(), {})
+        while not self._over.is_set():
+            if not self._news.wait(_LOOK_S):
+                continue
+            self._over.wait(_TOGETHER_S)
+            self._news.clear()
+            if self._again:
+                self._again = False
+                told = (set(), {})
+            with keeper.lock:
+                complete, gained = set(keeper.machine.complete), dict(keeper.machine.gained)
+            mirrors = tuple(sorted(complete - told[0]))
+            if mirrors:
+                self._tell(MirrorReady(self.slot, self.incarnation, mirrors))
+            new: dict[tuple[int, str], list[BucketId]] = {}
+            for bucket, key in sorted(gained.items()):
+                if told[1].get(bucket) != key:
+                    new.setdefault(key, []).append(bucket)
+            for (version, how), buckets in new.items():
+                self._tell(BucketsReady(self.slot, self.incarnation, version, tuple(buckets), how))
+            told = (complete, gained)
 
     def _images_written(self, written: ImagesWritten) -> None:
         faults.step(self.slot, "mid_image")

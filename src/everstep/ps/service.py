@@ -251,6 +251,16 @@ class PsService:
                 m.loaded(bucket, checkpoint)
             return
 
+    def expire(self) -> None:
+        """Free rows that nobody pushed for longer than their table says: a bounded piece of every bucket."""
+        if not any(spec.expire_batches or spec.expire_s for spec in self.store.specs()):
+            return
+        now_s = int(time.time())
+        for bucket in self._owned.tolist():
+            with self._gate.shared():
+                if not self._finished and self.keeper.machine.serves(bucket):
+                    self.store.expire(bucket, now_s)
+
     # ------------------------------------------------------------ the audit log
 
     def cut(self) -> None:
@@ -435,7 +445,7 @@ class PsService:
     def _confirm(self, before: int, buckets: bytes, version: int, deadline: float) -> bool:
         """Wait until the mirrors have what was in the outbox. False: that can not be said."""
         after = self.store.outbox_ticket()
-        if after == self.keeper.streams.done_ticket:
+        if after == self.keeper.streams.done_ticket and not self.keeper.streams.levelling:
             return True
         self.keeper.drain()
         if not self.acked:
@@ -463,7 +473,14 @@ class PsService:
                 return None
             try:
                 done = self.store.push(
-                    token.shard, token.lo, token.hi, token.lease, request.buckets, parts, request.skipped
+                    token.shard,
+                    token.lo,
+                    token.hi,
+                    token.lease,
+                    request.buckets,
+                    parts,
+                    request.skipped,
+                    int(time.time()),
                 )
             except (ValueError, KeyError, TypeError, Recovering):
                 raise  # refused whole, before anything was applied
