@@ -15,6 +15,7 @@ from everstep.brain.events import BrainEvent, Granted, JobResumed, MemberJoined,
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
+from everstep.storage.journal import sound_row
 
 
 class JobFacts:
@@ -112,7 +113,7 @@ class JournalReader:
     def __init__(self, path: Path) -> None:
         self.facts = JobFacts()
         self._path = path
-        self._seq = -1
+        self._seq = 0
         self._decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
         try:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
@@ -128,7 +129,9 @@ class JournalReader:
     def advance(self) -> None:
         """Fold in every event journaled since the last call. Raises PlatformError on a journal that cannot be read."""
         try:
-            for seq, raw in self._db.execute("SELECT seq, event FROM events WHERE seq > ? ORDER BY seq", (self._seq,)):
+            query = "SELECT seq, event, digest FROM events WHERE seq > ? ORDER BY seq"
+            for seq, raw, digest in self._db.execute(query, (self._seq,)):
+                sound_row(self._path, self._seq, seq, raw, digest)
                 self.facts.take(self._decoder.decode(raw))
                 self._seq = seq
         except (sqlite3.Error, msgspec.DecodeError) as error:
