@@ -19,6 +19,7 @@ TABLES = [
     TableSpec("narrow", 1, OptimizerSpec(OptimizerKind.ADAM, 0.1), InitSpec(InitKind.UNIFORM, -1.0, 1.0)),
     TableSpec("plain", 33, OptimizerSpec(OptimizerKind.SGD, 0.1), InitSpec(InitKind.CONSTANT, 0.0)),
     TableSpec("dense", 20, OptimizerSpec(OptimizerKind.ADAMW, 0.1, weight_decay=0.1), InitSpec(), dense=True),
+    TableSpec("late", 5, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), InitSpec(), admit_after=1, expire_batches=6),
 ]
 DENSE = {spec.id: spec for spec in TABLES if spec.dense}
 PIECE = 200  # slots of one piece of contents
@@ -43,11 +44,12 @@ def pages_of(store: Store, bucket: int) -> Pages:
 
 def mirror_pages(store: Store, table_specs: list[TableSpec]) -> Pages:
     """Of the tables whose pages are summed."""
+    assert {spec.id for spec in table_specs} <= set(store.tables())
     return {
-        (spec.id, number): np.frombuffer(page, np.uint8)
-        for spec in table_specs
-        if not spec.dense
-        for number, page in store.mirror_pages(ID, spec.id)
+        (table, number): np.frombuffer(page, np.uint8)
+        for table in store.tables()
+        if table not in DENSE
+        for number, page in store.mirror_pages(ID, table)
     }
 
 
@@ -92,7 +94,7 @@ class Cluster:
 
     def make_mirror(self, row: int) -> None:
         self.homes[row].mirror_make(ID, list(range(self.k)), row)
-        layouts = {spec.id: self.homes[row].layout(spec.id) for spec in self.specs}
+        layouts = {table: self.homes[row].layout(table) for table in self.homes[row].tables()}
         self.twins[row : row + 1] = [TwinMirror(layouts, range(self.k), row, list(DENSE.values()))]
 
     # ---- what happens at the owners
@@ -122,20 +124,24 @@ class Cluster:
                 store.put_absent(spec.id, keys, self.rng.normal(size=(len(keys), spec.dim)).astype(np.float32))
             store.initialise(self.specs[0].id)
 
+    def expire(self) -> None:
+        for b, store in enumerate(self.ps):
+            store.expire(b, 0)
+
     @staticmethod
-    def sweep_of(store: Store, bucket: int, specs: list[TableSpec]) -> Iterator[None]:
+    def sweep_of(store: Store, bucket: int) -> Iterator[None]:
         for kind in (Kind.HEADS, Kind.BODIES):
-            for spec in specs:
+            for table in store.tables():
                 lo = 0
                 while lo >= 0:
-                    lo = store.emit(bucket, kind, spec.id, lo, lo + PIECE)
+                    lo = store.emit(bucket, kind, table, lo, lo + PIECE)
                     yield
         store.emit_marks(bucket)
         yield
 
     def sweep(self, bucket: int) -> Iterator[None]:
         """Contents of a whole bucket, piece by piece."""
-        return self.sweep_of(self.ps[bucket], bucket, self.specs)
+        return self.sweep_of(self.ps[bucket], bucket)
 
     def drain(self) -> None:
         """From the outboxes onto the links."""

@@ -46,6 +46,7 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
         "deliver",
         "again",
         "early",
+        "expire",
         "release",
     ]
     for _ in range(draw(st.integers(0, 40), "actions")):
@@ -81,6 +82,8 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
                     member = cluster.twins[link[1]].members[link[0]]
                     if later and member.stage != "empty":
                         assert cluster.apply(link[1], later[-1]) == GAP
+            case "expire":
+                cluster.expire()
             case "release":
                 for store in cluster.ps:
                     store.release([SHARDS[2]])
@@ -288,7 +291,7 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
         store.own([b])
         store.open(shard, 0, 1)
         store.protect([b], True)
-        sweep = Cluster.sweep_of(store, b, TABLES)
+        sweep = Cluster.sweep_of(store, b)
         for at in range(120):
             parts = []
             for spec in TABLES:
@@ -391,7 +394,7 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
     home.mirror_make(ID, [0, 1], 1)
     owner.protect([0, 1], True)
     for b in (0, 1):
-        for _ in Cluster.sweep_of(owner, b, [spec]):
+        for _ in Cluster.sweep_of(owner, b):
             pass
     for at in range(30):
         grads = (rng.normal(size=(40, 48)) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
@@ -415,14 +418,14 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
     assert home.recover_state(ID) == {1: (True, True, 0, 0)}
     home.recover_end(ID)
     assert home.digest(1) == owner.digest(1)
-    home.promote(one_member(home, owner, spec), 0)
+    home.promote(one_member(home, owner), 0)
     assert home.digest(0) == owner.digest(0)
 
 
-def one_member(home: Store, owner: Store, spec: TableSpec) -> int:
+def one_member(home: Store, owner: Store) -> int:
     """A mirror of bucket 0 alone, built now."""
     home.mirror_make(ID + 1, [0], 0)
-    for _ in Cluster.sweep_of(owner, 0, [spec]):
+    for _ in Cluster.sweep_of(owner, 0):
         pass
     _, entries, data = owner.take_outbox(1 << 30)
     for _, _, _, at, n in entries:

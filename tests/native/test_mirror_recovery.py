@@ -83,11 +83,11 @@ class Recovery(Cluster):
         """From mirror ``r`` to the other one: what is left when the survivors are folded out."""
         home, other = self.homes[r], self.homes[1 - r]
         for kind in (Kind.HEADS, Kind.BODIES):
-            for spec in self.specs:
+            for table in home.tables():
                 lo = 0
                 while lo >= 0:
                     # `hi` in slots; a stretch begins at a page
-                    next_lo, data = home.emit_recovering(ID, kind, spec.id, lo, lo + PIECE)
+                    next_lo, data = home.emit_recovering(ID, kind, table, lo, lo + PIECE)
                     if data:
                         assert other.recover_other(ID, data) in (APPLIED, REPEAT)
                         assert other.recover_other(ID, data) == REPEAT
@@ -123,16 +123,18 @@ class Recovery(Cluster):
         for b, home in self.homes_of.items():
             args = (shard, lo, lo + 1, lease, bitmap([b], self.k), parts[b])
             store = self.homes[home]
-            for table, keys, _, _ in parts[b]:
-                slots = store.missing(b, table, keys)
-                if not len(slots):
-                    continue
-                with pytest.raises(Recovering):
-                    store.push(*args)
-                with pytest.raises(Recovering):
-                    store.pull(table, keys, np.empty((len(keys), store.dim(table)), np.float32))
-                self.ask(b, table, slots)
-                assert not len(store.missing(b, table, keys))
+            for spec, (_, keys, _, _) in zip(self.specs, parts[b], strict=True):
+                for table in (spec.id, spec.candidates_id) if spec.admit_after else (spec.id,):
+                    slots = store.missing(b, table, keys)
+                    if not len(slots):
+                        continue
+                    with pytest.raises(Recovering):
+                        store.push(*args)
+                    if table == spec.id:
+                        with pytest.raises(Recovering):
+                            store.pull(table, keys, np.empty((len(keys), spec.dim), np.float32))
+                    self.ask(b, table, slots)
+                    assert not len(store.missing(b, table, keys))
             store.protect([b], True)
             assert store.push(*args).applied == self.ps[b].push(*args).applied == 1
             for table, keys, _, _ in parts[b]:
@@ -174,6 +176,9 @@ class Recovery(Cluster):
             at = self.ps[b].watermarks(shard)
             if at is not None:
                 self.push_one(b, shard, int(at[1][0]), 3, 20)
+        elif what == 9:
+            for b in self.folds:
+                self.ps[b].expire(b, 0)
         elif what == 8:
             for shard in SHARDS:
                 self.push_lost_alone(shard)
@@ -230,12 +235,14 @@ def random_life(cluster: Cluster, steps: int) -> None:
         cluster.sweeps[b] = cluster.sweep(b)
     for _ in range(steps):
         shard = SHARDS[rng.integers(len(SHARDS))]
-        match int(rng.integers(0, 5)):
+        match int(rng.integers(0, 6)):
             case 0 | 1:
                 cluster.push(shard, 3, int(rng.integers(0, 60)))
             case 2:
                 cluster.open(shard, int(rng.integers(1, 4)))
             case 3:
+                cluster.expire()
+            case 4:
                 next(cluster.sweeps[int(rng.integers(cluster.k))], None)
             case _:
                 cluster.drain()
