@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import GIVE_UP_S
 from everstep.brain.events import (
     AnswerType,
     BrainEvent,
+    CheckpointAsked,
+    CheckpointCommitted,
+    CommitManifest,
     Fenced,
     FinishJob,
     Granted,
@@ -23,6 +27,7 @@ from everstep.brain.events import (
     MemberJoined,
     NodeJoined,
     Ok,
+    OrderImages,
     PlanRegistered,
     ProcessExited,
     PublishPlacement,
@@ -37,7 +42,9 @@ from everstep.brain.events import (
     StopProcess,
     Welcome,
 )
+from everstep.brain.job import Phase
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token
@@ -106,6 +113,8 @@ class Master(Process):
         self.conns: dict[tuple[str, int], Conn] = {}
         self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], BrainEvent]] = []
         self.flushing = 0  # up to here, when the fsync under way returns
+        self.images_asked_at = 0.0
+        self.committing = 0  # a manifest is being written
         disk = self.disk
         # As the real journal: opening it raises the fence in its own transaction.
         disk.incarnation += 1
@@ -228,14 +237,18 @@ class Master(Process):
                 self.order(("agent", i.node), "stop", i.role, i.slot, i.incarnation, i.grace_s)  # type: ignore[union-attr]
             elif kind is PublishPlacement:
                 for conn_ in list(self.conns.values()):
-                    if isinstance(conn_.client, Worker):
+                    if isinstance(conn_.client, sim.placed):
                         net.to_client(conn_, conn_.client.on_placement, conn_, i.placement)  # type: ignore[union-attr]
             elif kind is ReleaseShards:
                 for conn_ in list(self.conns.values()):
-                    if isinstance(conn_.client, Ps):
-                        net.to_client(conn_, conn_.client.on_release, conn_, i.shards)  # type: ignore[union-attr]
+                    if not isinstance(conn_.client, Agent | Worker):
+                        net.to_client(conn_, conn_.client.on_release, conn_, i.shards)  # type: ignore[union-attr, attr-defined]
             elif kind is RevokeLease:
                 self.order(("worker", i.member.slot), "revoke", i.lease)  # type: ignore[union-attr]
+            elif kind is OrderImages:
+                self.order_images()
+            elif kind is CommitManifest:
+                self.commit(i.manifest)  # type: ignore[union-attr]
             elif kind is FinishJob:
                 sim.job_over(i.exit_code, i.error)  # type: ignore[union-attr]
 
@@ -260,12 +273,19 @@ class Master(Process):
         self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
 
     def on_hello_member(
-        self, conn: Conn, key: MemberKey, incarnation: Incarnation, node: NodeId, address: Any, leases: Any
+        self,
+        conn: Conn,
+        key: MemberKey,
+        incarnation: Incarnation,
+        node: NodeId,
+        address: Any,
+        leases: Any,
+        holds: Holdings | None = None,
     ) -> None:
         whom = (key.role.value, key.slot)
         if self.stale(conn, whom):
             return
-        event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases)
+        event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases, holds)
         self.record(event, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
         if self.brain.members.current(key.role, key.slot, incarnation) is not None:
             self.greet(conn, whom)  # orders of later events follow its answer
@@ -310,7 +330,45 @@ class Master(Process):
         self.watch.look(self.brain, now)
         for event in self.watch.tick(now):
             self.record(event)
+        if self.sim.scenario.checkpoint_s:
+            self.tick_checkpoints(now)
         self.later(TICK_S, self.tick)
+
+    # ------------------------------------------------------------ checkpoints, as master/checkpoints.py has them
+
+    def tick_checkpoints(self, now: float) -> None:
+        brain = self.brain
+        if brain.job.over:
+            return
+        writing = brain.checkpoints.writing
+        if writing is None:
+            began_at = max(brain.checkpoints.begun_at, brain.job.started_at)
+            if brain.job.phase is Phase.TRAINING and now - began_at >= self.sim.scenario.checkpoint_s:
+                self.record(CheckpointAsked(now, "due"))
+        elif writing.manifest is not None:
+            self.commit(writing.manifest)
+        elif now - writing.began_at >= GIVE_UP_S:
+            self.record(CheckpointAsked(now, "late"))
+        elif now - self.images_asked_at >= 1.0:
+            self.order_images()
+
+    def order_images(self) -> None:
+        brain = self.brain
+        writing, placement = brain.checkpoints.writing, brain.placement
+        if writing is None or placement is None or writing.manifest is not None:
+            return
+        self.images_asked_at = self.now()
+        for slot in sorted({s for b, s in enumerate(placement.owner) if b not in writing.images}):
+            self.order(("ps", slot), "images", writing.number)
+
+    def commit(self, manifest: Manifest) -> None:
+        if self.committing != manifest.checkpoint:
+            self.committing = manifest.checkpoint
+            self.later(0.02 + 0.1 * self.kernel.random(), self.committed, manifest)
+
+    def committed(self, manifest: Manifest) -> None:
+        self.sim.manifests.setdefault(manifest.checkpoint, manifest)
+        self.record(CheckpointCommitted(self.now(), manifest.checkpoint))
 
 
 # ---------------------------------------------------------------- clients of the master
@@ -402,7 +460,7 @@ class Agent(Member):
     def __init__(self, sim: Simulation, node: str, places: int, ps_places: int) -> None:
         super().__init__(sim, f"agent@{node}", node)
         self.id, self.places, self.ps_places = NodeId(node), places, ps_places
-        self.children: dict[tuple[Role, Slot], Worker | Ps] = {}
+        self.children: dict[tuple[Role, Slot], Member] = {}
         self.starting: dict[tuple[Role, Slot], Incarnation] = {}
         self.exits: dict[tuple[Role, Slot, Incarnation], int] = {}
 
@@ -430,7 +488,7 @@ class Agent(Member):
     def on_exited(self, conn: Conn, role: Role, slot: Slot, incarnation: Incarnation, answer: Any = None) -> None:
         self.exits.pop((role, slot, incarnation), None)
 
-    def child_ended(self, child: Worker | Ps, status: int) -> None:
+    def child_ended(self, child: Member, status: int) -> None:
         key = (child.key.role, child.key.slot)
         if self.children.get(key) is child:
             del self.children[key]
@@ -452,7 +510,7 @@ class Agent(Member):
             self.starting[role, slot] = incarnation
             low, high = self.sim.scenario.spawn_s
             self.later(low + (high - low) * self.kernel.random(), self.spawn, role, slot, incarnation)
-        elif what == "stop":
+        elif what == "stop" and self.sim.over is None:
             if self.starting.get((role, slot)) == incarnation:
                 del self.starting[role, slot]
                 self.exits[role, slot, incarnation] = -15
@@ -461,18 +519,22 @@ class Agent(Member):
                 child.fire(child.terminate, ())
                 self.later(args[3], self.kill, child)
 
-    def kill(self, child: Worker | Ps) -> None:
+    def kill(self, child: Member) -> None:
         child.exit(-9)
 
     def spawn(self, role: Role, slot: Slot, incarnation: Incarnation) -> None:
         if self.starting.get((role, slot)) != incarnation:
             return
         del self.starting[role, slot]
-        child: Worker | Ps
+        child: Member
         if role is Role.WORKER:
             child = Worker(self.sim, slot, incarnation, self.node)
         else:
-            child = Ps(self.sim, slot, incarnation, self.node)
+            child = (
+                self.sim.parts.ps(self.sim, slot, incarnation, self.node)
+                if self.sim.scenario.mirrors
+                else Ps(self.sim, slot, incarnation, self.node)
+            )
             self.sim.servers[slot] = child
         self.children[role, slot] = child
         self.sim.processes.append(child)
@@ -531,7 +593,7 @@ class Ps(Member):
         self.sim.truth.releases(self.key.slot, shards)
         self.ledger.release(shards)
 
-    def on_open(self, worker: Worker, lease: Lease) -> None:
+    def on_open(self, worker: Worker, lease: Lease, route: int) -> None:
         if not self.serving:
             return
         answer = self.ledger.open(lease.shard, lease.start, lease.no)
@@ -544,7 +606,7 @@ class Ps(Member):
         buckets, marks = answer
         self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, buckets, marks)
 
-    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool) -> None:
+    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
         sim, slot = self.sim, self.key.slot
         shard, lo, hi = token.shard, token.lo, token.hi
         if not self.serving:
@@ -567,7 +629,7 @@ class Ps(Member):
             self.kernel.say(
                 self, f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
             )
-        self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer)
+        self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer, life)
 
 
 # ---------------------------------------------------------------- a worker
@@ -595,6 +657,7 @@ class Worker(Member):
         self.plan_known = False
         self.pace = scenario.batch_s * (0.5 + rng.random())
         self.stamps: dict[Slot, float] = {}
+        self.soon: set[Slot] = set()  # ps that are asked again shortly
         self.master_stamp = 0.0
 
     # ------------------------------------------------------------ the master
@@ -683,10 +746,21 @@ class Worker(Member):
         self.act(self.protocol.closed(ps, lease, f"closed by ps:{ps}"))
         self.pump()
 
-    def on_pushed(self, ps: Slot, token: Token, answer: Pushed) -> None:
+    def on_pushed(self, ps: Slot, token: Token, answer: Pushed, life: int) -> None:
         self.stamps[ps] = self.kernel.now
-        self.act(self.protocol.pushed(ps, token, answer))
+        self.act(self.protocol.pushed(ps, token, answer, life))
         self.pump()
+
+    def on_moved(self, ps: Slot, route: int) -> None:
+        """Its map is another one: the newer map will come; or it is behind, or not ready yet: once more, soon."""
+        if route <= self.protocol.route and ps not in self.soon:
+            self.soon.add(ps)
+            self.later(0.05 + 0.1 * self.kernel.random(), self.again_to, ps)
+
+    def again_to(self, ps: Slot) -> None:
+        self.soon.discard(ps)
+        self.stamps[ps] = self.kernel.now
+        self.act(self.protocol.lost(ps))
 
     # ------------------------------------------------------------ work
 
@@ -735,12 +809,15 @@ class Worker(Member):
             kind = type(a)
             if kind is SendPush:
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
-                ps = sim.servers[a.ps]  # type: ignore[attr-defined]
-                net.send(self, ps, ps.on_push, self, a.token, a.bitmap, a.skipped)  # type: ignore[attr-defined]
+                ps = sim.server_of(a.ps, a.token.ps_incarnation)  # type: ignore[attr-defined]
+                if ps is not None:
+                    route = self.protocol.route
+                    net.send(self, ps, ps.on_push, self, a.token, a.bitmap, a.skipped, a.life, route)  # type: ignore[attr-defined]
             elif kind is SendOpen:
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
-                ps = sim.servers[a.ps]  # type: ignore[attr-defined]
-                net.send(self, ps, ps.on_open, self, a.lease)  # type: ignore[attr-defined]
+                ps = sim.server_of(a.ps, self.protocol._servers[a.ps])  # type: ignore[attr-defined]
+                if ps is not None:
+                    net.send(self, ps, ps.on_open, self, a.lease, self.protocol.route)  # type: ignore[attr-defined]
             elif kind is AskShard:
                 self.master_stamp = now
                 self.call(ShardAsked, self.on_answer, (a.ask,), *me, a.dataset, a.until_epoch, a.ask)  # type: ignore[attr-defined]

@@ -12,15 +12,22 @@ from typing import Any, NamedTuple
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, Note, Reply, ScaleAsked
+from everstep.brain.events import BrainEvent, DrainAsked, Note, Reply, ScaleAsked
 from everstep.brain.watch import Watch
-from everstep.ids import Incarnation, ShardKey, Slot
+from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.model.image import Manifest
 from everstep.model.member import Role
 from everstep.model.shard import Lease, ShardState, split_key
 from everstep.native.ledger import Ledger, batch_fingerprint
-from everstep.sim.cluster import Agent, Disk, Master, Ps, Worker
+from everstep.policies.recovery import recover
+from everstep.protect.machine import Machine
+from everstep.protect.streams import PeerKey
+from everstep.sim.cluster import Agent, Disk, Master, Member, Ps, Worker
 from everstep.sim.kernel import Kernel, Network, Process, Violation
+from everstep.sim.lineage import Lineage
 from everstep.sim.scenario import Scenario, random_scenario
+from everstep.sim.server import MirrorPs
+from everstep.sim.store import Bucket, SimStore
 from everstep.sim.truth import Truth
 from everstep.tables.protocol import WorkerProtocol
 
@@ -35,6 +42,9 @@ class Parts(NamedTuple):
     watch: type[Watch] = Watch
     protocol: type[WorkerProtocol] = WorkerProtocol
     ledger: type[Ledger] = Ledger
+    machine: type[Machine] = Machine
+    ps: type[MirrorPs] = MirrorPs
+    store: type[SimStore] = SimStore
     early_replies: bool = False  # a shell that answers before the event is durable
     no_ps_incarnation: bool = False  # a ps that does not look at the token's incarnation
 
@@ -64,10 +74,23 @@ class Simulation:
         self.kernel = Kernel(seed, trace)
         self.net = Network(self.kernel)
         self.spec, self.plan = scenario.spec(), scenario.plan()
-        self.truth = Truth(self.plan, scenario.epochs, scenario.buckets)
+        self.truth: Any = Truth(self.plan, scenario.epochs, scenario.buckets)
+        self.placed: Any = Worker  # who is told of each new map
+        if scenario.mirrors:
+            lenient = scenario.protect == "eager" or bool(scenario.checkpoint_s)
+            acked = scenario.protect == "acked"
+            self.truth = Lineage(self.plan, scenario.epochs, scenario.buckets, acked, lenient)
+            self.placed = Worker | MirrorPs
+        self.lives: dict[PeerKey, MirrorPs] = {}
+        self.stuck: list[str] = []
+        self.files: dict[str, Bucket] = {}  # images, durable or not
+        self.manifests: dict[int, Manifest] = {}
+        self.ps_deaths = 0
+        self.doomed: set[Slot] = set()  # lost, or about to be, and the map still names them
+        self.doomed_lives: dict[Slot, Incarnation] = {}
         self.disk = Disk()
-        self.servers: dict[Slot, Ps] = {}
-        self.processes: list[Worker | Ps] = []
+        self.servers: dict[Slot, Any] = {}
+        self.processes: list[Member] = []
         self.over: tuple[int, str] | None = None
         self.healed = False
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
@@ -89,13 +112,15 @@ class Simulation:
         agent = self.agents[node] = Agent(self, node, 2, 0)
         agent.start()
 
-    def process_ended(self, process: Worker | Ps | Any, status: int) -> None:
+    def process_ended(self, process: Member, status: int) -> None:
         self.kernel.say(process, f"ended with {status}")
         if isinstance(process, Agent):
             return
         if isinstance(process, Worker):
             self.deaths += status != 0
             self.retried += process.protocol.retried
+        elif status != 0:
+            self.ps_deaths += 1
         if process in self.processes:
             self.processes.remove(process)
         agent = self.agents.get(process.node)
@@ -123,6 +148,16 @@ class Simulation:
             self.kernel.say("job", f"over: {exit_code} {error}")
             self.kernel.stopped = True
 
+    def server_of(self, slot: Slot, incarnation: Incarnation) -> Any:
+        """The process that a worker's map names; None: it never was."""
+        if self.scenario.mirrors:
+            return self.lives.get((slot, incarnation))
+        return self.servers[slot]
+
+    def image_of(self, checkpoint: int, bucket: BucketId) -> Bucket:
+        """What the manifest of ``checkpoint`` names for ``bucket``."""
+        return self.files[self.manifests[checkpoint].images[bucket].files[0].path]
+
     def lease_current(self, brain: Brain, lease: Lease) -> bool:
         held = brain.leases.get(lease.shard)
         return held is not None and held.no == lease.no
@@ -131,6 +166,8 @@ class Simulation:
 
     def strike(self, fault: str) -> None:
         rng, net = self.kernel.rng, self.net
+        if self.over is not None:
+            return
         self.kernel.say("FAULT", fault)
         self.faults += 1
         workers = [p for p in self.processes if isinstance(p, Worker)]
@@ -165,8 +202,79 @@ class Simulation:
                 net.sever(rng.choice(conns), 0.3)
         elif fault == "lossy":
             net.loss = min(0.4, net.loss + 0.1)
+        elif self.scenario.mirrors:
+            self.strike_ps(fault, worker)
         if self.scenario.ps_restarts and self.servers and rng.random() < 0.3:
             self.restart_ps(rng.choice(list(self.servers.values())))
+
+    def strike_ps(self, fault: str, worker: Worker | None) -> None:
+        """A fault of a ps that keeps mirrors; those that lose it, only while it can be borne."""
+        rng, kernel = self.kernel.rng, self.kernel
+        if fault == "scale ps":
+            self.record(ScaleAsked(self.master.now(), Role.PS, rng.randint(*self.scenario.ps_range)))
+        elif fault == "drain ps" and self.servers:
+            self.record(DrainAsked(self.master.now(), f"ps:{rng.choice(sorted(self.servers))}", 30.0))
+        living = [p for p in self.processes if isinstance(p, MirrorPs) and p.key.slot not in self.doomed]
+        if not living:
+            return
+        ps = rng.choice(living)
+        if fault == "stop ps briefly":
+            ps.pause(rng.uniform(0.05, 0.9))
+        elif fault == "cut ps from ps" and len(living) > 1:
+            other = rng.choice([p for p in living if p is not ps])
+            self.cut(ps.name, other.name, rng.random() < 0.6, rng.uniform(0.1, 3.0))
+        elif fault == "cut ps from master briefly":
+            self.cut(ps.name, self.master.name, rng.random() < 0.7, rng.uniform(0.05, 0.8))
+        elif fault in ("kill ps", "kill ps and worker", "kill ps and master", "kill two ps", "zombie ps"):
+            if not self.may_lose(ps):
+                return
+            if fault == "zombie ps":  # declared lost, but it goes on, and its agent does not end it
+                kernel.say("FAULT", f"{ps} is a zombie")
+                self.cut(ps.name, "master", True, 6.0)
+                self.home.pause(rng.uniform(0.0, 4.0))
+                if rng.random() < 0.3:
+                    ps.pause(rng.uniform(2.0, 4.0))
+                return
+            ps.exit(-9)
+            if fault == "kill ps and worker" and worker is not None:
+                worker.exit(-9)
+            elif fault == "kill ps and master":
+                self.kill_master()
+            elif fault == "kill two ps":
+                others = [p for p in living if p is not ps]
+                if others and self.may_lose(other := rng.choice(others)):
+                    kernel.after(rng.choice([0.0, 0.3, 1.0]) * rng.random(), self.kill_again_ps, other)
+
+    def kill_again_ps(self, ps: MirrorPs) -> None:
+        self.doomed.discard(ps.key.slot)
+        if ps.alive and self.may_lose(ps):
+            ps.exit(-9)
+
+    def may_lose(self, ps: MirrorPs) -> bool:
+        """Whether every bucket can still be had without this ps and those whose loss the master has not noticed yet. If
+        so, its loss is noted."""
+        brain = self.master.brain
+        placement = brain.placement
+        if not self.master.alive or placement is None or brain.job.over or self.master.outdated():
+            return False
+        placed = {(p.slot, p.incarnation) for p in placement.servers}
+        self.doomed = {s for s in self.doomed if (s, self.doomed_lives[s]) in placed}
+        if (ps.key.slot, ps.incarnation) not in placed:
+            return False
+        keeper = brain.keeper
+        draft = keeper.draft()
+        draft.living -= {ps.key.slot, *self.doomed}
+        draft.living &= {p.slot for p in placement.servers}
+        draft.owner = [draft.owner[b] if b not in draft.missing else Slot(-1) for b in range(len(draft.owner))]
+        if not draft.living or recover(draft, keeper._image_of).lost:
+            return False
+        self.doomed.add(ps.key.slot)
+        self.doomed_lives[ps.key.slot] = ps.incarnation
+        return True
+
+    def record(self, event: BrainEvent) -> None:
+        if self.master.alive and self.kernel.now >= self.master.paused_until:
+            self.master.record(event)
 
     def cut(self, a: str, b: str, both: bool, seconds: float) -> None:
         self.net.partition(a, b, both)
@@ -250,8 +358,7 @@ class Simulation:
             raise Violation(f"not finished {scenario.deadline_s:g} s after the last fault: {self.where()}")
         if self.over[0] != 0:
             raise Violation(f"the job failed: {self.over[1]}")
-        fingerprints = {b: ps.ledger.fingerprints()[b] for ps in self.servers.values() for b in ps.owned}
-        self.truth.finished(fingerprints)
+        self.truth.finished(self.at_rest() if scenario.mirrors else self.fingerprints())
         self.replay()
         return Outcome(
             self.seed,
@@ -267,6 +374,33 @@ class Simulation:
             self.truth.applied,
             self.retried,
         )
+
+    def fingerprints(self) -> dict[int, int]:
+        return {b: ps.ledger.fingerprints()[b] for ps in self.servers.values() for b in ps.owned}
+
+    def at_rest(self) -> dict[int, int]:
+        """Once everything under way has come to its end: what each owner has is the truth's, and so are all mirrors of
+        the map that are whole."""
+        kernel, placement = self.kernel, self.master.brain.placement
+        assert placement is not None
+        if not self.healed:
+            self.heal()
+        kernel.stopped = False
+        kernel.run(kernel.now + 3.0)
+        prints: dict[int, int] = {}
+        lives = {p.slot: self.lives[p.slot, p.incarnation] for p in placement.servers}
+        for b, slot in enumerate(placement.owner):
+            bucket, ps = BucketId(b), lives.get(slot)
+            if ps is None or not ps.machine.serves(bucket):
+                raise Violation(f"bucket {b} is not served by ps:{slot} at the end: {self.where()} {self.stuck}")
+            self.truth.at_rest(bucket, ps.store.buckets[bucket])
+            prints[b] = ps.store.buckets[bucket].book.fingerprint
+        for mirror in placement.mirrors:
+            ps = lives.get(mirror.at)
+            if ps is None or mirror.id not in ps.machine.complete:
+                continue
+            ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.buckets[b] for b in mirror.members})
+        return prints
 
     def kill_again(self) -> None:
         if not self.healed:

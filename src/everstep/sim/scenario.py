@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     heal_s: float = 40.0  # and this much later, besides the time that the work itself takes, all must be finished
     faults: tuple[tuple[float, str], ...] = ()  # (when, which)
     master_every_s: float = 0.0  # > 0: besides, kill the master this often
+    mirrors: bool = False  # ps are real machines: lost, moved, rebuilt; else they only answer
+    parity: str = "0"
+    protect: Literal["acked", "eager"] = "acked"
+    ps_range: tuple[int, int] = (1, 1)  # to which "scale ps" goes
+    checkpoint_s: float = 0.0  # > 0: checkpoints so often
     ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
 
     @property
@@ -53,6 +59,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             lease_s=self.lease_s,
             max_restarts=1000,
             quarantine_after=1000,
+            parity=self.parity,
+            protect=self.protect,
+            checkpoint_every=f"{self.checkpoint_s:g}s" if self.checkpoint_s else "",
         )
 
     def plan(self) -> Plan:
@@ -131,4 +140,68 @@ def failover_scenario(seed: int) -> Scenario:
         chaos_s=20.0,
         heal_s=60.0,
         master_every_s=0.06,
+    )
+
+
+PS_FAULTS = {
+    "kill ps": 6,
+    "kill two ps": 4,
+    "kill ps and worker": 2,
+    "kill ps and master": 2,
+    "zombie ps": 4,  # declared lost, but it goes on
+    "stop ps briefly": 3,
+    "cut ps from ps": 3,
+    "cut ps from master briefly": 1,
+    "scale ps": 2,
+    "drain ps": 1,
+    "kill master": 2,
+    "kill worker": 2,
+    "stop worker": 1,
+    "cut worker from a ps": 1,
+    "sever": 1,
+    "lossy": 1,
+}
+
+CODES = ["0", "1+1", "2+1", "3+1", "1+2", "2+2", "3+2"]
+
+
+def storm_scenario(seed: int) -> Scenario:
+    """The scenario of ``seed`` where ps are lost, moved, scaled and rebuilt."""
+    rng = random.Random(f"storm {seed}")
+    parity = rng.choice(CODES)
+    k, m = (int(x) for x in parity.split("+")) if parity != "0" else (1, 0)
+    least = max(k + m, 1)
+    ps = min(least + rng.choice([0, 0, 1, 2]), 6)
+    checkpoint_s = rng.choice([0.0, 0.0, 1.5])
+    names, weights = list(PS_FAULTS), list(PS_FAULTS.values())
+    if rng.random() < 0.4:
+        chosen = rng.sample(range(len(names)), 3)
+        weights = [w if i in chosen else 0 for i, w in enumerate(weights)]
+    chaos_s = rng.uniform(2.0, 9.0)
+    count = rng.randint(1, 10)
+    faults = sorted((round(rng.uniform(0.3, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    return Scenario(
+        workers=rng.randint(1, 2),
+        ps=ps,
+        buckets=rng.choice([2, 3, 4, 6]),
+        samples=rng.randint(30, 120),
+        shard_samples=rng.choice([8, 15, 20]),
+        epochs=rng.choice([1, 2]),
+        batch=rng.choice([(1, 4), (2, 6), (3, 9)]),
+        batch_s=rng.choice([0.03, 0.08, 0.15]),
+        loss=rng.choice([0.0, 0.0, 0.01, 0.03]),
+        duplicate=rng.choice([0.0, 0.02, 0.1]),
+        straggle=rng.choice([0.0, 0.01]),
+        lease_s=rng.choice([2.0, 5.0, 1000.0]),
+        fsync_s=rng.choice([0.001, 0.004]),
+        restart_s=rng.choice([0.01, 0.3]),
+        snapshot_every=rng.choice([10, 40, 10_000]),
+        chaos_s=chaos_s,
+        heal_s=60.0,
+        faults=tuple(faults),
+        mirrors=True,
+        parity=parity,
+        protect=rng.choice(["acked", "acked", "acked", "eager"]),
+        ps_range=(least, least + 2),
+        checkpoint_s=checkpoint_s,
     )

@@ -1,0 +1,204 @@
+"""What must be true when buckets go from ps to ps: the counts of truth.py, and which ps has each bucket by right.
+
+A bucket's *holder* is the ps that took it last. Only what the holder applies counts; what a replaced one still applies
+counts for nothing and must not be acknowledged. When another takes the bucket, the changes that it has not (seq beyond
+its own) are undone here too: then they must not have been acknowledged, if pushes wait for mirrors. Its bytes and marks
+must be exactly those of the changes that remain.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.shard import Lease, Plan, split_key
+from everstep.native.ledger import batch_fingerprint
+from everstep.protect.streams import PeerKey
+from everstep.sim.kernel import Violation
+from everstep.sim.store import Bucket
+from everstep.sim.truth import Truth
+
+_MASK = (1 << 64) - 1
+
+
+class _Change(NamedTuple):
+    """``lo`` < 0: the shard was opened; ``before``: its fence until then."""
+
+    seq: int
+    shard: ShardKey
+    lease: LeaseNo
+    lo: int
+    hi: int
+    before: int = -1
+
+
+class Lineage(Truth):
+    """``acked``: whether a push waits for its mirrors. ``lenient``: whether losses may cost something that must then be
+    trained again (eager, or beyond the protection level)."""
+
+    def __init__(self, plan: Plan, epochs: int, buckets: int, acked: bool, lenient: bool) -> None:
+        super().__init__(plan, epochs, buckets)
+        self.acked, self.lenient = acked, lenient
+        self.holder: dict[BucketId, PeerKey | None] = {}
+        self.log: dict[BucketId, list[_Change]] = {BucketId(b): [] for b in range(buckets)}
+        self.content: dict[BucketId, int] = {BucketId(b): 0 for b in range(buckets)}
+        self.fences: dict[tuple[BucketId, ShardKey], int] = {}
+        self.promised = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
+        self.bases: dict[BucketId, int] = {}  # fingerprint of the image under the log
+        self.undone = self.loaded = self.moved = 0
+
+    def _bits(self, shard: ShardKey, lo: int, hi: int) -> int:
+        return ((1 << (hi - lo)) - 1) << (split_key(shard)[1] * self.plan.samples + lo)
+
+    # ------------------------------------------------------------ at the ps
+
+    def opened(self, ps: PeerKey, shard: ShardKey, lease: LeaseNo, seqs: dict[BucketId, int]) -> None:
+        """``ps`` let ``lease`` open ``shard`` in the buckets ``seqs``, which are at these seqs now."""
+        for bucket, seq in seqs.items():
+            if self.holder.get(bucket) != ps:
+                continue
+            known = self.fences.get((bucket, shard), -1)
+            if lease < known:
+                raise Violation(f"ps:{ps[0]} let lease {lease:x} open shard {shard:x} after the later {known:x}")
+            self.fences[bucket, shard] = lease
+            self.log[bucket].append(_Change(seq, shard, lease, -1, -1, known))
+        epoch = split_key(shard)[1]
+        if epoch and self.missing[epoch - 1] and not self.lenient:
+            raise Violation(f"shard {shard:x} of epoch {epoch} opened, counts of the last miss")
+
+    def applied_by(
+        self, ps: PeerKey, bucket: BucketId, seq: int, shard: ShardKey, lo: int, hi: int, lease: LeaseNo
+    ) -> None:
+        """``ps`` applied ``[lo, hi)`` to ``bucket``, which is at ``seq`` now."""
+        if self.holder.get(bucket) != ps:
+            return
+        if lease != self.fences.get((bucket, shard), -1):
+            raise Violation(f"ps:{ps[0]} applied [{lo}, {hi}) of shard {shard:x} by the fenced lease {lease:x}")
+        _, epoch, index = split_key(shard)
+        start, stop = self.plan.bounds(index)
+        if not start <= lo < hi <= stop:
+            raise Violation(f"ps:{ps[0]} applied [{lo}, {hi}), shard {shard:x} is [{start}, {stop})")
+        counts = self.counts[epoch][bucket]
+        if any(counts[lo:hi]):
+            raise Violation(f"bucket {bucket} counts [{lo}, {hi}) of epoch {epoch} twice (ps:{ps[0]}, shard {shard:x})")
+        counts[lo:hi] = b"\1" * (hi - lo)
+        self.missing[epoch] -= hi - lo
+        self.applied += hi - lo
+        self.content[bucket] ^= self._bits(shard, lo, hi)
+        self.log[bucket].append(_Change(seq, shard, lease, lo, hi))
+
+    def acknowledged(self, ps: PeerKey, buckets: tuple[BucketId, ...], shard: ShardKey, lo: int, hi: int) -> None:
+        """``ps`` answered that these buckets have ``[lo, hi)``."""
+        epoch = split_key(shard)[1]
+        for bucket in buckets:
+            mine = self.holder.get(bucket) == ps
+            if not all(self.counts[epoch][bucket][lo:hi]) and (mine or (self.acked and not self.lenient)):
+                raise Violation(f"ps:{ps[0]} acknowledged [{lo}, {hi}) of shard {shard:x}, bucket {bucket} lacks it")
+            if mine:
+                self.promised[epoch][bucket][lo:hi] = b"\1" * (hi - lo)
+
+    def gave(self, ps: PeerKey, bucket: BucketId) -> None:
+        """``ps`` serves it no longer; it stays the holder of what is in it."""
+
+    def took(self, ps: PeerKey, bucket: BucketId, how: str, what: Bucket) -> None:
+        """``ps`` serves ``bucket`` from now on, and this is in it."""
+        log = self.log[bucket]
+        if how == "new":
+            if bucket in self.holder:
+                raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, ps:{self.holder[bucket]} had it")
+        elif how == "loaded":
+            self.loaded += 1
+            self._loaded(bucket, what)
+        else:
+            self.moved += 1
+            lost = [c for c in log if c.seq > what.seq]
+            del log[len(log) - len(lost) :]
+            for c in reversed(lost):
+                self._undo(bucket, c, ps)
+            self._check(ps, bucket, how, what)
+        self.holder[bucket] = ps
+
+    def _undo(self, bucket: BucketId, c: _Change, ps: PeerKey) -> None:
+        epoch = split_key(c.shard)[1]
+        if c.lo < 0:
+            self.fences[bucket, c.shard] = c.before
+            return
+        promised = self.promised[epoch][bucket]
+        if self.acked and any(promised[c.lo : c.hi]):
+            raise Violation(
+                f"bucket {bucket} came to ps:{ps[0]} without [{c.lo}, {c.hi}) of shard {c.shard:x}, "
+                f"seq {c.seq}, which was acknowledged"
+            )
+        promised[c.lo : c.hi] = bytes(c.hi - c.lo)
+        self.undoes(bucket, c.shard, c.lo, c.hi)
+        self.content[bucket] ^= self._bits(c.shard, c.lo, c.hi)
+        self._reopened(c.shard)
+
+    def _reopened(self, shard: ShardKey) -> None:
+        self.undone += 1
+        if self.lenient:
+            self.done.pop(shard, None)
+
+    def _check(self, ps: PeerKey, bucket: BucketId, how: str, what: Bucket) -> None:
+        """Bit for bit what was applied, and the marks that go with it."""
+        log = self.log[bucket]
+        name = f"bucket {bucket}, which ps:{ps[0]} has {how}, at seq {what.seq}"
+        if log and what.seq < log[-1].seq:
+            raise Violation(f"{name}, ends before {log[-1].seq}")
+        if what.content != self.content[bucket]:
+            raise Violation(f"{name}, holds other samples than were applied to it")
+        prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(bucket, 0)
+        if what.book.fingerprint != prints & _MASK:
+            raise Violation(f"{name}, has another fingerprint than what was applied to it")
+        for shard, (mark, fence) in what.book.shards.items():
+            key = ShardKey(shard)
+            known = self.fences.get((bucket, key), -1)
+            if fence != known:
+                raise Violation(f"{name}, has fence {fence:x} of shard {shard:x}, not {known:x}")
+            _, epoch, index = split_key(key)
+            start, stop = self.plan.bounds(index)
+            counts = self.counts[epoch][bucket]
+            if not all(counts[start:mark]) or any(counts[mark:stop]):
+                raise Violation(f"{name}, has watermark {mark} of shard {shard:x}, which is not what was applied")
+
+    def _loaded(self, bucket: BucketId, what: Bucket) -> None:
+        """From now on what the image has is the truth; the rest is undone, and must be trained again."""
+        n = self.plan.samples
+        total = 0
+        for epoch in range(self.epochs):
+            counts, promised = self.counts[epoch][bucket], self.promised[epoch][bucket]
+            bits = what.content >> (epoch * n) & ((1 << n) - 1)
+            for position in range(n):
+                has = bits >> position & 1
+                if counts[position] and not has:
+                    shard = ShardKey(epoch << 32 | position // self.plan.shard_samples)
+                    self._reopened(shard)
+                    promised[position] = 0
+                self.missing[epoch] += counts[position] - has
+                counts[position] = has
+            for lo in range(n):
+                if bits >> lo & 1:
+                    total += batch_fingerprint(epoch << 32, lo, lo + 1)
+        if what.book.fingerprint != total & _MASK:
+            raise Violation(f"the image of bucket {bucket} has another fingerprint than its samples")
+        self.content[bucket] = what.content
+        self.log[bucket] = []
+        self.bases[bucket] = total
+        for key in [k for k in self.fences if k[0] == bucket]:
+            del self.fences[key]
+        for shard, (_, fence) in what.book.shards.items():
+            self.fences[bucket, ShardKey(shard)] = fence
+
+    # ------------------------------------------------------------ at the master
+
+    def grants(self, worker: Slot, incarnation: Incarnation, ask: int, lease: Lease, current: bool) -> None:
+        if self.lenient:  # it is opened again to see whether something is missing
+            self.done.pop(lease.shard, None)
+        super().grants(worker, incarnation, ask, lease, current)
+
+    # ------------------------------------------------------------ at the end
+
+    def at_rest(self, bucket: BucketId, what: Bucket) -> None:
+        """Its owner's at the end of the run."""
+        if what.content != self.content[bucket]:
+            raise Violation(f"bucket {bucket} holds other samples at the end than were applied to it")

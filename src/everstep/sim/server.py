@@ -1,0 +1,401 @@
+"""A ps that keeps mirrors, under virtual time: the real machine and streams round the simulated store.
+
+What is modelled of the real shell: the outbox is drained a moment after each change; one message at a time to each
+peer, said again until it is answered; pushes that wait for their mirrors, and those for buckets that are on their way
+here; images that are written while training goes on; reports that are repeated after each hello.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from everstep.brain.events import (
+    AnswerType,
+    BucketsReady,
+    Fenced,
+    ImagesWritten,
+    MirrorsReady,
+    Ok,
+    Welcome,
+)
+from everstep.ids import BucketId, Incarnation, NodeId, ShardKey, Slot
+from everstep.model.image import BucketImage, ImageFile
+from everstep.model.member import Address, MemberKey, Role
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Token
+from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
+from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took
+from everstep.protect.streams import PeerKey, Streams
+from everstep.sim.cluster import Member
+from everstep.sim.kernel import Conn
+from everstep.sim.store import SimStore
+
+if TYPE_CHECKING:
+    from everstep.sim.cluster import Worker
+    from everstep.sim.run import Simulation
+
+ASK_S = 0.05
+AGAIN_S = 0.3  # a message to a peer without an answer is said again
+CONFIRM_S = 1.5  # so long a push waits for its mirrors
+
+
+class _Waiting:
+    """A push that was applied, or is a repeat, and is to be acknowledged."""
+
+    __slots__ = ("after", "answer", "before", "bitmap", "life", "route", "token", "until", "worker")
+
+    def __init__(self, worker: Worker, token: Token, bitmap: bytes, life: int, route: int) -> None:
+        self.worker, self.token, self.bitmap, self.life, self.route = worker, token, bitmap, life, route
+        self.answer = Pushed(0, 0)
+        self.before = self.after = 0
+        self.until = 0.0
+
+
+class MirrorPs(Member):
+    """See the module's docstring. Every apply is told to the truth, and what came to be here."""
+
+    def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
+        super().__init__(sim, f"ps:{slot}.{incarnation}", node)
+        self.key = MemberKey(Role.PS, slot)
+        self.incarnation = incarnation
+        self.me: PeerKey = (slot, incarnation)
+        plan, scenario = sim.plan, sim.scenario
+        self.store: SimStore = sim.parts.store(
+            sim.parts.ledger(sim.spec.buckets, ()), plan.samples * scenario.epochs, plan.samples
+        )
+        self.streams = Streams()
+        self.machine: Machine = sim.parts.machine(slot, incarnation, self.store, self.streams)
+        self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
+        self.acked = scenario.protect == "acked"
+        self.waiting: list[_Waiting] = []
+        self.released: list[ShardKey] = []
+        self.reports: list[Any] = []  # what the master has not answered
+        self.feeds: dict[PeerKey, tuple[int, float]] = {}  # request under way, when it is said again
+        self.asked: dict[int, tuple[Ask, float]] = {}
+        self.requests = 0
+        self.draining = self.sweeping = False
+        self.images = 0
+        self.loading: set[tuple[BucketId, int]] = set()
+        sim.lives[self.me] = self
+
+    # ------------------------------------------------------------ the master
+
+    def start(self) -> None:
+        super().start()
+        self.later(ASK_S, self.look)
+
+    def hello(self, conn: Conn) -> None:
+        server: Any = conn.server
+        node = NodeId(self.node)
+        holds = self.machine.holdings()
+        self.net.to_server(
+            conn, server.on_hello_member, conn, self.key, self.incarnation, node, self.address, (), holds
+        )
+
+    def on_welcome(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+            return
+        if not isinstance(answer, Welcome) or not self.welcomed(conn):
+            return
+        if answer.placement is not None:
+            self.place(answer.placement)
+        if self.alive:
+            self.report()
+
+    def send_beat(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(conn, server.on_beat, conn, self.key, self.incarnation, ())
+
+    def on_placement(self, conn: Conn, placement: Placement) -> None:
+        if conn is self.conn:
+            self.place(placement)
+
+    def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
+        if what == "images" and conn is self.conn:
+            self.take_images(args[0])
+
+    def on_release(self, conn: Conn, shards: tuple[ShardKey, ...]) -> None:
+        self.sim.truth.releases(self.key.slot, shards)
+        self.released += shards
+        self.store.release(shards)
+        self.moved_on()
+
+    def report(self) -> None:
+        slot, incarnation = self.me
+        self.reports = [(MirrorsReady, (slot, incarnation, tuple(self.machine.complete)))]
+        self.reports += [
+            (BucketsReady, (slot, incarnation, version, buckets, how)) for version, how, buckets in self.machine.ready()
+        ]
+        self.again()
+
+    def again(self) -> None:
+        for i, (event, args) in enumerate(self.reports):
+            self.call(event, self.on_reported, (i, args), *args)
+
+    def on_reported(self, conn: Conn, i: int, args: Any, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        elif isinstance(answer, Ok):
+            self.reports = [r for r in self.reports if r[1] != args]
+
+    # ------------------------------------------------------------ the machine
+
+    def place(self, placement: Placement) -> None:
+        for place in placement.servers:
+            if place.slot == self.key.slot and place.incarnation > self.incarnation:
+                self.exit(4)
+                return
+        if placement.version > self.machine.version and self.kernel.lines is not None:
+            self.kernel.say(self, f"placement {placement.version} route {placement.route}")
+        self.machine.place(placement)
+        self.moved_on()
+
+    def moved_on(self) -> None:
+        """After anything that the machine or the store did."""
+        if self.machine.dirty:
+            self.machine.settle()
+        truth, store = self.sim.truth, self.store
+        for action in self.machine.take_actions():
+            if self.kernel.lines is not None:
+                self.kernel.say(self, f"{action}")
+            kind = type(action)
+            if kind is Took:
+                bucket = action.bucket  # type: ignore[attr-defined]
+                truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
+                if action.how != "new" and self.released:  # type: ignore[attr-defined]
+                    store.release(self.released)  # what came here may not have heard of them
+            elif kind is Gave:
+                truth.gave(self.me, action.bucket)  # type: ignore[attr-defined]
+            elif kind is Load:
+                self.load(action.bucket, action.checkpoint)  # type: ignore[attr-defined]
+            elif kind is Report:
+                self.report()
+            elif kind is Stuck:
+                self.sim.stuck.append(f"{self}: {action.why}")  # type: ignore[attr-defined]
+        if not self.draining and store.outbox:
+            self.draining = True
+            self.later(0.004 * self.kernel.random(), self.drain)
+        if not self.sweeping and self.machine.sweeping:
+            self.sweeping = True
+            self.later(0.004 + 0.02 * self.kernel.random(), self.sweep)
+        self.send()
+        self.acknowledge()
+
+    def drain(self) -> None:
+        self.draining = False
+        self.deal_out()
+        self.moved_on()
+
+    def deal_out(self) -> None:
+        first, entries = self.store.take()
+        if entries:
+            self.streams.append(first, entries)
+
+    def sweep(self) -> None:
+        self.sweeping = False
+        self.deal_out()
+        self.machine.sweep()
+        self.moved_on()
+
+    def load(self, bucket: BucketId, checkpoint: int) -> None:
+        if (bucket, checkpoint) not in self.loading:
+            self.loading.add((bucket, checkpoint))
+            self.later(0.02 + 0.2 * self.kernel.random(), self.loaded, bucket, checkpoint)
+
+    def loaded(self, bucket: BucketId, checkpoint: int) -> None:
+        self.loading.discard((bucket, checkpoint))
+        image = self.sim.image_of(checkpoint, bucket)
+        if bucket not in self.store.buckets:
+            self.store.install(bucket, image.copy())
+            self.machine.loaded(bucket, checkpoint)
+            self.moved_on()
+
+    # ------------------------------------------------------------ other ps
+
+    def look(self) -> None:
+        """Every now and then: ask what is to be asked, say again what is overdue."""
+        self.later(ASK_S, self.look)
+        now = self.kernel.now
+        self.asked = {i: (a, until) for i, (a, until) in self.asked.items() if until > now}
+        under_way = [a for a, _ in self.asked.values()]
+        for ask in self.machine.asks():
+            if ask not in under_way:
+                self.requests += 1
+                self.asked[self.requests] = (ask, now + AGAIN_S)
+                self.to_peer(ask.peer, "asked_by", self.requests, ask.request)
+        self.moved_on()
+
+    def send(self) -> None:
+        """The next message to each peer that is owed something."""
+        now = self.kernel.now
+        for peer in self.streams.peers:
+            request, until = self.feeds.get(peer, (0, 0.0))
+            if request and until > now:
+                continue
+            batch = self.streams.batch(peer, 1 << 20, 8)
+            if batch is None:
+                self.feeds.pop(peer, None)
+                continue
+            self.requests += 1
+            self.feeds[peer] = self.requests, now + AGAIN_S
+            feed, blobs = self.machine.feed_of(batch), [item.blob for item in batch.items]
+            self.to_peer(peer, "fed_by", self.requests, feed, blobs)
+
+    def to_peer(self, peer: PeerKey, handler: str, *args: Any) -> None:
+        target = self.sim.lives.get(peer)
+        if target is not None:
+            self.net.send(self, target, getattr(target, handler), self, *args)
+
+    def fed_by(self, sender: MirrorPs, request: int, feed: Feed, blobs: list[Any]) -> None:
+        answer = self.machine.feed(feed, blobs)
+        self.moved_on()
+        if self.alive:
+            self.net.send(self, sender, sender.on_fed, self.me, request, feed.first, answer)
+
+    def on_fed(self, peer: PeerKey, request: int, first: int, answer: Fed | Moved) -> None:
+        if self.feeds.get(peer, (0, 0.0))[0] != request:
+            return
+        if isinstance(answer, Moved):  # it is behind: again when that is due
+            return
+        del self.feeds[peer]
+        for bucket in self.streams.answered(peer, first, answer.applied):
+            self.machine.refused(bucket)
+        self.machine.settle()
+        self.moved_on()
+
+    def asked_by(self, sender: MirrorPs, request: int, what: Want | Tail | HandOver) -> None:
+        blobs: list[Any] = []
+        answer: Any
+        if isinstance(what, Want):
+            answer = self.machine.want(what)
+        elif isinstance(what, Tail):
+            answer, blobs = self.machine.tail(what)
+        else:
+            self.deal_out()
+            answer = self.machine.hand_over(what)
+        self.moved_on()
+        if self.alive:
+            self.net.send(self, sender, sender.on_asked, request, answer, blobs)
+
+    def on_asked(self, request: int, answer: Any, blobs: list[Any]) -> None:
+        ask, _ = self.asked.pop(request, (None, 0.0))
+        if ask is not None:
+            self.machine.answered(ask, answer, blobs)
+            self.moved_on()
+
+    # ------------------------------------------------------------ workers
+
+    @property
+    def route(self) -> int:
+        placement = self.machine.placement
+        return placement.route if placement is not None else 0
+
+    def on_open(self, worker: Worker, lease: Lease, route: int) -> None:
+        slot = self.key.slot
+        if route != self.route or self.machine.lacking:
+            self.net.send(self, worker, worker.on_moved, slot, self.route)
+            return
+        answer = self.store.open(lease.shard, lease.start, lease.no)
+        if self.kernel.lines is not None:
+            self.kernel.say(self, f"open {lease.shard:x} lease {lease.no:x} of {worker}: {answer}")
+        if answer is None:
+            self.net.send(self, worker, worker.on_closed, slot, lease.no)
+            return
+        buckets, marks = answer
+        self.sim.truth.opened(
+            self.me, lease.shard, lease.no, {BucketId(b): self.store.seq(BucketId(b)) for b in buckets}
+        )
+        self.net.send(self, worker, worker.on_opened, slot, lease.no, self.incarnation, buckets, marks)
+        self.moved_on()
+
+    def serves(self, bitmap: bytes) -> bool:
+        bits = int.from_bytes(bitmap, "little")
+        if not bitmap:
+            return not self.machine.lacking and bool(self.store.ledger.buckets)
+        return all(b in self.store.ledger.buckets for b in range(bits.bit_length()) if bits >> b & 1)
+
+    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
+        if token.ps_incarnation != self.incarnation:
+            self.net.send(self, worker, worker.on_pushed, self.key.slot, token, Pushed(0, 0, fenced=True), life)
+            return
+        if route != self.route or not self.serves(bitmap):
+            self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
+            return
+        store, truth = self.store, self.sim.truth
+        push = _Waiting(worker, token, bitmap, life, route)
+        push.before = store.ticket()
+        r = store.push(token.shard, token.lo, token.hi, token.lease, bitmap, skipped)
+        push.answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
+        if r.applied:
+            bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
+            for b in list(store.ledger.buckets):
+                if bits >> b & 1:
+                    bucket = BucketId(b)
+                    truth.applied_by(self.me, bucket, store.seq(bucket), token.shard, token.lo, token.hi, token.lease)
+        if self.kernel.lines is not None:
+            what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {push.answer}"
+            self.kernel.say(self, what)
+        if not (r.applied or r.repeats):
+            self.net.send(self, worker, worker.on_pushed, self.key.slot, token, push.answer, life)
+            return
+        push.after = store.ticket()
+        push.until = self.kernel.now + CONFIRM_S
+        self.waiting.append(push)
+        self.moved_on()
+
+    def confirmed(self, push: _Waiting) -> bool | None:
+        """None: not yet."""
+        if not self.acked:
+            return True
+        if self.streams.done_ticket < push.after:
+            return None if self.kernel.now < push.until else False
+        return self.streams.refused_ticket < push.before and push.route == self.route and self.serves(push.bitmap)
+
+    def acknowledge(self) -> None:
+        """Answer the pushes whose mirrors have them."""
+        left: list[_Waiting] = []
+        for push in self.waiting:
+            confirmed = self.confirmed(push)
+            token, worker, slot = push.token, push.worker, self.key.slot
+            if confirmed is None:
+                left.append(push)
+            elif not confirmed:
+                self.net.send(self, worker, worker.on_moved, slot, self.route)
+            else:
+                if push.answer.gap < 0 and not push.answer.fenced:
+                    bits = int.from_bytes(push.bitmap, "little") if push.bitmap else -1
+                    addressed = tuple(BucketId(b) for b in self.store.ledger.buckets if bits >> b & 1)
+                    self.sim.truth.acknowledged(self.me, addressed, token.shard, token.lo, token.hi)
+                self.net.send(self, worker, worker.on_pushed, slot, token, push.answer, push.life)
+        self.waiting = left
+
+    # ------------------------------------------------------------ checkpoints
+
+    def take_images(self, checkpoint: int) -> None:
+        """What is served now, copied at once; told when it is durable."""
+        images = []
+        for b in self.machine.serving:
+            bucket = self.store.buckets[b]
+            self.images += 1
+            path = f"{self.name}-{self.images}"
+            self.sim.files[path] = bucket.copy()
+            marks = tuple((ShardKey(s), m[0]) for s, m in sorted(bucket.book.shards.items()))
+            images.append(
+                BucketImage(
+                    bucket=b,
+                    seq=bucket.seq,
+                    fingerprint=bucket.book.fingerprint,
+                    watermarks=marks,
+                    files=(ImageFile(path, 1, ""),),
+                )
+            )
+        self.later(0.05 + 0.3 * self.kernel.random(), self.images_durable, checkpoint, tuple(images))
+
+    def images_durable(self, checkpoint: int, images: tuple[BucketImage, ...]) -> None:
+        slot, incarnation = self.me
+        self.call(ImagesWritten, self.on_images, (), slot, incarnation, checkpoint, images)
+
+    def on_images(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)

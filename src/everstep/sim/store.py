@@ -1,0 +1,366 @@
+"""A ps's store without rows: a bucket is its marks and one integer, in which each applied sample flips its own bit.
+
+So a range that is applied twice, or a difference that a mirror takes twice, is gone again, and one that is missing is
+missing: contents are as telling as real bytes. Mirrors of row 0 are the XOR of their members; of row 1 the sum of
+``g**i`` times member ``i`` over GF(4), bit by bit (an element is two integers): enough for stripes of three. Offers
+what ``everstep.protect.machine.Port`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from everstep.ids import BucketId
+from everstep.native.ledger import BucketLedger, Ledger, PushResult, bitmap_buckets
+from everstep.protect.streams import Code, Kind, Outgoing
+from everstep.sim.kernel import Violation
+
+Page = tuple[int, int]
+"""An element of GF(4) per bit: the parts of 1 and of g."""
+
+Marks = dict[int, tuple[int, int] | None]
+"""Watermark and fence by shard; None: it was removed."""
+
+TABLES = (1, 2)
+
+
+def times(page: Page, power: int) -> Page:
+    """``page * g**power``; g * g = g + 1."""
+    a, b = page
+    for _ in range(power % 3):
+        a, b = b, a ^ b
+    return a, b
+
+
+def plus(a: Page, b: Page) -> Page:
+    return a[0] ^ b[0], a[1] ^ b[1]
+
+
+class Blob(NamedTuple):
+    """One entry of the outbox. ``bits``: what flips (CHANGE), or the contents under ``mask``."""
+
+    kind: Kind
+    bucket: BucketId
+    seq: int
+    fingerprint: int = 0
+    marks: Marks | None = None
+    bits: Page = (0, 0)
+    mask: int = 0
+
+
+class Bucket:
+    """A bucket that is here. ``content``: one bit per sample of each epoch."""
+
+    __slots__ = ("book", "content", "seq")
+
+    def __init__(self) -> None:
+        self.book = BucketLedger()
+        self.content = 0
+        self.seq = 0
+
+    def copy(self) -> Bucket:
+        other = Bucket()
+        other.seq, other.content = self.seq, self.content
+        other.book.fingerprint = self.book.fingerprint
+        other.book.shards = {shard: list(mark) for shard, mark in self.book.shards.items()}
+        return other
+
+    def marks(self) -> Marks:
+        return {shard: (mark[0], mark[1]) for shard, mark in self.book.shards.items()}
+
+
+class _Member:
+    """What a mirror knows of one member."""
+
+    __slots__ = ("complete", "covered", "fingerprint", "folded", "marks", "seq", "weight")
+
+    def __init__(self, weight: int) -> None:
+        self.weight = weight  # power of g
+        self.seq = -1
+        self.covered = self.folded = 0  # masks
+        self.complete = False
+        self.marks: Marks = {}
+        self.fingerprint = 0
+
+    def take(self, blob: Blob) -> None:
+        self.seq, self.fingerprint = blob.seq, blob.fingerprint
+        for shard, mark in (blob.marks or {}).items():
+            if mark is None:
+                self.marks.pop(shard, None)
+            else:
+                self.marks[shard] = mark
+
+
+class Mirror:
+    """The members' contents in one page."""
+
+    __slots__ = ("here", "lost", "members", "other", "page", "rest", "row")
+
+    def __init__(self, members: Sequence[BucketId], row: int) -> None:
+        self.members = {b: _Member(i if row else 0) for i, b in enumerate(members)}
+        self.row = row
+        self.page: Page = (0, 0)
+        self.rest: Page | None = None  # being folded
+        self.lost: tuple[BucketId, ...] = ()
+        self.here: tuple[BucketId, ...] = ()
+        self.other: Page = (0, 0)
+
+    @property
+    def complete(self) -> bool:
+        return all(m.complete for m in self.members.values())
+
+
+class SimStore:
+    """``samples``: positions in all epochs together; ``epoch_samples``: in one."""
+
+    def __init__(self, ledger: Ledger, samples: int, epoch_samples: int) -> None:
+        self.ledger = ledger  # of the buckets that are served
+        self.buckets: dict[BucketId, Bucket] = {}
+        self.fenced: set[BucketId] = set()
+        self.mirrors: dict[int, Mirror] = {}
+        self.outbox: list[Outgoing] = []
+        self.taken = 0
+        self.samples, self.epoch_samples = samples, epoch_samples
+        self.piece = samples // 3 + 1
+        self._protected: set[BucketId] = set()
+
+    # ------------------------------------------------------------ workers
+
+    def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
+        before = self._marks_of(shard)
+        answer = self.ledger.open(shard, start, lease)
+        self._changed(shard, before)
+        return answer
+
+    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes, skipped: bool) -> PushResult:
+        """KeyError: a bucket is not served here."""
+        before = self._marks_of(shard)
+        result = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
+        bits = ((1 << (hi - lo)) - 1) << ((shard >> 32 & 0xFFFF) * self.epoch_samples + lo)
+        applied = bitmap_buckets(result.buckets) if result.buckets else list(self.ledger.buckets)
+        self._changed(shard, before, bits if result.applied else 0, set(map(BucketId, applied)))
+        return result
+
+    def release(self, shards: Iterable[int]) -> None:
+        for shard in shards:
+            before = self._marks_of(shard)
+            self.ledger.release([shard])
+            self._changed(shard, before)
+
+    def _marks_of(self, shard: int) -> dict[int, tuple[int, ...] | None]:
+        none: list[int] = []
+        return {b: tuple(k.shards.get(shard, none)) or None for b, k in self.ledger.buckets.items()}
+
+    def _changed(
+        self,
+        shard: int,
+        before: dict[int, tuple[int, ...] | None],
+        bits: int = 0,
+        flips: set[BucketId] | None = None,
+    ) -> None:
+        for b, book in self.ledger.buckets.items():
+            key = BucketId(b)
+            mark = book.shards.get(shard)
+            flipped = bits if flips and key in flips else 0
+            if not flipped and (tuple(mark) if mark else None) == before[b]:
+                continue
+            bucket = self.buckets[key]
+            bucket.seq += 1
+            bucket.content ^= flipped
+            if key in self._protected:
+                now = (mark[0], mark[1]) if mark else None
+                self._out(Blob(Kind.CHANGE, key, bucket.seq, book.fingerprint, {shard: now}, (flipped, 0)))
+
+    def _out(self, blob: Blob) -> None:
+        self.outbox.append(Outgoing(blob.bucket, blob.seq, blob.kind, blob, 1))
+
+    def take(self) -> tuple[int, list[Outgoing]]:
+        first, out = self.taken, self.outbox
+        self.outbox = []
+        self.taken += len(out)
+        return first, out
+
+    # ------------------------------------------------------------ buckets
+
+    def install(self, bucket: BucketId, what: Bucket) -> None:
+        """It is served from now on."""
+        if bucket in self.buckets:
+            raise AssertionError(f"bucket {bucket} is here already")
+        self.buckets[bucket] = what
+        self.resume(bucket)
+
+    def tables(self) -> Sequence[int]:
+        return TABLES
+
+    def own(self, bucket: BucketId) -> None:
+        self.install(bucket, Bucket())
+
+    def protect(self, bucket: BucketId, on: bool) -> None:
+        (self._protected.add if on else self._protected.discard)(bucket)
+
+    def seq(self, bucket: BucketId) -> int:
+        return self.buckets[bucket].seq
+
+    def hand_over(self, bucket: BucketId) -> int:
+        self.fenced.add(bucket)
+        self.ledger.buckets.pop(bucket, None)
+        return self.buckets[bucket].seq
+
+    def resume(self, bucket: BucketId) -> None:
+        self.fenced.discard(bucket)
+        self.ledger.buckets[bucket] = self.buckets[bucket].book
+        self.ledger.buckets = dict(sorted(self.ledger.buckets.items()))
+
+    def drop(self, bucket: BucketId) -> None:
+        self.fenced.remove(bucket)
+        del self.buckets[bucket]
+        self._protected.discard(bucket)
+
+    def ticket(self) -> int:
+        return self.taken + len(self.outbox)
+
+    def _mask(self, lo: int) -> int:
+        return ((1 << self.piece) - 1) << lo
+
+    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+        b = self.buckets[bucket]
+        if kind is Kind.HEADS or table != TABLES[0]:
+            self._out(Blob(kind, bucket, b.seq, b.book.fingerprint))
+            return -1
+        mask = self._mask(lo)
+        self._out(Blob(kind, bucket, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
+        return lo + self.piece if lo + self.piece < self.samples else -1
+
+    def emit_marks(self, bucket: BucketId) -> None:
+        b = self.buckets[bucket]
+        self._out(Blob(Kind.MARKS, bucket, b.seq, b.book.fingerprint, b.marks()))
+
+    def keep(self, blob: Blob) -> Blob:
+        return blob
+
+    def size(self, blob: Blob) -> int:
+        return 1
+
+    # ------------------------------------------------------------ mirrors
+
+    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+        if mirror in self.mirrors:
+            raise AssertionError(f"mirror {mirror} is here already")
+        self.mirrors[mirror] = Mirror(members, row)
+
+    def mirror_drop(self, mirror: int) -> None:
+        del self.mirrors[mirror]
+
+    def mirror_apply(self, mirror: int, blob: Blob) -> int:
+        m = self.mirrors[mirror]
+        who = m.members.get(blob.bucket)
+        if who is None:
+            return Code.NO_MIRROR
+        if blob.kind is Kind.CHANGE:
+            if who.seq < 0:
+                return Code.APPLIED  # its contents will have it
+            if blob.seq <= who.seq:
+                return Code.REPEAT
+            if blob.seq != who.seq + 1:
+                return Code.GAP
+            bits = blob.bits[0] if who.complete else blob.bits[0] & who.covered
+            m.page = plus(m.page, times((bits, 0), who.weight))
+            if m.rest is not None and blob.bucket not in m.lost:
+                m.rest = plus(m.rest, times((bits & ~who.folded, 0), who.weight))
+            who.take(blob)
+            return Code.APPLIED
+        if who.complete or (who.seq >= 0 and blob.seq != who.seq) or blob.mask & who.covered:
+            raise AssertionError(f"contents of bucket {blob.bucket} out of order: {blob} for a member at {who.seq}")
+        m.page = plus(m.page, times(blob.bits, who.weight))
+        who.covered |= blob.mask
+        who.take(blob)
+        if blob.kind is Kind.MARKS:
+            who.complete = True
+            who.marks = dict(blob.marks or {})  # type: ignore[arg-type]
+        return Code.APPLIED
+
+    def check_mirror(self, mirror: int, members: dict[BucketId, Bucket]) -> None:
+        """At rest: it equals its members. Raises Violation."""
+        m = self.mirrors[mirror]
+        want: Page = (0, 0)
+        for bucket, who in m.members.items():
+            real = members[bucket]
+            want = plus(want, times((real.content, 0), who.weight))
+            if (who.seq, who.fingerprint, who.marks) != (real.seq, real.book.fingerprint, real.marks()):
+                raise Violation(
+                    f"mirror {mirror} has bucket {bucket} at {who.seq}, it is at {real.seq}, or marks differ"
+                )
+        if m.page != want:
+            raise Violation(f"mirror {mirror} does not equal its members {list(m.members)}")
+
+    def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
+        return self.mirrors[mirror].members[bucket].seq
+
+    def mirror_complete(self, mirror: int) -> bool:
+        return self.mirrors[mirror].complete
+
+    def _rebuilt(self, who: _Member, page: Page) -> Bucket:
+        bucket = Bucket()
+        bucket.seq, bucket.content = who.seq, page[0]
+        if page[1]:
+            raise AssertionError("what was decoded is no contents")
+        bucket.book.fingerprint = who.fingerprint
+        bucket.book.shards = {shard: list(mark) for shard, mark in who.marks.items() if mark is not None}
+        return bucket
+
+    def promote(self, mirror: int, bucket: BucketId) -> None:
+        m = self.mirrors.pop(mirror)
+        who = m.members[bucket]
+        if len(m.members) != 1 or not who.complete:
+            raise AssertionError(f"mirror {mirror} cannot become bucket {bucket}")
+        self.install(bucket, self._rebuilt(who, times(m.page, 3 - who.weight)))
+
+    def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
+        m = self.mirrors[mirror]
+        if m.rest is not None or not m.complete:
+            raise AssertionError(f"mirror {mirror} cannot be folded")
+        m.rest, m.lost, m.here, m.other = m.page, tuple(lost), tuple(here), (0, 0)
+        for who in m.members.values():
+            who.folded = 0
+
+    def recover_fold(self, mirror: int, blob: Blob) -> None:
+        m, who = self.mirrors[mirror], self.mirrors[mirror].members[blob.bucket]
+        if m.rest is None or blob.mask & who.folded or blob.seq != who.seq:
+            raise AssertionError(f"{blob} folded out of order")
+        m.rest = plus(m.rest, times(blob.bits, who.weight))
+        who.folded |= blob.mask
+
+    def recover_other(self, mirror: int, blob: Blob) -> None:
+        m = self.mirrors[mirror]
+        m.other = plus(m.other, blob.bits)
+
+    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+        rest = self.mirrors[mirror].rest
+        assert rest is not None
+        bucket = BucketId(0xFFFFFFFF)
+        if kind is Kind.HEADS or table != TABLES[0]:
+            return Blob(kind, bucket, 0), -1
+        mask = self._mask(lo)
+        blob = Blob(kind, bucket, 0, 0, None, (rest[0] & mask, rest[1] & mask), mask)
+        return blob, lo + self.piece if lo + self.piece < self.samples else -1
+
+    def recover_end(self, mirror: int, abort: bool) -> None:
+        m = self.mirrors[mirror]
+        rest, m.rest = m.rest, None
+        if abort or rest is None:
+            return
+        if len(m.lost) == 1:
+            who = m.members[m.lost[0]]
+            solved = {m.lost[0]: times(rest, 3 - who.weight)}
+        else:
+            i, j = (list(m.members).index(b) for b in m.lost)
+            # r0 = x + y, r1 = g**i x + g**j y; g**i + g**j = g**(3 - i - j)
+            r0, r1 = (rest, m.other) if not m.row else (m.other, rest)
+            x = times(plus(r1, times(r0, j)), i + j)
+            solved = {m.lost[0]: x, m.lost[1]: plus(r0, x)}
+        for bucket, page in solved.items():
+            self.install(bucket, self._rebuilt(m.members[bucket], page))
+
+
+__all__ = ["Blob", "Bucket", "Mirror", "Page", "SimStore", "plus", "times"]
