@@ -237,6 +237,7 @@ class _Sweep(msgspec.Struct):
 
     targets: list[SweepTarget]
     begun: bool = False
+    ticket: int = 0  # the outbox's when it began
     todo: list[tuple[Kind, int]] = msgspec.field(default_factory=list)
     tables: set[int] = msgspec.field(default_factory=set)
     lo: int = 0
@@ -988,8 +989,8 @@ class Machine:
     def sweep(self) -> bool:
         """Put one piece of contents into the outbox or a stream. False: there is none."""
         for bucket in list(self._sweeps):
-            self._sweep_bucket(bucket)
-            return True
+            if self._sweep_bucket(bucket):
+                return True
         for held in self._mirrors.values():
             recovery = held.recovery
             if recovery is not None and recovery.emit is not None and recovery.asker is not None:
@@ -997,12 +998,14 @@ class Machine:
                 return True
         return False
 
-    def _sweep_bucket(self, bucket: BucketId) -> None:
+    def _sweep_bucket(self, bucket: BucketId) -> bool:
+        """False: it has to wait."""
         sweeps = self._sweeps.pop(bucket)
         sweep = sweeps[0]
         if not sweep.begun:
             sweep.begun = True
-            self.streams.sweep(bucket, self.port.ticket(), sweep.targets)
+            sweep.ticket = self.port.ticket()
+            self.streams.sweep(bucket, sweep.ticket, sweep.targets)
         if not sweep.todo:
             # Also tables that were declared since: a difference of a table that was not swept is dropped there.
             new = [t for t in self.port.tables() if t not in sweep.tables]
@@ -1014,11 +1017,17 @@ class Machine:
             if sweep.lo < 0:
                 sweep.todo.pop(0)
                 sweep.lo = 0
+        elif self.streams.done_ticket < sweep.ticket:
+            # A new mirror keeps no differences from before its contents: with one that lacks some of them it could
+            # never be levelled. So it is not complete before all others have those.
+            self._sweeps[bucket] = sweeps
+            return False
         else:
             self.port.emit_marks(bucket)
             sweeps.popleft()
         if sweeps:
             self._sweeps[bucket] = sweeps  # behind the others: they take turns
+        return True
 
     def _sweep_rest(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> None:
         def send(kind: Kind, blob: Blob) -> None:
