@@ -454,13 +454,20 @@ class Member(Client):
             self.sim.process_ended(self, status)
 
 
+class Child(Member):
+    """A worker or ps: what an agent starts."""
+
+    key: MemberKey
+    incarnation: Incarnation
+
+
 class Agent(Member):
     """Starts and buries the processes of one node."""
 
     def __init__(self, sim: Simulation, node: str, places: int, ps_places: int) -> None:
         super().__init__(sim, f"agent@{node}", node)
         self.id, self.places, self.ps_places = NodeId(node), places, ps_places
-        self.children: dict[tuple[Role, Slot], Member] = {}
+        self.children: dict[tuple[Role, Slot], Child] = {}
         self.starting: dict[tuple[Role, Slot], Incarnation] = {}
         self.exits: dict[tuple[Role, Slot, Incarnation], int] = {}
 
@@ -488,7 +495,7 @@ class Agent(Member):
     def on_exited(self, conn: Conn, role: Role, slot: Slot, incarnation: Incarnation, answer: Any = None) -> None:
         self.exits.pop((role, slot, incarnation), None)
 
-    def child_ended(self, child: Member, status: int) -> None:
+    def child_ended(self, child: Child, status: int) -> None:
         key = (child.key.role, child.key.slot)
         if self.children.get(key) is child:
             del self.children[key]
@@ -519,14 +526,14 @@ class Agent(Member):
                 child.fire(child.terminate, ())
                 self.later(args[3], self.kill, child)
 
-    def kill(self, child: Member) -> None:
+    def kill(self, child: Child) -> None:
         child.exit(-9)
 
     def spawn(self, role: Role, slot: Slot, incarnation: Incarnation) -> None:
         if self.starting.get((role, slot)) != incarnation:
             return
         del self.starting[role, slot]
-        child: Member
+        child: Child
         if role is Role.WORKER:
             child = Worker(self.sim, slot, incarnation, self.node)
         else:
@@ -545,7 +552,7 @@ class Agent(Member):
 # ---------------------------------------------------------------- a ps
 
 
-class Ps(Member):
+class Ps(Child):
     """Answers from its ledger. Every apply is told to the truth.
 
     A later life takes over what the one before had, "as if recovered" from an image: shards that are done are complete,
@@ -635,7 +642,7 @@ class Ps(Member):
 # ---------------------------------------------------------------- a worker
 
 
-class Worker(Member):
+class Worker(Child):
     """Drives the protocol machine: one batch computed at a time, the next one handed out ahead."""
 
     def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:

@@ -186,8 +186,8 @@ class Lineage(Truth):
         self.bases[bucket] = total
         for key in [k for k in self.fences if k[0] == bucket]:
             del self.fences[key]
-        for shard, (_, fence) in what.book.shards.items():
-            self.fences[bucket, ShardKey(shard)] = fence
+        for number, (_, fence) in what.book.shards.items():
+            self.fences[bucket, ShardKey(number)] = fence
 
     # ------------------------------------------------------------ at the master
 

@@ -26,7 +26,7 @@ from everstep.model.shard import Lease, Token
 from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
 from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took
 from everstep.protect.streams import PeerKey, Streams
-from everstep.sim.cluster import Member
+from everstep.sim.cluster import Child
 from everstep.sim.kernel import Conn
 from everstep.sim.store import SimStore
 
@@ -51,7 +51,7 @@ class _Waiting:
         self.until = 0.0
 
 
-class MirrorPs(Member):
+class MirrorPs(Child):
     """See the module's docstring. Every apply is told to the truth, and what came to be here."""
 
     def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:

@@ -277,7 +277,7 @@ class SimStore:
         who.take(blob)
         if blob.kind is Kind.MARKS:
             who.complete = True
-            who.marks = dict(blob.marks or {})  # type: ignore[arg-type]
+            who.marks = dict(blob.marks or {})
         return Code.APPLIED
 
     def check_mirror(self, mirror: int, members: dict[BucketId, Bucket]) -> None:
