@@ -185,7 +185,7 @@ def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
         shell.begin(spec)
         shell.tell(CheckpointAsked(shell.at, "asked"))
         shell.write(0, 1, 0)
-        for _ in range(5):
+        for _ in range(3):
             shell.write(1, 1, error="no space left")
         assert shell.brain.checkpoints.given_up == 1
         await shell.until(lambda: not open_place(shell.place).sizes())

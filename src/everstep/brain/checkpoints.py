@@ -36,7 +36,7 @@ from everstep.policies.checkpoints import since_of
 from everstep.policies.retention import Taken, to_drop
 from everstep.units import seconds
 
-TRIES = 5  # errors that one ps may tell of one checkpoint
+TRIES = 3  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
 FINAL = "final"  # the reason of the one that a job with checkpoints ends with
 

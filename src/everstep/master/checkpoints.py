@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -35,6 +37,9 @@ from everstep.protect.sources import own_url, read_origin
 from everstep.storage.places import Place, open_place
 
 REASK_S = 5.0
+FAULT = "EVERSTEP_FAULT"
+"""For tests: ``master:1:before_manifest`` is SIGKILL when master #1 comes to that step; also ``after_manifest``."""
+
 COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so long
 
 logger = logging.getLogger("everstep.master")
@@ -157,7 +162,9 @@ class CheckpointKeeper:
             if self._closing.wait(wait_s):
                 return "the master ends"
             try:
+                self._step("before_manifest")
                 write_manifest(open_place(self._url), manifest)
+                self._step("after_manifest")
                 return ""
             except StorageError as error:
                 if not error.passing or self._now() >= end:
@@ -166,6 +173,10 @@ class CheckpointKeeper:
             except EverstepError as error:
                 return str(error)
         raise AssertionError("backoff ends never")
+
+    def _step(self, name: str) -> None:
+        if os.environ.get(FAULT) == f"master:{self._brain.job.master_incarnation}:{name}":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def drop(self, checkpoints: tuple[int, ...]) -> None:
         """Delete them and what only they need, in a thread. What cannot be deleted stays."""

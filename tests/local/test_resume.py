@@ -1,0 +1,216 @@
+"""Checkpoints and resume with real processes: kill everything, go on elsewhere, and every sample counts once.
+
+The script counts: row r of its table gains exactly 1.0 for each time that sample r is trained, in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_jobs import Run, until
+
+from everstep.model.member import Role
+from everstep.protect.export import find_table, table_rows
+from everstep.protect.manifest import checkpoint_place, latest_intact, list_checkpoints
+
+pytestmark = pytest.mark.processes
+
+SAMPLES, EPOCHS = 1200, 3
+SCRIPT = """
+import time
+import numpy as np
+import everstep as es
+from torch import nn
+
+job = es.join()
+data = {{"ids": np.arange({samples}).reshape(-1, 1)}}
+
+class Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = es.nn.Embedding("count", {dim}, optimizer=es.SGD(lr=1.0), init=es.Constant(0.0))
+    def forward(self, batch):
+        return self.rows(batch["ids"])
+
+model = job.sparse(Count())
+for batch in job.steps(job.loader(data, batch_size=20, epochs={epochs})):
+    (-model(batch).sum()).backward()
+    time.sleep({pause_s})
+"""
+
+
+class Counting(Run):
+    def write(self, rows: int = SAMPLES, epochs: int = EPOCHS, pause_s: float = 0.05, dim: int = 2) -> None:
+        self.script.write_text(SCRIPT.format(samples=rows, epochs=epochs, pause_s=pause_s, dim=dim))
+
+    def resume(self, source: Path | str, *flags: str) -> Counting:
+        """``everstep resume`` as a subprocess, into ``folder/resumed``; this object follows that run from here on."""
+        self.run_dir = self.folder / "resumed"
+        argv = [sys.executable, "-m", "everstep.cli", "resume", str(source), "--run-dir", str(self.run_dir), *flags]
+        self.out = self.folder / "resumed.txt"
+        with self.out.open("wb") as out:
+            self.popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder)
+        return self
+
+    def kill_everything(self) -> None:
+        """Agent, master, ps and workers, as when the machine goes."""
+        assert self.popen is not None
+        for pid in [self.popen.pid, *self.processes()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert self.leftovers() == {}
+        self.popen.wait()
+
+    def newest(self) -> int:
+        status = self.status()
+        return status.checkpoint.newest if status is not None and status.checkpoint is not None else -1
+
+    def committed(self) -> None:
+        """Wait for a checkpoint that begins after now."""
+        number: list[int] = []
+
+        def look() -> bool:
+            newest = self.newest()
+            if newest >= 0 and not number:
+                number.append(newest + 2)
+            return bool(number) and newest >= number[0]
+
+        until(look, why=self.story)
+
+    def counts(self) -> np.ndarray:
+        """What the newest checkpoint has of the table, by sample."""
+        place = checkpoint_place(self.run_dir)
+        manifest = latest_intact(place)
+        counted = np.full((SAMPLES, 2), -1.0, np.float32)
+        for rows in table_rows(place, manifest, find_table(manifest, "count")):
+            counted[rows.keys] = rows.values
+        return counted
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Counting:
+    made = Counting(tmp_path)
+    yield made  # type: ignore[misc]
+    made.close()
+
+
+def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> None:
+    run = counting.start("--workers", "2", "--ps", "2", "--checkpoint-every", "1s")
+    run.trained(300)
+    run.committed()
+    os.kill(run.master_pid(), signal.SIGKILL)  # the next one goes on with whatever was being written
+    run.trained(900)
+    code, out = run.everstep("checkpoint", str(run.run_dir))
+    assert code == 0 and "checkpoint " in out, out
+    run.trained(1100)
+    old = run.run_dir
+    code, out = run.everstep("resume", str(old))
+    assert code == 2 and "is running" in out
+    run.kill_everything()
+    before = latest_intact(checkpoint_place(old))
+    assert 0 < before.samples_done < SAMPLES * EPOCHS
+
+    run.resume(old, "--ps", "3", "--workers", "1")
+    assert run.wait() == 0, run.story()
+    assert f"resume from checkpoint {before.checkpoint}" in run.text()
+    assert f"done: {SAMPLES * EPOCHS:,} samples" in run.text()
+    assert (run.counts() == EPOCHS).all(), np.unique(run.counts(), return_counts=True)
+    run.check_audit()
+    code, out = run.everstep("replay", str(run.run_dir))
+    assert code == 0, out
+    assert run.leftovers() == {}
+    code, out = run.everstep("ckpt", "verify", str(run.run_dir))
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("step", ["before_manifest", "after_manifest"])
+def test_the_master_dies_at_a_manifest(counting: Counting, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_FAULT", f"master:1:{step}")
+    run = counting
+    run.write(epochs=EPOCHS, pause_s=0.02)
+    run.start("--workers", "1", "--checkpoint-every", "1s", "--checkpoint-keep", "9")
+    assert run.wait() == 0, run.story()
+    assert "1 master" in run.text(), run.text()
+    place = checkpoint_place(run.run_dir)
+    assert list_checkpoints(place)[0] == 1, "the next master wrote the one that the first had ordered"
+    assert (run.counts() == EPOCHS).all()
+    run.check_audit()
+    for verb in (("ckpt", "verify"), ("replay",)):
+        code, out = run.everstep(*verb, str(run.run_dir))
+        assert code == 0, out
+
+
+def test_a_place_that_takes_nothing(counting: Counting) -> None:
+    """Training goes on, and says so."""
+    run = counting
+    run.write(epochs=1, pause_s=0.02)
+    (run.folder / "file").touch()
+    run.start("--checkpoint-every", "1s", "--checkpoint-to", "file/checkpoints")
+    assert run.wait() == 0, run.story()
+    text = run.text()
+    assert f"done: {SAMPLES:,} samples" in text and "checkpoint not written: cannot write" in text, text
+    assert "given up" in text and "the newest stays none yet" in text, text
+    run.check_audit()
+
+
+def test_a_lost_ps_without_parity_goes_back_to_its_images(counting: Counting) -> None:
+    """Twice; only what its buckets lack is trained again, and every sample counts once."""
+    run = counting.start("--workers", "2", "--ps", "2", "--checkpoint-every", "1s")
+    for life in (1, 2):
+        run.trained(life * 600)
+        run.committed()
+        run.trained(life * 600 + 300)
+        os.kill(run.alive(Role.PS, 1, at_least=life).pid, signal.SIGKILL)
+    assert run.wait() == 0, run.story()
+    assert "go back to checkpoint" in run.text() and "2 ps" in run.text(), run.text()
+    assert (run.counts() == EPOCHS).all(), np.unique(run.counts(), return_counts=True)
+    run.check_audit()
+    assert run.leftovers() == {}
+
+
+def test_what_cannot_be_gone_on_from(counting: Counting, tmp_path: Path) -> None:
+    run = counting
+    run.write(pause_s=0.02)
+    run.start("--workers", "1", "--checkpoint-every", "1s")
+    run.trained(200)
+    run.committed()
+    run.kill_everything()
+    old = run.run_dir
+
+    for source, words in {
+        str(tmp_path): "holds no checkpoint",
+        str(tmp_path / "nowhere"): "holds no checkpoint",
+    }.items():
+        code, out = run.everstep("resume", source)
+        assert code == 2 and words in out and len(out.strip().splitlines()) == 1, out
+    code, out = run.everstep("resume", str(old), "--ps", "0")
+    assert code == 2 and "ps = 0 (--ps)" in out, out
+    code, out = run.everstep("resume", str(old), "--checkpoint", "999")
+    assert code == 2 and "no checkpoint 999" in out, out
+    code, out = run.everstep("run", "--checkpoint-to", str(old / "checkpoints"), str(run.script))
+    assert code == 2 and "of another job" in out, out
+
+    run.write(rows=SAMPLES + 1)
+    run.resume(old, "--ps", "1")
+    assert run.wait() != 0
+    assert f"samples is {SAMPLES + 1} in worker:0, but {SAMPLES} in the checkpoint that it goes on from" in run.text()
+
+
+def test_a_table_that_is_another_one_now(counting: Counting) -> None:
+    run = counting
+    run.start("--workers", "1", "--checkpoint-every", "1s")
+    run.trained(100)
+    run.committed()
+    run.kill_everything()
+    old = run.run_dir
+    run.write(dim=3)
+    run.resume(old)
+    assert run.wait() != 0
+    assert "'count'" in run.text() and "dim" in run.text() and "2" in run.text() and "3" in run.text(), run.text()
