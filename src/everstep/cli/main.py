@@ -96,6 +96,42 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.option("--base", is_flag=True, help="Everything, not only what changed since the last one.")
+@click.option("--no-wait", is_flag=True, help="Return as soon as it has begun.")
+def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
+    """Take a checkpoint of a running job now; training goes on meanwhile."""
+    from everstep.cli.checkpoint import take_checkpoint
+
+    take_checkpoint(run_dir, base, not no_wait)
+
+
+@cli.command(context_settings={"allow_interspersed_args": True})
+@click.argument("source", metavar="RUN_DIR|URL")
+@click.option("--workers", type=int, help="Worker processes (default: as before).")
+@click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
+@click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
+@click.option("--script", help="The training script (default: as before).")
+@click.option("--checkpoint", type=int, help="This checkpoint (default: the newest that is complete and intact).")
+@click.option("--checkpoint-every", help="As of everstep run (default: as before).")
+@click.option("--checkpoint-to", help="As of everstep run (default: as before, else in the new run directory).")
+@click.option("--checkpoint-keep", type=int, help="As of everstep run (default: as before).")
+@click.option("--parity", help="As of everstep run (default: as before).")
+@click.option("--protect", help="As of everstep run (default: as before).")
+@click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[str, ...], **flags: Any) -> None:
+    """Go on from the newest intact checkpoint of a run, or of a directory or URL of checkpoints; ARGS replace those
+    of the script. What the checkpoint has is not trained again, what it lacks is: exactly once over both runs."""
+    from everstep.cli.resume import resume_job
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if args:
+        given["args"] = args
+    raise SystemExit(resume_job(source, checkpoint, given, live=not no_display))
+
+
+@cli.command()
+@RUN_DIR
 def stop(run_dir: Path) -> None:
     """End a running job."""
     from everstep.cli.status import stop_job

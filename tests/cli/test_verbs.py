@@ -1,0 +1,23 @@
+"""Every verb is there, and says what it is for."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from everstep.cli.main import cli
+
+VERBS = (
+    "run status logs scale drain checkpoint resume stop explain replay audit ckpt advise doctor agent".split()  # noqa: SIM905
+)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help(verb: str) -> None:
+    done = CliRunner().invoke(cli, [verb, "--help"])
+    assert done.exit_code == 0 and "Usage" in done.output, done.output
+    assert cli.commands[verb].help
+
+
+def test_no_verb_without_a_test() -> None:
+    assert sorted(cli.commands) == sorted(VERBS)
