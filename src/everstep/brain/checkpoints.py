@@ -38,6 +38,7 @@ from everstep.units import seconds
 
 TRIES = 3  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
+GIVE_UP_FINAL_S = 60.0  # so long a job waits at its end for a place that has never taken a checkpoint of it
 FINAL = "final"  # the reason of the one that a job with checkpoints ends with
 
 Inputs = dict[str, str | int | float | bool]
@@ -285,10 +286,16 @@ class Checkpoints(msgspec.Struct):
         gone = DropCheckpoints((writing.number,))
         return [gone, Note("", Decision("checkpoint given up", words, inputs))]
 
+    @property
+    def limit_s(self) -> float:
+        """How long the one in progress may take."""
+        never = self.writing is not None and self.writing.reason == FINAL and not self.committed
+        return GIVE_UP_FINAL_S if never else GIVE_UP_S
+
     def late(self, at: float) -> list[InstructionType]:
         """Give up the one in progress if it has taken too long."""
         writing = self.writing
-        if writing is None or writing.manifest is not None or at - writing.began_at < GIVE_UP_S:
+        if writing is None or writing.manifest is not None or at - writing.began_at < self.limit_s:
             return []
         return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
 

@@ -19,7 +19,6 @@ import msgspec
 
 from everstep import __version__
 from everstep.brain.brain import Brain
-from everstep.brain.checkpoints import GIVE_UP_S
 from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
 from everstep.brain.job import Phase
 from everstep.config.every import parse_every
@@ -38,7 +37,7 @@ from everstep.storage.places import Place, open_place
 
 REASK_S = 5.0
 FAULT = "EVERSTEP_FAULT"
-"""For tests: ``master:1:before_manifest`` is SIGKILL when master #1 comes to that step; also ``after_manifest``."""
+"""For tests: ``master:1:before_manifest:1`` (or ``after_manifest``) is SIGKILL when master #1 comes to that step."""
 
 COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so long
 
@@ -99,7 +98,7 @@ class CheckpointKeeper:
             return
         if writing.manifest is not None:
             self.commit(writing.manifest)  # (ordered by the master before this one)
-        elif at - writing.began_at >= GIVE_UP_S:
+        elif at - writing.began_at >= brain.checkpoints.limit_s:
             self._tell(CheckpointAsked(at, "late"))
         elif self._asked != writing.number or at - self._asked_at >= REASK_S:
             self.order_images()
@@ -175,7 +174,7 @@ class CheckpointKeeper:
         raise AssertionError("backoff ends never")
 
     def _step(self, name: str) -> None:
-        if os.environ.get(FAULT) == f"master:{self._brain.job.master_incarnation}:{name}":
+        if os.environ.get(FAULT) == f"master:{self._brain.job.master_incarnation}:{name}:1":
             os.kill(os.getpid(), signal.SIGKILL)
 
     def drop(self, checkpoints: tuple[int, ...]) -> None:

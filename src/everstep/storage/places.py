@@ -20,7 +20,16 @@ from typing import Any, BinaryIO, cast
 
 from everstep.errors import ConfigError, StorageError
 
-_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+_HOPELESS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+}
 """Trying again does not help soon: a full disk, a limit, no permission."""
 
 _BLOCK_BYTES = 8 << 20  # of an upload in parts: what is held in memory
