@@ -7,10 +7,12 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from image_stores import (
     BUCKETS,
     ITEMS,
+    RANKS,
     ROWS_OF_A_BATCH,
     USERS,
     checkpoint,
@@ -23,8 +25,10 @@ from image_stores import (
 
 from everstep.errors import CheckpointError
 from everstep.model.image import Manifest
-from everstep.native import Store
+from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import Store, unique_route
 from everstep.net.messages import ImagesWritten
+from everstep.protect.export import table_rows
 from everstep.protect.manifest import compact, latest_intact
 from everstep.protect.restore import load_bucket
 from everstep.storage.places import open_place
@@ -245,3 +249,43 @@ def test_a_file_that_turns_out_bad_leaves_the_bucket_empty_and_another_can_be_lo
     assert again.owned() == []
     load_bucket(again, str(tmp_path), good.images[0])
     assert again.digest(0) == at_good
+
+
+def test_rows_that_came_late_and_rows_that_went(tmp_path: Path) -> None:
+    """A table with a life cycle: its candidates are in the image too; an increment takes back what has gone."""
+    spec = TableSpec("late", 4, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1), admit_after=1, expire_batches=6)
+    store = empty_store()
+    store.own(range(BUCKETS))
+    store.declare(spec)
+    store.open(3, 0, 1)
+
+    def push(lo: int, hi: int, at: int) -> None:
+        keys, _, _ = unique_route(np.arange(lo, hi), BUCKETS, spec.id, RANKS)
+        grads = np.ones((len(keys), spec.dim), np.float32)
+        assert store.push(3, at, at + 1, 1, b"", [(int(spec.id), keys, grads, -1.0)]).applied
+
+    for at in range(4):
+        push(0, 3000, at)
+    push(3000, 3500, 4)  # sightings only
+    writer = writer_of(store)
+    base = checkpoint(writer, tmp_path, 1)
+    at_base = digests(store)
+    assert sum(i.rows for i in base.images) == 3000
+    for at in range(5, 15):
+        push(10_000, 10_040, at)
+    freed = 0
+    for bucket in range(BUCKETS):
+        over = False
+        while not over:
+            n, over = store.expire(bucket, 0)
+            freed += n
+    assert freed >= 3000
+    delta = checkpoint(writer, tmp_path, 2, since=1)
+    assert sum(i.rows for i in delta.images) == 40
+    assert digests(restored(tmp_path, base)) == at_base
+    again = restored(tmp_path, delta)
+    assert digests(again) == digests(store)
+    merged = compact(open_place(tmp_path), delta)
+    assert digests(restored(tmp_path, merged)) == digests(store)
+    (rows,) = [np.sort(np.concatenate([r.keys for r in table_rows(open_place(tmp_path), delta, spec)]))]
+    assert rows.tolist() == list(range(10_000, 10_040))

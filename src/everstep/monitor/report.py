@@ -53,7 +53,9 @@ class AuditReport(msgspec.Struct):
             f" quarantined shards {c['quarantined']}"
         )
         if c.get("taken"):
-            ways = ", ".join(f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded", "resumed", "new") if c.get(how))
+            ways = ", ".join(
+                f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded", "resumed", "new") if c.get(how)
+            )
             lines.append(
                 f"  {c['taken']} buckets taken over ({ways}): {c['void']} intervals void, undone by crashes and applied"
                 f" again; {c['vouched']} samples vouched for by watermarks alone"

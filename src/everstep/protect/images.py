@@ -312,7 +312,8 @@ class ImageWriter:
 
     def _rows_of(self, bucket: int) -> int:
         try:
-            return sum(self._store.bucket_rows(bucket).values())
+            rows = self._store.bucket_rows(bucket)
+            return sum(rows.get(spec.id, 0) for spec in self._store.specs())  # candidates are not rows yet
         except (KeyError, ValueError):
             raise _Dropped from None
 
