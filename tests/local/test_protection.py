@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from local_jobs import Run
+from local_jobs import Run, until
 
 from everstep.model.member import Role
 from everstep.monitor.audit import AuditReport, audit
@@ -135,3 +135,66 @@ def test_a_ps_is_emptied_on_request(run: Run) -> None:
     assert code == 0, out
     report = check(run)
     assert report.counts["promoted"] > 0 and report.counts["void"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step",
+    ["before_apply", "after_apply", "before_feed", "after_feed", "before_ack", "after_ack", "mid_move", "mid_rebuild"],
+)
+def test_a_ps_dies_at_a_named_step_in_every_life(run: Run, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Its replacements die there too, until nobody starts another one: the others have its buckets then."""
+    middle = step.startswith("mid_")  # a second loss while the first one is dealt with
+    monkeypatch.setenv("EVERSTEP_FAULT", f"ps:1:{step}:{1 if middle else 9}")
+    begin(run, "--ps 5 --parity 2+2" if middle else "--ps 4 --parity 2+1", epochs=6)
+    if middle:
+        run.trained(1000)
+        kill(run, "ps:2")
+    assert run.wait(150) == 0, run.story()
+    assert "counted right" in run.text(), run.story()
+    report = audit(run.run_dir)
+    assert report.ok and report.finished, report.text()
+    assert report.counts["taken"] > 0
+
+
+@pytest.mark.slow
+def test_reading_whole_tables_while_ps_are_lost(run: Run) -> None:
+    run.script.write_text(READING)
+    run.start("--workers", "2", "--ps", "4", "--parity", "2+1")
+    for slot in (0, 3, 1):
+        run.trained(100)
+        until(lambda: protected(run), why=run.story)
+        kill(run, f"ps:{slot}")
+        until(lambda: not protected(run), why=run.story)
+    check(run)
+
+
+def protected(run: Run) -> bool:
+    status = run.status()
+    return status is not None and status.protection is not None and status.protection.full == 64
+
+
+READING = """
+import time
+import numpy as np, torch
+import everstep as es
+
+EPOCHS, ROWS = 6, 3000
+job = es.join()
+table = job.sparse(es.nn.Embedding("counts", 2, init=es.Constant(0.0)), optimizer=es.SGD(lr=1.0))
+loader = job.loader({"ids": np.arange(ROWS)}, batch_size=50, epochs=1)
+for epoch in range(EPOCHS):
+    for batch in job.steps(loader):
+        (-table(batch["ids"])).sum().backward()
+        time.sleep(0.01)
+    for again in range(8 if job.chief else 0):
+        state = table.state_dict()["weight"]
+        with job.eval(table):
+            seen = table(torch.arange(ROWS))
+        assert state.shape == seen.shape and state.min() >= 0 and (seen >= state).all()
+        time.sleep(0.1)
+if job.chief:
+    with job.eval(table):
+        got = table(torch.arange(ROWS)).detach()
+    print("counted right" if (got == float(EPOCHS)).all() else f"counted wrong: {got}", flush=True)
+"""
