@@ -126,7 +126,7 @@ class Mirror {
   // next lo, or -1 at the table's end. `listed`: BODIES of exactly those of these slots that are folded.
   int64_t recover_emit(int kind, uint32_t table, int64_t lo, int64_t hi, const std::vector<uint32_t>* listed,
                        std::vector<uint8_t>& out);
-  // Malformed if something is not back yet, unless `abort`: then what is half here is dropped.
+  // Malformed if something is not back yet, unless `abort`: then what came back here is dropped, half or whole.
   void recover_end(bool abort);
 
  private:

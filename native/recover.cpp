@@ -482,8 +482,9 @@ void Mirror::recover_end(bool abort) {
     if (!whole(lost) && !abort)
       throw Malformed("bucket " + std::to_string(members_[lost.member].bucket) + " is not recovered yet");
   }
+  // Also what is whole: whoever aborts begins anew with all of them, and the mirror has what was pushed meanwhile.
   for (const Lost& lost : rec.here) {
-    if (lost.heads_done && !whole(lost)) store_.drop(members_[lost.member].bucket);
+    if (abort && lost.heads_done) store_.drop(members_[lost.member].bucket);
   }
   recovery_.reset();
 }

@@ -337,9 +337,14 @@ def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
     home.recover_end(ID, abort=True)
     assert home.owned() == []
     home.recover_begin(ID, [1])  # the mirror itself is as it was
-    cluster.folds = {0: cluster.sweep(0)}
-    cluster.finish()
-    assert home.digest(1) == cluster.ps[1].digest(1)
+    for end in (True, False):
+        cluster.folds = {0: cluster.sweep(0)}
+        cluster.finish()
+        assert home.digest(1) == cluster.ps[1].digest(1)
+        home.recover_end(ID, abort=end)
+        assert home.owned() == ([] if end else [1])
+        if end:
+            home.recover_begin(ID, [1])
 
 
 def test_a_bucket_comes_back_while_threads_read_and_push() -> None:

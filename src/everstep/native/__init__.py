@@ -150,8 +150,8 @@ class Store(_native.Store):
       slots_total)}``: once the heads are done the bucket is owned, and what asks for rows that are not back is
       Recovering; ``missing(bucket, table, keys) -> slots u32`` are those rows, to be asked for out of turn by
       ``emit_slots`` at the survivors and ``emit_recovering_slots(id, table, slots) -> data`` at the other row.
-      ``recover_end(id, abort=False)``: ValueError unless all is back; aborted, what is half here is dropped. The mirror
-      stays.
+      ``recover_end(id, abort=False)``: ValueError unless all is back; aborted, what came back is dropped, half
+      or whole. The mirror stays.
     """
 
     def __init__(self, n_buckets: int, seed: int) -> None:
