@@ -89,3 +89,40 @@ def test_a_cut_journal_is_found(whole: bytes, tmp_path: Path) -> None:
         assert all(isinstance(x, EverstepError) for x in outcome(path, whole[:size])), size
     for expected, got in zip(good, outcome(path, whole[:-1]), strict=True):
         assert isinstance(got, EverstepError) or got == expected
+
+
+def test_a_flipped_bit_in_the_log_of_a_killed_master_is_found_or_cuts_the_last_commit(tmp_path: Path) -> None:
+    """A master that was killed leaves its last events in the -wal file."""
+    (tmp_path / "from").mkdir()
+    path = tmp_path / "from" / "journal.sqlite"
+    journal = Journal(path)
+    brain = Brain()
+    for event in story(30):
+        journal.append(event, brain.handle(event))
+        journal.flush()
+    data, wal = path.read_bytes(), path.with_name("journal.sqlite-wal").read_bytes()
+    journal.close()
+    (tmp_path / "to").mkdir()
+    copy = tmp_path / "to" / "journal.sqlite"
+
+    def read(log: bytes) -> int:
+        for stale in copy.parent.iterdir():
+            stale.unlink()
+        copy.write_bytes(data)
+        copy.with_name("journal.sqlite-wal").write_bytes(log)
+        return taken_over(copy)[1]
+
+    last = len(story(30))
+    assert read(wal) == last
+    rng = random.Random(8)
+    found = 0
+    for _ in range(100):
+        bit = rng.randrange(len(wal) * 8)
+        changed = bytearray(wal)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            assert read(bytes(changed)) >= last - 1, f"bit {bit} of {len(wal) * 8}"
+        except PlatformError as error:
+            assert "\n" not in str(error)
+            found += 1
+    assert found > 90

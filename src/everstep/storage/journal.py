@@ -33,6 +33,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, InstructionType
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
+from everstep.storage.wal import WalFile
 
 VERSION = 2
 SNAPSHOT_EVERY = 20_000
@@ -351,10 +352,12 @@ def _wake(future: asyncio.Future[None], error: EverstepError | None) -> None:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    wal = WalFile(path)
     try:
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode = WAL")
+            wal.check(db)
             db.execute("PRAGMA synchronous = FULL")
             db.execute("PRAGMA wal_autocheckpoint = 4000")
             db.executescript(_SCHEMA)
