@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import threading
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from image_stores import (
 )
 
 from everstep.errors import CheckpointError
+from everstep.ids import BucketId
 from everstep.model.image import Manifest
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
@@ -289,3 +292,26 @@ def test_rows_that_came_late_and_rows_that_went(tmp_path: Path) -> None:
     assert digests(restored(tmp_path, merged)) == digests(store)
     (rows,) = [np.sort(np.concatenate([r.keys for r in table_rows(open_place(tmp_path), delta, spec)]))]
     assert rows.tolist() == list(range(10_000, 10_040))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        store = new_store()
+        train(store, 0, 2, keys=300)
+        writer = writer_of(store)
+        checkpoint(writer, tmp_path, 1)
+        at_first = digests(store)
+        train(store, 2, 40, keys=20_000)
+        answer = writer.write(2, 1, str(tmp_path), [BucketId(b) for b in range(BUCKETS)])
+        assert answer.error.endswith("No space left on device") and not answer.images
+        assert not list(tmp_path.rglob(".*.tmp"))
+        manifest = latest_intact(open_place(tmp_path))
+        assert manifest.checkpoint == 1
+        assert digests(restored(tmp_path, manifest)) == at_first
+        train(store, 40, 41)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
