@@ -38,6 +38,8 @@ from everstep.tables.client import PsClient, Sendable, Then
 
 _NODE = NodeId("node0")
 _ARENA_BYTES = 256 << 20
+EXPIRE_EVERY_S = 1.0
+"""Between two looks for rows that are over."""
 
 
 class DirectLink:
@@ -46,6 +48,7 @@ class DirectLink:
     def __init__(self, slot: Slot, service: PsService, arena: Arena) -> None:
         self.slot = slot
         self._service, self._arena = service, arena
+        self._expire_due_at = 0.0
 
     def __repr__(self) -> str:
         return f"<DirectLink ps:{self.slot}>"
@@ -54,6 +57,9 @@ class DirectLink:
         answer, buffers = self._service.handle(message, memoryview(b""), self._arena.view)
         body = b"".join(bytes(b) for b in buffers) if buffers else b""
         then(answer, memoryview(body))
+        if isinstance(message, messages.Push) and time.monotonic() >= self._expire_due_at:
+            self._expire_due_at = time.monotonic() + EXPIRE_EVERY_S
+            self._service.expire()
 
     def close(self, wait_s: float = 0.0) -> None:
         pass
@@ -139,6 +145,7 @@ class EmbeddedSeat:
         self.service = PsService.create(
             n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
         )
+        self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
         self.master = EmbeddedMaster(spec, run_dir, self.service)
         self._began_at = time.time()
         self._listener: Listener | None = None

@@ -16,7 +16,7 @@ from torch import nn
 from everstep.api.dense import PsOptimizer
 from everstep.api.engine import Engine
 from everstep.api.seat import Seat
-from everstep.api.sparse import InitChoice, Only, swap
+from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.tables import TableSet
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
@@ -118,6 +118,9 @@ class Job:
         init: InitChoice = "auto",
         min_rows: int = 0,
         only: Only = None,
+        admit_after: int = 0,
+        expire_batches: int = 0,
+        expire_s: int = 0,
     ) -> Any:
         """Put the embeddings of ``model`` on the ps; returns the model, changed in place.
 
@@ -125,14 +128,27 @@ class Job:
         in ``only`` (or for which ``only(name, module)`` is true), and all es.nn modules. ``init="auto"``: a real
         embedding's own values are uploaded; one on "meta" begins as torch's, normal with deviation 1; es.nn modules
         begin normal with deviation ``dim ** -0.5``. ``optimizer`` is es.SGD, Adagrad (default, lr=0.05), ...
+
+        Keys that come and go: ``admit_after=n``: the first n batches with a key only count it (it looks as it would
+        begin, and learns nothing), so that rare ones cost no row; ``expire_batches``, ``expire_s``: rows that no batch
+        touched for so many batches, or seconds, are freed, and begin anew should their key come back. An es.nn module
+        may say it for its own table. Rows of an uploaded embedding are there from the beginning.
         """
+        life = LifeCycle(admit_after, expire_batches, expire_s)
+        life.check("job.sparse")
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
             raise ScriptError(
                 f"job.sparse(optimizer={type(optimizer).__name__}): use es.SGD, es.Adagrad, es.RowWiseAdagrad, "
                 "es.Adam, es.AdamW or es.FTRL (they run on the ps)"
             )
         model, infos, modules = swap(
-            model, optimizer=optimizer, init=init, min_rows=min_rows, only=only, taken=self._tables.infos.keys()
+            model,
+            optimizer=optimizer,
+            init=init,
+            min_rows=min_rows,
+            only=only,
+            taken=self._tables.infos.keys(),
+            life=life,
         )
         self._tables.add(infos)
         for module in modules:

@@ -137,10 +137,14 @@ class _Table(nn.Module):
         padding_idx: int | None = None,
         init: InitSpec | None = None,
         optimizer: OptimizerSpec | None = None,
+        admit_after: int = 0,
+        expire_batches: int = 0,
+        expire_s: int = 0,
     ) -> None:
         super().__init__()
         if dim < 1:
             raise ScriptError(f"table {name!r}: dim={dim} must be at least 1")
+        self.admit_after, self.expire_batches, self.expire_s = admit_after, expire_batches, expire_s
         self.name, self.dim, self.vocabulary = name, dim, vocabulary
         self.embedding_dim = dim
         self.padding_idx = padding_idx
@@ -216,8 +220,21 @@ class EmbeddingBag(_Table):
         include_last_offset: bool = False,
         init: InitSpec | None = None,
         optimizer: OptimizerSpec | None = None,
+        admit_after: int = 0,
+        expire_batches: int = 0,
+        expire_s: int = 0,
     ) -> None:
-        super().__init__(name, dim, vocabulary=vocabulary, padding_idx=padding_idx, init=init, optimizer=optimizer)
+        super().__init__(
+            name,
+            dim,
+            vocabulary=vocabulary,
+            padding_idx=padding_idx,
+            init=init,
+            optimizer=optimizer,
+            admit_after=admit_after,
+            expire_batches=expire_batches,
+            expire_s=expire_s,
+        )
         if mode not in ("sum", "mean"):
             raise ScriptError(f"table {name!r}: mode={mode!r} is not offered: use sum or mean")
         self.mode, self.include_last_offset = mode, include_last_offset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,23 @@ InitChoice = Literal["auto"] | InitSpec
 Only = Collection[str] | Callable[[str, nn.Module], bool] | None
 
 DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
+
+
+class LifeCycle(NamedTuple):
+    """When rows are made and freed; see ``TableSpec``."""
+
+    admit_after: int = 0
+    expire_batches: int = 0
+    expire_s: int = 0
+
+    def check(self, where: str) -> None:
+        """Raises ScriptError."""
+        for name, value in self._asdict().items():
+            if not isinstance(value, int) or not 0 <= value < 1 << 31:
+                raise ScriptError(f"{where}: {name}={value!r} must be a whole number, 0 (off) or more")
+
+
+NO_LIFE_CYCLE = LifeCycle()
 
 
 @dataclass
@@ -40,10 +57,12 @@ def swap(
     min_rows: int,
     only: Only,
     taken: Collection[str] = (),
+    life: LifeCycle = NO_LIFE_CYCLE,
 ) -> tuple[nn.Module, list[TableInfo], list[esnn.Embedding | esnn.EmbeddingBag]]:
     """Put es.nn modules in the place of torch's. Returns the model, its tables and the modules to attach.
 
-    ``taken``: tables of earlier calls; a torch module of the same name in another model gets a table of its own."""
+    ``taken``: tables of earlier calls; a torch module of the same name in another model gets a table of its own.
+    ``life``: of tables whose module says nothing of it."""
     if not isinstance(model, nn.Module):
         raise ScriptError(f"job.sparse needs a torch.nn.Module, not {type(model).__name__}")
     tables: dict[str, TableInfo] = {}
@@ -52,7 +71,7 @@ def swap(
     for name, module in list(model.named_modules()):
         label = name or "embedding"
         if isinstance(module, esnn.Embedding | esnn.EmbeddingBag):
-            info = _of_ours(module, optimizer, init)
+            info = _of_ours(module, optimizer, init, life)
             known = tables.get(module.name)
             if known is not None and known.spec != info.spec:
                 raise ScriptError(
@@ -66,7 +85,7 @@ def swap(
             if not table:
                 table = by_weight[id(module.weight)] = _free(label, taken)
                 _refuse_tied(model, label, module.weight)
-            twin, info = _of_torch(table, module, optimizer, init)
+            twin, info = _of_torch(table, module, optimizer, init, life)
             if table in tables and tables[table].spec != info.spec:
                 raise ScriptError(f"table {table!r} has two meanings: rename one of the modules")
             tables.setdefault(table, info)
@@ -110,19 +129,25 @@ def _wanted(name: str, module: nn.Module, min_rows: int, only: Only) -> bool:
 
 
 def _of_ours(
-    module: esnn.Embedding | esnn.EmbeddingBag, optimizer: OptimizerSpec | None, init: InitChoice
+    module: esnn.Embedding | esnn.EmbeddingBag, optimizer: OptimizerSpec | None, init: InitChoice, life: LifeCycle
 ) -> TableInfo:
     begin = module.init
     if begin is None:
         begin = init if isinstance(init, InitSpec) else Normal(0.0, module.dim**-0.5)
-    spec = TableSpec(
-        module.name, module.dim, module.optimizer or optimizer or DEFAULT_OPTIMIZER, begin, rows=module.vocabulary
-    )
+    own = LifeCycle(module.admit_after, module.expire_batches, module.expire_s)
+    own.check(f"table {module.name!r}")
+    how = module.optimizer or optimizer or DEFAULT_OPTIMIZER
+    lives = (own if any(own) else life)._asdict()
+    spec = TableSpec(module.name, module.dim, how, begin, rows=module.vocabulary, **lives)
     return TableInfo(spec, module.padding_idx)
 
 
 def _of_torch(
-    name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: OptimizerSpec | None, init: InitChoice
+    name: str,
+    module: nn.Embedding | nn.EmbeddingBag,
+    optimizer: OptimizerSpec | None,
+    init: InitChoice,
+    life: LifeCycle,
 ) -> tuple[esnn.Embedding | esnn.EmbeddingBag, TableInfo]:
     if module.max_norm is not None:
         raise ScriptError(f"{name!r}: max_norm is not offered for tables on the ps: leave it out, or use only=")
@@ -149,7 +174,7 @@ def _of_torch(
     twin.train(module.training)
     begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)
     upload = None if meta or isinstance(init, InitSpec) else module.weight.detach()
-    spec = TableSpec(name, dim, optimizer or DEFAULT_OPTIMIZER, begin, rows=rows)
+    spec = TableSpec(name, dim, optimizer or DEFAULT_OPTIMIZER, begin, rows=rows, **life._asdict())
     return twin, TableInfo(spec, padding, zero_padding=upload is None, upload=upload)
 
 

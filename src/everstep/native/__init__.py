@@ -223,7 +223,25 @@ class Store(_native.Store):
         """
         if buckets and parts:
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
-        return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s))
+        try:
+            return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s))
+        except Full as error:
+            raise self._named(error) from None
+
+    def put_absent(self, table: int, keys: NDArray[np.int64], rows: NDArray[np.float32], now_s: int = 0) -> int:
+        """Make rows that are not there; how many. Full: the ceiling; some may have been made."""
+        try:
+            return super().put_absent(table, keys, rows, now_s)
+        except Full as error:
+            raise self._named(error) from None
+
+    def _named(self, error: Full) -> Full:
+        """The same, with the table's name for its id."""
+        text = str(error)
+        for spec in self.specs():
+            text = text.replace(f"table {spec.id} ", f"table {spec.name!r} ")
+            text = text.replace(f"table {spec.candidates_id} ", f"table {spec.name!r} (keys not admitted yet) ")
+        return Full(text)
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
         """The rows of a part whose buckets are in the bitmap; the part itself if all are."""

@@ -26,7 +26,7 @@ class StorePort:
     # ------------------------------------------------------------ buckets
 
     def tables(self) -> Sequence[int]:
-        return [spec.id for spec in self._store.specs()]
+        return self._store.tables()
 
     def own(self, bucket: BucketId) -> None:
         self._store.own([bucket])

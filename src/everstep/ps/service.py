@@ -526,7 +526,8 @@ class PsService:
         with self._gate.shared():
             if request.version != self.route or not self.keeper.whole:
                 return Moved(self.route)
-            self.store.put_absent(part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)))
+            rows = _rows(part, source, self.store.dim(part.table))
+            self.store.put_absent(part.table, _keys(part, source), rows, int(time.time()))
             if request.last:
                 self.store.initialise(part.table)
         if not self._confirm(before, b"", request.version, deadline):
