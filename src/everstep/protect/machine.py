@@ -36,7 +36,7 @@ outbox and the peers are the ``Streams``, of which the machine sets the routes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -249,6 +249,9 @@ class Machine:
     def __init__(self, slot: Slot, incarnation: Incarnation, port: Port, streams: Streams) -> None:
         self.me: PeerKey = (slot, incarnation)
         self.port, self.streams = port, streams
+        # ``mirror_apply_many(mirrors, blobs, which)`` of the port, if any: blobs[which[i]] to mirrors[i], in order.
+        self._apply_many = getattr(port, "mirror_apply_many", self._one_by_one)
+        self._several: set[BucketId] = set()  # more than one mirror of it may have to be brought to the same point
         self.placement: Placement | None = None
         self.buckets: dict[BucketId, State] = {}
         self.gained: dict[BucketId, tuple[int, str]] = {}  # bucket -> version and how it came
@@ -332,6 +335,8 @@ class Machine:
         if placement.version <= self.version:
             return
         before, self.placement = self.placement, placement
+        members = [b for m in placement.mirrors for b in m.members]
+        self._several = {b for b, n in Counter(members).items() if n > 1}
         mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
         for bucket in [b for b, s in self.buckets.items() if s is State.SERVING and b not in mine]:
             self._fence(bucket)
@@ -495,13 +500,22 @@ class Machine:
             self._received[sender] = (request.stream, 0)
         if request.first > next_number:
             raise ValueError(f"ps:{sender[0]} sends entry {request.first} of its stream, {next_number} was to come")
-        codes = bytearray()
-        for number, (entry, mirror, blob) in enumerate(
-            zip(request.entries, request.mirrors, blobs, strict=True), request.first
-        ):
-            codes.append(self._take(sender, entry, mirror, blob, number < next_number))
-            if number >= next_number:
-                self._received[sender] = (request.stream, number + 1)
+        codes = bytearray(len(request.entries))
+        run: list[tuple[int, int]] = []  # differences to be applied together: (entry, mirror)
+        for i, entry in enumerate(request.entries):
+            mirror, again = request.mirrors[i], request.first + i < next_number
+            source = self._sources.get(entry.bucket)
+            if entry.kind == Kind.CHANGE and not again and source is not None and source.key == sender:
+                codes[i] = Code.NO_MIRROR
+                run += [(i, id_) for id_ in self._by_bucket.get(entry.bucket, ()) if not mirror or id_ == mirror]
+                continue
+            self._apply(run, request, blobs, codes)
+            run.clear()
+            codes[i] = self._take(sender, entry, mirror, blobs[i], again)
+            if not again:
+                self._received[sender] = (request.stream, request.first + i + 1)
+        self._apply(run, request, blobs, codes)
+        self._received[sender] = (request.stream, max(next_number, request.first + len(codes)))
         for bucket, seq in request.confirmed:
             source = self._sources.get(bucket)
             tail = self._tails.get(bucket)
@@ -520,29 +534,32 @@ class Machine:
             return Code.REFUSED
         if again:
             return Code.REPEAT
-        if entry.kind != Kind.CHANGE:
-            return self._take_contents(entry, mirror, blob)
-        code = Code.NO_MIRROR
-        for id_ in self._by_bucket.get(entry.bucket, ()):
-            if mirror and id_ != mirror:
-                continue
-            done = Code(self.port.mirror_apply(id_, blob))
-            if done is Code.GAP and self._mirrors[id_].complete:
-                raise InternalError(
-                    f"mirror {id_} lacks differences of bucket {entry.bucket} before {entry.seq} "
-                    f"(it is at {self.port.mirror_seq(id_, entry.bucket)})"
-                )
-            code = Code.APPLIED if Code.APPLIED in (code, done) else done
-        if code is Code.APPLIED and self._several(entry.bucket):
-            tail = self._tails.setdefault(entry.bucket, deque())
-            if not tail or tail[-1][0] < entry.seq:
-                tail.append((entry.seq, self.port.keep(blob)))
-        return code if code is not Code.GAP else Code.APPLIED
+        return self._take_contents(entry, mirror, blob)
 
-    def _several(self, bucket: BucketId) -> bool:
-        """Whether more than one mirror of it may have to be brought to the same point."""
-        assert self.placement is not None
-        return len(self.placement.mirrors_of(bucket)) > 1
+    def _apply(self, run: Sequence[tuple[int, int]], request: Feed, blobs: Sequence[Blob], codes: bytearray) -> None:
+        """Apply differences to mirrors; set the entries' codes."""
+        if not run:
+            return
+        for (i, id_), done in zip(
+            run, self._apply_many([id_ for _, id_ in run], blobs, [i for i, _ in run]), strict=True
+        ):
+            entry = request.entries[i]
+            if done == Code.GAP:
+                if self._mirrors[id_].complete:
+                    raise InternalError(
+                        f"mirror {id_} lacks differences of bucket {entry.bucket} before {entry.seq} "
+                        f"(it is at {self.port.mirror_seq(id_, entry.bucket)})"
+                    )
+                done = Code.APPLIED  # what is still to be swept has it
+            if codes[i] != Code.APPLIED:
+                codes[i] = done
+                if done == Code.APPLIED and entry.bucket in self._several:
+                    tail = self._tails.setdefault(entry.bucket, deque())
+                    if not tail or tail[-1][0] < entry.seq:
+                        tail.append((entry.seq, self.port.keep(blobs[i])))
+
+    def _one_by_one(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
+        return [self.port.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
 
     def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
         held = self._mirrors.get(mirror)

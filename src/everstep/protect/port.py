@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from everstep.ids import BucketId
 from everstep.native import Store
@@ -12,6 +16,23 @@ PIECE_BYTES = 1 << 20
 """Contents leave in pieces of about this size, so that a push never waits long behind one."""
 
 _HEAD_BYTES = 9  # of a slot: its key, and a bit
+
+
+class Body(Sequence[Blob]):
+    """Blobs that lie one behind the other, ``sizes`` bytes each."""
+
+    def __init__(self, data: memoryview, sizes: Sequence[int]) -> None:
+        """ValueError: they are not as long as ``data``."""
+        if any(size < 0 for size in sizes) or sum(sizes) != data.nbytes:
+            raise ValueError(f"{len(sizes)} entries do not make up the {data.nbytes} bytes that came with them")
+        self.data, self.sizes = data, sizes
+        self.at = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.data[self.at[i] : self.at[i] + self.sizes[i]]
 
 
 class StorePort:
@@ -78,6 +99,14 @@ class StorePort:
 
     def mirror_apply(self, mirror: int, blob: Blob) -> int:
         return self._store.mirror_apply(mirror, blob)
+
+    def mirror_apply_many(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
+        if not isinstance(blobs, Body):
+            return [self.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
+        at = np.array([blobs.at[i] for i in which], np.int64)
+        sizes = np.array([blobs.sizes[i] for i in which], np.int64)
+        codes: list[int] = self._store.mirror_apply_many(np.array(mirrors, np.int64), at, sizes, blobs.data).tolist()
+        return codes
 
     def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
         return next((seq for b, seq, _ in self._store.mirror_state(mirror) if b == bucket), -1)

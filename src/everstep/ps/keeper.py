@@ -25,7 +25,6 @@ from everstep.net.messages import (
     Bad,
     DataAnswer,
     DataRequest,
-    Entry,
     Fed,
     Feed,
     HandedOver,
@@ -37,7 +36,7 @@ from everstep.net.messages import (
     Want,
 )
 from everstep.protect.machine import Action, Ask, Machine
-from everstep.protect.port import StorePort
+from everstep.protect.port import Body, StorePort
 from everstep.protect.streams import Batch, Code, Outgoing, PeerKey, Streams
 from everstep.ps import faults
 from everstep.ps.gate import Gate
@@ -119,8 +118,9 @@ class Keeper:
                 yield self.machine
                 if self.machine.dirty:
                     self.machine.settle()
-            except InternalError as error:
-                self._on_failure(str(error))
+            except Exception as error:
+                # Half a step of the machine, or of the store, was done: nothing here can be vouched for any more.
+                self._on_failure(f"ps:{self._slot} failed with its mirrors: {type(error).__name__}: {error}")
                 raise
             finally:
                 self._do(self.machine.take_actions())
@@ -205,7 +205,7 @@ class Keeper:
             with self.lock:  # not in the middle of a step of a sweep
                 for spec in request.tables:
                     self._store.declare(spec)
-        blobs = _cut(request.entries, body)
+        blobs = Body(body, [e.size_bytes for e in request.entries])
         sender = (request.sender, request.incarnation)
         with self.lock:
             one_at_a_time = self._senders.setdefault(sender, threading.Lock())
@@ -218,7 +218,7 @@ class Keeper:
         if self.machine.dirty:
             with self.transition():
                 pass
-        faults.step(self._slot, "after_feed")
+        faults.step(self._slot, "mid_rebuild" if self.machine.rebuilding else "after_feed")
         return answer
 
     def want(self, request: Want) -> Taken | Moved:
@@ -288,9 +288,9 @@ class Keeper:
     def _sweep(self) -> bool:
         try:
             return self.machine.sweep()
-        except (ValueError, KeyError, MemoryError) as error:
-            self._limit.warning(f"contents cannot be read: {error}")
-            return False
+        except Exception as error:
+            self._on_failure(f"ps:{self._slot} cannot read its buckets: {type(error).__name__}: {error}")
+            raise
 
     # ------------------------------------------------------------ one peer
 
@@ -395,7 +395,7 @@ class Keeper:
         if link is not None:
             answer, body = link.request(ask.request, timeout_s=_ANSWER_S)
             if isinstance(answer, Tailed):
-                blobs = _cut(answer.entries, body)
+                blobs = Body(body, [e.size_bytes for e in answer.entries])
         else:
             match ask.request:
                 case Want() as want:
@@ -414,15 +414,3 @@ class Keeper:
         with self.transition() as machine:
             machine.answered(ask, answer, blobs)
         return False
-
-
-def _cut(entries: Sequence[Entry], body: memoryview) -> list[memoryview]:
-    """The blobs of a message. ValueError: they are not as long as its body."""
-    if any(e.size_bytes < 0 for e in entries) or sum(e.size_bytes for e in entries) != body.nbytes:
-        raise ValueError(f"{len(entries)} entries do not make up the {body.nbytes} bytes that came with them")
-    blobs: list[memoryview] = []
-    at = 0
-    for e in entries:
-        blobs.append(body[at : at + e.size_bytes])
-        at += e.size_bytes
-    return blobs
