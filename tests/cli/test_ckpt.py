@@ -163,3 +163,17 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert code == 2 and "No such command 'nosuch'" in err
     code, out, _ = run("--help")
     assert code == 0 and "export" in out
+
+
+def test_compact(where: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(where, copy)
+    code, out, err = run("compact", copy)
+    assert code == 0 and "checkpoint 2: 8 files are now 4" in out, err
+    code, out, _ = run("verify", copy)
+    assert code == 0 and "checkpoint 1: intact, 4 files" in out and "checkpoint 2: intact, 4 files" in out
+    assert len(list((copy / "images").rglob("*.img"))) == 8, "increments are gone, the base is checkpoint 1's"
+    code, out, _ = run("compact", copy)
+    assert code == 0 and "4 files are now 4" in out

@@ -290,7 +290,7 @@ def test_rows_that_came_late_and_rows_that_went(tmp_path: Path) -> None:
     assert digests(again) == digests(store)
     merged = compact(open_place(tmp_path), delta)
     assert digests(restored(tmp_path, merged)) == digests(store)
-    (rows,) = [np.sort(np.concatenate([r.keys for r in table_rows(open_place(tmp_path), delta, spec)]))]
+    (rows,) = [np.sort(np.concatenate([r.keys for r in table_rows(open_place(tmp_path), merged, spec)]))]
     assert rows.tolist() == list(range(10_000, 10_040))
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import click
 import msgspec
 
-from everstep.errors import CheckpointError
+from everstep.agent.rundir import in_use
+from everstep.errors import CheckpointError, ConfigError
 from everstep.model.image import ImageFile, Manifest
 from everstep.protect.manifest import (
     checkpoint_place,
+    compact,
     latest_intact,
     manifest_name,
     need_checkpoints,
@@ -29,7 +31,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 @click.group()
 def ckpt() -> None:
-    """Checkpoints in a run directory, a directory or at a URL: list, show, verify, export."""
+    """Checkpoints in a run directory, a directory or at a URL: list, show, verify, compact, export."""
 
 
 @ckpt.command("ls")
@@ -104,6 +106,25 @@ def verify(where: str, number: int | None) -> None:
                 said.add(line)
     if bad:
         raise CheckpointError(f"{bad} of {len(numbers)} checkpoints in {place.url} are not intact, see above")
+
+
+@ckpt.command("compact")
+@WHERE
+@NUMBER
+def compact_one(where: str, number: int | None) -> None:
+    """Merge the base and the increments of each bucket into one file, of a job that has ended."""
+    place = checkpoint_place(where)
+    if (Path(where) / "job.json").exists() and in_use(Path(where)):
+        raise ConfigError(f"{where}: this job is running and goes on from these files: compact when it has ended")
+    manifest = _choose(place, number, deep=False)
+    before = sum(place.sizes().values())
+    new = compact(place, manifest)
+    files = sum(len(image.files) for image in manifest.images)
+    after = sum(place.sizes().values())
+    click.echo(
+        f"checkpoint {new.checkpoint}: {files} files are now {sum(len(i.files) for i in new.images)}; "
+        f"{human_bytes(before)} are now {human_bytes(after)}"
+    )
 
 
 @ckpt.command("export")

@@ -178,9 +178,9 @@ def audit(run_dir: Path, as_json: bool) -> None:
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="ls|show|verify|export DIR_OR_URL ...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="ls|show|verify|compact|export DIR_OR_URL ...")
 def ckpt(arguments: tuple[str, ...]) -> None:
-    """Checkpoints: list, show, verify, export."""
+    """Checkpoints: list, show, verify, compact, export."""
     from everstep.cli.ckpt import ckpt as verbs
 
     verbs.main(list(arguments), prog_name="everstep ckpt", standalone_mode=False)

@@ -247,15 +247,21 @@ def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
 
 
 def compact(place: Place, manifest: Manifest) -> Manifest:
-    """Merges each bucket's base and increments into one new base, without any ps, and writes the manifest anew under
-    its number. The old files stay until checkpoints are dropped. Not for the newest checkpoint of a running job: its ps
-    go on from the old files. Raises CheckpointError, StorageError.
+    """Merges each bucket's base and increments into one new base, without any ps, writes the manifest anew under its
+    number, then deletes the files that no checkpoint needs any more. Not for the newest checkpoint of a running job:
+    its ps go on from the old files. Raises CheckpointError, StorageError.
     """
     images = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.images)
     if images == manifest.images:
         return manifest
     new = msgspec.structs.replace(manifest, images=images, base=0)
     write_manifest(place, new)
+    try:
+        kept = [read_manifest(place, number) for number in list_checkpoints(place)]
+    except CheckpointError:
+        return new  # whose files are whose cannot be told: all stay
+    for path in sorted(unneeded_files([manifest], kept)):
+        place.delete(path)
     return new
 
 
