@@ -371,14 +371,20 @@ class PsService:
     def _open(self, request: OpenShard) -> Opened | ShardClosed | Moved:
         if not self.route:
             return Moved(0)  # no placement yet: the worker's is from the future
-        if request.version not in (0, self.route) or not self.keeper.wait_whole(time.monotonic() + self.wait_s):
+        deadline = time.monotonic() + self.wait_s
+        if request.version not in (0, self.route) or not self.keeper.wait_whole(deadline):
             return Moved(self.route)
         with self._gate.shared():
-            if request.version not in (0, self.route) or not self.keeper.whole:
-                return Moved(self.route)
+            route = self.route
+            if request.version not in (0, route) or not self.keeper.whole:
+                return Moved(route)
+            before = self.store.outbox_ticket()
             opened = self.store.open(request.shard, request.start, request.lease)
         if opened is None:
             return ShardClosed("a later lease has this shard, or it is over")
+        # What is before the watermarks is not pushed again: they are as good as an acknowledgement.
+        if not self._confirm(before, b"", route, deadline):
+            return Moved(self.route)
         buckets, marks = opened
         return Opened(self.incarnation, buckets.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
 

@@ -3,6 +3,7 @@
 --seed 17 [--trace]    one run; a readable trace of everything that happened
 --seeds 0..3000        many (also A..B:STEP); stops at the first failure, prints the command that repeats it
 --mutations            plant each bug and say which seed finds it
+--mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 
-from everstep.sim.mutations import MUTATIONS, catch, planted
-from everstep.sim.run import Outcome, simulate
-from everstep.sim.scenario import random_scenario
+from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
+from everstep.sim.mutations_ps import PS_MUTATIONS
+from everstep.sim.run import Outcome, Parts, simulate
+from everstep.sim.scenario import Scenario, random_scenario, storm_scenario
 
 CHUNK = 100
+MIXES: dict[str, tuple[Callable[[int], Scenario], tuple[Mutation, ...]]] = {
+    "jobs": (random_scenario, MUTATIONS),
+    "ps": (storm_scenario, PS_MUTATIONS),
+}
 
 
 def seeds_of(text: str) -> range:
@@ -28,14 +35,15 @@ def seeds_of(text: str) -> range:
     return range(int(a), int(b), int(step or 1)) if dots else range(0, int(a), int(step or 1))
 
 
-def chunk(seeds: range) -> tuple[list[Outcome], tuple[int, str] | None, float]:
+def chunk(seeds: range, mix: str = "jobs") -> tuple[list[Outcome], tuple[int, str] | None, float]:
     """Outcomes of ``seeds`` up to the first failure, the failure, and CPU seconds spent."""
     began = time.process_time()
     done: list[Outcome] = []
     failure = None
+    scenario_of, _ = MIXES[mix]
     for seed in seeds:
         try:
-            done.append(simulate(seed))
+            done.append(simulate(seed, scenario_of(seed)))
         except Exception as error:  # whatever it is, the seed that shows it must be told
             failure = seed, f"{type(error).__name__}: {error}"
             break
@@ -51,25 +59,25 @@ def totals(outcomes: list[Outcome]) -> str:
     )
 
 
-def many(seeds: range, jobs: int) -> Iterator[tuple[list[Outcome], tuple[int, str] | None, float]]:
+def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[Outcome], tuple[int, str] | None, float]]:
     """Chunks of ``seeds``, in order, computed by ``jobs`` processes."""
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
-        yield from map(chunk, chunks)
+        yield from map(chunk, chunks, repeat(mix))
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(chunk, chunks)
+        yield from pool.map(chunk, chunks, repeat(mix))
 
 
-def run_seeds(seeds: range, jobs: int) -> int:
+def run_seeds(seeds: range, jobs: int, mix: str) -> int:
     outcomes: list[Outcome] = []
     cpu_s, told = 0.0, time.monotonic()
-    for done, failure, spent in many(seeds, jobs):
+    for done, failure, spent in many(seeds, jobs, mix):
         outcomes += done
         cpu_s += spent
         if failure is not None:
             print(f"seed {failure[0]}: {failure[1]}")
-            print(f"repeat with: python -m everstep.sim --seed {failure[0]} --trace")
+            print(f"repeat with: python -m everstep.sim --mix {mix} --seed {failure[0]} --trace")
             return 1
         if time.monotonic() - told > 2.0:
             told = time.monotonic()
@@ -78,23 +86,24 @@ def run_seeds(seeds: range, jobs: int) -> int:
     return 0
 
 
-def run_one(seed: int, trace: bool, mutation: str) -> int:
+def run_one(seed: int, trace: bool, mutation: str, mix: str) -> int:
     lines: list[str] = []
-    chosen = [m for m in MUTATIONS if m.name == mutation]
+    scenario_of, mutations = MIXES[mix]
+    chosen = [m for m in mutations if m.name == mutation]
     if mutation and not chosen:
-        print(f"no mutation is called {mutation!r}; there are: {', '.join(m.name for m in MUTATIONS)}", file=sys.stderr)
+        print(f"no mutation is called {mutation!r}; there are: {', '.join(m.name for m in mutations)}", file=sys.stderr)
         return 2
     error: Exception | None = None
     try:
         if chosen:
             with planted(chosen[0]) as parts:
-                outcome = simulate(seed, parts=parts, trace=lines)
+                outcome = simulate(seed, scenario_of(seed), parts, lines)
         else:
-            outcome = simulate(seed, trace=lines)
+            outcome = simulate(seed, scenario_of(seed), trace=lines)
     except Exception as caught:
         error = caught
     if trace:
-        print(f"seed {seed}: {random_scenario(seed)}")
+        print(f"seed {seed}: {scenario_of(seed)}")
         print("\n".join(lines))
     if error is not None:
         print(f"seed {seed}: {type(error).__name__}: {error}")
@@ -103,16 +112,21 @@ def run_one(seed: int, trace: bool, mutation: str) -> int:
     return 0
 
 
-def run_mutations(seeds: range) -> int:
+def run_mutations(seeds: range, mix: str) -> int:
     missed = 0
-    for mutation in MUTATIONS:
-        found = catch(mutation, seeds)
+    scenario_of, mutations = MIXES[mix]
+
+    def run(seed: int, parts: Parts) -> Outcome:
+        return simulate(seed, scenario_of(seed), parts)
+
+    for mutation in mutations:
+        found = catch(mutation, seeds, run)
         if found is None:
             missed += 1
             print(f"MISSED {mutation.name:<22} {mutation.what}")
         else:
             print(f"{found[0] - seeds.start + 1:6} seeds  {mutation.name:<22} {found[1]:.120}", flush=True)
-    print(f"{len(MUTATIONS) - missed} of {len(MUTATIONS)} planted bugs caught")
+    print(f"{len(mutations) - missed} of {len(mutations)} planted bugs caught")
     return 1 if missed else 0
 
 
@@ -124,12 +138,13 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=seeds_of, default=range(0, 3000), help="A..B, default 0..3000")
     parser.add_argument("--mutations", action="store_true", help="plant every bug in turn")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes for --seeds")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="jobs", help="kind of runs")
     chosen = parser.parse_args(args)
     if chosen.seed is not None:
-        return run_one(chosen.seed, chosen.trace, chosen.mutation)
+        return run_one(chosen.seed, chosen.trace, chosen.mutation, chosen.mix)
     if chosen.mutations:
-        return run_mutations(chosen.seeds)
-    return run_seeds(chosen.seeds, chosen.jobs)
+        return run_mutations(chosen.seeds, chosen.mix)
+    return run_seeds(chosen.seeds, chosen.jobs, chosen.mix)
 
 
 if __name__ == "__main__":

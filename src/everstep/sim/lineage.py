@@ -192,8 +192,7 @@ class Lineage(Truth):
     # ------------------------------------------------------------ at the master
 
     def grants(self, worker: Slot, incarnation: Incarnation, ask: int, lease: Lease, current: bool) -> None:
-        if self.lenient:  # it is opened again to see whether something is missing
-            self.done.pop(lease.shard, None)
+        self.done.pop(lease.shard, None)  # the brain may have it opened again to see whether something is missing
         super().grants(worker, incarnation, ask, lease, current)
 
     # ------------------------------------------------------------ at the end

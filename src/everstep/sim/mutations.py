@@ -27,6 +27,7 @@ from everstep.brain.events import (
 from everstep.brain.members import Members, Seat
 from everstep.brain.shards import Epoch
 from everstep.brain.watch import Watch, WatchEvent
+from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Role
 from everstep.model.placement import Placement
@@ -390,6 +391,6 @@ def catch(mutation: Mutation, seeds: range, run: Callable[..., object] = simulat
         for seed in seeds:
             try:
                 run(seed, parts=parts)
-            except (Violation, AssertionError, KeyError, ValueError, IndexError) as error:
+            except (Violation, AssertionError, KeyError, ValueError, IndexError, EverstepError) as error:
                 return seed, f"{type(error).__name__}: {error}"
     return None

@@ -215,6 +215,7 @@ class SimStore:
     def drop(self, bucket: BucketId) -> None:
         self.fenced.remove(bucket)
         del self.buckets[bucket]
+        self.ledger.buckets.pop(bucket, None)
         self._protected.discard(bucket)
 
     def ticket(self) -> int:

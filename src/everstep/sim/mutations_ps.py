@@ -1,0 +1,345 @@
+"""Bugs of ps that keep mirrors: planted on purpose, to see that the simulator finds them in its storms.
+
+Each is what somebody could really get wrong: in the machine, in the store, in the shell, or in the brain. Not in the
+list, because nothing is lost by them: a mirror that is made again without need, contents sent to who did not ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from everstep.brain import checkpoints as brain_checkpoints
+from everstep.brain.shards import Shards
+from everstep.ids import BucketId, ShardKey
+from everstep.model.placement import Mirror, Placement
+from everstep.net.messages import DataAnswer, Entry, HandedOver, HandOver, Moved, Tail, Tailed
+from everstep.policies.draft import Draft
+from everstep.protect.machine import Ask, Machine
+from everstep.protect.streams import Blob, Code, Kind, PeerKey
+from everstep.sim.mutations import Mutation
+from everstep.sim.run import Outcome, Parts, Simulation, simulate
+from everstep.sim.scenario import storm_scenario
+from everstep.sim.server import MirrorPs, _Waiting
+from everstep.sim.store import Blob as SimBlob
+from everstep.sim.store import Bucket, Page, SimStore, _Member, plus, times
+
+
+def storm(seed: int, parts: Parts = Parts()) -> Outcome:
+    """The run of ``seed`` in the mix with losses of ps."""
+    return simulate(seed, storm_scenario(seed), parts)
+
+
+# ---------------------------------------------------------------- the store
+
+
+class DifferenceTwice(SimStore):
+    """What is said again is applied again."""
+
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        who = self.mirrors[mirror].members.get(blob.bucket)
+        if who is not None and blob.kind is Kind.CHANGE and who.complete and blob.seq <= who.seq:
+            m = self.mirrors[mirror]
+            m.page = plus(m.page, times(blob.bits, who.weight))
+            return Code.APPLIED
+        return super().mirror_apply(mirror, blob)
+
+
+class HearsTwice(Machine):
+    """It forgets how far it has come in a peer's stream."""
+
+    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+        return super()._take(sender, entry, mirror, blob, again and entry.kind != Kind.CHANGE)
+
+
+class ChangesLostInSweep(SimStore):
+    """A difference of what is swept already is dropped until the sweep has ended."""
+
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        who = self.mirrors[mirror].members.get(blob.bucket)
+        if who is not None and blob.kind is Kind.CHANGE and not who.complete:
+            blob = blob._replace(bits=(0, 0))
+        return super().mirror_apply(mirror, blob)
+
+
+class ChangesTakenBeforeSweep(SimStore):
+    """A difference of what is still to be swept is applied, and comes with the contents once more."""
+
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        m = self.mirrors[mirror]
+        who = m.members.get(blob.bucket)
+        if who is not None and blob.kind is Kind.CHANGE and not who.complete and blob.seq == who.seq + 1:
+            m.page = plus(m.page, times((blob.bits[0] & ~who.covered, 0), who.weight))
+        return super().mirror_apply(mirror, blob)
+
+
+class FoldMissesChanges(SimStore):
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        m = self.mirrors[mirror]
+        rest = m.rest
+        code = super().mirror_apply(mirror, blob)
+        m.rest = rest
+        return code
+
+
+class FoldTakesAllChanges(SimStore):
+    """Also those of what is folded out already."""
+
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        m = self.mirrors[mirror]
+        who = m.members.get(blob.bucket)
+        before = m.rest
+        code = super().mirror_apply(mirror, blob)
+        if code == Code.APPLIED and who is not None and before is not None and blob.kind is Kind.CHANGE:
+            m.rest = plus(before, times(blob.bits, who.weight))
+        return code
+
+
+class FencesForgotten(SimStore):
+    """Marks that come with a mirror have watermarks, but no fences."""
+
+    def _rebuilt(self, who: _Member, page: Page) -> Bucket:
+        bucket = super()._rebuilt(who, page)
+        for mark in bucket.book.shards.values():
+            mark[1] = 0
+        return bucket
+
+
+class MarksForgotten(SimStore):
+    """Differences bring bytes; the marks stay as the contents brought them."""
+
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
+        if blob.kind is Kind.CHANGE:
+            blob = blob._replace(marks=None)
+        return super().mirror_apply(mirror, blob)
+
+
+class SecondRowUnweighted(SimStore):
+    """Row 1 is the plain XOR again."""
+
+    def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
+        super().mirror_make(mirror, members, 0)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+class NoLevelling(Machine):
+    def _others(self, bucket: BucketId) -> list[tuple[int, PeerKey]]:
+        return []
+
+
+class TailDoesNotFence(Machine):
+    def tail(self, request: Tail) -> tuple[Tailed | Moved, list[Blob]]:
+        sources = dict(self._sources)
+        answer = super().tail(request)
+        self._sources = sources
+        return answer
+
+
+class TakesFromAnybody(Machine):
+    """Differences of an owner that was replaced are taken like any other's."""
+
+    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+        source = self._sources.get(entry.bucket)
+        if source is None or source.key == sender or again:
+            return super()._take(sender, entry, mirror, blob, again)
+        saved, source.key = source.key, sender
+        try:
+            return super()._take(sender, entry, mirror, blob, again)
+        finally:
+            source.key = saved
+
+
+class TailsGoAtOnce(Machine):
+    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+        code = super()._take(sender, entry, mirror, blob, again)
+        self._tails.pop(entry.bucket, None)
+        return code
+
+
+class CompleteTooEarly(Machine):
+    """A mirror counts as complete with the first member's contents."""
+
+    def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
+        code = super()._take_contents(entry, mirror, blob)
+        held = self._mirrors.get(mirror)
+        if held is not None and entry.kind == Kind.MARKS and not held.complete:
+            held.complete = self.dirty = True
+        return code
+
+
+class NewMirrorAhead(Machine):
+    """A new mirror is complete although an older one may lack what came before it."""
+
+    def _sweep_bucket(self, bucket: BucketId) -> bool:
+        for sweep in self._sweeps[bucket]:
+            sweep.ticket = 0
+        return super()._sweep_bucket(bucket)
+
+
+class NoHandOver(Machine):
+    """The new owner does not ask the old one, which lives, for what is still on its way."""
+
+    def _old_owner(self, bucket: BucketId) -> PeerKey | None:
+        return None
+
+
+class HandsOverUnflushed(Machine):
+    """It answers before its mirrors have everything."""
+
+    def _flushed(self, bucket: BucketId) -> bool:
+        return True
+
+
+class DropsEarly(Machine):
+    """A bucket that went elsewhere is dropped before the new owner has it."""
+
+    def hand_over(self, request: HandOver) -> HandedOver | Moved:
+        answer = super().hand_over(request)
+        if isinstance(answer, Moved) and request.bucket in self._fenced and not request.done:
+            self.streams.routes.pop(request.bucket, None)
+            return HandedOver(self.port.seq(request.bucket))
+        return answer
+
+
+class WantsNothing(Machine):
+    """A wish that was not answered is not said again."""
+
+    def asks(self) -> list[Ask]:
+        out = super().asks()
+        for ask in out:
+            self.answered(ask, Moved(0))
+        said: set[tuple[Any, ...]] = self.__dict__.setdefault("_said", set())
+        new = [a for a in out if (a.peer, repr(a.request)) not in said]
+        said.update((a.peer, repr(a.request)) for a in new)
+        return new
+
+
+class SecondRowFirst(Machine):
+    """Of two lost members the first is rebuilt as if it alone were lost."""
+
+    def answered(self, ask: Ask, answer: DataAnswer, blobs: Sequence[Blob] = ()) -> None:
+        super().answered(ask, answer, blobs)
+        for held in self._mirrors.values():
+            if held.recovery is not None and held.recovery.other is not None:
+                held.recovery.other_done = True
+
+
+class KeepsOldRoutes(Machine):
+    """A new mirror of a bucket gets its contents, and no differences."""
+
+    def _route(self) -> None:
+        before = dict(self.streams.routes)
+        super()._route()
+        for bucket, peers in before.items():
+            if peers and bucket in self.streams.routes:
+                self.streams.routes[bucket] = tuple(p for p in peers if p in self.streams.routes[bucket])
+
+    def _keep_mirrors(self, placement: Placement) -> None:
+        super()._keep_mirrors(placement)
+
+
+# ---------------------------------------------------------------- the shell
+
+
+class AckedAtOnce(MirrorPs):
+    def confirmed(self, push: _Waiting) -> bool | None:
+        return True
+
+
+class RepeatAckedAtOnce(MirrorPs):
+    """A push that was applied before needs no mirrors."""
+
+    def confirmed(self, push: _Waiting) -> bool | None:
+        return True if not push.answer.applied else super().confirmed(push)
+
+
+class RefusalIgnored(MirrorPs):
+    """That a mirror's ps refuses its differences does not keep it from acknowledging."""
+
+    def confirmed(self, push: _Waiting) -> bool | None:
+        return None if self.streams.done_ticket < push.after and self.acked else True
+
+
+class ServesWhatIsFenced(MirrorPs):
+    """It answers whoever asks, whatever the map says."""
+
+    def on_push(self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
+        for bucket in self.store.fenced:
+            self.store.ledger.buckets[bucket] = self.store.buckets[bucket].book
+        super().on_push(worker, token, bitmap, skipped, life, self.route)
+
+
+# ---------------------------------------------------------------- the brain
+
+
+def _ready_or_not(self: Draft, bucket: BucketId) -> list[Mirror]:
+    return [m for m in self.mirrors if m.members == (bucket,) and m.at in self.living]
+
+
+def _reopens_nothing(self: Shards, keys: Sequence[ShardKey]) -> int:
+    return 0
+
+
+def _all_released(spec: Any) -> bool:
+    return False
+
+
+def _oldest_image(self: Simulation, checkpoint: int, bucket: BucketId) -> Bucket:
+    return self.files[self.manifests[min(self.manifests)].images[bucket].files[0].path]
+
+
+PS_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "difference-twice",
+        "a difference that is sent again is applied again",
+        Parts(store=DifferenceTwice, machine=HearsTwice),
+    ),
+    Mutation("changes-lost-in-sweep", "differences of swept rows are dropped", Parts(store=ChangesLostInSweep)),
+    Mutation("changes-before-sweep", "differences of unswept rows are applied", Parts(store=ChangesTakenBeforeSweep)),
+    Mutation("fold-misses-changes", "what changes while it is folded is not folded", Parts(store=FoldMissesChanges)),
+    Mutation("fold-takes-all", "differences of folded rows go into the rest", Parts(store=FoldTakesAllChanges)),
+    Mutation("fences-forgotten", "mirrors know no fences", Parts(store=FencesForgotten)),
+    Mutation("marks-forgotten", "differences do not bring marks", Parts(store=MarksForgotten)),
+    Mutation("rows-alike", "the second row of parity is like the first", Parts(store=SecondRowUnweighted)),
+    Mutation("no-levelling", "a new owner does not ask the other mirrors", Parts(machine=NoLevelling)),
+    Mutation(
+        "tail-does-not-fence", "an owner that was replaced still reaches mirrors", Parts(machine=TailDoesNotFence)
+    ),
+    Mutation("takes-from-anybody", "a mirror takes differences from a fenced owner", Parts(machine=TakesFromAnybody)),
+    Mutation("tails-go-at-once", "no mirror keeps differences for the others", Parts(machine=TailsGoAtOnce)),
+    Mutation("complete-too-early", "a mirror is complete with its first member", Parts(machine=CompleteTooEarly)),
+    Mutation("new-mirror-ahead", "a new mirror does not wait for the old ones", Parts(machine=NewMirrorAhead)),
+    Mutation("no-hand-over", "the old owner is not asked for the rest", Parts(machine=NoHandOver)),
+    Mutation("hands-over-unflushed", "the old owner answers before all is sent", Parts(machine=HandsOverUnflushed)),
+    Mutation("drops-early", "the old owner drops what the new one still lacks", Parts(machine=DropsEarly)),
+    Mutation("wants-once", "what was asked of a ps is not asked again", Parts(machine=WantsNothing)),
+    Mutation("one-row-for-two", "two lost members are rebuilt without the other row", Parts(machine=SecondRowFirst)),
+    Mutation("no-differences-to-new", "a new mirror gets contents only", Parts(machine=KeepsOldRoutes)),
+    Mutation("acked-at-once", "a push is acknowledged before its mirrors have it", Parts(ps=AckedAtOnce)),
+    Mutation("repeat-acked-at-once", "a repeat is acknowledged without the mirrors", Parts(ps=RepeatAckedAtOnce)),
+    Mutation("refusal-ignored", "a push whose difference was refused is acknowledged", Parts(ps=RefusalIgnored)),
+    Mutation("serves-what-is-fenced", "a ps serves buckets that it gave away", Parts(ps=ServesWhatIsFenced)),
+    Mutation(
+        "unready-promoted",
+        "the brain promotes mirrors that are being built",
+        Parts(),
+        ((Draft, "copies", _ready_or_not),),
+    ),
+    Mutation(
+        "reopens-nothing",
+        "what a loss cost is not trained again",
+        Parts(),
+        ((Shards, "reopen_done", _reopens_nothing),),
+    ),
+    Mutation(
+        "released-before-durable",
+        "shards are released before a checkpoint has them",
+        Parts(),
+        ((brain_checkpoints, "has_checkpoints", _all_released),),
+    ),
+    Mutation(
+        "oldest-image", "an older image than the newest is loaded", Parts(), ((Simulation, "image_of", _oldest_image),)
+    ),
+)
