@@ -13,14 +13,14 @@ from everstep.brain import checkpoints as brain_checkpoints
 from everstep.brain.shards import Shards
 from everstep.ids import BucketId, ShardKey
 from everstep.model.placement import Mirror, Placement
-from everstep.net.messages import DataAnswer, Entry, HandedOver, HandOver, Moved, Tail, Tailed
+from everstep.net.messages import DataAnswer, Entry, HandedOver, HandOver, Moved, Pushed, Tail, Tailed
 from everstep.policies.draft import Draft
 from everstep.protect.machine import Ask, Machine
 from everstep.protect.streams import Blob, Code, Kind, PeerKey
 from everstep.sim.mutations import Mutation
 from everstep.sim.run import Outcome, Parts, Simulation, simulate
 from everstep.sim.scenario import storm_scenario
-from everstep.sim.server import MirrorPs, _Waiting
+from everstep.sim.server import MirrorPs, Opening, _Waiting
 from everstep.sim.store import Blob as SimBlob
 from everstep.sim.store import Bucket, Page, SimStore, _Member, plus, times
 
@@ -252,14 +252,21 @@ class RepeatAckedAtOnce(MirrorPs):
     """A push that was applied before needs no mirrors."""
 
     def confirmed(self, push: _Waiting) -> bool | None:
-        return True if not push.answer.applied else super().confirmed(push)
+        return True if isinstance(push.answer, Pushed) and not push.answer.applied else super().confirmed(push)
+
+
+class OpenedAtOnce(MirrorPs):
+    """Watermarks are told before the mirrors have what is before them."""
+
+    def confirmed(self, push: _Waiting) -> bool | None:
+        return True if isinstance(push.answer, Opening) else super().confirmed(push)
 
 
 class RefusalIgnored(MirrorPs):
     """That a mirror's ps refuses its differences does not keep it from acknowledging."""
 
     def confirmed(self, push: _Waiting) -> bool | None:
-        return None if self.streams.done_ticket < push.after and self.acked else True
+        return None if (self.streams.done_ticket < push.after or self.streams.levelling) and self.acked else True
 
 
 class ServesWhatIsFenced(MirrorPs):
@@ -319,6 +326,7 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("no-differences-to-new", "a new mirror gets contents only", Parts(machine=KeepsOldRoutes)),
     Mutation("acked-at-once", "a push is acknowledged before its mirrors have it", Parts(ps=AckedAtOnce)),
     Mutation("repeat-acked-at-once", "a repeat is acknowledged without the mirrors", Parts(ps=RepeatAckedAtOnce)),
+    Mutation("opened-at-once", "watermarks are told before the mirrors have them", Parts(ps=OpenedAtOnce)),
     Mutation("refusal-ignored", "a push whose difference was refused is acknowledged", Parts(ps=RefusalIgnored)),
     Mutation("serves-what-is-fenced", "a ps serves buckets that it gave away", Parts(ps=ServesWhatIsFenced)),
     Mutation(

@@ -7,7 +7,7 @@ here; images that are written while training goes on; reports that are repeated 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from everstep.brain.events import (
     AnswerType,
@@ -39,16 +39,25 @@ AGAIN_S = 0.3  # a message to a peer without an answer is said again
 CONFIRM_S = 1.5  # so long a push waits for its mirrors
 
 
-class _Waiting:
-    """A push that was applied, or is a repeat, and is to be acknowledged."""
+class Opening(NamedTuple):
+    """The answer to an open."""
 
-    __slots__ = ("after", "answer", "before", "bitmap", "life", "route", "token", "until", "worker")
+    buckets: list[int]
+    marks: list[int]
 
-    def __init__(self, worker: Worker, token: Token, bitmap: bytes, life: int, route: int) -> None:
-        self.worker, self.token, self.bitmap, self.life, self.route = worker, token, bitmap, life, route
-        self.answer = Pushed(0, 0)
-        self.before = self.after = 0
-        self.until = 0.0
+
+class _Waiting(NamedTuple):
+    """The answer to a push that was applied, or is a repeat, or to an open: it waits for the mirrors."""
+
+    worker: Worker
+    token: Token
+    bitmap: bytes
+    life: int
+    route: int
+    before: int  # the outbox's ticket before and after
+    after: int
+    answer: Pushed | Opening
+    until: float = 0.0
 
 
 class MirrorPs(Child):
@@ -296,6 +305,7 @@ class MirrorPs(Child):
         if route != self.route or self.machine.lacking:
             self.net.send(self, worker, worker.on_moved, slot, self.route)
             return
+        before = self.store.ticket()
         answer = self.store.open(lease.shard, lease.start, lease.no)
         if self.kernel.lines is not None:
             self.kernel.say(self, f"open {lease.shard:x} lease {lease.no:x} of {worker}: {answer}")
@@ -306,8 +316,11 @@ class MirrorPs(Child):
         self.sim.truth.opened(
             self.me, lease.shard, lease.no, {BucketId(b): self.store.seq(BucketId(b)) for b in buckets}
         )
-        self.net.send(self, worker, worker.on_opened, slot, lease.no, self.incarnation, buckets, marks)
-        self.moved_on()
+        # The watermarks are as good as an acknowledgement of what is before them.
+        token = Token(
+            lease.shard, lease.start, lease.stop, lease.no, self.incarnation, worker.key.slot, worker.incarnation
+        )
+        self.wait(_Waiting(worker, token, b"", 0, route, before, self.store.ticket(), Opening(buckets, marks)))
 
     def serves(self, bitmap: bytes) -> bool:
         bits = int.from_bytes(bitmap, "little")
@@ -323,10 +336,9 @@ class MirrorPs(Child):
             self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
             return
         store, truth = self.store, self.sim.truth
-        push = _Waiting(worker, token, bitmap, life, route)
-        push.before = store.ticket()
+        before = store.ticket()
         r = store.push(token.shard, token.lo, token.hi, token.lease, bitmap, skipped)
-        push.answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
+        answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
         if r.applied:
             bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
             for b in list(store.ledger.buckets):
@@ -334,21 +346,22 @@ class MirrorPs(Child):
                     bucket = BucketId(b)
                     truth.applied_by(self.me, bucket, store.seq(bucket), token.shard, token.lo, token.hi, token.lease)
         if self.kernel.lines is not None:
-            what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {push.answer}"
+            what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
             self.kernel.say(self, what)
         if not (r.applied or r.repeats):
-            self.net.send(self, worker, worker.on_pushed, self.key.slot, token, push.answer, life)
+            self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer, life)
             return
-        push.after = store.ticket()
-        push.until = self.kernel.now + CONFIRM_S
-        self.waiting.append(push)
+        self.wait(_Waiting(worker, token, bitmap, life, route, before, store.ticket(), answer))
+
+    def wait(self, waiting: _Waiting) -> None:
+        self.waiting.append(waiting._replace(until=self.kernel.now + CONFIRM_S))
         self.moved_on()
 
     def confirmed(self, push: _Waiting) -> bool | None:
         """None: not yet."""
         if not self.acked:
             return True
-        if self.streams.done_ticket < push.after:
+        if self.streams.done_ticket < push.after or self.streams.levelling:
             return None if self.kernel.now < push.until else False
         return self.streams.refused_ticket < push.before and push.route == self.route and self.serves(push.bitmap)
 
@@ -362,6 +375,9 @@ class MirrorPs(Child):
                 left.append(push)
             elif not confirmed:
                 self.net.send(self, worker, worker.on_moved, slot, self.route)
+            elif isinstance(push.answer, Opening):
+                buckets, marks = push.answer
+                self.net.send(self, worker, worker.on_opened, slot, token.lease, self.incarnation, buckets, marks)
             else:
                 if push.answer.gap < 0 and not push.answer.fenced:
                     bits = int.from_bytes(push.bitmap, "little") if push.bitmap else -1
