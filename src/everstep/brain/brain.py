@@ -1013,8 +1013,7 @@ class Brain:
             return [self._fail(4, error)]
         if self.members.workers[slot].waiting:
             return []  # for a node with a place
-        self.checkpoints.reruns += 1
-        self.checkpoints.final = False
+        self.checkpoints.not_the_end()
         self.members.workers[slot].finished = False
         why = Decision("start", words, {"shards": len(shards.came_back)}, ("end the job: results would be wrong",))
         return self._start(Role.WORKER, slot, at, why)

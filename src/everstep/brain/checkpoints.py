@@ -306,6 +306,13 @@ class Checkpoints(msgspec.Struct):
             return None
         return self.begin(job, at, FINAL, base=False)  # (nothing while another is written, which may lack the end)
 
+    def not_the_end(self) -> None:
+        """Training goes on after every script had ended: a last checkpoint that was begun will not be the last."""
+        self.reruns += 1
+        self.final = False
+        if self.writing is not None and self.writing.reason == FINAL:
+            self.writing.reason = "due"
+
     # ------------------------------------------------------------ going on from another job's
 
     def resume(self, job: Job, shards: Shards, manifest: Manifest, url: str, numbers: int) -> list[InstructionType]:
