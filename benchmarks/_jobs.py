@@ -73,7 +73,7 @@ class Job:
         if status is None or status.protection is None:
             return False
         p = status.protection
-        alive = all(m.state == MemberState.ALIVE for m in status.members)
+        alive = all(m.state in (MemberState.ALIVE, MemberState.LEFT) for m in status.members)
         return alive and p.full > 0 and not (p.less or p.none or p.moving or p.rebuilding or p.building)
 
     def kill_ps(self, slot: int) -> float:
