@@ -277,7 +277,7 @@ class Keeper:
         assert old is not None
         still = {*draft.owner, *(m.at for m in draft.mirrors), *(p.source for p in draft.missing.values())}
         places = places_of(m for m in self.servers() if m.slot not in books.leaving or m.slot in still)
-        images = {b: c for b, c in draft.images.items() if c == 0 or b in draft.missing}
+        images = {b: c for b, c in draft.images.items() if c == 0 or draft.missing}  # all of them in one placement
         books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
         same_route = tuple(draft.owner) == old.owner and places == old.servers
         new = Placement(
@@ -301,7 +301,9 @@ class Keeper:
             action = "move buckets"
         elif steps.built:
             action = "make mirrors"
-        words = "; ".join(part for part in (why, recovered.words(), steps.words()) if part)
+        left = [f"ps:{p.slot}" for p in old.servers if p.slot not in {s.slot for s in places}]
+        gone = f"{', '.join(left)} is in the map no more" if left and not why else ""
+        words = "; ".join(part for part in (why, recovered.words(), steps.words(), gone) if part)
         inputs: Inputs = {"buckets_missing": len(draft.missing), "moving": len(under_way(draft))}
         out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
 
