@@ -69,6 +69,7 @@ class Rows {
   // Before bytes of a slot's page change: marks the page as changed in this generation (nobody asks before the first
   // snapshot: it costs cache lines), and copies it aside first if a snapshot still has to read it (only then can it
   // throw std::bad_alloc).
+  bool tracking() const { return tracking_; }
   void touch(uint32_t slot) {
     if (!tracking_) return;
     if (!touched_[slot >> table_.page_bits]) touch_page(slot >> table_.page_bits);

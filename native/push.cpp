@@ -502,12 +502,14 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       const PartWork& work = works[piece.part];
       const Table& table = *work.table;
       Rows& rows = *bucket.rows[table.index];
-      for (size_t k = 0; k < piece.end - piece.begin; ++k) {
-        const uint32_t slot = work.slots[piece.begin + k];
-        rows.touch(slot);
-        values[q & 1][k] = rows.values(slot);
-        state[q & 1][k] = rows.state(slot);
-        prefetch_row_write(values[q & 1][k], table.dim + table.state);
+      const uint32_t* slots = work.slots.data() + piece.begin;
+      const size_t n = piece.end - piece.begin, dim = table.dim, floats = table.dim + table.state;
+      for (size_t k = 0; rows.tracking() && k < n; ++k) rows.touch(slots[k]);
+      for (size_t k = 0; k < n; ++k) {
+        float* at = rows.values(slots[k]);
+        values[q & 1][k] = at;
+        state[q & 1][k] = at + dim;
+        prefetch_row_write(at, floats);
       }
     };
     if (!pieces.empty()) fetch(0);
