@@ -32,7 +32,7 @@ KILLS_A_RUN = 3
 
 def begin(home: Path, flags: list[str], quick: bool) -> tuple[Job, Path]:
     out = home / "out.json"
-    script = ["--", str(SCRIPT), "--epochs", "1" if quick else "2", "--batch-size", "256", "--out", str(out)]
+    script = ["--", str(SCRIPT), "--epochs", "4", "--batch-size", "256", "--out", str(out)]
     return Job(home, ["run", "--workers", "2", "--ps", "6", *flags], script, LIMIT_S), out
 
 

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import everstep as es
-from flights import COLUMNS, FIELDS, PATH, features, source
+from everstep.data.source import open_source
+from flights import COLUMNS, features, source
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=1)
@@ -38,10 +38,10 @@ for batch in job.steps(loader):
     (-(rows * weight.T.unsqueeze(1))).sum().backward()
 
 if job.chief:
-    table = pq.read_table(PATH, columns=[*FIELDS, "arr_delay"]).slice(0, args.rows)
-    plain = torch.stack([torch.from_numpy(table[name].to_numpy().astype(np.int64)) for name in FIELDS], dim=1)
-    delay = torch.from_numpy(table["arr_delay"].to_numpy().astype(np.float32))
-    keys = torch.unique(features({"plain": plain, "delay": delay})["cat"])
+    data = open_source(source(args.rows), COLUMNS)
+    parts = [data.read(np.arange(lo, min(lo + 20_000, len(data)))) for lo in range(0, len(data), 20_000)]
+    batches = [{name: torch.from_numpy(np.asarray(column)) for name, column in part.items()} for part in parts]
+    keys = torch.unique(torch.cat([features(batch)["cat"].flatten() for batch in batches]))
     with job.eval(model):
         got = np.concatenate([model(part).detach().numpy() for part in keys.split(8192)])
     digest = hashlib.blake2b(got.tobytes(), digest_size=16).hexdigest()

@@ -17,6 +17,7 @@ from everstep.brain.watch import Watch
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import Manifest
 from everstep.model.member import Role
+from everstep.model.placement import MirrorKind
 from everstep.model.shard import Lease, ShardState, split_key
 from everstep.native.ledger import Ledger, batch_fingerprint
 from everstep.policies.recovery import recover
@@ -262,12 +263,17 @@ class Simulation:
         if (ps.key.slot, ps.incarnation) not in placed:
             return False
         keeper = brain.keeper
-        draft = keeper.draft()
-        draft.living -= {ps.key.slot, *self.doomed}
-        draft.living &= {p.slot for p in placement.servers}
-        draft.owner = [draft.owner[b] if b not in draft.missing else Slot(-1) for b in range(len(draft.owner))]
-        if not draft.living or recover(draft, keeper._image_of).lost:
-            return False
+        gone = {ps.key.slot, *self.doomed}
+        for switched in (False, True):  # a mirror's "ready" may be on its way: then the bucket goes to who is lost
+            draft = keeper.draft()
+            draft.living = {p.slot for p in placement.servers if p.slot in draft.living} - gone
+            away = set(draft.missing)
+            if switched:
+                moves = [m for m in draft.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
+                away |= {b for m in moves for b in m.members}
+            draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
+            if not draft.living or recover(draft, keeper._image_of).lost:
+                return False
         self.doomed.add(ps.key.slot)
         self.doomed_lives[ps.key.slot] = ps.incarnation
         return True
