@@ -7,18 +7,41 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from everstep.ids import BucketId
 from everstep.sim.__main__ import main
 from everstep.sim.mutations import Mutation, catch
 from everstep.sim.mutations_ps import PS_MUTATIONS, storm
 from everstep.sim.scenario import CODES, PS_FAULTS, storm_scenario
-from everstep.sim.store import SimStore, plus, times
+from everstep.sim.store import plus, times
 
-SEEDS = 1200
+SEEDS = 450
 
 # Seeds needed from 0 on, as ``python -m everstep.sim --mutations --mix ps`` prints them. If machine, brain or scenarios
 # change, other seeds may be the first: then the whole range is searched.
-CAUGHT: dict[str, int] = {}
+CAUGHT: dict[str, int] = {
+    "difference-twice": 1,
+    "changes-lost-in-sweep": 2,
+    "changes-before-sweep": 6,
+    "fold-misses-changes": 14,
+    "fences-forgotten": 1,
+    "marks-forgotten": 1,
+    "rows-alike": 72,
+    "no-levelling": 5,
+    "tail-does-not-fence": 5,
+    "tails-go-at-once": 5,
+    "complete-too-early": 1,
+    "new-mirror-ahead": 256,
+    "wants-once": 5,
+    "one-row-for-two": 72,
+    "no-differences-to-new": 189,
+    "acked-at-once": 51,
+    "repeat-acked-at-once": 8,
+    "opened-at-once": 137,
+    "refusal-ignored": 22,
+    "serves-what-is-fenced": 116,
+    "unready-promoted": 13,
+    "reopens-nothing": 13,
+    "oldest-image": 38,
+}
 
 
 def failures(seeds: range) -> list[tuple[int, str]]:
@@ -71,11 +94,15 @@ def test_a_new_mirror_waits_for_the_ones_that_lag() -> None:
     assert storm(288).faults > 0
 
 
+def test_watermarks_are_told_when_the_mirrors_have_what_is_before_them() -> None:
+    """Seed 122: a reopened shard counted as done by watermarks that a ps had told and then took with it."""
+    assert storm(122).faults > 0
+
+
 def test_elements_of_the_simulated_parity_are_a_field() -> None:
     page = (0b1010, 0b0110)
     assert times(page, 3) == page == times(times(page, 1), 2)
     assert plus(times(page, 1), times(page, 2)) == page  # g + g**2 = 1
-    assert SimStore.mirror_make is not None and BucketId(0) == 0
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.brain import checkpoints as brain_checkpoints
 from everstep.brain.shards import Shards
 from everstep.ids import BucketId, ShardKey
 from everstep.model.placement import Mirror, Placement
-from everstep.net.messages import DataAnswer, Entry, HandedOver, HandOver, Moved, Pushed, Tail, Tailed
+from everstep.net.messages import DataAnswer, Entry, Fed, Feed, Moved, Pushed, Tail, Tailed
 from everstep.policies.draft import Draft
 from everstep.protect.machine import Ask, Machine
 from everstep.protect.streams import Blob, Code, Kind, PeerKey
@@ -48,8 +47,15 @@ class DifferenceTwice(SimStore):
 class HearsTwice(Machine):
     """It forgets how far it has come in a peer's stream."""
 
-    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
-        return super()._take(sender, entry, mirror, blob, again and entry.kind != Kind.CHANGE)
+    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
+        sender = (request.sender, request.incarnation)
+        stream, number = self._received.get(sender, (0, 0))
+        if stream == request.stream and all(e.kind == Kind.CHANGE for e in request.entries):
+            self._received[sender] = (stream, min(number, request.first))
+        answer = super().feed(request, blobs)
+        stream, now = self._received.get(sender, (0, 0))
+        self._received[sender] = (stream, max(number, now))
+        return answer
 
 
 class ChangesLostInSweep(SimStore):
@@ -79,19 +85,6 @@ class FoldMissesChanges(SimStore):
         rest = m.rest
         code = super().mirror_apply(mirror, blob)
         m.rest = rest
-        return code
-
-
-class FoldTakesAllChanges(SimStore):
-    """Also those of what is folded out already."""
-
-    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
-        m = self.mirrors[mirror]
-        who = m.members.get(blob.bucket)
-        before = m.rest
-        code = super().mirror_apply(mirror, blob)
-        if code == Code.APPLIED and who is not None and before is not None and blob.kind is Kind.CHANGE:
-            m.rest = plus(before, times(blob.bits, who.weight))
         return code
 
 
@@ -137,25 +130,11 @@ class TailDoesNotFence(Machine):
         return answer
 
 
-class TakesFromAnybody(Machine):
-    """Differences of an owner that was replaced are taken like any other's."""
-
-    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
-        source = self._sources.get(entry.bucket)
-        if source is None or source.key == sender or again:
-            return super()._take(sender, entry, mirror, blob, again)
-        saved, source.key = source.key, sender
-        try:
-            return super()._take(sender, entry, mirror, blob, again)
-        finally:
-            source.key = saved
-
-
 class TailsGoAtOnce(Machine):
-    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
-        code = super()._take(sender, entry, mirror, blob, again)
-        self._tails.pop(entry.bucket, None)
-        return code
+    def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
+        answer = super().feed(request, blobs)
+        self._tails.clear()
+        return answer
 
 
 class CompleteTooEarly(Machine):
@@ -176,31 +155,6 @@ class NewMirrorAhead(Machine):
         for sweep in self._sweeps[bucket]:
             sweep.ticket = 0
         return super()._sweep_bucket(bucket)
-
-
-class NoHandOver(Machine):
-    """The new owner does not ask the old one, which lives, for what is still on its way."""
-
-    def _old_owner(self, bucket: BucketId) -> PeerKey | None:
-        return None
-
-
-class HandsOverUnflushed(Machine):
-    """It answers before its mirrors have everything."""
-
-    def _flushed(self, bucket: BucketId) -> bool:
-        return True
-
-
-class DropsEarly(Machine):
-    """A bucket that went elsewhere is dropped before the new owner has it."""
-
-    def hand_over(self, request: HandOver) -> HandedOver | Moved:
-        answer = super().hand_over(request)
-        if isinstance(answer, Moved) and request.bucket in self._fenced and not request.done:
-            self.streams.routes.pop(request.bucket, None)
-            return HandedOver(self.port.seq(request.bucket))
-        return answer
 
 
 class WantsNothing(Machine):
@@ -289,10 +243,6 @@ def _reopens_nothing(self: Shards, keys: Sequence[ShardKey]) -> int:
     return 0
 
 
-def _all_released(spec: Any) -> bool:
-    return False
-
-
 def _oldest_image(self: Simulation, checkpoint: int, bucket: BucketId) -> Bucket:
     return self.files[self.manifests[min(self.manifests)].images[bucket].files[0].path]
 
@@ -306,7 +256,6 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("changes-lost-in-sweep", "differences of swept rows are dropped", Parts(store=ChangesLostInSweep)),
     Mutation("changes-before-sweep", "differences of unswept rows are applied", Parts(store=ChangesTakenBeforeSweep)),
     Mutation("fold-misses-changes", "what changes while it is folded is not folded", Parts(store=FoldMissesChanges)),
-    Mutation("fold-takes-all", "differences of folded rows go into the rest", Parts(store=FoldTakesAllChanges)),
     Mutation("fences-forgotten", "mirrors know no fences", Parts(store=FencesForgotten)),
     Mutation("marks-forgotten", "differences do not bring marks", Parts(store=MarksForgotten)),
     Mutation("rows-alike", "the second row of parity is like the first", Parts(store=SecondRowUnweighted)),
@@ -314,13 +263,9 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "tail-does-not-fence", "an owner that was replaced still reaches mirrors", Parts(machine=TailDoesNotFence)
     ),
-    Mutation("takes-from-anybody", "a mirror takes differences from a fenced owner", Parts(machine=TakesFromAnybody)),
     Mutation("tails-go-at-once", "no mirror keeps differences for the others", Parts(machine=TailsGoAtOnce)),
     Mutation("complete-too-early", "a mirror is complete with its first member", Parts(machine=CompleteTooEarly)),
     Mutation("new-mirror-ahead", "a new mirror does not wait for the old ones", Parts(machine=NewMirrorAhead)),
-    Mutation("no-hand-over", "the old owner is not asked for the rest", Parts(machine=NoHandOver)),
-    Mutation("hands-over-unflushed", "the old owner answers before all is sent", Parts(machine=HandsOverUnflushed)),
-    Mutation("drops-early", "the old owner drops what the new one still lacks", Parts(machine=DropsEarly)),
     Mutation("wants-once", "what was asked of a ps is not asked again", Parts(machine=WantsNothing)),
     Mutation("one-row-for-two", "two lost members are rebuilt without the other row", Parts(machine=SecondRowFirst)),
     Mutation("no-differences-to-new", "a new mirror gets contents only", Parts(machine=KeepsOldRoutes)),
@@ -340,12 +285,6 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         "what a loss cost is not trained again",
         Parts(),
         ((Shards, "reopen_done", _reopens_nothing),),
-    ),
-    Mutation(
-        "released-before-durable",
-        "shards are released before a checkpoint has them",
-        Parts(),
-        ((brain_checkpoints, "has_checkpoints", _all_released),),
     ),
     Mutation(
         "oldest-image", "an older image than the newest is loaded", Parts(), ((Simulation, "image_of", _oldest_image),)
