@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Full, PushPart, StoreStats, check_spec
 from everstep.native.blob import Blob, Kind, Marks, Part, build, seal
-from everstep.native.ledger import Ledger, PushResult
+from everstep.native.ledger import Ledger, PushResult, bitmap_buckets
 from everstep.native.ledger import mix64 as mix64_int
 
 F32 = NDArray[np.float32]
@@ -526,7 +526,9 @@ class TwinStore:
         skipped: bool = False,
         now_s: int = 0,
     ) -> PushResult:
-        addressed = set(self.ledger.check_push(shard, lo, hi, lease, buckets))
+        if buckets:  # a batch pushed again to the buckets behind has the rows of all
+            parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
+        self.ledger.check_push(shard, lo, hi, lease, buckets)
         if skipped and parts:
             raise ValueError("a skipped range has no rows")
         if len({part[0] for part in parts}) != len(parts):
@@ -544,9 +546,7 @@ class TwinStore:
             at = self._buckets(table, keys)
             if at != sorted(at):
                 raise ValueError("keys are not grouped by ascending bucket")
-            mask = [b in addressed for b in at]  # a batch pushed again to the buckets behind has the rows of all
-            keys, grads = keys[mask], grads[mask]
-            work.append((spec, [b for b in at if b in addressed], keys.tolist(), grads, step))
+            work.append((spec, at, keys.tolist(), grads, step))
         for spec, _, _, grads, _ in work:
             if not np.isfinite(grads).all():
                 return PushResult(0, 0, nonfinite=spec.id)
@@ -572,6 +572,12 @@ class TwinStore:
                     touched += self._push_rows(held, spec, pushed, step, now_s)
             self._change(b, [(shard, *after)], touched)
         return done
+
+    def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
+        """The rows of a part whose buckets are in the bitmap."""
+        table, keys, grads, lr = part
+        mask = np.isin(bucket_of(keys, table, self.n_buckets), bitmap_buckets(buckets))
+        return (table, keys[mask], grads[mask], lr) if grads.shape[:1] == keys.shape else part
 
     def _push_rows(
         self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], step: float, now_s: int
