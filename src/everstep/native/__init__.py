@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.model.table import InitKind, OptimizerKind, TableSpec
+from everstep.model.table import InitKind, OptimizerKind, TableSpec, difference
 from everstep.native import _native
 from everstep.native._native import (
     Full,
@@ -168,7 +168,8 @@ class Store(_native.Store):
         with self._specs_lock:
             known = self._specs.get(spec.id)
             if known is not None and known != spec:
-                raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
+                what = difference(known, spec, "in the job", "in this script")
+                raise ValueError(f"table {spec.name!r} exists as another one: {what}")
             if known is not None:
                 return False
             o = spec.optimizer

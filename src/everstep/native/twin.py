@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_spec
 from everstep.native.blob import Blob, Kind, Marks, Part, build, seal
 from everstep.native.ledger import Ledger, PushResult, bitmap_buckets
@@ -312,7 +312,8 @@ class TwinStore:
         check_spec(spec)
         known = self._specs.setdefault(spec.id, spec)
         if known != spec:
-            raise ValueError(f"table {spec.name!r} exists as {known!r}, not as {spec!r}")
+            what = difference(known, spec, "in the job", "in this script")
+            raise ValueError(f"table {spec.name!r} exists as another one: {what}")
         new = spec.id not in self._held[0].rows
         layout = Layout(spec.dim, spec.optimizer.state_floats(spec.dim), 2 if spec.has_life_cycle else 0)
         for held in self._held.values() if new else ():
