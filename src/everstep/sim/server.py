@@ -165,6 +165,7 @@ class MirrorPs(Child):
         if self.machine.dirty:
             self.machine.settle()
         truth, store = self.sim.truth, self.store
+        came = False
         for action in self.machine.take_actions():
             if self.kernel.lines is not None:
                 self.kernel.say(self, f"{action}")
@@ -172,8 +173,7 @@ class MirrorPs(Child):
             if kind is Took:
                 bucket = action.bucket  # type: ignore[attr-defined]
                 truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
-                if action.how != "new" and self.released:  # type: ignore[attr-defined]
-                    store.release(self.released)  # what came here may not have heard of them
+                came = came or action.how != "new"  # type: ignore[attr-defined]
             elif kind is Gave:
                 truth.gave(self.me, action.bucket)  # type: ignore[attr-defined]
             elif kind is Load:
@@ -182,6 +182,8 @@ class MirrorPs(Child):
                 self.report()
             elif kind is Stuck:
                 self.sim.stuck.append(f"{self}: {action.why}")  # type: ignore[attr-defined]
+        if came and self.released:
+            store.release(self.released)  # what came here may not have heard of them
         if not self.draining and store.outbox:
             self.draining = True
             self.later(0.004 * self.kernel.random(), self.drain)
