@@ -68,7 +68,13 @@ def test_every_everstep_command_and_flag_it_names_exists() -> None:
     for line in lines:
         for verb, rest in re.findall(r"everstep (\w+)([^&]*)", line):
             used.setdefault(verb, set()).update(re.findall(r"--[a-z-]+", rest.partition("examples/")[0]))
-    assert set(used) >= {"run", "status", "scale", "logs", "explain", "audit", "replay", "doctor", "stop", "agent"}
+    assert set(used) >= {"run", "status", "scale", "logs", "explain", "audit", "replay", "doctor", "stop", "agent"} | {
+        "drain",
+        "checkpoint",
+        "resume",
+        "ckpt",
+        "advise",
+    }
     for verb, flags in used.items():
         shown = everstep(verb, "--help", cwd=ROOT)
         assert shown.returncode == 0, verb
@@ -89,58 +95,103 @@ def test_the_script_trains(tmp_path: Path) -> None:
     assert everstep("audit", str(run_dir), cwd=tmp_path).returncode == 0
 
 
+class Job:
+    """A command of README.md in the background, in a folder with the examples."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        self.folder, self.run_dir = folder, re.search(r"--run-dir (\S+)", command)[1]  # type: ignore[index]
+        self.process = subprocess.Popen(
+            command.split(),
+            cwd=folder,
+            env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            executable=BIN / "everstep",
+            start_new_session=True,
+        )
+
+    def living(self, role: str) -> dict[str, int | str] | None:
+        """A member of this role that is up (a worker: at work)."""
+        shown = everstep("status", self.run_dir, "--json", cwd=self.folder)
+        members = json.loads(shown.stdout).get("members", []) if shown.returncode == 0 else []
+        up = [m for m in members if m["role"] == role and m["state"] == "alive" and (role == "ps" or m["shard"])]
+        return up[0] if up else None
+
+    def protected(self) -> bool:
+        shown = everstep("status", self.run_dir, cwd=self.folder)
+        return re.search(r"(\d+) of \1 buckets protected", shown.stdout) is not None
+
+    def run(self, line: str, role: str = "worker") -> str:
+        """A line of README.md beside the job; ``kill -9 PID`` kills a member of ``role``."""
+        if line == "kill -9 PID":
+            victim = self.living(role)
+            assert victim is not None
+            os.kill(int(victim["pid"]), signal.SIGKILL)
+            return ""
+        shown = everstep(*line.split()[1:], cwd=self.folder, timeout_s=150.0)
+        assert shown.returncode == 0, f"{line}: {shown.stdout}{shown.stderr}"
+        return shown.stdout
+
+    def finish(self, timeout_s: float) -> str:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == 0, output
+        assert "AUC" in output
+        return output
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_what_to_kill_and_what_to_watch(tmp_path: Path) -> None:
     """The second part of the README, line by line, against one job that is killed meanwhile."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (start,), during, after = SHELL[2], SHELL[3], SHELL[4]
-    path = f"{BIN}:{os.environ['PATH']}"
-    job = subprocess.Popen(
-        start.split(),
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        executable=BIN / "everstep",
-        start_new_session=True,
-    )
-
-    def members() -> list[dict[str, int | str]]:
-        shown = everstep("status", "runs/demo", "--json", cwd=tmp_path)
-        return json.loads(shown.stdout).get("members", []) if shown.returncode == 0 else []
-
-    def living(role: str) -> dict[str, int | str] | None:
-        found = [m for m in members() if m["role"] == role and m["state"] == "alive" and m.get("shard", "-")]
-        return found[0] if found else None
-
+    job = Job(start, tmp_path)
     try:
-        until(lambda: living("worker") is not None, job)
+        until(lambda: job.living("worker") is not None, job.process)
         for line in during:
+            job.run(line)
             if line == "kill -9 PID":
-                victim = living("worker")
-                assert victim is not None
-                os.kill(int(victim["pid"]), signal.SIGKILL)
                 os.kill(int(json.loads((tmp_path / "runs/demo/master.json").read_text())["pid"]), signal.SIGKILL)
-            else:
-                shown = everstep(*line.split()[1:], cwd=tmp_path)
-                assert shown.returncode == 0, f"{line}: {shown.stdout}{shown.stderr}"
-        output, _ = job.communicate(timeout=150)
-        assert job.returncode == 0, output
-        assert "AUC" in output
+        job.finish(150)
         for line in after:
-            shown = everstep(*line.split()[1:], cwd=tmp_path)
-            assert shown.returncode == 0, f"{line}: {shown.stdout}{shown.stderr}"
-        report = everstep("audit", "runs/demo", cwd=tmp_path).stdout
+            job.run(line)
+        report = job.run("everstep audit runs/demo")
         assert "exactly once" in report and "train e4" in report
         summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
         assert summary["failures"]["worker"] >= 1 and summary["failures"]["master"] >= 1
     finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait(10)
+        job.close()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_parameters_that_survive(tmp_path: Path) -> None:
+    """The third part: a ps is killed, ps are added and emptied, checkpoints are taken and gone on from."""
+    (start,), during, after = SHELL[5], SHELL[6], SHELL[7]
+    job = Job(start, tmp_path)
+    try:
+        until(lambda: job.living("worker") is not None and job.protected(), job.process)
+        for line in during:
+            job.run(line, role="ps")
+        job.finish(200)
+        for line in after:
+            job.run(line)
+        for run in ("safe", "again"):
+            assert "exactly once" in job.run(f"everstep audit runs/{run}")
+        summary = json.loads((tmp_path / "runs/safe/summary.json").read_text())
+        assert summary["failures"]["ps"] >= 1
+        assert (
+            list((tmp_path / "runs/export").glob("*.parquet")) and (tmp_path / "runs/export/dense.safetensors").exists()
+        )
+    finally:
+        job.close()
 
 
 def until(holds: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 90.0) -> None:
