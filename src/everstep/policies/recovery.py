@@ -6,7 +6,8 @@ possible:
 
 1. *promote*: a ps that has a complete mirror of this bucket alone (a replica, or one that was made to move it);
 2. *fold*: as many complete mirrors of its stripe as members are lost: all go to the ps of the lowest row, which folds
-   the living members out of it. Members that are being folded already count as lost, and go along;
+   the living members out of it. Members that are being folded already count as lost, and go along; so they do when a
+   row that their fold needs is lost with its ps meanwhile;
 3. *take back*: it was just handed over, its new owner died before it said that it has it, and the old one lives;
 4. *load*: the newest image of it; the mirrors of its stripe are void then.
 
@@ -62,7 +63,8 @@ def recover(draft: Draft, image_of: Callable[[BucketId], int | None]) -> Recover
     draft.drop([m for m in draft.mirrors if m.at not in draft.living])
     result = Recovered()
     homeless = [BucketId(b) for b, slot in enumerate(draft.owner) if slot not in draft.living]
-    if not homeless:
+    folding_at = {b // draft.code.k for b in draft.missing if _is_folding(draft, b)}
+    if not homeless and not folding_at:
         return result
     rest: list[BucketId] = []
     for bucket in homeless:
@@ -72,12 +74,14 @@ def recover(draft: Draft, image_of: Callable[[BucketId], int | None]) -> Recover
             result.promoted.append(bucket)
         else:
             rest.append(bucket)
-    for stripe in sorted({bucket // draft.code.k for bucket in rest}):
+    for stripe in sorted({bucket // draft.code.k for bucket in rest} | folding_at):
         members = members_of(draft.code, stripe, len(draft.owner))
         folding = [b for b in members if b not in rest and _is_folding(draft, b)]
         lost = sorted([*(b for b in rest if b in members), *folding])
         base = _base(draft, stripe, len(lost))
         if base is not None:
+            if not any(b in rest for b in lost):
+                continue  # a fold that is under way and still has all rows that it needs
             for bucket in lost:
                 if bucket in rest or draft.owner[bucket] != base.at:
                     draft.give(bucket, base.at, How.FOLD)
