@@ -99,6 +99,11 @@ def test_watermarks_are_told_when_the_mirrors_have_what_is_before_them() -> None
     assert storm(122).faults > 0
 
 
+def test_a_fold_that_lost_its_second_row_goes_back_to_an_image() -> None:
+    """Seed 982: two members were being folded when the ps of the other row died; nobody noticed that they were lost."""
+    assert storm(982).faults > 0
+
+
 def test_elements_of_the_simulated_parity_are_a_field() -> None:
     page = (0b1010, 0b0110)
     assert times(page, 3) == page == times(times(page, 1), 2)
