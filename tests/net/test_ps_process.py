@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from masters import Master
@@ -148,7 +149,9 @@ def test_a_life(job: Job, until: Until) -> None:
     assert train(far, 100, 200).applied == 8
     job.master = job.start_master()  # ... and says hello to the next one
     ready(job, until, 2)
-    assert job.hellos[-1] == hello
+    again = job.hellos[-1]
+    assert again.holds is not None and set(again.holds.buckets) == set(range(8)) and again.holds.placement == 1
+    assert msgspec.structs.replace(again, holds=hello.holds) == hello
 
     arena = Arena(1 << 16)
     near.attach(arena)
