@@ -89,3 +89,10 @@ def test_ranges_of_seeds() -> None:
 def test_an_agent_stopped_until_its_node_is_lost_comes_back() -> None:
     """Seed 52577 of the full fault mix: its connection lived on, so it never said hello again."""
     assert simulate(52577).faults > 0
+
+
+@pytest.mark.parametrize("seed", [69673, 80173])
+def test_a_life_that_is_over_vouches_for_nothing_while_the_map_waits(seed: int) -> None:
+    """A ps came back behind what it had acknowledged while the map waited for another one: its dead life's
+    acknowledgements still counted."""
+    assert simulate(seed).faults > 0

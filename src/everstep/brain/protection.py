@@ -192,14 +192,14 @@ class Keeper:
         self.lost = []
         if placement is None or self.job.over:
             return []
+        joined = {(m.slot, m.incarnation) for m in self.servers()}
+        dead = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
+        if trusted and dead & {slot for slot, _ in joined}:
+            books.maps.clear()  # also where the map itself has to wait for somebody
         if any(self._on_its_way_back(p) for p in placement.servers):
             return []
         draft = self.draft()
-        joined = {(m.slot, m.incarnation) for m in self.servers()}
-        dead = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         if trusted:
-            if dead & draft.living:
-                books.maps.clear()
             dead -= draft.living
         reborn = dead & draft.living
         draft.living -= reborn  # what they had is gone; first everybody else is asked for it
