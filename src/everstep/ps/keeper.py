@@ -138,19 +138,21 @@ class Keeper:
         """Wait until everything is served, until ``deadline`` (time.monotonic)."""
         with self._changed:
             while not self.whole:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closing:
+                if not self._pause(self._changed, deadline):
                     return False
-                self._changed.wait(min(left, _LOOK_S))
         return True
 
     def wait_changed(self, deadline: float) -> bool:
         """Wait for any change. False: it is too late."""
         with self._changed:
-            left = deadline - time.monotonic()
-            if left <= 0 or self._closing:
-                return False
-            self._changed.wait(min(left, _LOOK_S))
+            return self._pause(self._changed, deadline)
+
+    def _pause(self, condition: threading.Condition, deadline: float) -> bool:
+        """Wait on ``condition``, which is held, for a while. False, at once: it is too late, or this ps is ending."""
+        left = deadline - time.monotonic()
+        if left <= 0 or self._closing:
+            return False
+        condition.wait(min(left, _LOOK_S))
         return True
 
     # ------------------------------------------------------------ pushes
@@ -161,10 +163,8 @@ class Keeper:
             return True
         with self._acks:
             while self._store.outbox_bytes() + self.streams.waiting_bytes > UNSENT_BYTES:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closing:
+                if not self._pause(self._acks, deadline):
                     return False
-                self._acks.wait(min(left, _LOOK_S))
         return True
 
     def drain(self) -> None:
@@ -190,10 +190,8 @@ class Keeper:
         on."""
         with self._acks:
             while self.streams.done_ticket < after or self.streams.levelling:
-                left = deadline - time.monotonic()
-                if left <= 0 or self._closing:
+                if not self._pause(self._acks, deadline):
                     return False
-                self._acks.wait(min(left, _LOOK_S))
             return self.streams.refused_ticket < before
 
     # ------------------------------------------------------------ messages of other ps
