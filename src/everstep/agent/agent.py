@@ -29,12 +29,13 @@ from everstep.agent.budget import RestartBudget
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
-from everstep.brain.events import AnswerType, Ok
+from everstep.brain.events import Ok
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.net.messages import (
+    Answered,
     Beat,
     Drain,
     End,
@@ -44,9 +45,7 @@ from everstep.net.messages import (
     News,
     OrderType,
     RequestType,
-    SpecReport,
     Start,
-    StatusReport,
     Stop,
 )
 from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
@@ -66,7 +65,7 @@ _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 class Control(Protocol):
     """What the agent needs of ``net.control.ControlClient``."""
 
-    def call(self, request: RequestType, timeout_s: float) -> AnswerType | StatusReport | SpecReport: ...
+    def call(self, request: RequestType, timeout_s: float) -> Answered: ...
 
     def close(self) -> None: ...
 

@@ -12,6 +12,7 @@ import msgspec
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
@@ -214,6 +215,57 @@ class ScaleAsked(Event, frozen=True, tag="scale_asked"):
     also: tuple[tuple[Role, int], ...] = ()
 
 
+class GroupAsked(Event, frozen=True, tag="group_asked"):
+    """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group. Said
+    again after every hello. ``mark``: of the state that it has, None: it has none yet (it has just started).
+    ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it."""
+
+    worker: Slot
+    incarnation: Incarnation
+    dataset: int
+    until_epoch: int
+    batch_samples: int
+    address: Address | None = None
+    mark: Mark | None = None
+
+
+class GroupSynced(Event, frozen=True, tag="group_synced"):
+    """A joining worker has the state of the group, and follows it step by step: it can enter."""
+
+    worker: Slot
+    incarnation: Incarnation
+    generation: int  # of the group that it follows
+
+
+class GroupLeft(Event, frozen=True, tag="group_left"):
+    """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early)."""
+
+    worker: Slot
+    incarnation: Incarnation
+    reason: str
+
+
+class StepsCommitted(Event, frozen=True, tag="steps_committed"):
+    """Steps that the group committed, in groups, off the critical path; from any member, the lowest rank as a rule, and
+    again until it is answered. Repeats and overlaps are harmless."""
+
+    worker: Slot
+    incarnation: Incarnation
+    steps: tuple[Committed, ...]
+
+
+class GroupStalled(Event, frozen=True, tag="group_stalled"):
+    """A member waits in a collective for ``waited_s`` seconds. ``silent``: members of its group that the watch has not
+    heard for longer than the limit of stalls (filled in by the shell): they are lost."""
+
+    worker: Slot
+    incarnation: Incarnation
+    generation: int
+    step: int
+    waited_s: float
+    silent: tuple[Slot, ...] = ()
+
+
 class StopAsked(Event, frozen=True, tag="stop_asked"):
     reason: str
 
@@ -241,6 +293,11 @@ BrainEvent = (
     | JobResumed
     | ShardsConfirmed
     | DrainAsked
+    | GroupAsked
+    | GroupSynced
+    | GroupLeft
+    | StepsCommitted
+    | GroupStalled
 )
 
 # ---------------------------------------------------------------- answers (inside a Reply)
@@ -296,7 +353,13 @@ class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
     checkpoint: int
 
 
-AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun
+class Grouped(Answer, frozen=True, tag="grouped"):
+    """The group as it is now; you may be in it, joining, or still waiting for it (the order follows)."""
+
+    group: Group | None
+
+
+AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun | Grouped
 
 # ---------------------------------------------------------------- instructions
 
@@ -336,6 +399,13 @@ class PublishPlacement(Instruction, frozen=True, tag="publish_placement"):
     """Tell every worker and ps the new map."""
 
     placement: Placement
+    decision: Decision
+
+
+class PublishGroup(Instruction, frozen=True, tag="publish_group"):
+    """Tell every member of the group, and who is joining or was in the one before, the new group."""
+
+    group: Group
     decision: Decision
 
 
@@ -392,6 +462,7 @@ InstructionType = (
     | StartProcess
     | StopProcess
     | PublishPlacement
+    | PublishGroup
     | ReleaseShards
     | RevokeLease
     | Note

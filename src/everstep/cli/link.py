@@ -13,8 +13,8 @@ from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
-from everstep.net.control import Answered, ControlClient
-from everstep.net.messages import RequestType
+from everstep.net.control import ControlClient
+from everstep.net.messages import Answered, RequestType
 from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
 from everstep.net.sockets import parse_host_port
 

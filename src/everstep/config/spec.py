@@ -16,6 +16,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workers: int = 1
     ps: int = 1
     consistency: Literal["async"] = "async"
+    mode: Literal["ps", "allreduce"] = "ps"  # where the dense part lives: on the ps, or on every worker (synchronous)
+    strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
+    min_workers: int = 1  # allreduce: below so many, training waits
+    logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory
     buckets: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)

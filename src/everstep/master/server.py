@@ -82,7 +82,7 @@ METRICS_S = 2.0
 PS_LEAVE_S = 12.0  # how long the end of the job waits for the ps to write their final cuts
 LAST_WORDS_S = 0.2  # for the last orders to leave
 
-Answer = AnswerType | wire.StatusReport | wire.SpecReport
+Answer = wire.Answered
 _OK = Ok()
 
 

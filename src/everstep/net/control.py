@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.brain.events import AnswerType, Fenced
+from everstep.brain.events import Fenced
 from everstep.errors import DeadlineError, EverstepError, InternalError, WireError
 from everstep.model.member import Address
 from everstep.net.auth import AUTH_S, Identity, Secret, SecretError, VersionError, authenticate_client
@@ -33,11 +33,9 @@ from everstep.net.frames import (
     encode_frame,
 )
 from everstep.net.log import LineLimit, logger
-from everstep.net.messages import Beat, Call, OrderType, RequestType, Return, SpecReport, StatusReport
+from everstep.net.messages import Answered, Beat, Call, OrderType, RequestType, Return
 from everstep.net.retry import Deadline, backoff
 from everstep.net.sockets import connect
-
-Answered = AnswerType | StatusReport | SpecReport
 
 _TICK_S = 0.1
 _HELLO_S = 10.0

@@ -15,14 +15,12 @@ from typing import cast
 
 import msgspec
 
-from everstep.brain.events import AnswerType
 from everstep.errors import WireError
 from everstep.net.auth import AUTH_S, Identity, Secret, ServerAuth
 from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, Kind, decode_header, preamble
 from everstep.net.log import LineLimit, logger
-from everstep.net.messages import Call, OrderType, RequestType, Return, SpecReport, StatusReport
+from everstep.net.messages import Answered, Call, OrderType, RequestType, Return
 
-Answered = AnswerType | StatusReport | SpecReport
 Handler = Callable[["Peer", RequestType], "Answered | Awaitable[Answered | None] | None"]
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,6 +13,7 @@ import msgspec
 from everstep.brain.events import AnswerType
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
@@ -146,6 +147,60 @@ class GiveBack(Request, frozen=True, tag="give_back"):
     reason: str
 
 
+class AskGroup(Request, frozen=True, tag="ask_group"):
+    """See brain.events.GroupAsked. Answer: Grouped | EndOfData | Refused | Fenced."""
+
+    dataset: int
+    until_epoch: int
+    batch_samples: int
+    address: Address | None = None
+    mark: Mark | None = None
+
+
+class Synced(Request, frozen=True, tag="synced"):
+    """A joining worker follows the group of this generation and can enter. Answer: Ok | Fenced."""
+
+    generation: int
+
+
+class LeaveGroup(Request, frozen=True, tag="leave_group"):
+    """Answer: Grouped (the group may still have you: go on until a later one does not) | Fenced."""
+
+    reason: str
+
+
+class CommitSteps(Request, frozen=True, tag="commit_steps"):
+    """See brain.events.StepsCommitted. Answer: Ok (durable) | Fenced."""
+
+    steps: tuple[Committed, ...]
+
+
+class Stalled(Request, frozen=True, tag="stalled"):
+    """See brain.events.GroupStalled. Answer: Ok | Fenced."""
+
+    generation: int
+    step: int
+    waited_s: float
+
+
+class StoreSet(Request, frozen=True, tag="store_set"):
+    """Key-value store of one attempt to connect a group (torch.distributed.Store): in the master's memory only,
+    bounded, forgotten with the generation. ``attempt``: told apart by the caller. Answer: Ok | Refused."""
+
+    generation: int
+    attempt: str
+    values: dict[str, bytes]
+
+
+class StoreGet(Request, frozen=True, tag="store_get"):
+    """Answer: StoreValues as soon as all keys are there; without those missing after ``wait_s`` seconds."""
+
+    generation: int
+    attempt: str
+    keys: tuple[str, ...]
+    wait_s: float = 0.0
+
+
 class Report(Request, frozen=True, tag="report"):
     """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
 
@@ -193,6 +248,13 @@ RequestType = (
     | ImagesWritten
     | AskCheckpoint
     | Drain
+    | AskGroup
+    | Synced
+    | LeaveGroup
+    | CommitSteps
+    | Stalled
+    | StoreSet
+    | StoreGet
 )
 
 
@@ -200,6 +262,10 @@ class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
     """The job as it was started."""
 
     spec: JobSpec
+
+
+class StoreValues(msgspec.Struct, frozen=True, tag="store_values"):
+    values: dict[str, bytes]
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
@@ -288,9 +354,12 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     request: RequestType
 
 
+Answered = AnswerType | StatusReport | SpecReport | StoreValues
+
+
 class Return(msgspec.Struct, frozen=True, array_like=True):
     id: int
-    answer: AnswerType | StatusReport | SpecReport
+    answer: Answered
 
 
 # ---------------------------------------------------------------- control plane: orders from the master
@@ -356,7 +425,13 @@ class TakeImages(Order, frozen=True, tag="take_images"):
     url: str
 
 
-OrderType = Start | End | NewPlacement | Release | Revoke | Finish | News | TakeImages
+class NewGroup(Order, frozen=True, tag="new_group"):
+    """To workers: the group is this one now; older generations are ignored."""
+
+    group: Group
+
+
+OrderType = Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages
 
 # ---------------------------------------------------------------- data plane: worker -> ps
 

@@ -22,9 +22,10 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net.auth import Identity, load_secret
-from everstep.net.control import Answered, ControlClient
+from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
 from everstep.net.messages import (
+    Answered,
     Beat,
     BucketsReady,
     Finish,

@@ -1,0 +1,99 @@
+"""Groups: the workers that train one replicated model together, step by step (mode allreduce).
+
+A *generation* numbers the group: every change of who is in it, or of how a step is divided among them, makes a new one.
+A *step* trains the positions ``[lo, hi)`` of one epoch (positions as in ``model.shard``), divided among the members; it
+is committed at all survivors or at none, and only then does the next one begin. So the committed steps of an epoch
+tile its positions, and where the group is, is one :class:`Mark`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Address
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """The place of a state in the data: what is trained next. ``step``: committed steps so far."""
+
+    step: int = 0
+    dataset: int = 0
+    epoch: int = 0
+    position: int = 0
+
+
+class GroupMember(msgspec.Struct, frozen=True, array_like=True):
+    """One process of a group. ``address``: where its peers fetch state from it (see ``allreduce.handover``)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    address: Address | None = None
+
+    def __str__(self) -> str:
+        return f"worker:{self.slot} #{self.incarnation}"
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
+
+    A member whose present group has one of ``lost`` leaves it at once, in mid-collective, and meets the others in this
+    one; there they agree on the last committed step. Without a loss the change is planned: the members connect to each
+    other in the background and change over between two steps, all after the same one; nothing is done twice.
+    """
+
+    generation: int
+    members: tuple[GroupMember, ...]  # in order of rank; ranks are 0..n-1
+    shares: tuple[int, ...] = ()  # samples that each member takes of every sum(shares); () is all alike
+    lost: tuple[tuple[Slot, Incarnation], ...] = ()  # of the last generations
+    joining: tuple[GroupMember, ...] = ()  # they copy the state of a member meanwhile, and are not in the group yet
+    hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on
+    begin: Mark = Mark()  # where a group begins of which nobody has a state
+    restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self, slot: Slot, incarnation: Incarnation) -> int:
+        """-1 if this process is not in the group."""
+        for rank, member in enumerate(self.members):
+            if (member.slot, member.incarnation) == (slot, incarnation):
+                return rank
+        return -1
+
+    def broken_by(self, later: Group) -> bool:
+        """Whether ``later`` says that a member of this group is lost."""
+        gone = set(later.lost)
+        return any((m.slot, m.incarnation) in gone for m in self.members)
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive committed steps of one generation: steps ``[first, last]`` trained positions ``[lo, hi)``.
+
+    ``skipped``: ranges of them whose gradients were not finite (policy skip). ``digest``: of the reduced gradients of
+    the last one, as voted."""
+
+    generation: int
+    first: int
+    last: int
+    dataset: int
+    epoch: int
+    lo: int
+    hi: int
+    skipped: tuple[tuple[int, int], ...] = ()
+    digest: int = 0
+
+    @property
+    def after(self) -> Mark:
+        """The mark of the state that these steps left (before an epoch's end is turned over)."""
+        return Mark(self.last + 1, self.dataset, self.epoch, self.hi)
+
+
+class Micro(msgspec.Struct, frozen=True, array_like=True):
+    """One pass of one member: positions ``[lo, hi)``; ``part``: the logical worker that they belong to, -1: none."""
+
+    lo: int
+    hi: int
+    part: int = -1
