@@ -1,0 +1,102 @@
+"""What the training step (``engine``) and the group (``session``) say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from everstep.model.group import Mark, Micro
+from everstep.model.shard import Plan
+
+
+class Outcome(Enum):
+    """Of a vote."""
+
+    COMMITTED = "committed"  # at every survivor: the optimizer may step
+    REDO = "redo"  # at none: the step begins anew, perhaps divided anew
+    SKIPPED = "skipped"  # at every survivor, without being applied: its gradients were not finite (policy skip)
+
+
+class Work(Protocol):
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the tensor holds the result. Raises an exception where the collective failed or was aborted."""
+        ...
+
+
+class Collective(Protocol):
+    """A connected group. All members call the same things in the same order."""
+
+    rank: int
+    size: int
+
+    def allreduce(self, tensor: Any, op: str = "sum") -> Work:
+        """In place, over a contiguous tensor; ``op``: sum, max, min. Begins at once, in the background."""
+        ...
+
+    def send(self, tensor: Any, peer: int) -> Work: ...
+
+    def recv(self, tensor: Any, peer: int) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One attempt at a step, as this member has to do it."""
+
+    number: int
+    generation: int
+    dataset: int
+    epoch: int
+    lo: int
+    hi: int
+    micros: tuple[Micro, ...]  # of this member; at least one
+    rank: int
+    size: int
+    collective: Collective
+    lr_factor: float = 1.0
+
+    @property
+    def total(self) -> int:
+        """Samples of the step, over all members."""
+        return self.hi - self.lo
+
+    @property
+    def mark(self) -> Mark:
+        """Of the state that this step begins with."""
+        return Mark(self.number, self.dataset, self.epoch, self.lo)
+
+
+class LeaveJob(Exception):
+    """This worker was asked to leave, and has left its group: the script ends, with ``status``."""
+
+    def __init__(self, status: int = 0) -> None:
+        super().__init__(f"left the group (status {status})")
+        self.status = status
+
+
+class GroupSession(Protocol):
+    """The group, for the engine (``allreduce.session``). Called from the script's thread only."""
+
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+        """Returns when this process is a member of a group and has its state."""
+        ...
+
+    def begin(self) -> Step | None:
+        """The next step to do; None: the loop over the data is over. Raises LeaveJob."""
+        ...
+
+    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+        """Every member has reduced gradients with this ``digest``. Blocks through losses."""
+        ...
+
+    def broken(self, step: Step) -> None:
+        """A collective of this step failed: it will be done again."""
+        ...
+
+    def done(self, step: Step) -> None:
+        """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next mark."""
+        ...

@@ -1,0 +1,152 @@
+"""Steps of a group: they tile the epoch, everybody has a sample, and all members compute the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.config.spec import JobSpec
+from everstep.errors import DataError
+from everstep.model.group import Mark, Micro
+from everstep.model.shard import Plan
+from everstep.policies.split import apportion, cut_step, divide, divide_parts, lr_factor, step_range
+
+
+def plan(samples: int) -> Plan:
+    return Plan(name="train", samples=samples, shard_samples=samples, seed=0)
+
+
+def flat(micros: tuple[tuple[Micro, ...], ...]) -> list[Micro]:
+    return [m for of_rank in micros for m in of_rank]
+
+
+def check_tiles(micros: list[Micro], lo: int, hi: int) -> None:
+    at = lo
+    for micro in micros:
+        assert micro.lo == at
+        at = micro.hi
+    assert at == hi
+
+
+@pytest.mark.parametrize("need", [1, 2, 3, 5])
+def test_steps_tile_an_epoch_and_leave_no_remainder_smaller_than_the_members(need: int) -> None:
+    for samples, total in itertools.product(range(need, 60), range(need, 20)):
+        at = 0
+        while at < samples:
+            lo, hi = step_range(at, samples, total, need)
+            assert lo == at < hi <= samples
+            assert hi - lo >= need
+            assert hi - lo < total + need
+            at = hi
+        assert at == samples
+
+
+def test_apportion_follows_the_shares_and_gives_everybody_one() -> None:
+    for n in range(1, 5):
+        for shares in itertools.product(range(5), repeat=n):
+            for total in range(25):
+                counts = apportion(total, shares)
+                assert sum(counts) == total
+                assert all(c >= 1 for c in counts) or total < n
+                if min(shares) > 0 and total >= 10 * n:
+                    assert all(abs(c - total * s / sum(shares)) < 1 + n for c, s in zip(counts, shares, strict=True))
+    assert apportion(12, (1, 1, 2)) == [3, 3, 6]
+    assert apportion(3, (100, 1, 1)) == [1, 1, 1]
+
+
+def test_micros_respect_the_limit_except_for_the_tail() -> None:
+    for n, limit, wanted in itertools.product(range(1, 5), range(1, 6), range(1, 7)):
+        total = max(limit * wanted, n)
+        for count in range(n, total + n):
+            micros = divide(3, 3 + count, (1,) * n, limit, total)
+            assert len(micros) == n
+            check_tiles(flat(micros), 3, 3 + count)
+            extra = max(0, count - total)
+            assert all(0 < m.hi - m.lo <= limit + extra and m.part == -1 for m in flat(micros))
+            if count <= total:
+                sizes = [sum(m.hi - m.lo for m in of_rank) for of_rank in micros]
+                assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_member_with_twice_the_share_takes_two_micro_batches() -> None:
+    first, second = divide(0, 12, (2, 1), 4, 12)
+    assert [(m.lo, m.hi) for m in first] == [(0, 4), (4, 8)]
+    assert [(m.lo, m.hi) for m in second] == [(8, 12)]
+
+
+def test_fewer_samples_than_members_leaves_empty_micros_behind_the_last() -> None:
+    micros = divide(5, 7, (1, 1, 1, 1), 8, 32)
+    assert micros == ((Micro(5, 6),), (Micro(6, 7),), (Micro(7, 7),), (Micro(7, 7),))
+
+
+def test_parts_are_the_same_on_any_number_of_members() -> None:
+    for parts, n, count in itertools.product((1, 2, 3, 4, 7, 8), range(1, 9), range(8, 40)):
+        alone = divide_parts(2, 2 + count, parts, (1,))[0]
+        assert [m.part for m in alone] == list(range(parts))
+        check_tiles(list(alone), 2, 2 + count)
+        shared = divide_parts(2, 2 + count, parts, (1,) * n)
+        assert len(shared) == n
+        assert all(of_rank for of_rank in shared)
+        assert tuple(m for m in flat(shared) if m.part >= 0) == alone
+        assert all(m.lo == m.hi for m in flat(shared) if m.part < 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    samples=st.integers(1, 300),
+    batch=st.integers(1, 16),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30),
+    parts=st.sampled_from([0, 0, 2, 5]),
+    fixed=st.booleans(),
+)
+def test_any_history_of_sizes_trains_every_position_once(
+    samples: int, batch: int, sizes: list[int], parts: int, fixed: bool
+) -> None:
+    spec = JobSpec(workers=3, logical_workers=parts, strategy="fixed" if fixed else "elastic")
+    mark, trained, size_at = Mark(), [], itertools.cycle(sizes)
+    try:
+        while (cut := cut_step(mark, plan(samples), 2, batch, spec, size := next(size_at))) is not None:
+            assert len(cut.micros) == size
+            assert all(cut.micros)
+            check_tiles(flat(cut.micros), cut.lo, cut.hi)
+            trained.append((cut.epoch, cut.lo, cut.hi))
+            mark = Mark(mark.step + 1, 0, cut.epoch, cut.hi)
+    except DataError:
+        assert samples < max(parts, *sizes)
+        return
+    for epoch in range(2):
+        ranges = [(lo, hi) for e, lo, hi in trained if e == epoch]
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == samples
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+
+
+def test_too_few_samples_is_one_clear_error() -> None:
+    with pytest.raises(DataError, match="3 samples, fewer than the 4 logical workers"):
+        cut_step(Mark(), plan(3), 1, 2, JobSpec(logical_workers=4), 1)
+    with pytest.raises(DataError, match="fewer than the 5 workers"):
+        cut_step(Mark(), plan(3), 1, 1, JobSpec(workers=5), 5)
+
+
+def test_the_global_batch_by_strategy() -> None:
+    def total(size: int, **spec: object) -> int:
+        cut = cut_step(Mark(), plan(10_000), 1, 8, JobSpec(workers=4, **spec), size)  # type: ignore[arg-type]
+        assert cut is not None
+        return cut.total
+
+    assert total(3) == 24
+    assert total(3, strategy="fixed") == 32
+    assert total(3, logical_workers=6) == total(1, logical_workers=6) == 48
+
+
+def test_learning_rate_rules() -> None:
+    assert lr_factor(JobSpec(workers=4), 8, 32) == 1.0
+    assert lr_factor(JobSpec(workers=4, lr_rule="linear"), 8, 32) == 0.25
+    assert lr_factor(JobSpec(workers=4, lr_rule="sqrt"), 8, 32) == 0.5
+    assert lr_factor(JobSpec(workers=4, lr_rule="sqrt", logical_workers=8), 8, 32) == 1.0
+    cut = cut_step(Mark(), plan(1000), 1, 8, JobSpec(workers=4, lr_rule="linear"), 2)
+    assert cut is not None
+    assert cut.lr_factor == 0.5
