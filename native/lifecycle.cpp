@@ -81,7 +81,8 @@ size_t Store::expire(int64_t b, uint32_t now_s, size_t max_slots, bool& round) {
 
 void Store::make_room(uint32_t b, Bucket& bucket, Rows& rows, size_t n, std::vector<uint32_t> keep) {
   const size_t have = rows.free_slots();
-  if (n <= have || !rows.table().meta) return;
+  // Rows that are not back yet look as if nobody had ever pushed them: a bucket that is being rebuilt frees none.
+  if (n <= have || !rows.table().meta || rows.recovering()) return;
   std::sort(keep.begin(), keep.end());
   std::vector<std::pair<uint32_t, uint32_t>> by_age;  // (pushes since, slot): the oldest first
   for (size_t s = rows.next_used(0); s < rows.end(); s = rows.next_used(s + 1)) {

@@ -59,18 +59,22 @@ void PageSet::copy_from(const PageSet& other) {
   }
 }
 
+void PageSet::drop(size_t number) {
+  if (!page(number)) return;
+  pool_.give(pages_[number], table_.page_bytes);
+  pages_[number] = nullptr;
+  --made_;
+}
+
 std::vector<uint8_t*> PageSet::give_up() {
   made_ = 0;
   return std::exchange(pages_, {});
 }
 
-void add_head(const PageSet& pages, uint64_t slot, const uint8_t* key, uint8_t weight) {
-  const Table& table = pages.table();
+void add_head(const Table& table, uint8_t* head, size_t i, const uint8_t* key, uint8_t weight) {
   const GfTables& t = gf_tables();
-  const size_t i = pages.in_page(slot);
-  uint8_t* page = pages.of(slot);
-  page[i >> 3] ^= gf_mul(t, weight, uint8_t(1u << (i & 7)));
-  uint8_t* at = page + table.keys_at + i * 8;
+  head[i >> 3] ^= gf_mul(t, weight, uint8_t(1u << (i & 7)));
+  uint8_t* at = head + table.keys_at + i * 8;
   for (int b = 0; b < 8; ++b) at[b] ^= gf_mul(t, weight, key[b]);
 }
 
@@ -145,6 +149,7 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
     return m.stage == kComplete ? Sweep{kNoLimit, kNoLimit, false} : m.sweeps[part.table->id];
   };
   // What can fail (memory) comes first.
+  if (recovery_) keep_remainder(b);
   for (const Part& part : b.parts) {
     PageSet& pages = pages_of(*part.table, index);
     const Sweep sweep = covered(part);
@@ -170,7 +175,8 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
       const uint32_t slot = part.slot(i);
       if (i + kAhead < n && part.slot(i + kAhead) < sweep.bodies) fetch(pages, part.slot(i + kAhead));
       if (part.is_toggled(i)) {
-        if (slot < sweep.heads) add_head(pages, slot, part.keys + size_t(key) * 8, weight);
+        if (slot < sweep.heads)
+          add_head(*part.table, pages.of(slot), pages.in_page(slot), part.keys + size_t(key) * 8, weight);
         ++key;
       }
       if (slot < sweep.bodies) add_weighted(gf_, pages.record(slot), part.record(i), record, weight);
@@ -254,7 +260,7 @@ ApplyResult Mirror::apply_contents(Member& m, size_t index, const Blob& b) {
       const uint32_t slot = part.slot(i);
       if (slot < from) continue;
       if (heads) {
-        add_head(pages, slot, part.keys + size_t(i) * 8, weight);
+        add_head(*part.table, pages.of(slot), pages.in_page(slot), part.keys + size_t(i) * 8, weight);
       } else {
         add_weighted(gf_, pages.record(slot), part.record(i), part.table->record_bytes, weight);
       }

@@ -7,9 +7,9 @@
 // come. MARKS ends the sweep; from then on every difference is applied in the order of its seq. A dense table is not
 // summed: each member has its own pages here, and updates are made once more by the same kernel, so to the same bits.
 //
-// To *recover* lost members (recover.cpp), a copy R of the pages has the surviving members folded out of it: their
-// contents are added once more, which cancels them; where a survivor has not been folded yet, its differences go on to
-// be applied to R too. What remains is weight * lost bucket, or, of two lost buckets, one of two equations; the other
+// To *recover* lost members (recover.cpp), R, the pages as they are when it begins, has the surviving members folded out
+// of it: their contents are added once more, which cancels them; where a survivor has not been folded yet, its
+// differences go on to be applied to R too. R is copied page by page, on write (`Remainder`). What remains is weight * lost bucket, or, of two lost buckets, one of two equations; the other
 // one comes from the mirror of the other row. Heads (which rows there are) come first; from then on the bucket is owned
 // here and serves every row that is already back, and the others can be asked for by their slots.
 //
@@ -65,6 +65,7 @@ class PageSet {
     return table_.record(pages_[slot >> table_.page_bits], in_page(slot));
   }
   void copy_from(const PageSet& other);
+  void drop(size_t number);
   // Gives the pages away, null where all is zero; this is empty then.
   std::vector<uint8_t*> give_up();
 
@@ -73,6 +74,57 @@ class PageSet {
   Pool& pool_;
   std::vector<uint8_t*> pages_;
   size_t made_ = 0;
+};
+
+// What is left of a mirror's pages while surviving members are folded out of them: the mirror's own bytes until somebody
+// is about to change either, then a copy; nothing once nobody needs a page any more. Heads and bodies are copied apart,
+// since all heads are folded long before the first body. So a recovery begins without a copy, and never holds more than
+// the pages that are between their first and their last fold.
+class Remainder {
+ public:
+  Remainder(const PageSet& from, Pool& pool);
+  ~Remainder();
+  Remainder(const Remainder&) = delete;
+  Remainder& operator=(const Remainder&) = delete;
+
+  size_t n_pages() const { return pages_.size(); }
+  // Held by copies.
+  size_t bytes() const { return bytes_ + pages_.size() * sizeof(Page); }
+  // Null: all zero.
+  const uint8_t* head(size_t page) const;
+  // A whole page, of which only the records count; null: all zero.
+  const uint8_t* body(size_t page) const;
+  const uint8_t* record(uint64_t slot) const {
+    const uint8_t* page = body(number(slot));
+    return page ? table_.record(page, in_page(slot)) : nullptr;
+  }
+  // To be called before the mirror's page changes: what is here does not. They may throw std::bad_alloc.
+  void keep(uint64_t slot, bool head);
+  // Before bytes of it are written here.
+  void own_head(uint64_t slot);
+  void own_body(uint64_t slot);
+  // Of what is owned.
+  uint8_t* head_to_write(uint64_t slot) { return pages_[number(slot)].head; }
+  uint8_t* record_to_write(uint64_t slot) { return table_.record(pages_[number(slot)].body, in_page(slot)); }
+  // Nobody needs it any more: all zero from now on, and stays so.
+  void drop_heads();
+  void drop_body(size_t page);
+  bool has_body(size_t page) const { return pages_[page].body_state != kGone; }
+
+ private:
+  enum State : uint8_t { kShared, kOwn, kGone };
+  struct Page {
+    uint8_t *head = nullptr, *body = nullptr;
+    State head_state = kShared, body_state = kShared;
+  };
+  size_t number(uint64_t slot) const { return size_t(slot >> table_.page_bits); }
+  size_t in_page(uint64_t slot) const { return size_t(slot) & (table_.slots() - 1); }
+
+  const Table& table_;
+  const PageSet& from_;
+  Pool& pool_;
+  std::vector<Page> pages_;
+  size_t bytes_ = 0;
 };
 
 // The marks of a member, absolute.
@@ -148,7 +200,8 @@ class Mirror {
     size_t bytes() const;
 
     const Table& table;
-    PageSet r, other;
+    Remainder r;
+    PageSet other;
     const uint64_t slots;             // beyond, no lost bucket has a row
     std::vector<uint64_t> heads;      // [member] folded below; at the first lost: of the other row
     std::vector<uint16_t> bodies;     // [slot] bit i: member i is folded; at the first lost: the other row is here
@@ -188,6 +241,7 @@ class Mirror {
 
   Recovery& recovering();
   Lost solve(const std::vector<size_t>& lost, size_t member) const;
+  void keep_remainder(const blob::Blob& b);
   void follow(size_t index, const blob::Blob& b);
   ApplyResult fold_heads(size_t index, const blob::Blob& b);
   ApplyResult fold_bodies(size_t index, const blob::Blob& b);
@@ -198,6 +252,10 @@ class Mirror {
   void heads_if_ready();
   // Puts rows that are whole now into their buckets: slots [lo, hi), or those listed.
   void install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::vector<uint32_t>* listed);
+  // Gives pages back of which nobody needs what is left: all of [lo, hi) is installed.
+  void let_go(RecoverTable& table, uint64_t lo, uint64_t hi);
+  // Whether all that is recovered lives here: nobody else asks for what is left.
+  bool all_here() const { return recovery_->here.size() == recovery_->lost.size(); }
 
   Store& store_;
   const uint64_t id_;
@@ -218,8 +276,8 @@ inline void add_weighted(const GfKernels& gf, uint8_t* dst, const uint8_t* src, 
   }
 }
 
-// Toggles `slot` in the head of its page, which was made: used bit and key, times weight.
-void add_head(const PageSet& pages, uint64_t slot, const uint8_t* key, uint8_t weight);
+// Toggles slot `i` of a page in its head: used bit and key, times weight.
+void add_head(const Table& table, uint8_t* head, size_t i, const uint8_t* key, uint8_t weight);
 
 // A part of a blob that holds contents covers [lo, hi), or, `listed`, exactly its slots.
 inline uint64_t end_of(const blob::Part& part) { return part.head.flags & blob::kLast ? kNoLimit : part.head.hi; }

@@ -28,11 +28,90 @@ constexpr uint32_t kListed = 2;  // exactly these slots
 
 }  // namespace
 
-Mirror::RecoverTable::RecoverTable(const PageSet& pages, Pool& pool, size_t members)
-    : table(pages.table()), r(pages.table(), pool), other(pages.table(), pool), slots(pages.slots()),
-      heads(members, 0), bodies(slots, 0), seen(members, 0), left(members, 0) {
-  r.copy_from(pages);
+// ---------------------------------------------------------------- Remainder
+
+Remainder::Remainder(const PageSet& from, Pool& pool)
+    : table_(from.table()), from_(from), pool_(pool), pages_(from.n_pages()) {}
+
+Remainder::~Remainder() {
+  drop_heads();
+  for (size_t p = 0; p < pages_.size(); ++p) drop_body(p);
 }
+
+const uint8_t* Remainder::head(size_t page) const {
+  const Page& at = pages_[page];
+  return at.head_state == kShared ? from_.page(page) : at.head;
+}
+
+const uint8_t* Remainder::body(size_t page) const {
+  const Page& at = pages_[page];
+  return at.body_state == kShared ? from_.page(page) : at.body;
+}
+
+void Remainder::keep(uint64_t slot, bool head) {
+  const size_t p = number(slot);
+  Page& at = pages_[p];
+  const uint8_t* now = from_.page(p);
+  if (head && at.head_state == kShared) {
+    if (now) own_head(slot);
+    at.head_state = kOwn;
+  }
+  if (at.body_state == kShared) {
+    if (now) own_body(slot);
+    at.body_state = kOwn;
+  }
+}
+
+void Remainder::own_head(uint64_t slot) {
+  const size_t p = number(slot);
+  Page& at = pages_[p];
+  if (at.head || at.head_state == kGone) return;
+  const uint8_t* now = head(p);
+  at.head = now ? pool_.take(table_.head_bytes) : pool_.take_zeroed(table_.head_bytes);
+  if (now) std::memcpy(at.head, now, table_.head_bytes);
+  at.head_state = kOwn;
+  bytes_ += table_.head_bytes;
+}
+
+// A block of a whole page, though the head in it is not used: such blocks can become pages again.
+void Remainder::own_body(uint64_t slot) {
+  const size_t p = number(slot);
+  Page& at = pages_[p];
+  if (at.body || at.body_state == kGone) return;
+  const uint8_t* now = body(p);
+  at.body = now ? pool_.take(table_.page_bytes) : pool_.take_zeroed(table_.page_bytes);
+  const size_t head = table_.head_bytes;
+  if (now) std::memcpy(at.body + head, now + head, table_.page_bytes - head);
+  at.body_state = kOwn;
+  bytes_ += table_.page_bytes;
+}
+
+void Remainder::drop_heads() {
+  for (Page& at : pages_) {
+    if (at.head) {
+      pool_.give(at.head, table_.head_bytes);
+      bytes_ -= table_.head_bytes;
+    }
+    at.head = nullptr;
+    at.head_state = kGone;
+  }
+}
+
+void Remainder::drop_body(size_t page) {
+  Page& at = pages_[page];
+  if (at.body) {
+    pool_.give(at.body, table_.page_bytes);
+    bytes_ -= table_.page_bytes;
+  }
+  at.body = nullptr;
+  at.body_state = kGone;
+}
+
+// ---------------------------------------------------------------- Mirror
+
+Mirror::RecoverTable::RecoverTable(const PageSet& pages, Pool& pool, size_t members)
+    : table(pages.table()), r(pages, pool), other(pages.table(), pool), slots(pages.slots()),
+      heads(members, 0), bodies(slots, 0), seen(members, 0), left(members, 0) {}
 
 size_t Mirror::RecoverTable::bytes() const {
   return r.bytes() + other.bytes() + bodies.size() * sizeof(uint16_t) + wanted.size() * sizeof(uint64_t);
@@ -97,6 +176,18 @@ void Mirror::recover_begin(const std::vector<uint32_t>& lost, const std::vector<
   heads_if_ready();
 }
 
+// Pages of the mirror are about to change: R, which shares them, does not.
+void Mirror::keep_remainder(const Blob& b) {
+  for (const Part& part : b.parts) {
+    auto found = recovery_->tables.find(part.table->id);
+    if (found == recovery_->tables.end()) continue;
+    RecoverTable& table = found->second;
+    for (uint32_t i = 0; i < part.head.n; ++i) {
+      if (part.slot(i) < table.slots) table.r.keep(part.slot(i), part.is_toggled(i));
+    }
+  }
+}
+
 // R follows a survivor where the survivor's contents have not been folded out of it yet. Differences of lost members do
 // not concern it: they are those of the bucket that was made of it.
 void Mirror::follow(size_t index, const Blob& b) {
@@ -108,7 +199,9 @@ void Mirror::follow(size_t index, const Blob& b) {
     if (found == rec.tables.end()) continue;
     RecoverTable& table = found->second;
     for (uint32_t i = 0; i < part.head.n; ++i) {  // memory first
-      if (part.slot(i) < table.slots) table.r.make_for(part.slot(i));
+      if (part.slot(i) >= table.slots) continue;
+      if (part.is_toggled(i) && part.slot(i) >= table.heads[index]) table.r.own_head(part.slot(i));
+      if (!(table.bodies[part.slot(i)] >> index & 1)) table.r.own_body(part.slot(i));
     }
   }
   for (const Part& part : b.parts) {
@@ -120,11 +213,12 @@ void Mirror::follow(size_t index, const Blob& b) {
       const bool toggled = part.is_toggled(i);
       if (slot < table.slots) {
         if (toggled && slot >= table.heads[index]) {
-          add_head(table.r, slot, part.keys + size_t(key) * 8, weight);
+          add_head(table.table, table.r.head_to_write(slot), table.other.in_page(slot), part.keys + size_t(key) * 8,
+                   weight);
           table.left[index] = 1;
         }
         if (!(table.bodies[slot] >> index & 1)) {
-          add_weighted(gf_, table.r.record(slot), part.record(i), part.table->record_bytes, weight);
+          add_weighted(gf_, table.r.record_to_write(slot), part.record(i), part.table->record_bytes, weight);
           table.left[index] = 1;
         }
       }
@@ -163,13 +257,15 @@ ApplyResult Mirror::fold_heads(size_t index, const Blob& b) {
     auto found = rec.tables.find(part.table->id);
     if (found == rec.tables.end()) continue;
     RecoverTable& table = found->second;
+    auto counts = [&](uint32_t slot) { return slot >= table.heads[index] && slot < table.slots; };
     for (uint32_t i = 0; i < part.head.n; ++i) {
-      if (part.slot(i) < table.slots) table.r.make_for(part.slot(i));
+      if (counts(part.slot(i))) table.r.own_head(part.slot(i));
     }
     for (uint32_t i = 0; i < part.head.n; ++i) {
       const uint32_t slot = part.slot(i);
-      if (slot >= table.heads[index] && slot < table.slots)
-        add_head(table.r, slot, part.keys + size_t(i) * 8, members_[index].weight);
+      if (counts(slot))
+        add_head(table.table, table.r.head_to_write(slot), table.other.in_page(slot), part.keys + size_t(i) * 8,
+                 members_[index].weight);
     }
     table.heads[index] = std::max(table.heads[index], end_of(part));
   }
@@ -200,13 +296,14 @@ ApplyResult Mirror::fold_bodies(size_t index, const Blob& b) {
     if (found == rec.tables.end()) continue;
     RecoverTable& table = found->second;
     for (uint32_t i = 0; i < part.head.n; ++i) {
-      if (part.slot(i) < table.slots) table.r.make_for(part.slot(i));
+      if (part.slot(i) < table.slots && !(table.bodies[part.slot(i)] & mine)) table.r.own_body(part.slot(i));
     }
     std::vector<uint32_t> slots;
     for (uint32_t i = 0; i < part.head.n; ++i) {
       const uint32_t slot = part.slot(i);
       if (slot >= table.slots || (table.bodies[slot] & mine)) continue;
-      add_weighted(gf_, table.r.record(slot), part.record(i), part.table->record_bytes, members_[index].weight);
+      add_weighted(gf_, table.r.record_to_write(slot), part.record(i), part.table->record_bytes,
+                   members_[index].weight);
       if (!is_listed(part)) continue;
       table.bodies[slot] |= mine;
       slots.push_back(slot);
@@ -328,7 +425,7 @@ void Mirror::heads_if_ready() {
       std::vector<uint8_t> head(t.head_bytes);
       for (size_t p = 0; p < table.r.n_pages(); ++p) {
         std::fill(head.begin(), head.end(), uint8_t(0));
-        if (const uint8_t* page = table.r.page(p)) gf_.add_mul(head.data(), page, t.head_bytes, lost.of_r);
+        if (const uint8_t* page = table.r.head(p)) gf_.add_mul(head.data(), page, t.head_bytes, lost.of_r);
         if (const uint8_t* page = table.other.page(p)) gf_.add_mul(head.data(), page, t.head_bytes, lost.of_other);
         if (std::all_of(head.begin(), head.end(), [](uint8_t x) { return x == 0; })) continue;
         for (size_t i = 0; i < t.slots(); ++i) {
@@ -363,7 +460,10 @@ void Mirror::heads_if_ready() {
     at->heads_done = true;
   }
   rec.heads_done = true;
-  for (auto& [id, table] : rec.tables) install(table, 0, table.slots, nullptr);
+  for (auto& [id, table] : rec.tables) {
+    if (rec.lost.size() == 1) table.r.drop_heads();  // of two, the other row may ask for them
+    install(table, 0, table.slots, nullptr);
+  }
 }
 
 void Mirror::install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::vector<uint32_t>* listed) {
@@ -386,7 +486,7 @@ void Mirror::install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::v
         uint8_t* to = rows.record(uint32_t(slot));
         rows.touch(uint32_t(slot));
         std::memset(to, 0, record);
-        if (table.r.of(slot)) gf_.add_mul(to, table.r.record(slot), record, lost.of_r);
+        if (const uint8_t* r = table.r.record(slot)) gf_.add_mul(to, r, record, lost.of_r);
         if (lost.of_other && table.other.of(slot)) gf_.add_mul(to, table.other.record(slot), record, lost.of_other);
         rows.arrived(uint32_t(slot));
         ++lost.present;
@@ -396,6 +496,20 @@ void Mirror::install(RecoverTable& table, uint64_t lo, uint64_t hi, const std::v
       std::lock_guard<std::mutex> hold(bucket.mutex);
       for (auto& rows : bucket.rows) rows->recovered();
     }
+  }
+  if (!listed) let_go(table, lo, hi);
+}
+
+void Mirror::let_go(RecoverTable& table, uint64_t lo, uint64_t hi) {
+  const uint16_t full = recovery_->full;
+  if (!all_here() || lo >= hi) return;
+  const size_t in_page = table.table.slots(), end = size_t((hi - 1) >> table.table.page_bits) + 1;
+  for (size_t p = size_t(lo >> table.table.page_bits); p < std::min(end, table.r.n_pages()); ++p) {
+    if (!table.r.has_body(p)) continue;
+    const uint16_t* bits = table.bodies.data() + (uint64_t(p) << table.table.page_bits);
+    if (!std::all_of(bits, bits + in_page, [&](uint16_t x) { return (x & full) == full; })) continue;
+    table.r.drop_body(p);
+    table.other.drop(p);
   }
 }
 
@@ -454,7 +568,7 @@ int64_t Mirror::recover_emit(int kind, uint32_t id, int64_t from, int64_t until,
     if (to >= slots) h.flags = blob::kLast;
     if (kind == blob::kBodies) {
       for (uint64_t s = lo; s < to; ++s) {
-        if (table->r.of(s) && (!rec.heads_done || bit(table->wanted, s))) some.push_back(uint32_t(s));
+        if (table->r.record(s) && (!rec.heads_done || bit(table->wanted, s))) some.push_back(uint32_t(s));
       }
     }
   }
@@ -467,9 +581,9 @@ int64_t Mirror::recover_emit(int kind, uint32_t id, int64_t from, int64_t until,
   for (uint32_t i = 0; i < h.n; ++i) {
     const uint64_t slot = heads ? lo + uint64_t(i) * t.slots() : some[i];
     const size_t bytes = heads ? t.head_bytes : t.record_bytes;
-    const uint8_t* page = table->r.of(slot);
+    const uint8_t* from = heads ? table->r.head(size_t(slot >> t.page_bits)) : table->r.record(slot);
     uint8_t* at = w.skip(bytes);
-    if (page) std::memcpy(at, heads ? page : table->r.record(slot), bytes);
+    if (from) std::memcpy(at, from, bytes);
   }
   return listed || to >= slots ? -1 : int64_t(to);
 }

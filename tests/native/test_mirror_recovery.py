@@ -322,6 +322,33 @@ def test_recovery_refuses_what_makes_no_sense() -> None:
     assert home.owned() == []
 
 
+def test_a_recovery_copies_no_more_than_what_is_between_its_first_and_last_fold() -> None:
+    cluster = Recovery(3, 1, 11)
+    spec = cluster.specs[0]
+    keys = np.arange(40_000)
+    for b, store in enumerate(cluster.ps):
+        mine = keys[twin.bucket_of(keys, spec.id, cluster.k) == b]
+        store.put_absent(spec.id, mine, np.ones((len(mine), spec.dim), np.float32))
+    random_life(cluster, 0)
+    home = cluster.homes[0]
+    before = home.mirror_bytes(ID)
+    heads = before // 5
+    cluster.lose([1], [0], [0])
+    assert home.mirror_bytes(ID) < before + heads  # nothing but bookkeeping: two bytes a slot
+    most = 0
+    folds = list(cluster.folds.values())
+    while folds:  # the survivors' sweeps go on side by side
+        folds = [fold for fold in folds if next(fold, fold) is not fold]
+        cluster.deliver_all()
+        most = max(most, home.mirror_bytes(ID))
+    cluster.finish()
+    assert most < before + heads + before // 4
+    assert home.mirror_bytes(ID) < before + heads  # what was copied is given back before the recovery ends
+    home.recover_end(ID)
+    assert home.mirror_bytes(ID) == before
+    assert home.digest(1) == cluster.ps[1].digest(1)
+
+
 def test_an_aborted_recovery_leaves_nothing_of_the_bucket() -> None:
     """Its heads were there, its bodies not: it must not be served, and may come back from elsewhere."""
     cluster = Recovery(2, 1, 3)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
 from everstep.model.shard import Token, shard_key
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.monitor.records import AuditRecord, Gave, Took
-from everstep.native import bitmap, unique_route
+from everstep.native import Store, bitmap, unique_route
 from everstep.net.auth import Identity, Secret
 from everstep.net.data import DataClient, DataServer
 from everstep.net.messages import DataAnswer, Declare, Moved, Opened, OpenShard, Part, Push, Pushed
@@ -295,6 +296,48 @@ def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluste
     c.check_mirrors()
     for b in (1, 5):
         assert watched.get(b, before[b]) == before[b]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_gap_in_what_is_folded_is_swept_again(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    c = cluster(4 + rows)
+    c.owner = [Slot(b % 4) for b in range(B)]
+    for first in (0, 4):
+        for row in range(rows):
+            c.mirror([first, first + 1, first + 2, first + 3], 4 + row, row)
+    c.begin()
+    c.push(25)
+    lost = [1, 5] if rows == 1 else [1, 2, 5, 6]
+    before = c.digests(lost)
+    left_out: list[int] = []
+    codes: list[int] = []
+    fold, other = Store.recover_fold, Store.recover_other
+
+    def lossy(store: Store, mirror: int, blob: Any) -> int:  # the first piece of two mirrors never arrives
+        if mirror not in left_out and len(left_out) < 2:
+            left_out.append(mirror)
+            return 0
+        codes.append(fold(store, mirror, blob))
+        return codes[-1]
+
+    def lossy_rest(store: Store, mirror: int, blob: Any) -> int:
+        if -mirror not in left_out:
+            left_out.append(-mirror)
+            return 2
+        return other(store, mirror, blob)
+
+    monkeypatch.setattr(Store, "recover_fold", lossy)
+    monkeypatch.setattr(Store, "recover_other", lossy_rest)
+    c.lose(*{b % 4 for b in lost})
+    for b in lost:
+        c.owner[b] = Slot(4)
+    c.publish()
+    until(lambda: c.ps[Slot(4)].service.keeper.whole or bool(c.ps[Slot(4)].failures))
+    assert not c.ps[Slot(4)].failures
+    assert len(left_out) >= 2 and 2 in codes
+    assert c.digests(lost) == before
 
 
 def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:

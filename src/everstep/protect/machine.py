@@ -112,8 +112,12 @@ class Port(Protocol):
         """The mirror, of this bucket alone, becomes the bucket; the mirror is gone."""
 
     def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None: ...
-    def recover_fold(self, mirror: int, blob: Blob) -> None: ...
-    def recover_other(self, mirror: int, blob: Blob) -> None: ...
+    def recover_fold(self, mirror: int, blob: Blob) -> int | None:
+        """``Code.GAP``: something before it is lacking, nothing was folded."""
+
+    def recover_other(self, mirror: int, blob: Blob) -> int | None:
+        """As ``recover_fold``."""
+
     def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
         """A piece of what is left of the row; where the next begins, -1: that was the last of this table."""
 
@@ -157,6 +161,13 @@ class Stuck(Action, frozen=True, gc=False):
     """The placement gives this ps a bucket that it has no way to get."""
 
     bucket: BucketId
+    why: str
+
+
+class Torn(Action, frozen=True, gc=False):
+    """``mirror`` begins anew with what it was about, for people: ``why``."""
+
+    mirror: int
     why: str
 
 
@@ -206,6 +217,7 @@ class _Recovery(msgspec.Struct):
     asker: SweepTarget | None = None
     emit: list[tuple[Kind, int]] | None = None  # what is still to be sent of the rest
     emit_at: int = 0
+    torn: bool = False  # contents came that do not go on from those before: everything is to be swept again
 
 
 class _Held(msgspec.Struct):
@@ -569,8 +581,9 @@ class Machine:
         if recovery is not None and entry.sweep == recovery.sweep:
             if entry.bucket in recovery.folded or entry.bucket in recovery.lost:
                 return Code.REPEAT
-            self.port.recover_fold(mirror, blob)
-            if entry.kind == Kind.MARKS:
+            if self.port.recover_fold(mirror, blob) == Code.GAP:
+                recovery.torn = self.dirty = True
+            elif entry.kind == Kind.MARKS:
                 recovery.folded.add(entry.bucket)
                 self.dirty = True
             return Code.APPLIED
@@ -596,8 +609,8 @@ class Machine:
         if entry.kind == Kind.MARKS:
             recovery.other_done = True
             self.dirty = True
-        else:
-            self.port.recover_other(mirror, blob)
+        elif self.port.recover_other(mirror, blob) == Code.GAP:
+            recovery.torn = self.dirty = True
         return Code.APPLIED
 
     # ------------------------------------------------------------ what other ps ask
@@ -976,7 +989,8 @@ class Machine:
         gone = recovery.other is not None and not recovery.other_done and not self._alive(recovery.other[1])
         if recovery.here:
             lost = tuple(b for b in held.mirror.members if b in self._gains and b not in self.buckets)
-            if changed or gone or lost != recovery.lost:
+            self._say_torn(held, recovery)
+            if changed or gone or lost != recovery.lost or recovery.torn:
                 self._abort(held)
                 self._restart = True
                 return
@@ -988,7 +1002,8 @@ class Machine:
                 self._got(bucket, "rebuilt")
             return
         assert recovery.asker is not None
-        if changed or not self._alive(recovery.asker.peer):
+        self._say_torn(held, recovery)
+        if changed or recovery.torn or not self._alive(recovery.asker.peer):
             self._abort(held)
             if self._alive(recovery.asker.peer):
                 self._recover(held, recovery.lost, recovery.asker)
@@ -996,6 +1011,12 @@ class Machine:
         if len(recovery.folded) == len(recovery.owners) and recovery.emit is None:
             tables = self.port.tables()
             recovery.emit = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in tables]
+
+    def _say_torn(self, held: _Held, recovery: _Recovery) -> None:
+        if recovery.torn:
+            lost = ", ".join(str(b) for b in recovery.lost)
+            why = f"contents for the rebuild of bucket {lost} out of mirror {held.mirror.id} had a gap: swept again"
+            self._actions.append(Torn(held.mirror.id, why))
 
     def _abort(self, held: _Held) -> None:
         self.port.recover_end(held.mirror.id, True)

@@ -120,11 +120,11 @@ class StorePort:
     def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None:
         self._store.recover_begin(mirror, list(lost), list(here))
 
-    def recover_fold(self, mirror: int, blob: Blob) -> None:
-        self._store.recover_fold(mirror, blob)
+    def recover_fold(self, mirror: int, blob: Blob) -> int:
+        return self._store.recover_fold(mirror, blob)
 
-    def recover_other(self, mirror: int, blob: Blob) -> None:
-        self._store.recover_other(mirror, blob)
+    def recover_other(self, mirror: int, blob: Blob) -> int:
+        return self._store.recover_other(mirror, blob)
 
     def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
         next_lo, blob = self._store.emit_recovering(mirror, kind, table, lo, lo + self._slots(kind, table))

@@ -216,7 +216,7 @@ class PsService:
                 case machine.Report():
                     if self.on_report is not None:
                         self.on_report()
-                case machine.Stuck(why=why):
+                case machine.Stuck(why=why) | machine.Torn(why=why):
                     logger.warning("%s", why)
         came = any(isinstance(a, machine.Took) and a.how != "new" for a in actions)
         if came and self._released and not self.keeper.machine.rebuilding:
