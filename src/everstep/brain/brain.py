@@ -35,6 +35,11 @@ from everstep.brain.events import (
     Fenced,
     FinishJob,
     Granted,
+    GroupAsked,
+    GroupDue,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
     ImagesWritten,
     InstructionType,
     JobResumed,
@@ -61,17 +66,20 @@ from everstep.brain.events import (
     ShardReturned,
     ShardsConfirmed,
     StartProcess,
+    StepsCommitted,
     StopAsked,
     StopProcess,
     Wait,
     Welcome,
 )
+from everstep.brain.group import GroupKeeper, Groups
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.group import Mark
 from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
@@ -80,7 +88,7 @@ from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_no
 from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
-SNAPSHOT_VERSION = 3
+SNAPSHOT_VERSION = 4
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwards
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
@@ -97,6 +105,9 @@ _SIGNALS = {
     15: "SIGTERM",
 }
 
+_NO_PS = Placement(1, (), ())  # of a job whose parameters are all on its workers
+_CLEAN_EXITS = (0, 128 + 15)  # of a worker that left the group by itself, also upon SIGTERM
+
 _OK = Reply(Ok())
 _END = Reply(EndOfData())
 
@@ -110,6 +121,7 @@ class State(msgspec.Struct, kw_only=True):
     shards: Shards = msgspec.field(default_factory=Shards)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     protection: Protection = msgspec.field(default_factory=Protection)
+    groups: Groups = msgspec.field(default_factory=Groups)
 
     @property
     def placement(self) -> Placement | None:
@@ -123,7 +135,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 class Brain:
     """See the top of this file. ``state`` is for reading; only ``handle`` changes it."""
 
-    __slots__ = ("_handlers", "checkpoints", "job", "keeper", "members", "shards", "state")
+    __slots__ = ("_handlers", "checkpoints", "groups", "job", "keeper", "members", "shards", "state")
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
@@ -132,6 +144,7 @@ class Brain:
         self.shards = self.state.shards
         self.checkpoints = self.state.checkpoints
         self.keeper = Keeper(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
+        self.groups = GroupKeeper(self.job, self.members, self.shards, self.state.groups)
         handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
@@ -154,6 +167,12 @@ class Brain:
             ImagesWritten: self._images_written,
             CheckpointCommitted: self._checkpoint_committed,
             ShardsConfirmed: lambda e: self.checkpoints.confirm(self.job, self.shards, e.before),
+            GroupAsked: self._group_asked,
+            GroupSynced: self._group_synced,
+            GroupLeft: self._group_left,
+            GroupStalled: self._group_stalled,
+            StepsCommitted: self._steps_committed,
+            GroupDue: lambda e: [],
             JobResumed: lambda e: self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers),
         }
         self._handlers = handlers
@@ -168,7 +187,16 @@ class Brain:
 
     def handle(self, event: BrainEvent) -> list[InstructionType]:
         """Take one event in; return what to do, a ``Reply`` (if any) first."""
-        return self._handlers[type(event)](event)
+        self.groups.start = self._start_of_line()
+        out = self._handlers[type(event)](event)
+        if self.replicated and type(event) is not StepsCommitted:
+            out += self.groups.settle(event.at)
+        return out
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every worker has the whole model (mode allreduce): a group instead of leases, and no ps."""
+        return self.job.spec.mode == "allreduce"
 
     def snapshot(self) -> bytes:
         return _encoder.encode(self.state)
@@ -208,6 +236,7 @@ class Brain:
         for slot, seat in self.members.servers.items():
             assert slot == seat.member.slot and seat.member.role is Role.PS and not seat.held
         self.keeper.validate()
+        self.groups.validate()
 
     # ------------------------------------------------------------ master and nodes
 
@@ -222,8 +251,10 @@ class Brain:
         if first:
             job.spec = e.spec
             job.started_at = e.at
-            job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
+            job.workers_wanted, job.ps_wanted = e.spec.workers, 0 if self.replicated else e.spec.ps
             why = f"{e.spec.workers} workers, {e.spec.ps} ps, {e.spec.buckets} buckets"
+            if self.replicated:
+                why = f"{e.spec.workers} workers, each with the whole model"
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
         else:
             job.master_failures += 1
@@ -282,7 +313,7 @@ class Brain:
                 continue
             runs.add((role, slot, incarnation))
             seat.member.pid = pid or seat.member.pid
-            if seat.stopping:
+            if seat.stopping and not (self.replicated and self.groups.trains(seat)):
                 why = Decision("stop", "it was asked to leave; its agent may not have heard")
                 out.append(StopProcess(e.node, role, slot, incarnation, STOP_GRACE_S, why))
         if job.over:
@@ -383,7 +414,8 @@ class Brain:
         if e.role is Role.PS:
             out += self._place(seat, moved or new, e.holds)
         revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
-        welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, self.state.placement, revoked))]
+        placement = _NO_PS if self.replicated else self.state.placement
+        welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, placement, revoked))]
         if e.role is Role.PS and self.shards.released:
             out.append(ReleaseShards(tuple(self.shards.released)))
         return welcome + out
@@ -501,6 +533,8 @@ class Brain:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None:
             return [_OK]  # an older life, or said before: its end is known
+        if self.replicated:
+            self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:
             set_state(seat, MemberState.LEFT, e.at)
             return [_OK, *self._drop_leases(seat, e.at, "")]
@@ -537,6 +571,8 @@ class Brain:
         if seat.member.role is Role.PS:
             return self._ps_gone(seat, at, reason, inputs)
         member = seat.member
+        trained = self.replicated and self.groups.member(seat)
+        self.groups.ended(seat, clean=False)
         if seat.stopping:
             return self._stopped(seat, at)
         self.job.worker_failures += 1
@@ -557,9 +593,12 @@ class Brain:
             out += self._blame(blamed.shard, position, member.key)
             if self.job.over:
                 return out
+        if trained and not node_lost and (error := self.groups.blame(seat, at, reason)):
+            return [*out, self._fail(4, error)]
         if not may_restart(seat.streak, self.job.spec.max_restarts):
+            what = "a step" if self.replicated else "a shard"
             error = (
-                f"{member.key} was lost {seat.streak} times in a row without finishing a shard (last: {reason}); "
+                f"{member.key} was lost {seat.streak} times in a row without finishing {what} (last: {reason}); "
                 f"gave up after max_restarts={self.job.spec.max_restarts}: see logs/worker-{member.slot}.log"
             )
             return [*out, self._fail(4, error)]
@@ -569,9 +608,13 @@ class Brain:
             {**inputs, "in_a_row": seat.streak, "max_restarts": self.job.spec.max_restarts},
             ("go on without it: its share of the machine would idle", "wait for it: it is fenced and cannot count"),
         )
-        if member.slot < self.job.workers_wanted:
+        if member.slot < self.job.workers_wanted and not self._nothing_left():
             out += self._start(Role.WORKER, member.slot, at, why)
         return out + self._finish_if_all_left(at)
+
+    def _nothing_left(self) -> bool:
+        """Whether a new worker could only come too late: the steps are done, and scripts have ended with the result."""
+        return self.replicated and self.groups.data_done() and any(s.finished for s in self.members.workers.values())
 
     def _stopped(self, seat: Seat, at: float) -> list[InstructionType]:
         """A worker that was asked to leave has left; how it ended does not matter."""
@@ -579,7 +622,7 @@ class Brain:
         set_state(seat, MemberState.LEFT, at)
         seat.stopping = False
         out.append(Note(str(seat.member.key), Decision("left", "scaled in")))
-        if seat.member.slot < self.job.workers_wanted and not seat.drained:
+        if seat.member.slot < self.job.workers_wanted and not seat.drained and not self._nothing_left():
             why = Decision("start", "the job wants this worker, here or elsewhere")
             out += self._start(Role.WORKER, seat.member.slot, at, why)  # (it may find no place and wait)
         return out + self._finish_if_all_left(at)
@@ -844,6 +887,80 @@ class Brain:
             self._returned_note(seat, held, f"no progress for {e.idle_s:.0f} s"),
         ]
 
+    # ------------------------------------------------------------ the group
+
+    def _start_of_line(self) -> tuple[Mark, int]:
+        """Where a group begins of which nobody has a state: place and checkpoint."""
+        helper = getattr(self.checkpoints, "replica_start", None)
+        return helper() if helper is not None else (Mark(), 0)
+
+    def _group_asked(self, e: GroupAsked) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        if not self.replicated:
+            return [Reply(Refused("this job trains in mode ps: start it with --mode allreduce, or use job.sparse"))]
+        if self.job.over:
+            return [_END]
+        if self.groups.over_for(seat, e):
+            return [_END]
+        refused = self.groups.asks(seat, e)
+        if refused is not None:
+            return [Reply(refused)]
+        out = self.groups.settle(e.at)
+        return [self.groups.grouped(e.dataset), *out]
+
+    def _group_synced(self, e: GroupSynced) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        self.groups.synced(seat, e.generation)
+        return [_OK]
+
+    def _group_left(self, e: GroupLeft) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        self.groups.leaves(seat, e.reason)
+        out = self.groups.settle(e.at)
+        return [self.groups.grouped(0), *out]
+
+    def _group_stalled(self, e: GroupStalled) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        if self.job.over:
+            return [_OK]
+        out: list[InstructionType] = []
+        for slot in e.silent:
+            silent = self.members.workers.get(slot)
+            if silent is None or silent is seat or not silent.running or not self.groups.trains(silent):
+                continue
+            m = silent.member
+            reason = f"worker:{e.worker} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
+            why = Decision("stop", f"it was declared lost ({reason}); it must not come back to life")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
+            inputs: dict[str, str | int | float | bool] = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            out += self._gone(silent, e.at, reason, inputs)
+            if self.job.over:
+                return [_OK, *out]
+        self.groups.stalled(e.generation)
+        out += self.groups.settle(e.at)
+        group = self.state.groups.group
+        stale = group is not None and group.generation != e.generation
+        return [self.groups.grouped(0) if stale else _OK, *out]
+
+    def _steps_committed(self, e: StepsCommitted) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        if self.job.over:
+            return [_OK]
+        out, error = self.groups.committed(e)
+        if error:
+            return [_OK, *out, self._fail(3, error)]
+        return [_OK, *out]
+
     # ------------------------------------------------------------ checkpoints
 
     def _checkpoint_asked(self, e: CheckpointAsked) -> list[InstructionType]:
@@ -885,6 +1002,8 @@ class Brain:
             error = f"the number of {role}s cannot be changed"
             if role is Role.WORKER:
                 error = refuse_workers(count)
+            elif role is Role.PS and self.replicated:
+                error = "mode allreduce has no ps: every worker has the whole model"
             elif role is Role.PS:
                 error = refuse_ps(count, self.keeper.code, job.spec.buckets)
                 if not error and self.state.placement is None:
@@ -913,7 +1032,7 @@ class Brain:
             if not seat.running or seat.stopping:
                 continue
             why = Decision("stop", f"scaled in to {count} workers; the highest slots leave", {"to": count})
-            out.append(self._send_away(seat, why))
+            out.append(self._send_away(seat, why, 0.0))
         drained = [slot for slot, seat in workers.items() if seat.drained and slot < old]
         for slot in sorted({*map(Slot, range(old, count)), *drained} & set(map(Slot, range(count)))):
             seat = workers.get(slot)
@@ -949,9 +1068,14 @@ class Brain:
                 out += self._start(Role.PS, slot, at, why)
         return out + self._settle(f"scaled from {old} to {count} ps")
 
-    def _send_away(self, seat: Seat, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess:
+    def _send_away(self, seat: Seat, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
+        """``grace_s`` 0: as long as it takes."""
         seat.stopping = True
         m = seat.member
+        if not grace_s and self.replicated and self.groups.member(seat):
+            # told to end when the group has changed over to one without it: a step may take longer than any grace
+            return Note(str(m.key), Decision("leave", f"{why.reason}; it leaves the group first", why.inputs))
+        grace_s = grace_s or STOP_GRACE_S
         return StopProcess(m.node, m.role, m.slot, m.incarnation, grace_s, why)
 
     def _drain_asked(self, e: DrainAsked) -> list[InstructionType]:
@@ -992,7 +1116,8 @@ class Brain:
             if seat.member.role is Role.WORKER and not seat.stopping:
                 seat.drained = node is None
                 why = Decision("stop", f"{e.target} is to be emptied")
-                out.append(self._send_away(seat, why, min(STOP_GRACE_S, e.deadline_s)))
+                grace_s = e.deadline_s if self.replicated else min(STOP_GRACE_S, e.deadline_s)
+                out.append(self._send_away(seat, why, grace_s))
         leaving[:] = sorted({*leaving, *servers})
         return out + self._settle(f"{e.target} is to be emptied")
 

@@ -266,6 +266,10 @@ class GroupStalled(Event, frozen=True, tag="group_stalled"):
     silent: tuple[Slot, ...] = ()
 
 
+class GroupDue(Event, frozen=True, tag="group_due"):
+    """The time is over that workers who are there already waited for the others (``Groups.due_at``)."""
+
+
 class StopAsked(Event, frozen=True, tag="stop_asked"):
     reason: str
 
@@ -298,6 +302,7 @@ BrainEvent = (
     | GroupLeft
     | StepsCommitted
     | GroupStalled
+    | GroupDue
 )
 
 # ---------------------------------------------------------------- answers (inside a Reply)
@@ -354,9 +359,11 @@ class CheckpointBegun(Answer, frozen=True, tag="checkpoint_begun"):
 
 
 class Grouped(Answer, frozen=True, tag="grouped"):
-    """The group as it is now; you may be in it, joining, or still waiting for it (the order follows)."""
+    """The group as it is now; you may be in it, joining, or still waiting for it (the order follows). ``cursor``: where
+    the journal is in the dataset that was asked for."""
 
     group: Group | None
+    cursor: Mark = Mark()
 
 
 AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun | Grouped

@@ -331,6 +331,41 @@ class Shards(msgspec.Struct):
                 dataset.reopened = sorted([*dataset.reopened, epoch.number])
         return lost
 
+    # ------------------------------------------------------------ epochs worked through in order (mode allreduce)
+
+    def reach(self, number: int, epoch_number: int, position: int, samples: int) -> bool:
+        """Everything of an epoch below ``position`` is done for good; ``samples`` more of it count. Returns whether the
+        epoch is finished with it."""
+        dataset = self.datasets[number]
+        epoch = dataset.epoch(epoch_number)
+        plan = dataset.plan
+        done = plan.shards if position >= plan.samples else position // plan.shard_samples
+        epoch.state.extend(bytes([ShardState.RELEASED]) * (done - epoch.done))
+        epoch.done = done
+        epoch.samples_done += samples
+        self.samples_done += samples
+        if epoch.finished:
+            epoch.state = bytearray()
+        return epoch.finished
+
+    def fall_back(self, number: int, epoch_number: int, position: int, skipped: Mapping[int, int]) -> None:
+        """Of this dataset only what is below ``position`` of an epoch is done; the opposite of :meth:`reach`.
+        ``skipped``: samples below it that do not count, by epoch."""
+        dataset = self.datasets[number]
+        epochs = dataset.epochs[: epoch_number + 1]
+        while len(epochs) < epoch_number:
+            epochs.append(Epoch(len(epochs), dataset.plan.shards, bytearray()))
+        if len(epochs) == epoch_number and position:
+            epochs.append(Epoch(epoch_number, dataset.plan.shards, bytearray()))
+        plan = dataset.plan
+        for epoch in epochs:
+            whole = epoch.number < epoch_number
+            epoch.done = plan.shards if whole else position // plan.shard_samples
+            epoch.state = bytearray() if whole else bytearray([ShardState.RELEASED]) * epoch.done
+            epoch.samples_done = (plan.samples if whole else position) - skipped.get(epoch.number, 0)
+        dataset.epochs = epochs
+        self.samples_done = sum(e.samples_done for d in self.datasets for e in d.epochs)
+
     # ------------------------------------------------------------ images
 
     def lacking(self, images: Sequence[BucketImage]) -> dict[ShardKey, int]:

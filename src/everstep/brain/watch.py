@@ -116,6 +116,13 @@ class Watch:
         known = self._leases.get(no)
         return known.position if known is not None else default
 
+    def silent(self, key: MemberKey, incarnation: Incarnation, at: float, limit_s: float) -> bool:
+        """Whether a member was not heard for longer than ``limit_s``; never by our own fault: not after a pause."""
+        ear = self._members.get(key)
+        if ear is None or ear.incarnation != incarnation or ear.starting:
+            return False
+        return self._ticked is not None and at - self._ticked <= PAUSE_S and at - ear.at > limit_s
+
     def forget(self, key: MemberKey, incarnation: Incarnation | None = None) -> None:
         """This process is known to be gone (any incarnation if None)."""
         ear = self._members.get(key)

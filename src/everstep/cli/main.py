@@ -25,8 +25,17 @@ def cli() -> None:
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
-@click.option("--workers", type=int, help="Worker processes (default 1).")
+@click.option("--workers", "--nproc-per-node", "workers", type=int, help="Worker processes (default 1).")
 @click.option("--ps", type=int, help="Parameter servers (default 1).")
+@click.option("--mode", help="ps (default): parameters on the ps; allreduce: the model on every worker, synchronous.")
+@click.option(
+    "--strategy", help="allreduce, fewer workers: elastic (default): a smaller global batch; fixed: the same."
+)
+@click.option("--min-workers", type=int, help="allreduce: with fewer workers training waits (default 1).")
+@click.option(
+    "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."
+)
+@click.option("--lr-rule", help="allreduce, elastic: none (default), linear or sqrt in the global batch.")
 @click.option("--consistency", help="async: workers never wait for each other.")
 @click.option("--seed", type=int, help="Seed of data order, rows and model (default 0).")
 @click.option("--run-dir", help="Where the run keeps everything (default runs/NAME-DATE-TIME).")

@@ -128,7 +128,8 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         host=reachable_host(spec.bind),
         prepare=prepare,
     )
-    sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {spec.ps} ps, run directory {run_dir}\n")
+    servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce"
+    sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
     if spec.bind:
         host, port = agent.host, parse_host_port(spec.bind)[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -39,7 +39,9 @@ _TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
 # field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "workers": (1, 100_000),
-    "ps": (1, 10_000),
+    "ps": (0, 10_000),
+    "min_workers": (1, 100_000),
+    "logical_workers": (0, 100_000),
     "seed": (0, 2**63 - 1),
     "buckets": (1, 4096),
     "max_restarts": (0, 1_000_000),
@@ -81,6 +83,8 @@ def load_spec(
         _known(field, origin)
         values[field] = _convert(field, value, origin, text=isinstance(value, str))
         origins[field] = origin
+    if values.get("mode") == "allreduce" and "ps" not in values:
+        values["ps"] = 0
     spec = JobSpec(**values)
     check_spec(spec, origins)
     return spec, origins
@@ -95,13 +99,14 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"{field} = {value!r}{at[field]}: must be from {least} to {most}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.name):
         raise ConfigError(f"name = {spec.name!r}{at['name']}: letters, digits, '.', '_' and '-' only, at most 100")
+    _check_mode(spec, at)
     if spec.ps > spec.buckets:
         raise ConfigError(f"ps = {spec.ps}{at['ps']}: more than buckets = {spec.buckets}, so some would own nothing")
     try:
         code = parse_code(spec.parity)
     except ConfigError as error:
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {error}") from None
-    if few := refuse_few(code, spec.ps):
+    if spec.mode == "ps" and (few := refuse_few(code, spec.ps)):
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {few}; set ps to {code.width} or more")
     if spec.lost_after_s <= spec.suspect_after_s:
         raise ConfigError(
@@ -117,6 +122,37 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
+
+
+def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
+    """What belongs to one mode only. ``at``: field -> where its value came from, for the message."""
+    if spec.mode == "ps":
+        if spec.ps < 1:
+            raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")
+        defaults = JobSpec()
+        for field in ("strategy", "min_workers", "logical_workers", "lr_rule"):
+            if getattr(spec, field) != getattr(defaults, field):
+                raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
+        return
+    if spec.ps:
+        raise ConfigError(f"ps = {spec.ps}{at['ps']}: mode allreduce has no ps, every worker has the whole model")
+    if spec.parity not in ("", "0"):
+        raise ConfigError(
+            f"parity = {spec.parity!r}{at['parity']}: mode allreduce has no ps; every worker is a replica"
+        )
+    if spec.min_workers > spec.workers:
+        raise ConfigError(
+            f"min_workers = {spec.min_workers}{at['min_workers']}: more than workers = {spec.workers}{at['workers']}"
+        )
+    if 0 < spec.logical_workers < spec.workers:
+        raise ConfigError(
+            f"logical_workers = {spec.logical_workers}{at['logical_workers']}: less than workers = {spec.workers}"
+            f"{at['workers']}, so some would have nothing to do"
+        )
+    if spec.lr_rule != "none" and (spec.strategy == "fixed" or spec.logical_workers):
+        raise ConfigError(
+            f"lr_rule = {spec.lr_rule!r}{at['lr_rule']}: the global batch never changes here; leave it out"
+        )
 
 
 def parse_host_port(text: str, what: str) -> tuple[str, int]:

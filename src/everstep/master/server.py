@@ -33,6 +33,11 @@ from everstep.brain.events import (
     DropCheckpoints,
     Fenced,
     FinishJob,
+    GroupAsked,
+    GroupDue,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
     ImagesWritten,
     InstructionType,
     MasterStarted,
@@ -45,6 +50,7 @@ from everstep.brain.events import (
     OrderImages,
     PlanRegistered,
     ProcessExited,
+    PublishGroup,
     PublishPlacement,
     Refused,
     ReleaseShards,
@@ -55,6 +61,7 @@ from everstep.brain.events import (
     ShardDone,
     ShardReturned,
     StartProcess,
+    StepsCommitted,
     StopAsked,
     StopProcess,
 )
@@ -66,6 +73,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
 from everstep.master.readings import METRICS_FILE, Readings
+from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
 from everstep.net import messages as wire
@@ -81,6 +89,7 @@ logger = logging.getLogger("everstep.master")
 METRICS_S = 2.0
 PS_LEAVE_S = 12.0  # how long the end of the job waits for the ps to write their final cuts
 LAST_WORDS_S = 0.2  # for the last orders to leave
+STALL_SILENT_S = 1.5  # a member of a stalled group that is not heard for longer (it beats every 0.5 s) is lost
 
 Answer = wire.Answered
 _OK = Ok()
@@ -153,6 +162,7 @@ class Master:
             self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps
         )
         self.confirmations = Confirmations(self.brain, spec, self._tell)
+        self.store = GroupStore()
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -176,6 +186,13 @@ class Master:
             wire.MirrorReady: self._mirror_ready,
             wire.BucketsReady: self._buckets_ready,
             wire.Report: self._report,
+            wire.AskGroup: self._ask_group,
+            wire.Synced: self._synced,
+            wire.LeaveGroup: self._leave_group,
+            wire.CommitSteps: self._commit_steps,
+            wire.Stalled: self._stalled,
+            wire.StoreSet: lambda peer, r: self.store.set(r.generation, r.attempt, r.values),
+            wire.StoreGet: lambda peer, r: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
             wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count, r.also)),
             wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s)),
             wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
@@ -308,6 +325,13 @@ class Master:
                 for peer in list(self._members.values()):
                     self._order(peer, wire.NewPlacement(placement))
                 self._note(at, "", decision, version=placement.version)
+            case PublishGroup(group, decision):
+                self.store.forget(group.generation)
+                order = wire.NewGroup(group)
+                for key, peer in list(self._members.items()):
+                    if key.role is Role.WORKER:
+                        self._order(peer, order)
+                self._note(at, "", decision)
             case ReleaseShards(shards):
                 for key, peer in self._members.items():
                     if key.role is Role.PS:
@@ -443,6 +467,33 @@ class Master:
         who = peer.identity
         return self._submit(ShardReturned(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.reason))
 
+    def _ask_group(self, peer: Peer, r: wire.AskGroup) -> Any:
+        who, at = peer.identity, self.clock.now()
+        return self._submit(
+            GroupAsked(at, who.slot, who.incarnation, r.dataset, r.until_epoch, r.batch_samples, r.address, r.mark)
+        )
+
+    def _synced(self, peer: Peer, r: wire.Synced) -> Any:
+        who = peer.identity
+        return self._submit(GroupSynced(self.clock.now(), who.slot, who.incarnation, r.generation))
+
+    def _leave_group(self, peer: Peer, r: wire.LeaveGroup) -> Any:
+        who = peer.identity
+        return self._submit(GroupLeft(self.clock.now(), who.slot, who.incarnation, r.reason))
+
+    def _commit_steps(self, peer: Peer, r: wire.CommitSteps) -> Any:
+        who = peer.identity
+        return self._submit(StepsCommitted(self.clock.now(), who.slot, who.incarnation, r.steps))
+
+    def _stalled(self, peer: Peer, r: wire.Stalled) -> Any:
+        who, at = peer.identity, self.clock.now()
+        silent = tuple(
+            seat.member.slot
+            for seat in self.brain.members.workers.values()
+            if seat.running and self.watch.silent(seat.member.key, seat.member.incarnation, at, STALL_SILENT_S)
+        )
+        return self._submit(GroupStalled(at, who.slot, who.incarnation, r.generation, r.step, r.waited_s, silent))
+
     def _exited(self, peer: Peer, r: wire.Exited) -> Any:
         if peer.identity.role != "agent":
             return Refused(f"{peer.identity} is no agent")
@@ -491,6 +542,8 @@ class Master:
                 if isinstance(event, MemberSilent) and event.lost:
                     event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
                 self._tell(event)
+            if 0 < self.brain.state.groups.due_at <= at:
+                self._tell(GroupDue(at))
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:

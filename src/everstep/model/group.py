@@ -51,6 +51,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on
     begin: Mark = Mark()  # where a group begins of which nobody has a state
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
+    origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
 
     @property
     def size(self) -> int:

@@ -1,0 +1,598 @@
+"""The group of mode allreduce: who is in it, how far it is, and what a loss or a newcomer makes of it.
+
+Theory. The wanted group is a function of three things: the group published last, which processes live, and what they
+asked for (enter, synced, leave). :meth:`GroupKeeper.settle` compares it with the group published last after every
+event, and publishes the next generation where they differ; so any order of losses, joins and leaves, also during a
+rebuild, comes to the same end. A generation's members never change.
+
+What the members committed is told in ranges of steps, repeated at will; they must continue each other without a gap.
+The *cursor* is behind the last one. A *line* of states begins with a formation (``origin``) from a checkpoint or from
+nothing; it ends when the last process that has its state is gone. Steps that the next line does not begin with are
+void, and done again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.brain.events import (
+    GroupAsked,
+    Grouped,
+    InstructionType,
+    Note,
+    PublishGroup,
+    Refused,
+    Reply,
+    StepsCommitted,
+    StopProcess,
+)
+from everstep.brain.job import Job, Phase
+from everstep.brain.members import Members, Seat
+from everstep.brain.shards import Shards
+from everstep.ids import Incarnation, Slot
+from everstep.model.decision import Decision
+from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.member import Address, Role
+from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, ready_to_form
+
+STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
+LOST_REMEMBERED = 256
+STOP_AFTER_S = 10.0  # for a worker that has left the group to end its script
+
+Inputs = dict[str, str | int | float | bool]
+
+
+class Asker(msgspec.Struct):
+    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, "": it stays."""
+
+    incarnation: Incarnation
+    dataset: int
+    until_epoch: int
+    batch_samples: int
+    address: Address | None = None
+    mark: Mark | None = None
+    synced: int = 0
+    leaving: str = ""
+
+
+class Leaver(msgspec.Struct, array_like=True):
+    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them."""
+
+    slot: Slot
+    incarnation: Incarnation
+    generation: int
+    member: GroupMember
+
+
+class Gone(msgspec.Struct, array_like=True):
+    """Lost while in the group; ``generation``: the first one without it."""
+
+    slot: Slot
+    incarnation: Incarnation
+    generation: int
+
+
+class Stint(msgspec.Struct, array_like=True):
+    """Consecutive steps on one dataset: from step ``first`` on, ``start`` to ``end`` (epoch, position)."""
+
+    first: int
+    dataset: int
+    start: tuple[int, int]
+    end: tuple[int, int]
+
+
+class Skip(msgspec.Struct, array_like=True):
+    """Positions ``[lo, hi)`` that were committed without being applied."""
+
+    dataset: int
+    epoch: int
+    lo: int
+    hi: int
+
+
+class Void(msgspec.Struct, array_like=True):
+    """Steps ``[first, last]`` count no more since generation ``origin`` began, from checkpoint ``restore``."""
+
+    origin: int
+    first: int
+    last: int
+    restore: int
+
+
+class Groups(msgspec.Struct, kw_only=True):
+    """``group``: published last. ``origin``: the generation that began this line of states. ``step``: committed so far.
+    ``cursors``: (epoch, position) by dataset. ``boundaries``: of the last committed ranges: step -> where it begins.
+    ``confirmed``: the newest generation of which a step was told. ``due_at``: when those who wait for a first group
+    begin without the others, 0: not yet. ``blamed``: losses in a row without getting further than ``furthest``."""
+
+    group: Group | None = None
+    generations: int = 0
+    origin: int = 0
+    asked: dict[Slot, Asker] = {}
+    gone: list[Gone] = []
+    leavers: list[Leaver] = []
+    step: int = 0
+    cursors: dict[int, tuple[int, int]] = {}
+    stints: list[Stint] = []
+    boundaries: dict[int, tuple[int, int, int]] = {}
+    skips: list[Skip] = []
+    voids: list[Void] = []
+    confirmed: int = 0
+    due_at: float = 0.0
+    changes: int = 0
+    blamed: int = 0
+    blamed_at: float = 0.0
+    furthest: int = 0
+
+    def __repr__(self) -> str:
+        size = self.group.size if self.group is not None else 0
+        return f"<groups g{self.generations} of {size}, step {self.step}, {len(self.asked)} asked>"
+
+    def cursor(self, dataset: int) -> Mark:
+        """The place of a state that has all committed steps, in this dataset."""
+        epoch, position = self.cursors.get(dataset, (0, 0))
+        return Mark(self.step, dataset, epoch, position)
+
+
+class GroupKeeper:
+    """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint)."""
+
+    __slots__ = ("_force", "books", "job", "members", "shards", "start")
+
+    def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
+        self.job, self.members, self.shards, self.books = job, members, shards, books
+        self.start: tuple[Mark, int] = (Mark(), 0)
+        self._force = ""  # publish even if the members stay the same; within one event only
+
+    # ------------------------------------------------------------ views
+
+    def living(self, slot: Slot, incarnation: Incarnation) -> Seat | None:
+        return self.members.current(Role.WORKER, slot, incarnation)
+
+    def member(self, seat: Seat) -> bool:
+        """Whether this process is in the group published last."""
+        group, m = self.books.group, seat.member
+        return group is not None and group.rank(m.slot, m.incarnation) >= 0
+
+    def trains(self, seat: Seat) -> bool:
+        """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
+        m = seat.member
+        left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
+        return left or self.member(seat)
+
+    def joining(self) -> tuple[GroupMember, ...]:
+        """Living workers that asked and are not in the group, by slot."""
+        return tuple(self._newcomers(False))
+
+    def view(self) -> Group | None:
+        """The group published last, with who is joining now; None: nobody of it is left."""
+        group = self.books.group
+        if group is None:
+            return None
+        states = (*group.members, *(x.member for x in self.books.leavers))
+        if not any(self.living(m.slot, m.incarnation) for m in states):
+            return None
+        return msgspec.structs.replace(group, joining=self.joining())
+
+    def data_done(self) -> bool:
+        """Whether every epoch that was asked for is committed."""
+        datasets = [d for d in self.shards.datasets if d.epochs_known]
+        return bool(datasets) and all(self.books.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets)
+
+    def _newcomers(self, synced: bool) -> list[GroupMember]:
+        out: list[GroupMember] = []
+        for slot, ask in sorted(self.books.asked.items()):
+            seat = self.living(slot, ask.incarnation)
+            if seat is None or seat.stopping or ask.leaving or self.member(seat):
+                continue
+            if not synced or (ask.synced and ask.synced >= self.books.origin):
+                out.append(self._as_member(seat, ask))
+        return out
+
+    def _as_member(self, seat: Seat, ask: Asker) -> GroupMember:
+        m = seat.member
+        return GroupMember(m.slot, m.incarnation, m.node, ask.address)
+
+    # ------------------------------------------------------------ what workers say
+
+    def asks(self, seat: Seat, e: GroupAsked) -> Refused | None:
+        """A worker is in its loop. Returns why not."""
+        books, shards = self.books, self.shards
+        if not 0 <= e.dataset < len(shards.datasets):
+            return Refused(f"dataset {e.dataset} is not registered")
+        if e.batch_samples < 1:
+            return Refused(f"batch size {e.batch_samples}: must be at least 1")
+        for slot, other in sorted(books.asked.items()):
+            if slot == e.worker or self.living(slot, other.incarnation) is None or other.dataset != e.dataset:
+                continue
+            if other.batch_samples != e.batch_samples:
+                return Refused(
+                    f"batch size {e.batch_samples} in worker:{e.worker}, but {other.batch_samples} in worker:{slot}; "
+                    "every worker must use the same"
+                )
+        dataset = shards.datasets[e.dataset]
+        dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
+        known = books.asked.get(e.worker)
+        ask = Asker(e.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
+        if known is not None and known.incarnation == e.incarnation:
+            ask.synced = known.synced
+            ask.leaving = known.leaving if self.member(seat) or seat.stopping else ""
+        books.asked[e.worker] = ask
+        return None
+
+    def grouped(self, dataset: int) -> Reply:
+        return Reply(Grouped(self.view(), self.books.cursor(dataset)))
+
+    def over_for(self, seat: Seat, e: GroupAsked) -> bool:
+        """Whether the loop of an asker that has a state, and is in no group, is over."""
+        return e.mark is not None and not self.member(seat) and self.books.cursor(e.dataset).epoch >= e.until_epoch
+
+    def synced(self, seat: Seat, generation: int) -> None:
+        """A newcomer follows the group of ``generation``."""
+        ask = self.books.asked.get(seat.member.slot)
+        if ask is not None and ask.incarnation == seat.member.incarnation and generation >= self.books.origin:
+            ask.synced = max(ask.synced, generation)
+
+    def leaves(self, seat: Seat, reason: str) -> None:
+        ask = self.books.asked.get(seat.member.slot)
+        if ask is not None and ask.incarnation == seat.member.incarnation:
+            ask.leaving = ask.leaving or reason or "it wants to leave"
+
+    def stalled(self, generation: int) -> None:
+        """Somebody waits in a collective of ``generation``: whoever left it early is a loss to it."""
+        books = self.books
+        gone = [x for x in books.leavers if self.living(x.slot, x.incarnation) is None]
+        for x in gone:
+            books.leavers.remove(x)
+            self._lose(x.slot, x.incarnation)
+        if any(self.living(m.slot, m.incarnation) is None for m in (books.group.members if books.group else ())):
+            self._force = "a member waits for one that has ended"
+        elif gone:
+            self._force = "a member waits for one that has left"
+
+    def ended(self, seat: Seat, clean: bool) -> None:
+        """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
+        books, m = self.books, seat.member
+        ask = books.asked.get(m.slot)
+        if ask is not None and ask.incarnation == m.incarnation:
+            del books.asked[m.slot]
+        for x in [x for x in books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)]:
+            books.leavers.remove(x)
+            if not clean:
+                self._lose(x.slot, x.incarnation)
+                self._force = f"{m.key} was lost before it had left"
+
+    def _lose(self, slot: Slot, incarnation: Incarnation) -> None:
+        books = self.books
+        if not any((g.slot, g.incarnation) == (slot, incarnation) for g in books.gone):
+            books.gone.append(Gone(slot, incarnation, books.generations + 1))
+
+    def blame(self, seat: Seat, at: float, reason: str) -> str:
+        """A member was lost: the error if the group gets nowhere, else ""."""
+        books, limit = self.books, self.job.spec.quarantine_after
+        if books.step > books.furthest:
+            books.furthest, books.blamed, books.blamed_at = books.step, 0, 0.0
+        if books.blamed and at - books.blamed_at < BLAME_APART_S:
+            return ""
+        books.blamed, books.blamed_at = books.blamed + 1, at
+        if not 0 < limit <= books.blamed:
+            return ""
+        return (
+            f"workers were lost {books.blamed} times in a row without getting beyond step {books.furthest} (last: "
+            f"{seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
+        )
+
+    # ------------------------------------------------------------ the next generation
+
+    def settle(self, at: float) -> list[InstructionType]:
+        """Publish the next generation if there has to be one."""
+        books, job = self.books, self.job
+        force, self._force = self._force, ""
+        if job.over:
+            return []
+        group = books.group
+        members = group.members if group is not None else ()
+        staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
+        lost = [m for m in members if self.living(m.slot, m.incarnation) is None]
+        if lost and not force and self._ended_well(lost) and self.data_done():
+            return self._send_home() if not staying else []  # the last step is committed: nobody waits for them
+        for m in lost:
+            self._lose(m.slot, m.incarnation)
+        if not staying:
+            back = [x for x in books.leavers if self.living(x.slot, x.incarnation) is not None]
+            if not back:
+                return self._form(at)
+            staying = [x.member for x in back]  # they have the only state
+        wanted = [m for m in staying if not self._leaves(m)]
+        synced = self._newcomers(True)
+        if not wanted and not synced and self._awaited():
+            wanted = staying  # until somebody has their state
+        wanted = admitted(wanted, synced, job.spec.logical_workers)
+        hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
+        assert group is not None
+        if tuple(wanted) == members and hold == group.hold and not force:
+            return []
+        return self._publish(at, group, wanted, lost, hold, force)
+
+    def _leaves(self, m: GroupMember) -> bool:
+        seat, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
+        leaving = ask is not None and ask.incarnation == m.incarnation and bool(ask.leaving)
+        return seat is None or seat.stopping or leaving
+
+    def _awaited(self) -> bool:
+        """Whether a process is on its way that could take over the state of those who leave."""
+        for slot, seat in self.members.workers.items():
+            ask = self.books.asked.get(slot)
+            leaving = ask is not None and ask.incarnation == seat.member.incarnation and bool(ask.leaving)
+            if seat.running and not seat.stopping and not leaving and not self.trains(seat):
+                return True
+        return False
+
+    def _ended_well(self, lost: list[GroupMember]) -> bool:
+        seats = [(m, self.members.workers.get(m.slot)) for m in lost]
+        return all(s is not None and s.finished and s.member.incarnation == m.incarnation for m, s in seats)
+
+    def _publish(
+        self, at: float, old: Group, wanted: list[GroupMember], lost: list[GroupMember], hold: str, force: str
+    ) -> list[InstructionType]:
+        books = self.books
+        new, before = set(wanted), set(old.members)
+        came = [m for m in wanted if m not in before]
+        left = [m for m in old.members if m not in new and m not in lost]
+        generation = books.generations + 1
+        books.leavers = [x for x in books.leavers if x.member not in new]
+        for m in left:
+            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m))
+        group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
+        words = [f"lost {_names(lost)}"] if lost else []
+        words += [f"{_names(came)} entered"] if came else []
+        words += [f"{_names(left)} left"] if left else []
+        words += [force] if force and not words else []
+        words += [f"on hold: {hold}"] if hold else (["goes on"] if old.hold else [])
+        why = f"{'; '.join(words) or 'again'}: {len(wanted)} workers from step {books.step} on"
+        rejected = ("wait for the lost one: nobody could train meanwhile",) if lost else ()
+        return [PublishGroup(group, self._why(f"group {generation}", why, rejected))]
+
+    def _why(self, action: str, reason: str, rejected: tuple[str, ...] = ()) -> Decision:
+        books = self.books
+        size = books.group.size if books.group is not None else 0
+        inputs: Inputs = {"generation": books.generations, "members": size, "step": books.step}
+        return Decision(action, reason, inputs, rejected)
+
+    def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
+        books = self.books
+        books.generations += 1
+        books.changes += 1
+        books.due_at = 0.0
+        books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
+        books.group = Group(
+            generation=books.generations,
+            members=members,
+            lost=tuple((g.slot, g.incarnation) for g in books.gone),
+            hold=hold,
+            begin=begin,
+            restore=restore,
+            origin=origin,
+        )
+        books.group = msgspec.structs.replace(books.group, joining=self.joining())
+        return books.group
+
+    # ------------------------------------------------------------ a new line of states
+
+    def _form(self, at: float) -> list[InstructionType]:
+        """Nobody has a state: begin a group with those who are there, once they are enough."""
+        books, job = self.books, self.job
+        there = self._newcomers(False)
+        if not there:
+            books.due_at = 0.0
+            return []
+        if self.data_done() and any(s.finished for s in self.members.workers.values()):
+            return self._send_home()
+        seats = self.members.workers.values()
+        expected = sum(s.running and not s.stopping and not self._has_left(s) for s in seats)
+        now, books.due_at = ready_to_form(len(there), expected, job.spec.min_workers, at, books.due_at)
+        if not now:
+            return []
+        first = books.group is None
+        begin, restore = self.start
+        out = self._void(begin, restore)
+        if job.phase is Phase.STARTING:
+            job.phase = Phase.TRAINING
+        for ask in books.asked.values():
+            ask.synced = 0
+        books.leavers.clear()
+        members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
+        books.origin = books.generations + 1
+        hold = hold_words(len(members), job.spec.min_workers)
+        group = self._next(tuple(members), hold, begin, restore, books.origin)
+        place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
+        words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"
+        if not first:
+            words = f"nobody of the last group is left: {words}"
+        return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
+
+    def _has_left(self, seat: Seat) -> bool:
+        ask = self.books.asked.get(seat.member.slot)
+        return ask is not None and ask.incarnation == seat.member.incarnation and bool(ask.leaving)
+
+    def _void(self, begin: Mark, restore: int) -> list[InstructionType]:
+        """Steps from ``begin`` on do not count any more."""
+        books = self.books
+        last = books.step - 1
+        self.fall_back(begin)
+        if last < begin.step:
+            return []
+        books.voids.append(Void(books.generations + 1, begin.step, last, restore))
+        source = f"checkpoint {restore}" if restore else "the beginning: there is no checkpoint"
+        words = f"every state was lost; steps {begin.step}..{last} are done again, from {source}"
+        inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
+        return [Note("", Decision("steps void", words, inputs))]
+
+    def fall_back(self, begin: Mark) -> None:
+        """Be at ``begin``, as if what came after it had never been."""
+        books = self.books
+        books.step = begin.step
+        books.stints = [s for s in books.stints if s.first < begin.step]
+        cursors: dict[int, tuple[int, int]] = {}
+        for stint in books.stints:
+            cursors[stint.dataset] = stint.end
+        if begin != Mark():
+            cursors[begin.dataset] = (begin.epoch, begin.position)
+            if books.stints and books.stints[-1].dataset == begin.dataset:
+                books.stints[-1].end = (begin.epoch, begin.position)
+            else:
+                books.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
+        books.cursors = cursors
+        books.boundaries = {}
+        kept = [s for s in books.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
+        books.skips = kept
+        for dataset in self.shards.datasets:
+            epoch, position = cursors.get(dataset.number, (0, 0))
+            mine = [(s.epoch, s.hi - s.lo) for s in kept if s.dataset == dataset.number]
+            skipped: dict[int, int] = {}
+            for number, samples in mine:
+                skipped[number] = skipped.get(number, 0) + samples
+            self.shards.fall_back(dataset.number, epoch, position, skipped)
+
+    def _send_home(self) -> list[InstructionType]:
+        """The data is done and somebody's script ended well: a newcomer could only end without the trained state."""
+        out: list[InstructionType] = []
+        for slot in sorted(self.books.asked):
+            ask = self.books.asked[slot]
+            seat = self.living(slot, ask.incarnation)
+            if seat is None or seat.stopping or self.trains(seat):
+                continue
+            seat.stopping = True
+            m = seat.member
+            why = Decision("stop", "all steps are committed and nobody is left to give it the state")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
+        return out
+
+    # ------------------------------------------------------------ committed steps
+
+    def committed(self, e: StepsCommitted) -> tuple[list[InstructionType], str]:
+        """Take committed steps in. Returns what follows, and the error if they cannot be."""
+        out: list[InstructionType] = []
+        books = self.books
+        before = books.step
+        for steps in e.steps:
+            if steps.generation < books.origin:
+                continue  # of a line that has ended
+            error = self._commit(steps, out)
+            if error:
+                return out, f"bug in everstep: {error}, said by worker:{e.worker} #{e.incarnation}"
+            if steps.generation > books.confirmed:
+                out += self._confirm(steps.generation)
+        if books.step > before:
+            group = books.group
+            if group is not None and group.generation == books.confirmed and books.step > books.furthest:
+                books.blamed = 0
+        return out, ""
+
+    def _commit(self, c: Committed, out: list[InstructionType]) -> str:
+        books = self.books
+        what = f"steps {c.first}..{c.last} of generation {c.generation}"
+        if not 0 <= c.dataset < len(self.shards.datasets):
+            return f"{what}: dataset {c.dataset} is not registered"
+        plan = self.shards.datasets[c.dataset].plan
+        if not (0 <= c.first <= c.last and 0 <= c.lo < c.hi <= plan.samples):
+            return f"{what}: positions [{c.lo}, {c.hi}) of {plan.samples}"
+        if c.generation > books.generations:
+            return f"{what}: there are only {books.generations} generations"
+        after = _turned(c.epoch, c.hi, plan.samples)
+        ends = {c.first: (c.dataset, c.epoch, c.lo), c.last + 1: (c.dataset, *after)}
+        for step, place in ends.items():
+            known = books.boundaries.get(step)
+            if known is not None and known[1:] != place[1:] and known[0] == place[0]:
+                return f"{what}: step {step} is at {_place(place)} there, but was at {_place(known)}"
+        if c.last < books.step:
+            return ""  # known
+        if c.first > books.step:
+            return f"{what}: step {books.step} is missing before them"
+        at = books.cursors.get(c.dataset, (0, 0))
+        if c.first == books.step:
+            if at != (c.epoch, c.lo):
+                return f"{what} begin at {_place(ends[c.first])}, but step {books.step} is at e{at[0]} {at[1]}"
+        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and books.stints[-1].dataset == c.dataset):
+            return f"{what} are e{c.epoch} [{c.lo}, {c.hi}), but step {books.step} is at e{at[0]} {at[1]}"
+        self._advance(c, at[1], after, out)
+        return ""
+
+    def _advance(self, c: Committed, lo: int, after: tuple[int, int], out: list[InstructionType]) -> None:
+        books = self.books
+        if books.stints and books.stints[-1].dataset == c.dataset:
+            books.stints[-1].end = after
+        else:
+            books.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
+        books.step = c.last + 1
+        books.cursors[c.dataset] = after
+        books.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
+        books.boundaries[books.step] = (c.dataset, *after)
+        while len(books.boundaries) > STEPS_REMEMBERED:
+            del books.boundaries[next(iter(books.boundaries))]
+        skipped = 0
+        for a, b in c.skipped:
+            a, b = max(a, lo), min(b, c.hi)
+            if a < b:
+                skipped += b - a
+                books.skips.append(Skip(c.dataset, c.epoch, a, b))
+        if skipped:
+            name = self.shards.datasets[c.dataset].plan.name
+            words = f"'{name}' epoch {c.epoch}: steps in [{c.lo}, {c.hi}) gave gradients that are not finite"
+            policy = self.job.spec.nonfinite
+            out.append(Note("", Decision("samples skipped", words, {"samples": skipped, "policy": policy})))
+        if self.shards.reach(c.dataset, c.epoch, c.hi, c.hi - lo - skipped):
+            dataset = self.shards.datasets[c.dataset]
+            done = dataset.epochs[c.epoch].samples_done
+            words = f"'{dataset.plan.name}' epoch {c.epoch}: all {dataset.plan.samples} samples, up to step {c.last}"
+            out.append(Note("", Decision("epoch finished", words, {"samples": done, "steps": books.step})))
+
+    def _confirm(self, generation: int) -> list[InstructionType]:
+        """The members have changed over to ``generation``: who was left out of it trains no more."""
+        books = self.books
+        books.confirmed = generation
+        out: list[InstructionType] = []
+        for x in [x for x in books.leavers if x.generation <= generation]:
+            books.leavers.remove(x)
+            seat = self.living(x.slot, x.incarnation)
+            if seat is not None and seat.stopping:
+                why = Decision("stop", f"group {generation} goes on without it")
+                m = seat.member
+                out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
+        if books.group is not None:
+            for member in books.group.members:
+                if (seat := self.living(member.slot, member.incarnation)) is not None:
+                    seat.streak = 0
+        return out
+
+    # ------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        books = self.books
+        group = books.group
+        if group is not None:
+            assert group.generation == books.generations, f"{books!r} published g{group.generation}"
+            assert len({m.slot for m in group.members}) == group.size, f"a slot twice in {group}"
+            assert books.origin <= group.generation
+            assert not {(m.slot, m.incarnation) for m in group.members} & set(group.lost), f"{group} has a lost member"
+        for number, (epoch, position) in books.cursors.items():
+            plan = self.shards.datasets[number].plan
+            assert 0 <= position < plan.samples, f"cursor of dataset {number} at {position} of {plan.samples}"
+            begun = self.shards.datasets[number].epochs
+            assert len(begun) >= epoch and all(e.finished for e in begun[:epoch]), f"epochs below {epoch} not finished"
+        for slot, ask in books.asked.items():
+            assert self.living(slot, ask.incarnation) is not None, f"worker:{slot} #{ask.incarnation} asked and is gone"
+
+
+def _turned(epoch: int, position: int, samples: int) -> tuple[int, int]:
+    """The end of an epoch is the begin of the next."""
+    return (epoch + 1, 0) if position == samples else (epoch, position)
+
+
+def _place(place: tuple[int, int, int]) -> str:
+    return f"dataset {place[0]} e{place[1]} {place[2]}"
+
+
+def _names(members: list[GroupMember]) -> str:
+    names = [f"worker:{m.slot}" for m in members]
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"

@@ -1,0 +1,33 @@
+"""Who is in the next group, and when a first one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.model.group import GroupMember
+
+FORM_GRACE_S = 5.0  # so long the first workers, once they are enough, wait for the rest
+BLAME_APART_S = 2.0  # losses closer together count as one
+
+
+def ready_to_form(asked: int, expected: int, least: int, at: float, due_at: float) -> tuple[bool, float]:
+    """Whether ``asked`` workers begin now, and else the time (seconds) at which they do; 0: they wait for more.
+
+    ``expected``: running workers that may still come, those that asked included; ``due_at``: what this said last."""
+    if asked >= max(1, expected):
+        return asked >= least, 0.0
+    if asked < max(1, least):
+        return False, 0.0
+    due_at = due_at or at + FORM_GRACE_S
+    return at >= due_at, due_at
+
+
+def hold_words(members: int, least: int) -> str:
+    """Why no step may begin; "" if one may."""
+    return f"{members} of at least {least} workers" if members < least else ""
+
+
+def admitted(staying: Sequence[GroupMember], synced: Sequence[GroupMember], most: int) -> list[GroupMember]:
+    """Those who stay, in their order, then who may enter. ``most``: members that a group can have, 0: any number."""
+    room = len(synced) if most <= 0 else max(0, most - len(staying))
+    return [*staying, *synced[:room]]
