@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from everstep.brain.events import Ok, Refused
 from everstep.master import store as module
 from everstep.master.store import MAX_KEY_BYTES, MAX_VALUE_BYTES, GroupStore
@@ -71,7 +73,9 @@ def test_old_generations_are_over() -> None:
     asyncio.run(story())
 
 
-def test_bounds() -> None:
+def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 4 * MAX_VALUE_BYTES)
+
     async def story() -> None:
         store = GroupStore()
         assert isinstance(store.set(1, "a", {"x": bytes(MAX_VALUE_BYTES + 1)}), Refused)
