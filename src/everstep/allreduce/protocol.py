@@ -1,1 +1,246 @@
-"""What one worker knows of its group; pure."""
+"""What one worker knows of its group, and what it does about it; pure: no threads, no clock, no sockets.
+
+The shell (``session``) tells the machine what happened, and does the ``Action`` values that come back. The rules:
+
+- The newest group that the master published is the one to be in; a member connects to it in the background.
+- A group of which a member is lost, or of which a collective failed, is *broken*: its member cuts it, so that it is
+  broken for everybody, and enters the newest group as soon as that is connected.
+- A group that is not broken is left at a vote only, when everybody says that the same newer generation is connected;
+  or where no votes are (on hold, alone) at once.
+- Whoever entered a vote and did not get its result asks the others of the next group: has anybody committed that
+  step, it is committed; has nobody, it is done again. A dead one may have committed it: nobody hears of that, since a
+  step is told to the journal only when everybody is known to have it (``settled``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Group
+
+BALLOT = 8
+"""int64 of one vote, reduced with MAX: step, digest and newest connected generation, each with its negative (equal
+everywhere iff the largest is minus the largest negative), whether gradients are not finite, and the last step that the
+master confirmed to anybody."""
+
+_DIGEST_MASK = (1 << 62) - 1
+"""A digest's negative must be an int64 too."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to ``group`` in the background, then say ``connected`` or ``failed``."""
+
+    group: Group
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Abort this generation's group: nobody is to wait in it any more. Harmless when repeated or unknown."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Copy the state of a member of ``group``, and follow it."""
+
+    group: Group
+
+
+Action = Connect | Cut | Follow
+
+
+class Counted(Enum):
+    """What a vote said."""
+
+    AGREED = "agreed"
+    DIFFERENT_STEPS = "different steps"
+    DIFFERENT_GRADIENTS = "different gradients"
+
+
+@dataclass(frozen=True)
+class Tally:
+    counted: Counted
+    nonfinite: bool
+    confirmed: int  # last step that the master has in its journal, as far as any member knows; -1: none
+
+
+class GroupMachine:
+    """See the top of this file. One per process."""
+
+    def __init__(self, slot: Slot, incarnation: Incarnation) -> None:
+        self.slot, self.incarnation = slot, incarnation
+        self.newest: Group | None = None  # by the master's word
+        self.present: Group | None = None  # that this process is in
+        self.whole = False  # the present group is connected, and not known to be broken
+        self.pending: int | None = None  # step whose vote was entered, result unknown
+        self._ready: dict[int, Group] = {}  # connected, not entered
+        self._building: tuple[int, int] | None = None  # (generation, attempt)
+        self._attempt = 0  # of the present group
+        self._said = 0  # in the vote in flight
+        self._change = 0  # everybody goes over to this generation now
+
+    def __repr__(self) -> str:
+        present = "no group" if self.present is None else f"generation {self.present.generation}"
+        return (
+            f"<GroupMachine {present}{'' if self.whole else ' (broken)'} ready {sorted(self._ready)} {self._building}>"
+        )
+
+    # ------------------------------------------------------------ what the master says
+
+    def told(self, group: Group) -> list[Action]:
+        """The master published ``group``. Old news and repeats change nothing."""
+        if self.newest is not None and group.generation <= self.newest.generation:
+            # who is joining may change without a new generation
+            if group.generation < self.newest.generation or not self._joining(group):
+                return []
+            self.newest = group
+            return [Follow(group)]
+        self.newest = group
+        actions: list[Action] = []
+        if self._building is not None:
+            actions.append(Cut(self._building[0]))
+            self._building = None
+        # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
+        # whoever entered it already and waits there for us.
+        for generation in [g for g in self._ready if g not in (self._said, self._change)]:
+            del self._ready[generation]
+            actions.append(Cut(generation))
+        if self.present is not None and self.whole and self.present.broken_by(group):
+            actions += self.broke()
+        if self.member_of(group):
+            actions += self._connect(group, 0)
+        elif self._joining(group):
+            actions.append(Follow(group))
+        return actions
+
+    def _joining(self, group: Group) -> bool:
+        return any((m.slot, m.incarnation) == (self.slot, self.incarnation) for m in group.joining)
+
+    def member_of(self, group: Group | None) -> bool:
+        return group is not None and group.rank(self.slot, self.incarnation) >= 0
+
+    @property
+    def excluded(self) -> bool:
+        """The newest group is without us, and we are not joining it."""
+        return self.newest is not None and not self.member_of(self.newest) and not self._joining(self.newest)
+
+    # ------------------------------------------------------------ connecting
+
+    def connected(self, generation: int, attempt: int) -> list[Action]:
+        """A group is connected with everybody in it."""
+        if self._building != (generation, attempt) or self.newest is None:
+            return [Cut(generation)] if self._building is None or self._building[0] != generation else []
+        self._building = None
+        self._attempt = attempt
+        self._ready[generation] = self.newest
+        return []
+
+    def failed(self, generation: int, attempt: int) -> list[Action]:
+        """It could not be connected: once more, unless there is a newer one."""
+        if self._building != (generation, attempt) or self.newest is None:
+            return []
+        return self._connect(self.newest, attempt + 1)
+
+    def reconnect(self) -> list[Action]:
+        """The present group is broken and there is no newer one: nobody is lost, so the same is connected again."""
+        group = self.present
+        if group is None or self.newest is None or self.newest.generation != group.generation:
+            return []
+        if self.whole or self._building is not None or self._ready:
+            return []
+        return self._connect(group, self._attempt + 1)
+
+    def _connect(self, group: Group, attempt: int) -> list[Action]:
+        self._building = (group.generation, attempt)
+        return [Connect(group, attempt)]
+
+    # ------------------------------------------------------------ being in a group
+
+    @property
+    def entry(self) -> Group | None:
+        """The group to enter now, between two steps; None: stay, or wait."""
+        if self._change in self._ready:
+            return self._ready[self._change]
+        newest = self.newest
+        if newest is None or newest.generation not in self._ready:
+            return None
+        present = self.present
+        free = present is None or not self.whole or bool(present.hold) or present.size == 1
+        return newest if free else None
+
+    @property
+    def let_go(self) -> bool:
+        """Everybody else went over to a group that is without us."""
+        return self.excluded and self.newest is not None and self._change == self.newest.generation
+
+    @property
+    def outside(self) -> bool:
+        """In no group that works, and not wanted in the newest."""
+        present = self.present
+        return self.excluded and (present is None or not self.whole or bool(present.hold) or present.size == 1)
+
+    def enter(self, group: Group) -> None:
+        """This process is in ``group`` now; the one that is left is cut once the new one has met."""
+        del self._ready[group.generation]
+        self.present, self.whole, self._change, self._said = group, True, 0, 0
+
+    def broke(self) -> list[Action]:
+        """A collective of the present group failed, or a member of it is lost."""
+        if self.present is None or not self.whole:
+            return []
+        self.whole = False
+        self._change = 0
+        return [Cut(self.present.generation)]
+
+    # ------------------------------------------------------------ votes
+
+    def ballot(self, step: int, digest: int, nonfinite: bool, confirmed: int) -> list[int]:
+        """Enter the vote on ``step``: what to reduce with MAX. From now on only its result, or the next group, tells
+        whether the step is committed."""
+        assert self.present is not None and self.whole and self.pending is None
+        digest &= _DIGEST_MASK
+        self.pending = step
+        newer = [g for g in self._ready if g > self.present.generation]
+        self._said = max(newer, default=0)
+        if self.excluded and self.newest is not None:
+            self._said = self.newest.generation  # nothing to connect: we are let go
+        return [step, -step, digest, -digest, int(nonfinite), self._said, -self._said, confirmed]
+
+    def count(self, votes: list[int]) -> tuple[Tally, list[Action]]:
+        """The vote's result came: the step is committed (or all know why not), and perhaps everybody goes over."""
+        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, confirmed = votes
+        self.pending = None
+        actions: list[Action] = []
+        if said and said == -minus_said == self._said:
+            self._change = said
+        # what was said and not taken, and is not the newest any more, is over
+        self._said = 0
+        newest = self.newest.generation if self.newest is not None else 0
+        for generation in [g for g in self._ready if g not in (self._change, newest)]:
+            del self._ready[generation]
+            actions.append(Cut(generation))
+        counted = Counted.AGREED
+        if step != -minus_step:
+            counted = Counted.DIFFERENT_STEPS
+        elif digest != -minus_digest:
+            counted = Counted.DIFFERENT_GRADIENTS
+        return Tally(counted, bool(nonfinite), confirmed), actions
+
+    # ------------------------------------------------------------ after a vote that broke
+
+    def word(self, mark_step: int, dataset: int, until_epoch: int) -> list[int]:
+        """What to gather first in a group that was entered: our state's step (-1: no state), the step of which we have
+        the reduced gradients without knowing whether it is committed (-1: none), and the loop that our script is in."""
+        return [mark_step, -1 if self.pending is None else self.pending, dataset, until_epoch]
+
+    def resolve(self, words: list[list[int]]) -> bool:
+        """Everybody's words: whether the pending step is committed. Clears it."""
+        if self.pending is None:
+            return False
+        step, self.pending = self.pending, None
+        return any(word[0] > step for word in words)

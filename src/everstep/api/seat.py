@@ -10,6 +10,7 @@ from everstep.brain.events import Answer
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.model.group import Group
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease
 from everstep.net.messages import Beat, RequestType
@@ -32,6 +33,16 @@ class Listener(Protocol):
     def held(self) -> tuple[Lease, ...]: ...
 
     def beat(self) -> Beat: ...
+
+
+class GroupListener(Listener, Protocol):
+    """In mode allreduce."""
+
+    def grouped(self, group: Group) -> None: ...
+
+    def welcomed(self) -> None:
+        """Said hello to a master, perhaps another one than before."""
+        ...
 
 
 class Seat(Protocol):

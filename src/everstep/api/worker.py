@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-from everstep.api.seat import Listener
+from everstep.api.seat import GroupListener, Listener
 from everstep.brain.events import Answer, Fenced, Welcome
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
@@ -33,6 +33,7 @@ _ARENA_BYTES = 1 << 30  # of addresses; memory is taken as it is touched
 _MASTER_AWAY_S = 300.0  # leases and pushes go on so long without a master
 _PLACED_S = 120.0  # until every ps has said hello
 _STATUS_S = 5.0
+_GROUP_BEAT_S = 0.5  # a member of a group that stopped holds up all others: found by its silence
 
 
 class WorkerSeat:
@@ -89,6 +90,7 @@ class WorkerSeat:
             on_welcome=self._welcomed,
             on_fenced=lambda fenced: self._fail(FencedError(fenced.reason)),
             beat=listener.beat,
+            beat_s=_GROUP_BEAT_S if self.spec.mode == "allreduce" else 1.0,
         )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._leave_on_term)
@@ -174,6 +176,8 @@ class WorkerSeat:
             self.later(0.2, self._hello_again)  # a ps may have come between hello and now: the order would be lost
         for lease in answer.revoked:
             self._listener.revoked(lease)
+        if self._group is not None:
+            self._group.welcomed()
 
     def _hello_again(self) -> None:
         if not self._placed.is_set() and self.control is not None:
@@ -185,6 +189,9 @@ class WorkerSeat:
             return
         if isinstance(order, messages.NewPlacement):
             self._set_placement(order.placement)
+        elif isinstance(order, messages.NewGroup):
+            if self._group is not None:
+                self._group.grouped(order.group)
         elif isinstance(order, messages.Revoke):
             listener.revoked(order.lease)
         elif isinstance(order, messages.Finish):
@@ -204,6 +211,10 @@ class WorkerSeat:
         self._failure = self._failure or error
         if self._listener is not None:
             self._listener.fail(error)
+
+    @property
+    def _group(self) -> GroupListener | None:
+        return cast(GroupListener, self._listener) if self.spec.mode == "allreduce" else None
 
     # ------------------------------------------------------------ the ps
 

@@ -1,0 +1,249 @@
+"""Connected groups: gloo between the members of one generation, and nothing for one that is alone.
+
+Gloo's own ``abort`` does nothing on the CPU: whoever waits for a stopped peer, or for one behind a cut network, waits
+until gloo's time-out. What gets everybody out at once is the end of the sockets, so ``abort`` finds the sockets of
+this group (by the address that its device listens on) and shuts them down; gloo then reports each peer as gone. It
+also reaches the peers: a group that is given up by one member is broken for all, without a word from the master.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
+
+from everstep.allreduce.store import GroupStore
+from everstep.errors import EverstepError, InternalError, PlatformError
+
+CONNECT_S = 20.0
+"""Until all members of a new group are connected; then they try again."""
+
+COLLECTIVE_S = 24 * 3600.0
+"""Gloo's own time-out: members that wait are freed by ``abort``, long before it."""
+
+_THREADS = 2
+_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+
+class CollectiveError(EverstepError):
+    """A collective failed, or was aborted: the group of this generation is broken."""
+
+    exit_code = 4
+
+
+class _Finished:
+    """A collective that was over before it began."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+class Alone:
+    """The group of one member: nothing to exchange, nothing to break."""
+
+    rank, size = 0, 1
+    waiting_since = 0.0
+
+    def __repr__(self) -> str:
+        return "<Alone>"
+
+    def allreduce(self, tensor: Any, op: str = "sum") -> _Finished:
+        return _Finished()
+
+    def send(self, tensor: Any, peer: int) -> _Finished:
+        raise InternalError(f"a group of one cannot send to rank {peer}")
+
+    def recv(self, tensor: Any, peer: int) -> _Finished:
+        raise InternalError(f"a group of one cannot receive from rank {peer}")
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        return [list(values)]
+
+    def abort(self, why: str = "") -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class GlooWork:
+    """A collective in flight. Keeps its tensors until it is over."""
+
+    __slots__ = ("_collective", "_tensors", "_work")
+
+    def __init__(self, collective: GlooCollective, work: Any, tensors: Any) -> None:
+        self._collective, self._work, self._tensors = collective, work, tensors
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Raises CollectiveError where it failed, was aborted, or took longer than ``timeout_s`` seconds."""
+        collective = self._collective
+        collective.waiting_since = time.monotonic()
+        try:
+            if timeout_s is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise collective.error(error) from None
+        finally:
+            collective.waiting_since = 0.0
+
+
+class GlooCollective:
+    """One generation's group over TCP. Made unconnected; ``connect`` blocks, ``abort`` works at any time.
+
+    ``host``: the address of this node to listen on and to be reached by: 127.0.0.1 where all members are on one
+    machine. ``waiting_since``: since when a thread waits in a collective (monotonic seconds), 0.0: none does."""
+
+    def __init__(self, rank: int, size: int, host: str, name: str) -> None:
+        self.rank, self.size, self.host, self.name = rank, size, host, name
+        self.waiting_since = 0.0
+        self.broken = ""  # why it is; "": it is not, as far as known
+        self._ip = resolve(host)
+        self._store: GroupStore | None = None
+        self._group: Any = None
+        self._lock = threading.Lock()
+        self._sent = [0] * size
+        self._received = [0] * size
+
+    def __repr__(self) -> str:
+        state = f" broken: {self.broken}" if self.broken else ""
+        return f"<GlooCollective {self.name} rank {self.rank} of {self.size}{state}>"
+
+    def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
+        """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
+        self._store = store
+        self.waiting_since = time.monotonic()
+        try:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._ip)]
+            options._threads = _THREADS
+            options._timeout = timedelta(seconds=timeout_s)
+            store.locate = lambda blob: port_in(blob, self._ip)
+            group = ProcessGroupGloo(store, self.rank, self.size, options)
+            group.set_timeout(timedelta(seconds=COLLECTIVE_S))
+        except EverstepError:
+            raise
+        except Exception as error:  # torch passes on whatever the store raised
+            self.abort(f"could not be connected: {_first_line(error)}")
+            raise self.error(error) from None
+        finally:
+            self.waiting_since = 0.0
+        self._group = group
+        if self.broken:  # aborted in the last moment
+            self.abort()
+            raise self.error(None)
+
+    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
+        return self._launch(lambda g: g.allreduce([tensor], _OPS[op], timedelta(seconds=COLLECTIVE_S)), tensor)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
+        tag = self._sent[peer] = (self._sent[peer] + 1) % (1 << 30)
+        return self._launch(lambda g: g.send([tensor], peer, tag), tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> GlooWork:
+        tag = self._received[peer] = (self._received[peer] + 1) % (1 << 30)
+        return self._launch(lambda g: g.recv([tensor], peer, tag), tensor)
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Everybody's ``values`` (as many int64 at each member), by rank. Raises CollectiveError."""
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        out = [torch.empty_like(mine) for _ in range(self.size)]
+        self._launch(lambda g: g.allgather([out], [mine]), (out, mine)).wait()
+        return [[int(v) for v in t.tolist()] for t in out]
+
+    def abort(self, why: str = "given up") -> None:
+        """Get everybody out of every collective of this group, here and at the peers. From any thread; harmless when
+        repeated."""
+        with self._lock:
+            self.broken = self.broken or why
+            store = self._store
+        if store is not None:
+            store.cancel()
+            if store.address is not None:
+                cut_sockets((self._ip, store.address[1]), store.peer_addresses)
+
+    def close(self) -> None:
+        """Give the connections back. Nobody may use this group any more."""
+        self.abort("closed")
+        with self._lock:
+            self._group = None
+
+    def error(self, error: Exception | None) -> CollectiveError:
+        """What to raise for gloo's ``error``."""
+        with self._lock:
+            self.broken = self.broken or ("it failed" if error is None else _first_line(error))
+            return CollectiveError(f"the group of generation {self.name} is broken: {self.broken}")
+
+    def _launch(self, start: Any, tensors: Any) -> GlooWork:
+        group = self._group
+        if self.broken or group is None:
+            raise self.error(None)
+        try:
+            return GlooWork(self, start(group), tensors)
+        except RuntimeError as error:
+            raise self.error(error) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Of gloo's error, without the source file that it begins with, and the advice that it ends with."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return (line.partition("] ")[2] or line).partition(". This is typically")[0][:200]
+
+
+# ---------------------------------------------------------------- addresses and sockets
+
+
+def resolve(host: str) -> str:
+    """The numeric address of ``host``. Raises PlatformError."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise PlatformError(f"this node's address {host!r} cannot be resolved ({error}): see --bind") from None
+
+
+def port_in(blob: bytes, ip: str) -> int:
+    """The port in a gloo address, which holds the socket address (sockaddr_in or sockaddr_in6) with ``ip``.
+
+    Raises InternalError where it is not found: then a group could not be aborted, and must not be used."""
+    packed = ipaddress.ip_address(ip).packed
+    family, behind = (socket.AF_INET, 2) if len(packed) == 4 else (socket.AF_INET6, 6)
+    at = blob.find(packed)
+    while at >= 0:
+        start = at - behind - 2
+        if start >= 0 and struct.unpack_from("<H", blob, start)[0] == family:
+            return int(struct.unpack_from(">H", blob, at - behind)[0])
+        at = blob.find(packed, at + 1)
+    raise InternalError(
+        f"no socket address with {ip} in gloo's address of {len(blob)} bytes: another version of torch?"
+    )
+
+
+def cut_sockets(mine: tuple[str, int], peers: Sequence[tuple[str, int]]) -> int:
+    """Shut down this process's TCP connections that were accepted at ``mine`` or go to one of ``peers``; how many."""
+    others = set(peers)
+    cut = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if not str(path.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+                    continue
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue  # gloo's listener: its thread does not expect an end
+                if sock.getsockname()[:2] == mine or sock.getpeername()[:2] in others:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+    return cut

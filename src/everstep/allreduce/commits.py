@@ -1,0 +1,108 @@
+"""A member's committed steps on their way to the journal, and into its own log.
+
+A step goes through four states: done here; *settled*: everybody is known to have it, so nobody does it again; told to
+the master; confirmed by it. Only settled steps are told. The lowest rank tells them; the others keep them until they
+hear, with a vote, that the master has them, and tell them themselves when that takes too long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from everstep.model.group import Committed
+
+TELL_MAX = 400
+"""Ranges in one message."""
+
+
+class Commits:
+    """Thread-safe: the script's thread adds, another one tells."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done: deque[Committed] = deque()
+        self._settled: deque[Committed] = deque()  # not yet in the log
+        self._untold: deque[Committed] = deque()  # in the log, not confirmed; merged
+        self.confirmed = -1  # last step that the master has, as far as known
+
+    def __repr__(self) -> str:
+        return f"<Commits {len(self._done)} done {len(self._settled)} settled {len(self._untold)} to confirm>"
+
+    def begin(self, step: int) -> None:
+        """The group begins at ``step``: nothing before it is ours to tell, or counts any more."""
+        with self._lock:
+            self._done.clear()
+            self._settled.clear()
+            self._untold.clear()
+            self.confirmed = step - 1
+
+    def done(self, committed: Committed) -> None:
+        with self._lock:
+            self._done.append(committed)
+
+    def settle(self, before: int) -> bool:
+        """Everybody has every step below ``before``. Whether there are new ones."""
+        with self._lock:
+            new = False
+            while self._done and self._done[0].last < before:
+                self._settled.append(self._done.popleft())
+                new = True
+            return new
+
+    def to_log(self) -> list[Committed]:
+        """Newly settled steps, consecutive ones as one range. From now on they are to be told."""
+        with self._lock:
+            ranges: list[Committed] = []
+            while self._settled:
+                merge(ranges, self._settled.popleft())
+            for committed in ranges:
+                self._untold.append(committed)
+            return ranges
+
+    def to_tell(self) -> tuple[Committed, ...]:
+        """What the master has not confirmed, oldest first; nothing where it would leave a gap behind what the master
+        has: then somebody who has been in the group for longer tells."""
+        with self._lock:
+            while self._untold and self._untold[0].last <= self.confirmed:
+                self._untold.popleft()
+            if not self._untold or self._untold[0].first > self.confirmed + 1:
+                return ()
+            ranges: list[Committed] = []
+            for committed in self._untold:
+                merge(ranges, committed)
+                if len(ranges) == TELL_MAX:
+                    break
+            return tuple(ranges)
+
+    def confirm(self, last: int) -> None:
+        """The master has every step up to ``last``."""
+        with self._lock:
+            self.confirmed = max(self.confirmed, last)
+
+    @property
+    def waiting(self) -> int:
+        """Ranges that are settled and not confirmed."""
+        with self._lock:
+            return len(self._settled) + sum(c.last > self.confirmed for c in self._untold)
+
+
+def merge(ranges: list[Committed], more: Committed) -> None:
+    """Append ``more``, as part of the last range where it continues that."""
+    if ranges:
+        last = ranges[-1]
+        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi)
+        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo):
+            ranges[-1] = Committed(
+                last.generation,
+                last.first,
+                more.last,
+                last.dataset,
+                last.epoch,
+                last.lo,
+                more.hi,
+                last.skipped + more.skipped,
+                more.digest,
+            )
+            return
+    ranges.append(more)

@@ -1,0 +1,752 @@
+"""One worker's place in its group: connects, votes, gets through losses, goes over to newer groups.
+
+Threads: the script's thread calls enter, begin, vote, broken, done, close. The control connection's thread brings
+groups (``grouped``). A thread for each connection attempt. And one that tells the master about committed steps and
+stalls, and closes what is left behind. What they share is the machine (``protocol``), under one lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+import torch
+
+from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
+from everstep.allreduce.commits import Commits
+from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
+from everstep.allreduce.step import LeaveJob, Outcome, Step
+from everstep.allreduce.store import GroupStore
+from everstep.brain.events import Answer, EndOfData, Grouped, Refused
+from everstep.config.spec import JobSpec
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    InternalError,
+    NonFiniteGradientError,
+    PlatformError,
+    ScriptError,
+)
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Committed, Group, Mark
+from everstep.model.member import Address
+from everstep.model.shard import Plan
+from everstep.net import messages
+from everstep.net.log import logger
+from everstep.net.messages import RequestType
+from everstep.policies.split import cut_step
+from everstep.storage.chain import ChainWriter
+
+NEWS_S = 300.0
+"""A broken group waits so long for the master's word how to go on; so long a master may be away."""
+
+STALL_S = 1.0
+"""Who waits for longer in a collective says so: the master looks whether somebody is silent."""
+
+AGAIN_S = 2.0
+"""A group that broke without anybody lost (a connection failed) is connected again after so long."""
+
+_ASK_S = 2.0  # between two questions to be let in
+_LEAVE_S = 15.0  # to be let go by the others; then we go anyway, and they take it for a loss
+_TELL_S = 0.05  # between two reports of committed steps, 20 a second
+_TELL_ANYWAY_S = 2.0  # so long the lowest rank may take to have them confirmed; then everybody tells
+_CLOSE_S = 5.0  # for the last reports, when the script is over
+_TICK_S = 0.25
+_WAIT_S = 0.1
+
+
+class Station(Protocol):
+    """What the session needs of ``api.seat.Seat``."""
+
+    spec: JobSpec
+    slot: Slot
+    incarnation: Incarnation
+    run_dir: Path
+    embedded: bool
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
+
+    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None: ...
+
+
+class State(Protocol):
+    """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step."""
+
+    mark: Mark
+
+
+class Keeper(Protocol):
+    """Of ``allreduce.keeper.ReplicaKeeper``: copies of the state, for peers, joiners and checkpoints."""
+
+    address: Address | None
+    has_state: bool
+    on_synced: Callable[[], None] | None
+
+    def follow(self, group: Group) -> None: ...
+
+    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark: ...
+
+    def boundary(self) -> None: ...
+
+
+Connected = GlooCollective | Alone
+
+
+class Session:
+    """See the top of this file, and ``allreduce.step.GroupSession``."""
+
+    def __init__(self, seat: Station, state: State, keeper: Keeper) -> None:
+        self.seat, self.state, self.keeper = seat, state, keeper
+        self.machine = GroupMachine(seat.slot, seat.incarnation)
+        self.commits = Commits()
+        self.failure: EverstepError | None = None
+        self.redone = 0  # steps that were begun and did not commit here
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._present: Connected | None = None
+        self._ready: dict[int, Connected] = {}
+        self._building: tuple[GlooCollective, GroupStore] | None = None
+        self._retired: list[Connected] = []  # left; cut when the present group has met
+        self._resolved = self._met = False  # of the present group
+        self._origin: int | None = None  # of our state
+        self._broke_at = 0.0
+        self._waiting_since = 0.0  # for a newer group, while the present one is broken
+        self._asked_at = 0.0
+        self._voted: Committed | None = None  # in the script's hands
+        self._formed = False  # nobody of the present group had a state
+        self._others_left = False  # somebody of the present group is in another loop: at the end of ours, in the next
+        self._over = False  # the master says: nothing left of what was asked for
+        self._leaving: int | None = None  # exit status of the script
+        self._leaving_since = 0.0
+        self._leave_said = False
+        self._synced = 0  # generation that we follow, and are up with; 0: none
+        self._entered = False
+        self._looping = False
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ballot: torch.Tensor | None = None
+        self._telling = 0.0  # since when an answer to CommitSteps is awaited; 0.0: none is
+        self._untold_since = 0.0
+        self._stalled_at = 0.0
+        self._log: ChainWriter | None = None
+        self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
+        self.plan: Plan | None = None
+        keeper.on_synced = self._on_synced
+
+    def __repr__(self) -> str:
+        return f"<Session worker:{self.seat.slot} {self.machine} at {self.state.mark} {self.commits}>"
+
+    @property
+    def mark(self) -> Mark:
+        return self.state.mark
+
+    @property
+    def group(self) -> Group | None:
+        """That this process is in."""
+        return self.machine.present
+
+    # ------------------------------------------------------------ the loop, on the script's thread
+
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+        """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
+        the loop is over already (``begin`` returns None then). Raises LeaveJob."""
+        with self._changed:
+            self.dataset, self.until_epoch = dataset, until_epoch
+            self.plan, self.batch_samples = plan, batch_samples
+            self._over = False
+            self._looping = True
+        if not self._entered:
+            self._entered = True
+            if not self.seat.embedded:
+                path = Path(self.seat.run_dir) / "audit" / f"worker-{self.seat.slot}.{self.seat.incarnation}.log"
+                header: dict[str, str | int] = {
+                    "kind": "steps",
+                    "slot": int(self.seat.slot),
+                    "incarnation": int(self.seat.incarnation),
+                }
+                self._log = ChainWriter(path, header)
+            self._thread = threading.Thread(target=self._attend, name="everstep-group", daemon=True)
+            self._thread.start()
+        self._turn_to(dataset)
+        self._ask()
+        self._say_synced()
+        self._join()
+
+    def begin(self) -> Step | None:
+        """The next step; None: the loop is over. Raises LeaveJob. Blocks while the group is on hold, or is rebuilt."""
+        while True:
+            joined = self._join()
+            if joined is None:
+                self._looping = False
+                return None
+            group, collective, rank = joined
+            mark = self.state.mark
+            assert self.plan is not None
+            cut = cut_step(
+                mark, self.plan, self.until_epoch, self.batch_samples, self.seat.spec, group.size, group.shares
+            )
+            if cut is None:
+                if self._others_left or self._farewell(collective):
+                    self._looping = False
+                    return None
+                continue
+            self._others_left = False
+            return Step(
+                mark.step,
+                group.generation,
+                self.dataset,
+                cut.epoch,
+                cut.lo,
+                cut.hi,
+                cut.micros[rank],
+                rank,
+                group.size,
+                collective,
+                cut.lr_factor,
+            )
+
+    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+        """Every member has reduced gradients with this ``digest``. Blocks through losses.
+
+        Raises InternalError where members' gradients differ, NonFiniteGradientError by the policy "raise"."""
+        votes = self._cast(step.collective, step.number, digest, nonfinite)
+        committed = self._resolve_vote() if votes is None else True
+        if not committed:
+            self.redone += 1
+            return Outcome.REDO
+        self._voted = Committed(
+            step.generation, step.number, step.number, step.dataset, step.epoch, step.lo, step.hi, (), digest
+        )
+        if not (nonfinite if votes is None else votes):
+            return Outcome.COMMITTED
+        if self.seat.spec.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"the gradient of step {step.number} (epoch {step.epoch}, samples {step.lo} to {step.hi}) has NaN or "
+                "Inf; nothing of it was applied. Lower the learning rate, or run with --nonfinite skip"
+            )
+        self._voted = msgspec.structs.replace(self._voted, skipped=((step.lo, step.hi),))
+        return Outcome.SKIPPED
+
+    def broken(self, step: Step) -> None:
+        """A collective of this step failed: it will be done again."""
+        self.redone += 1
+        with self._changed:
+            if step.collective is self._present:
+                self._do(self._broke())
+
+    def done(self, step: Step) -> None:
+        """A committed (or skipped) step is over, the script's iteration too: the state is that of the next mark."""
+        voted, self._voted = self._voted, None
+        if voted is None or voted.first != step.number:
+            raise InternalError(f"done({step.number}) without its vote")
+        self.commits.done(voted)
+        self.state.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
+        if step.size == 1:
+            self.commits.settle(step.number + 1)
+        self.keeper.boundary()
+
+    def close(self, error: str = "") -> None:
+        """The script is over: tell what is untold, leave the group. Harmless when repeated."""
+        if self._closed.is_set():
+            return
+        end = time.monotonic() + _CLOSE_S
+        failed = bool(error) or self.failure is not None
+        while not failed and self._entered and self.commits.waiting and time.monotonic() < end:
+            self._tell(everybody=True)
+            time.sleep(0.01)
+        if not failed and self._entered and not self._leave_said:
+            with contextlib.suppress(EverstepError):
+                self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
+        self._closed.set()
+        with self._changed:
+            connected = [*self._ready.values(), *self._retired]
+            if self._present is not None:
+                connected.append(self._present)
+            if self._building is not None:
+                connected.append(self._building[0])
+            self._ready.clear()
+            self._retired.clear()
+            self._present = self._building = None
+            self._changed.notify_all()
+        for collective in connected:
+            collective.abort()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        if self._log is not None:
+            with contextlib.suppress(PlatformError):
+                self._log.close()
+
+    # ------------------------------------------------------------ from other threads
+
+    def grouped(self, group: Group) -> None:
+        """The master's word: this is the group now."""
+        with self._changed:
+            if self._closed.is_set():
+                return
+            self._do(self.machine.told(group))
+            self._changed.notify_all()
+
+    def welcomed(self) -> None:
+        """Connected to a master, perhaps a new one: say again what it may not know."""
+        if not self._entered or self._closed.is_set():
+            return
+        with self._lock:
+            building = self._building
+        if building is not None:
+            building[1].say_again()
+        self._leave_said = False
+        self._ask()
+        self._say_synced()
+
+    def leave_soon(self, status: int) -> bool:
+        """Leave the group between two steps; ``begin`` raises LeaveJob(status) then. False: not in a loop. May be
+        called in a signal handler: takes no lock."""
+        if not self._looping or self._leaving is not None:
+            return False
+        self._leaving_since = time.monotonic()
+        self._leaving = status
+        return True
+
+    def fail(self, error: EverstepError) -> None:
+        """This process is not wanted any more, or the master is gone for good: get the script's thread out."""
+        with self._changed:
+            self.failure = self.failure or error
+            for collective in (self._present, *self._ready.values()):
+                if collective is not None:
+                    collective.abort(str(error))
+            if self._building is not None:
+                self._building[0].abort(str(error))
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """The job is over: who is not in the group need not wait for it."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ being in a group
+
+    def _join(self) -> tuple[Group, Connected, int] | None:
+        """In a group that is whole, not on hold, and of one mind about its state; None: the loop is over."""
+        while True:
+            if not self._get_in():
+                return None
+            with self._changed:
+                group, collective = self.machine.present, self._present
+                if group is None or collective is None or not self.machine.whole:
+                    continue
+            rank = group.rank(self.seat.slot, self.seat.incarnation)
+            if not self._met and not self._meet(group, collective, rank):
+                continue
+            if not group.hold:
+                return group, collective, rank
+            with self._changed:
+                self._check()
+                if self._leaving is not None:
+                    self._leave()
+                if self.machine.entry is None and self.machine.whole:
+                    self._changed.wait(_WAIT_S)
+
+    def _meet(self, group: Group, collective: Connected, rank: int) -> bool:
+        """Agree on the state. False: the group broke meanwhile."""
+        if self._origin is not None and self._origin != group.origin:
+            self.keeper.has_state = False  # all who had it were lost: its steps are void
+        before = self.state.mark
+        try:
+            mark = self.keeper.agree(group, rank, collective.gather)
+        except CollectiveError:
+            self._broken_collective(collective)
+            return False
+        with self._changed:
+            if self._origin != group.origin:
+                # Who joins cannot know what was told before it came; the votes will say.
+                self.commits.begin(mark.step if self._formed else 0)
+            elif mark.step == before.step:
+                mark = before  # it may be turned to this loop's dataset already
+            self._origin = group.origin
+            self._met = True
+            self._synced = 0
+            self.state.mark = mark
+            self._turn_to(self.dataset)
+        self.commits.settle(mark.step)
+        return True
+
+    def _get_in(self) -> bool:
+        """Be in a whole group, where everybody knows which steps are committed. False: the loop is over."""
+        while True:
+            with self._changed:
+                self._check()
+                machine = self.machine
+                entry = machine.entry
+                if entry is not None:
+                    self._enter_group(entry)
+                elif machine.let_go:
+                    self._leave()
+                elif machine.present is None or not machine.whole or machine.outside:
+                    if self._leaving is not None and (machine.outside or machine.present is None):
+                        self._leave()
+                    if not machine.member_of(machine.newest) and (self._over or self._passed()):
+                        return False
+                    self._await_news()
+                    continue
+                if self._leaving is not None and self._may_leave():
+                    self._leave()
+                collective = self._present
+                if self._resolved or collective is None:
+                    return True
+            if self._resolve(collective) is not None:
+                return True
+
+    def _resolve(self, collective: Connected) -> bool | None:
+        """First thing in a group: who has committed what. Whether our pending step is; None: the group broke."""
+        with self._changed:
+            group = self.machine.present
+            void = group is None or (self._origin is not None and self._origin != group.origin)
+            has_state = self.keeper.has_state and not void
+            word = self.machine.word(self.state.mark.step if has_state else -1, self.dataset, self.until_epoch)
+        try:
+            words = collective.gather(word)
+        except CollectiveError:
+            self._broken_collective(collective)
+            return None
+        with self._changed:
+            self._resolved = True
+            self._formed = all(w[0] < 0 for w in words)
+            self._others_left = any(w[0] >= 0 and w[2:] != word[2:] for w in words)
+            return self.machine.resolve(words) and not void
+
+    def _resolve_vote(self) -> bool:
+        """The vote broke: wait for the next group, and ask there whether the step is committed."""
+        while self.machine.pending is not None:
+            with self._changed:
+                self._check()
+                machine = self.machine
+                entry = machine.entry
+                if entry is not None:
+                    self._enter_group(entry)
+                elif not machine.whole:
+                    if machine.excluded:  # asked to leave, or dropped: the others decide without us
+                        machine.pending = None
+                        return False
+                    self._await_news()
+                    continue
+                collective = self._present
+                assert collective is not None
+            committed = self._resolve(collective)
+            if committed is not None:
+                return committed
+        return False  # it was not entered
+
+    def _enter_group(self, group: Group) -> None:
+        left = self._present
+        self.machine.enter(group)
+        self._present = self._ready.pop(group.generation)
+        if left is not None:
+            self._retired.append(left)
+        self._resolved = self._met = False
+        self._broke_at = self._waiting_since = 0.0
+
+    def _await_news(self) -> None:
+        """With the lock held: wait a little for the master's word, or for a connection."""
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        if self._broke_at and now - self._broke_at > AGAIN_S:
+            self._do(self.machine.reconnect())
+        if not self.machine.member_of(self.machine.newest) and now - self._asked_at > _ASK_S:
+            self._ask()
+        lost = self.machine.present is not None
+        if lost and now - self._waiting_since > NEWS_S:
+            raise DeadlineError(
+                f"the group of generation {self.machine.present and self.machine.present.generation} broke, and for "
+                f"{NEWS_S:g} s no master said how to go on: see logs/master.log, and start again with everstep resume"
+            )
+        self._changed.wait(_WAIT_S)
+
+    def _passed(self) -> bool:
+        """Not in the group, with a state (followed) that is beyond this loop: the script has to catch up with it."""
+        if not self.keeper.has_state or self.plan is None or self._synced == 0:
+            return False
+        mark = self.state.mark
+        epoch = mark.epoch + (mark.position >= self.plan.samples)
+        return mark.dataset != self.dataset or epoch >= self.until_epoch
+
+    def _turn_to(self, dataset: int) -> None:
+        """Members begin another dataset at its beginning, all at the same mark."""
+        mark = self.state.mark
+        if self.keeper.has_state and mark.dataset != dataset and self.machine.present is not None:
+            self.state.mark = Mark(mark.step, dataset, 0, 0)
+
+    def _farewell(self, collective: Connected) -> bool:
+        """The loop is over for all: one more vote, so that nobody goes before everybody has the last step."""
+        mark = self.state.mark
+        if self._cast(collective, mark.step, 0, False) is None:
+            with self._changed:
+                self.machine.pending = None
+            return False
+        self.commits.settle(mark.step)
+        return True
+
+    def _cast(self, collective: Any, step: int, digest: int, nonfinite: bool) -> bool | None:
+        """Vote. Whether anybody has gradients that are not finite; None: the vote broke, ``machine.pending`` says
+        whether we were in it."""
+        with self._changed:
+            if collective is not self._present or not self.machine.whole:
+                return None
+            values = self.machine.ballot(step, digest, nonfinite, self.commits.confirmed)
+        if isinstance(collective, GlooCollective):
+            if self._ballot is None:
+                self._ballot = torch.empty(len(values), dtype=torch.int64)
+            ballot = self._ballot
+            ballot.copy_(torch.tensor(values))
+            try:
+                collective.allreduce(ballot, "max").wait()
+            except CollectiveError:
+                self._ballot = None  # gloo may hold the old one for a moment
+                self._broken_collective(collective)
+                return None
+            values = ballot.tolist()
+        with self._changed:
+            tally, actions = self.machine.count(values)
+            self._do(actions)
+        if tally.counted is Counted.DIFFERENT_STEPS:
+            self._fatal(f"members of a group vote on different steps (here {step})")
+        if tally.counted is Counted.DIFFERENT_GRADIENTS:
+            self._fatal(
+                f"silent corruption: after step {step} the members hold different reduced gradients; nothing of the "
+                "step was applied. Look at the memory and network of the workers' machines, then everstep resume"
+            )
+        self.commits.confirm(tally.confirmed)
+        self.commits.settle(step)
+        return tally.nonfinite
+
+    def _broken_collective(self, collective: Any) -> None:
+        with self._changed:
+            if collective is self._present:
+                self._do(self._broke())
+
+    def _broke(self) -> list[Action]:
+        self._broke_at = self._broke_at or time.monotonic()
+        return self.machine.broke()
+
+    def _may_leave(self) -> bool:
+        """Nobody needs us here: alone, or the others were not to be waited for any longer."""
+        present = self.machine.present
+        late = time.monotonic() - self._leaving_since > _LEAVE_S
+        return present is None or present.size == 1 or late
+
+    def _leave(self) -> NoReturn:
+        self._looping = False
+        if not self._leave_said:
+            self._leave_said = True
+            self.seat.ask(messages.LeaveGroup("asked"), lambda answer: None)
+        status = self._leaving or 0
+        raise LeaveJob(status)
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._closed.is_set():
+            raise InternalError("the session of this worker is closed")
+
+    def _fatal(self, text: str) -> NoReturn:
+        error = InternalError(text)
+        self.fail(error)
+        raise error
+
+    # ------------------------------------------------------------ what the machine wants
+
+    def _do(self, actions: list[Action]) -> None:
+        """With the lock held."""
+        for action in actions:
+            if isinstance(action, Connect):
+                self._connect(action.group, action.attempt)
+            elif isinstance(action, Cut):
+                self._cut(action.generation)
+            elif isinstance(action, Follow):
+                self._synced = 0
+                self.keeper.follow(action.group)
+
+    def _cut(self, generation: int) -> None:
+        present = self.machine.present
+        if self._building is not None and self._building[0].name.startswith(f"{generation}."):
+            self._retired.append(self._building[0])
+            self._building[0].abort("superseded")
+            self._building = None
+        ready = self._ready.pop(generation, None)
+        if ready is not None:
+            ready.abort("superseded")
+            self._retired.append(ready)
+        if present is not None and present.generation == generation and self._present is not None:
+            self._broke_at = self._broke_at or time.monotonic()
+            self._present.abort("a member is lost")
+
+    def _connect(self, group: Group, attempt: int) -> None:
+        if group.size == 1:
+            self._ready[group.generation] = Alone()
+            self._do(self.machine.connected(group.generation, attempt))
+            return
+        rank = group.rank(self.seat.slot, self.seat.incarnation)
+        try:
+            host = resolve(self._host(group, rank))
+        except EverstepError as error:
+            self.fail(error)
+            return
+        collective = GlooCollective(rank, group.size, host, f"{group.generation}.{attempt}")
+        store = GroupStore(self.seat, group.generation, attempt, host, group.size, CONNECT_S)
+        self._building = (collective, store)
+        threading.Thread(
+            target=self._build,
+            args=(group, attempt, collective, store),
+            name=f"everstep-connect-{collective.name}",
+            daemon=True,
+        ).start()
+
+    def _host(self, group: Group, rank: int) -> str:
+        """Where peers reach us: loopback on one machine, else what this node is reached by."""
+        if len({m.node for m in group.members}) == 1:
+            return "127.0.0.1"
+        address = group.members[rank].address or self.keeper.address
+        if address is None or not address.host:
+            raise PlatformError(
+                f"worker:{self.seat.slot} has peers on other nodes and no address they could reach it by: give the job "
+                "--bind HOST:PORT, and everstep join --host HOST"
+            )
+        return address.host
+
+    def _build(self, group: Group, attempt: int, collective: GlooCollective, store: GroupStore) -> None:
+        """On its own thread."""
+        if attempt:
+            self._closed.wait(min(1.0, 0.1 * attempt))
+        try:
+            collective.connect(store)
+        except EverstepError as error:
+            logger.info("%s: %s", collective, error)
+            store.say_failed()
+            with self._changed:
+                if not isinstance(error, CollectiveError):
+                    self.fail(error)
+                elif self._building is not None and self._building[0] is collective:
+                    self._building = None
+                    self._do(self.machine.failed(group.generation, attempt))
+            return
+        with self._changed:
+            if self._building is None or self._building[0] is not collective:
+                self._retired.append(collective)
+                return
+            self._building = None
+            self._ready[group.generation] = collective
+            self._do(self.machine.connected(group.generation, attempt))
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ the master
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        mark = self.state.mark if self.keeper.has_state else None
+        self.seat.ask(
+            messages.AskGroup(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark),
+            self._answered,
+        )
+
+    def _answered(self, answer: Answer) -> None:
+        if isinstance(answer, Grouped):
+            if answer.group is not None:
+                self.grouped(answer.group)
+        elif isinstance(answer, EndOfData):
+            self.finish()
+        elif isinstance(answer, Refused):
+            self.fail(ScriptError(answer.error))
+
+    def _on_synced(self) -> None:
+        """The keeper: our copy of the state is up with the group's. On its thread."""
+        with self._changed:
+            newest = self.machine.newest
+            self._synced = newest.generation if newest is not None else 0
+            self._changed.notify_all()
+        self._say_synced()
+
+    def _say_synced(self) -> None:
+        """Not while our script is behind the group: the others would wait for it."""
+        with self._changed:
+            synced = self._synced
+            if not synced or not self._looping or self._passed() or self.machine.present is not None:
+                return
+        self.seat.ask(messages.Synced(synced), lambda answer: None)
+
+    def _attend(self) -> None:
+        """The thread beside the loop: reports, stalls, and closing what was left."""
+        while not self._closed.wait(_TELL_S if self.commits.waiting else _TICK_S):
+            try:
+                self._say_leaving()
+                self._log_settled()
+                self._tell()
+                self._say_stalled()
+                self._close_retired()
+            except EverstepError as error:
+                self.fail(error)
+            except Exception as error:
+                logger.exception("the group's thread failed")
+                self.fail(InternalError(f"the group's thread failed: {type(error).__name__}: {error}"))
+        self._close_retired(everything=True)
+
+    def _say_leaving(self) -> None:
+        if self._leaving is not None and not self._leave_said:
+            self._leave_said = True
+            self.seat.ask(messages.LeaveGroup("asked"), self._answered)
+
+    def _log_settled(self) -> None:
+        for committed in self.commits.to_log():
+            if self._log is not None:
+                self._log.append(msgspec.msgpack.encode(committed))
+
+    def _tell(self, everybody: bool = False) -> None:
+        """Tell the master what it has not confirmed: the lowest rank at once, the others when that takes too long."""
+        if everybody:
+            self._log_settled()
+        now = time.monotonic()
+        steps = self.commits.to_tell()
+        if not steps:
+            self._untold_since = 0.0
+            return
+        self._untold_since = self._untold_since or now
+        present = self.machine.present
+        first = present is not None and present.rank(self.seat.slot, self.seat.incarnation) == 0
+        if self._telling or not (first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
+            return
+        self._telling = now
+
+        def told(answer: Answer) -> None:
+            self.commits.confirm(steps[-1].last)
+            self._telling = 0.0
+
+        self.seat.ask(messages.CommitSteps(steps), told)
+
+    def _say_stalled(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            group = self.machine.present or self.machine.newest
+            waits = [self._waiting_since if self.machine.present is not None and not self.machine.whole else 0.0]
+            if self._present is not None:
+                waits.append(self._present.waiting_since)
+            if self._building is not None and not self.machine.whole:
+                waits.append(self._building[0].waiting_since)
+                group = self.machine.newest
+            since = min((w for w in waits if w), default=0.0)
+            if group is None or not since or now - since < STALL_S or now - self._stalled_at < STALL_S:
+                return
+            self._stalled_at = now
+        stalled = messages.Stalled(group.generation, self.state.mark.step, now - since)
+        self.seat.ask(stalled, self._answered)
+
+    def _close_retired(self, everything: bool = False) -> None:
+        with self._changed:
+            if not (self._met or everything):
+                return
+            retired, self._retired = self._retired, []
+        for collective in retired:
+            collective.close()

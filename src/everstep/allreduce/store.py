@@ -1,0 +1,156 @@
+"""Where the members of a new group learn each other's addresses: a torch store on the control connection.
+
+Only members with the job's secret can read or write it, and it is forgotten with the generation. Gloo asks for its
+peers' addresses one by one; they are fetched in one request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from everstep.net import messages
+from everstep.net.messages import RequestType, StoreValues
+
+_SLICE_S = 0.5
+"""So long the master keeps a question open; then we look whether the attempt is still wanted, and ask again."""
+
+_FAILED = "failed"
+
+
+class Asking(Protocol):
+    def ask(self, request: RequestType, then: Callable[[Any], None]) -> None: ...
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """The value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes."""
+
+    host: str
+    port: int
+    blob: bytes
+
+
+class GroupStore(Store):
+    """Of one attempt to connect one generation. Every wait ends: after ``timeout_s``, by ``cancel``, or when a peer
+    said that its attempt failed; then RuntimeError is raised (torch turns every other error into one)."""
+
+    def __init__(self, seat: Asking, generation: int, attempt: int, host: str, size: int, timeout_s: float) -> None:
+        super().__init__()
+        self.locate: Callable[[bytes], int] = lambda blob: 0
+        self.address: tuple[str, int] | None = None  # of our device, as soon as gloo has said it
+        self._seat = seat
+        self._generation, self._attempt, self._host = generation, attempt, host
+        self._size, self._timeout_s = size, timeout_s
+        self._changed = threading.Condition()
+        self._cancelled = False
+        self._mine: dict[str, bytes] = {}
+        self._theirs: dict[str, _Said] = {}
+
+    def __repr__(self) -> str:
+        return f"<GroupStore {self._generation}.{self._attempt} {len(self._theirs)} of {self._size} known>"
+
+    @property
+    def peer_addresses(self) -> list[tuple[str, int]]:
+        with self._changed:
+            return [(said.host, said.port) for said in self._theirs.values()]
+
+    def cancel(self) -> None:
+        """Every wait ends now, also later ones."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def say_again(self) -> None:
+        """A new master has an empty store: put there what we said."""
+        with self._changed:
+            mine = dict(self._mine)
+        if mine:
+            self._seat.ask(messages.StoreSet(self._generation, str(self._attempt), mine), lambda answer: None)
+
+    def say_failed(self) -> None:
+        """Tell the peers that this attempt came to nothing here, so that they go on to the next one."""
+        self._seat.ask(messages.StoreSet(self._generation, str(self._attempt), {_FAILED: b"1"}), lambda answer: None)
+
+    # ------------------------------------------------------------ what gloo calls
+
+    def set(self, key: str, value: Any) -> None:
+        blob = value.encode() if isinstance(value, str) else bytes(value)
+        port = self.locate(blob)
+        with self._changed:
+            self.address = (self._host, port)
+            self._mine[key] = msgspec.msgpack.encode(_Said(self._host, port, blob))
+        self.say_again()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._theirs[key].blob
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        end = time.monotonic() + self._timeout_s
+        while True:
+            with self._changed:
+                missing = [k for k in keys if k not in self._theirs]
+                if self._cancelled:
+                    raise RuntimeError("given up")
+            if not missing:
+                return
+            if time.monotonic() >= end:
+                raise RuntimeError(f"no word of {', '.join(missing)} within {self._timeout_s:g} s")
+            found = self._fetch(_siblings(missing[0], self._size), _SLICE_S)
+            if all(k in found for k in missing):
+                continue
+            if self._fetch((_FAILED,), 0.0):
+                raise RuntimeError("the attempt failed at a peer")
+            self.say_again()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return all(k in self._theirs for k in keys)
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def add(self, key: str, value: int) -> int:
+        raise RuntimeError("this store does not count")
+
+    def delete_key(self, key: str) -> bool:
+        return False
+
+    def num_keys(self) -> int:
+        return len(self._theirs)
+
+    # ------------------------------------------------------------ the master
+
+    def _fetch(self, keys: tuple[str, ...], wait_s: float) -> frozenset[str]:
+        """Which of ``keys`` the master has; addresses are remembered. Returns empty-handed when it does not answer."""
+        answers: list[Any] = []
+
+        def answered(answer: Any) -> None:
+            with self._changed:
+                answers.append(answer)
+                self._changed.notify_all()
+
+        self._seat.ask(messages.StoreGet(self._generation, str(self._attempt), keys, wait_s), answered)
+        with self._changed:
+            self._changed.wait_for(lambda: bool(answers) or self._cancelled, wait_s + self._timeout_s)
+            if not answers or not isinstance(answers[0], StoreValues):
+                return frozenset()
+            values = answers[0].values
+            for key, value in values.items():
+                if key != _FAILED:
+                    self._theirs[key] = msgspec.msgpack.decode(value, type=_Said)
+            return frozenset(values)
+
+
+def _siblings(key: str, size: int) -> tuple[str, ...]:
+    """Gloo's keys are PREFIX/RANK: those of all ranks."""
+    prefix, slash, rank = key.rpartition("/")
+    return tuple(f"{prefix}/{r}" for r in range(size)) if slash and rank.isdigit() else (key,)
