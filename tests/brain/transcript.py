@@ -32,6 +32,12 @@ from everstep.brain.events import (
     Fenced,
     FinishJob,
     Granted,
+    GroupAsked,
+    GroupDue,
+    Grouped,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
     ImagesWritten,
     InstructionType,
     JobResumed,
@@ -47,6 +53,7 @@ from everstep.brain.events import (
     OrderImages,
     PlanRegistered,
     ProcessExited,
+    PublishGroup,
     PublishPlacement,
     Refused,
     Registered,
@@ -59,6 +66,7 @@ from everstep.brain.events import (
     ShardReturned,
     ShardsConfirmed,
     StartProcess,
+    StepsCommitted,
     StopAsked,
     StopProcess,
     Wait,
@@ -68,6 +76,7 @@ from everstep.brain.shards import lease_words
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
@@ -214,10 +223,31 @@ class Story:
                 return CheckpointCommitted(at, int(plain[0]), named.get("error", ""))
             case "confirmed":
                 return ShardsConfirmed(at, float(plain[0]))
+            case "enter" | "synced" | "leave" | "commit" | "stalled":
+                return self._group_event(verb, plain, named)
+            case "due":
+                return GroupDue(at)
             case "resume":
                 manifest = self.manifests[int(plain[0])]
                 return JobResumed(at, manifest, "runs/old/checkpoints", int(named.get("numbers", plain[0])))
         raise ValueError(f"no such command: {verb}")
+
+    def _group_event(self, verb: str, plain: list[str], named: dict[str, str]) -> BrainEvent:
+        at, (_, slot, incarnation) = self.at, parse_member(plain[0])
+        match verb:
+            case "enter":
+                mark = Mark(*map(int, named["mark"].split(","))) if "mark" in named else None
+                batch, dataset = int(named.get("batch", 8)), int(named.get("dataset", 0))
+                return GroupAsked(at, slot, incarnation, dataset, int(plain[1]), batch, None, mark)
+            case "synced":
+                return GroupSynced(at, slot, incarnation, int(plain[1]))
+            case "leave":
+                return GroupLeft(at, slot, incarnation, named.get("reason", "asked"))
+            case "commit":
+                skipped = _spans(named.get("skipped", ""))
+                return StepsCommitted(at, slot, incarnation, tuple(_committed(text, skipped) for text in plain[1:]))
+        silent = tuple(Slot(int(s)) for s in named.get("silent", "").split(",") if s)
+        return GroupStalled(at, slot, incarnation, int(plain[1]), int(plain[2]), 1.5, silent)
 
     def _lease(self, shard: ShardKey, no: LeaseNo) -> Lease:
         datasets = self.brain.shards.datasets
@@ -245,6 +275,8 @@ class Story:
                 return f"stop {role}:{slot}#{incarnation} on {node} grace {grace_s:g} s: {_why(decision)}"
             case PublishPlacement(placement, decision):
                 return f"publish placement v{placement.version} {_map(placement)}: {_why(decision)}"
+            case PublishGroup(group, decision):
+                return f"publish {_group(group)}: {_why(decision)}"
             case ReleaseShards(shards):
                 return "release " + ", ".join(self.brain.shards.name(key) for key in shards)
             case RevokeLease(member, lease, decision):
@@ -269,6 +301,9 @@ class Story:
                 version = f"placement v{placement.version}" if placement is not None else "no placement yet"
                 gone = f", revoked {', '.join(map(lease_words, revoked))}" if revoked else ""
                 return f"welcome to master #{master}, {version}{gone}"
+            case Grouped(group, cursor):
+                now = _group(group) if group is not None else "no group"
+                return f"{now}, e{cursor.epoch} {cursor.position} is next, step {cursor.step}"
             case Fenced(reason):
                 return f"fenced: {reason}"
             case Refused(error):
@@ -301,6 +336,8 @@ class Story:
                 aside = f" aside {list(epoch.quarantined)}" if epoch.quarantined else ""
                 counts = f"{epoch.todo} todo {epoch.doing} doing {epoch.done} done"
                 yield f"{dataset.plan.name} e{epoch.number}: {counts}{head}{aside}"
+        if brain.replicated:
+            yield repr(brain.state.groups)
         if brain.checkpoints.numbers:
             waiting = ", ".join(brain.shards.name(key) for key in brain.shards.releasing)
             yield f"{brain.checkpoints!r}, not released: {waiting or 'none'}"
@@ -317,6 +354,32 @@ def _map(placement: Placement) -> str:
         words.append(f"{mirror.id}={'+'.join(map(str, mirror.members))}{row}{at}{mirror.at}")
     words += [f"image {bucket}:{checkpoint}" for bucket, checkpoint in placement.images if checkpoint]
     return " ".join(words)
+
+
+def _spans(text: str) -> tuple[tuple[int, int], ...]:
+    """``8-16,24-32``."""
+    spans = [part.split("-") for part in text.split(",") if part]
+    return tuple((int(lo), int(hi)) for lo, hi in spans)
+
+
+def _committed(text: str, skipped: tuple[tuple[int, int], ...]) -> Committed:
+    """``g2:5..7:e0:40-64``: steps 5 to 7 of generation 2."""
+    generation, steps, epoch, span = text.split(":")
+    first, _, last = steps.partition("..")
+    lo, _, hi = span.partition("-")
+    dataset, _, number = epoch.rpartition("e")
+    place = int(dataset[1:] or 0), int(number), int(lo), int(hi)
+    return Committed(int(generation[1:]), int(first), int(last or first), *place, skipped)
+
+
+def _group(group: Group) -> str:
+    """``g3 [0#1 2#1 1#2] without 1#1, joining 3#1, on hold: ..., from checkpoint 2 at step 40``."""
+    words = f"g{group.generation} [{' '.join(f'{m.slot}#{m.incarnation}' for m in group.members)}]"
+    words += f" without {' '.join(f'{slot}#{life}' for slot, life in group.lost)}" if group.lost else ""
+    words += f", joining {' '.join(f'{m.slot}#{m.incarnation}' for m in group.joining)}" if group.joining else ""
+    words += f", on hold: {group.hold}" if group.hold else ""
+    begin = f"checkpoint {group.restore} at step {group.begin.step}" if group.restore else "nothing"
+    return words + (f", from {begin}" if group.origin == group.generation else "")
 
 
 def _why(decision: Decision) -> str:

@@ -608,7 +608,10 @@ class Brain:
             {**inputs, "in_a_row": seat.streak, "max_restarts": self.job.spec.max_restarts},
             ("go on without it: its share of the machine would idle", "wait for it: it is fenced and cannot count"),
         )
-        if member.slot < self.job.workers_wanted and not self._nothing_left():
+        if self._nothing_left():
+            words = "every step is committed, and scripts have ended with the result"
+            out.append(Note(str(member.key), Decision("not started again", words, inputs)))
+        elif member.slot < self.job.workers_wanted:
             out += self._start(Role.WORKER, member.slot, at, why)
         return out + self._finish_if_all_left(at)
 

@@ -33,7 +33,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.member import Address, Role
-from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, ready_to_form
+from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_s, ready_to_form
 
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
 LOST_REMEMBERED = 256
@@ -103,7 +103,9 @@ class Groups(msgspec.Struct, kw_only=True):
     """``group``: published last. ``origin``: the generation that began this line of states. ``step``: committed so far.
     ``cursors``: (epoch, position) by dataset. ``boundaries``: of the last committed ranges: step -> where it begins.
     ``confirmed``: the newest generation of which a step was told. ``due_at``: when those who wait for a first group
-    begin without the others, 0: not yet. ``blamed``: losses in a row without getting further than ``furthest``."""
+    begin without the others, or a change waits to be published with others (not before ``quiet_until``); 0: nothing
+    waits. ``force``: why to publish even if the members stay the same.
+    ``blamed``: losses in a row without getting further than ``furthest``."""
 
     group: Group | None = None
     generations: int = 0
@@ -119,7 +121,8 @@ class Groups(msgspec.Struct, kw_only=True):
     voids: list[Void] = []
     confirmed: int = 0
     due_at: float = 0.0
-    changes: int = 0
+    quiet_until: float = 0.0
+    force: str = ""
     blamed: int = 0
     blamed_at: float = 0.0
     furthest: int = 0
@@ -137,12 +140,11 @@ class Groups(msgspec.Struct, kw_only=True):
 class GroupKeeper:
     """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint)."""
 
-    __slots__ = ("_force", "books", "job", "members", "shards", "start")
+    __slots__ = ("books", "job", "members", "shards", "start")
 
     def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
         self.job, self.members, self.shards, self.books = job, members, shards, books
         self.start: tuple[Mark, int] = (Mark(), 0)
-        self._force = ""  # publish even if the members stay the same; within one event only
 
     # ------------------------------------------------------------ views
 
@@ -173,6 +175,21 @@ class GroupKeeper:
         if not any(self.living(m.slot, m.incarnation) for m in states):
             return None
         return msgspec.structs.replace(group, joining=self.joining())
+
+    def words(self, seat: Seat) -> str:
+        """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
+        group, m = self.books.group, seat.member
+        rank = group.rank(m.slot, m.incarnation) if group is not None else -1
+        if not seat.running:
+            return ""
+        if rank >= 0:
+            return f"rank {rank}"
+        if self.trains(seat):
+            return "leaving"
+        ask = self.books.asked.get(m.slot)
+        if ask is None or ask.incarnation != m.incarnation:
+            return ""
+        return "joining" if group is not None else "waits for the group"
 
     def data_done(self) -> bool:
         """Whether every epoch that was asked for is committed."""
@@ -246,9 +263,9 @@ class GroupKeeper:
             books.leavers.remove(x)
             self._lose(x.slot, x.incarnation)
         if any(self.living(m.slot, m.incarnation) is None for m in (books.group.members if books.group else ())):
-            self._force = "a member waits for one that has ended"
+            self.books.force = "a member waits for one that has ended"
         elif gone:
-            self._force = "a member waits for one that has left"
+            self.books.force = "a member waits for one that has left"
 
     def ended(self, seat: Seat, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
@@ -260,7 +277,7 @@ class GroupKeeper:
             books.leavers.remove(x)
             if not clean:
                 self._lose(x.slot, x.incarnation)
-                self._force = f"{m.key} was lost before it had left"
+                self.books.force = f"{m.key} was lost before it had left"
 
     def _lose(self, slot: Slot, incarnation: Incarnation) -> None:
         books = self.books
@@ -287,32 +304,44 @@ class GroupKeeper:
     def settle(self, at: float) -> list[InstructionType]:
         """Publish the next generation if there has to be one."""
         books, job = self.books, self.job
-        force, self._force = self._force, ""
         if job.over:
             return []
-        group = books.group
+        group, force = books.group, books.force
         members = group.members if group is not None else ()
         staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
         lost = [m for m in members if self.living(m.slot, m.incarnation) is None]
-        if lost and not force and self._ended_well(lost) and self.data_done():
-            return self._send_home() if not staying else []  # the last step is committed: nobody waits for them
+        synced = self._newcomers(True)
+        if not force and not synced and self._all_over(members):
+            return self._send_home() if not staying else []
         for m in lost:
             self._lose(m.slot, m.incarnation)
         if not staying:
-            back = [x for x in books.leavers if self.living(x.slot, x.incarnation) is not None]
-            if not back:
-                return self._form(at)
-            staying = [x.member for x in back]  # they have the only state
+            staying = [x.member for x in books.leavers if self.living(x.slot, x.incarnation) is not None]
+        if not staying:
+            return self._form(at)
+        synced = [m for m in synced if m not in staying]
         wanted = [m for m in staying if not self._leaves(m)]
-        synced = self._newcomers(True)
         if not wanted and not synced and self._awaited():
-            wanted = staying  # until somebody has their state
+            wanted = staying  # they have the only state: until somebody else has it
         wanted = admitted(wanted, synced, job.spec.logical_workers)
         hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
         assert group is not None
         if tuple(wanted) == members and hold == group.hold and not force:
+            books.due_at = 0.0
+            return []
+        if at < books.quiet_until:
+            books.due_at = books.quiet_until
             return []
         return self._publish(at, group, wanted, lost, hold, force)
+
+    def _all_over(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether the last step is committed, and nobody can miss those of the group that are not there any more."""
+        return bool(members) and self.data_done() and all(self._well(m) for m in members)
+
+    def _well(self, m: GroupMember) -> bool:
+        """Whether it lives, or its script ended well."""
+        seat = self.members.workers.get(m.slot)
+        return seat is not None and seat.member.incarnation == m.incarnation and (seat.running or seat.finished)
 
     def _leaves(self, m: GroupMember) -> bool:
         seat, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
@@ -328,10 +357,6 @@ class GroupKeeper:
                 return True
         return False
 
-    def _ended_well(self, lost: list[GroupMember]) -> bool:
-        seats = [(m, self.members.workers.get(m.slot)) for m in lost]
-        return all(s is not None and s.finished and s.member.incarnation == m.incarnation for m, s in seats)
-
     def _publish(
         self, at: float, old: Group, wanted: list[GroupMember], lost: list[GroupMember], hold: str, force: str
     ) -> list[InstructionType]:
@@ -343,13 +368,16 @@ class GroupKeeper:
         books.leavers = [x for x in books.leavers if x.member not in new]
         for m in left:
             books.leavers.append(Leaver(m.slot, m.incarnation, generation, m))
+            if (ask := books.asked.get(m.slot)) is not None:
+                ask.synced = 0  # should it want to come back
         group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
+        books.quiet_until = at + quiet_s(len(wanted))
         words = [f"lost {_names(lost)}"] if lost else []
         words += [f"{_names(came)} entered"] if came else []
         words += [f"{_names(left)} left"] if left else []
         words += [force] if force and not words else []
         words += [f"on hold: {hold}"] if hold else (["goes on"] if old.hold else [])
-        why = f"{'; '.join(words) or 'again'}: {len(wanted)} workers from step {books.step} on"
+        why = f"{'; '.join(words) or 'again'}: {_workers(len(wanted))} from step {books.step} on"
         rejected = ("wait for the lost one: nobody could train meanwhile",) if lost else ()
         return [PublishGroup(group, self._why(f"group {generation}", why, rejected))]
 
@@ -362,8 +390,7 @@ class GroupKeeper:
     def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
         books = self.books
         books.generations += 1
-        books.changes += 1
-        books.due_at = 0.0
+        books.due_at, books.force = 0.0, ""
         books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
         books.group = Group(
             generation=books.generations,
@@ -591,6 +618,10 @@ def _turned(epoch: int, position: int, samples: int) -> tuple[int, int]:
 
 def _place(place: tuple[int, int, int]) -> str:
     return f"dataset {place[0]} e{place[1]} {place[2]}"
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def _names(members: list[GroupMember]) -> str:

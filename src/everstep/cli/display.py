@@ -18,7 +18,7 @@ import msgspec
 
 from everstep.agent.worker import ERROR_MARK, LOG_MARK
 from everstep.cli.tail import Tail
-from everstep.net.messages import CheckpointStatus, MemberStatus, ProtectionStatus, StatusReport
+from everstep.net.messages import CheckpointStatus, GroupStatus, MemberStatus, ProtectionStatus, StatusReport
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -197,6 +197,19 @@ def protection_text(found: ProtectionStatus) -> str:
     return text
 
 
+def group_text(found: GroupStatus) -> str:
+    """``group 5: 3 workers, step 1,204, 12.3 steps/s; 1 joining; on hold: ...``."""
+    text = (
+        f"group {found.generation}: {found.members} workers, step {count(found.step)}, {found.steps_per_s:.1f} steps/s"
+    )
+    text += f", {found.logical_workers} logical workers" if found.logical_workers else ""
+    text += ", fixed batch" if found.strategy == "fixed" and not found.logical_workers else ""
+    text += f"; {found.joining} joining" if found.joining else ""
+    text += f"; on hold: {found.hold}" if found.hold else ""
+    text += f"; {count(found.voided)} steps were done again" if found.voided else ""
+    return text
+
+
 def current_epoch(status: StatusReport) -> int | None:
     """Index in ``status.epochs`` of the one being trained: the first that is not done, else the last."""
     for index, epoch in enumerate(status.epochs):
@@ -221,6 +234,8 @@ def progress_line(status: StatusReport) -> str:
             parts.append(f"ETA {clock(eta)}")
     if status.values:
         parts.append(values_text(status.values))
+    if status.group is not None:
+        parts.append(group_text(status.group))
     if status.protection is not None:
         parts.append(protection_text(status.protection))
     if status.checkpoint is not None:
@@ -306,13 +321,15 @@ def render(status: StatusReport) -> RenderableType:
             label,
             ProgressBar(total=max(1, epoch.samples), completed=epoch.samples_done, width=36),
             f"{share:5.1f}%",
-            f"shards {epoch.done}/{epoch.shards}",
+            f"shards {epoch.done}/{epoch.shards}" if status.group is None else f"step {count(status.group.step)}",
             f"ETA {clock(eta)}" if eta is not None else "",
         )
         parts.append(grid)
     if status.values:
         parts.append(Text(values_text(status.values)))
     parts.append(members_table(status))
+    if status.group is not None:
+        parts.append(Text(group_text(status.group), "yellow" if status.group.hold else "dim"))
     if status.protection is not None:
         style = "dim" if status.protection.full and not (status.protection.less or status.protection.none) else "yellow"
         parts.append(Text(protection_text(status.protection), style))
@@ -379,6 +396,9 @@ class Summary(msgspec.Struct):
     failures: dict[str, int] = {}
     batches_retried: int = 0
     values: dict[str, float] = {}
+    steps: int = 0
+    generations: int = 0
+    steps_void: int = 0
 
 
 def read_summary(run_dir: Path) -> Summary | None:
@@ -395,6 +415,9 @@ def summary_lines(summary: Summary, run_dir: Path) -> list[str]:
         f"{count(summary.samples_per_s)} samples/s"
     ]
     failures = failures_text(summary.failures)
+    if summary.generations:
+        again = f", {count(summary.steps_void)} steps done again" if summary.steps_void else ""
+        lines.append(f"{count(summary.steps)} steps committed in {summary.generations} generations of the group{again}")
     lines.append(f"failures survived: {failures or 'none'}; batches retried: {summary.batches_retried}")
     if summary.values:
         lines.append("reported: " + values_text(summary.values))

@@ -12,6 +12,7 @@ from everstep.brain.events import (
     Granted,
     InstructionType,
     Note,
+    PublishGroup,
     PublishPlacement,
     Refused,
     Reply,
@@ -59,6 +60,8 @@ def _decisions(instruction: InstructionType) -> Iterator[tuple[str, Decision]]:
             yield f"{role}:{slot}", Decision(decision.action, decision.reason, inputs, decision.rejected)
         case PublishPlacement(placement, decision):
             yield "", Decision(decision.action, decision.reason, {"version": placement.version}, decision.rejected)
+        case PublishGroup(_, decision):
+            yield "", decision
         case RevokeLease(who, _, decision):
             yield str(who), decision
         case Note(who, decision):

@@ -16,7 +16,14 @@ from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.watch import Watch
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberKey, MemberState, Role
-from everstep.net.messages import CheckpointStatus, EpochStatus, MemberStatus, ProtectionStatus, StatusReport
+from everstep.net.messages import (
+    CheckpointStatus,
+    EpochStatus,
+    GroupStatus,
+    MemberStatus,
+    ProtectionStatus,
+    StatusReport,
+)
 from everstep.policies.places import HOME_NODE
 
 METRICS_FILE = "metrics.jsonl"
@@ -55,6 +62,9 @@ class Summary(msgspec.Struct, kw_only=True):
     epochs: int
     master_incarnation: int
     values: dict[str, float]
+    steps: int = 0  # mode allreduce: committed
+    generations: int = 0
+    steps_void: int = 0  # committed once, and done again after every state was lost
 
 
 class Readings:
@@ -67,6 +77,8 @@ class Readings:
         self._path = run_dir / METRICS_FILE
         self._last: tuple[float, int] | None = None
         self._rate = 0.0
+        self._steps: tuple[float, int] = (0.0, 0)
+        self._steps_per_s = 0.0
         self._levels: tuple[tuple[int, int, int], dict[str, int]] | None = None
         self._recover()
 
@@ -121,6 +133,10 @@ class Readings:
         if self._last is not None and at > self._last[0]:
             self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
         self._last = (at, done)
+        step = brain.state.groups.step
+        if 0 < self._steps[0] < at:
+            self._steps_per_s = max(0.0, (step - self._steps[1]) / (at - self._steps[0]))
+        self._steps = (at, step)
         epochs = [dataset.epochs[-1] for dataset in brain.shards.datasets if dataset.epochs]
         return MetricsLine(
             at=round(at, 3),
@@ -161,7 +177,7 @@ class Readings:
                     member.pid,
                     state,
                     seat.losses,
-                    brain.shards.name(seat.held[0]) if seat.held else "",
+                    brain.shards.name(seat.held[0]) if seat.held else brain.groups.words(seat),
                     readings.get("samples_per_s", 0.0) if seat.running else 0.0,
                     int(readings.get("rss_bytes", 0)) if seat.running else 0,
                     *(held(brain, member.slot) if member.role is Role.PS and seat.running else ()),
@@ -199,6 +215,24 @@ class Readings:
             error=job.error,
             checkpoint=checkpoint_status(brain),
             protection=self.protection(brain),
+            group=self.group(brain),
+        )
+
+    def group(self, brain: Brain) -> GroupStatus | None:
+        """None: there is none, or not yet."""
+        books, spec = brain.state.groups, brain.job.spec
+        if books.group is None:
+            return None
+        return GroupStatus(
+            generation=books.group.generation,
+            members=books.group.size,
+            joining=len(brain.groups.joining()),
+            step=books.step,
+            steps_per_s=round(self._steps_per_s, 2),
+            strategy=spec.strategy,
+            hold=books.group.hold,
+            logical_workers=spec.logical_workers,
+            voided=sum(v.last + 1 - v.first for v in books.voids),
         )
 
     def protection(self, brain: Brain) -> ProtectionStatus | None:
@@ -244,6 +278,9 @@ class Readings:
             epochs=sum(epoch.finished for dataset in brain.shards.datasets for epoch in dataset.epochs),
             master_incarnation=job.master_incarnation,
             values=self.values,
+            steps=brain.state.groups.step,
+            generations=brain.state.groups.generations,
+            steps_void=sum(v.last + 1 - v.first for v in brain.state.groups.voids),
         )
 
 

@@ -328,6 +328,20 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
     resumed: int = 0
 
 
+class GroupStatus(msgspec.Struct, frozen=True):
+    """The group of mode allreduce. ``step``: committed so far; ``voided``: of those that were, done again."""
+
+    generation: int
+    members: int
+    joining: int
+    step: int
+    steps_per_s: float
+    strategy: str
+    hold: str = ""
+    logical_workers: int = 0
+    voided: int = 0
+
+
 class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     """Everything that ``everstep status`` and the display show."""
 
@@ -347,6 +361,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     error: str = ""
     checkpoint: CheckpointStatus | None = None
     protection: ProtectionStatus | None = None  # None: no parity, and nothing moves
+    group: GroupStatus | None = None  # None: mode ps, or no group yet
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from everstep.model.group import GroupMember
 
 FORM_GRACE_S = 5.0  # so long the first workers, once they are enough, wait for the rest
+SMALL = 64  # members up to which every change is published at once
+QUIET_S = 0.0005  # by member of a larger group, between two of them
 BLAME_APART_S = 2.0  # losses closer together count as one
 
 
@@ -31,3 +33,8 @@ def admitted(staying: Sequence[GroupMember], synced: Sequence[GroupMember], most
     """Those who stay, in their order, then who may enter. ``most``: members that a group can have, 0: any number."""
     room = len(synced) if most <= 0 else max(0, most - len(staying))
     return [*staying, *synced[:room]]
+
+
+def quiet_s(members: int) -> float:
+    """Seconds for which further changes are collected: everybody is told of everybody, which is quadratic."""
+    return QUIET_S * members if members > SMALL else 0.0
