@@ -247,7 +247,7 @@ def test_chaos(seed: int) -> None:
     chaos.master = 1
     chaos.say(MasterStarted(0.0, Incarnation(1), chaos.spec))
     chaos.say(NodeJoined(0.0, NODES[0], "", 0, 0, ()))
-    for i in range(500):
+    for i in range(80):
         chaos.step()
         if i % 10 == 0:
             chaos.brain.validate()

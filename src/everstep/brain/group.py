@@ -9,6 +9,10 @@ What the members committed is told in ranges of steps, repeated at will; they mu
 The *cursor* is behind the last one. A *line* of states begins with a formation (``origin``) from a checkpoint or from
 nothing; it ends when the last process that has its state is gone. Steps that the next line does not begin with are
 void, and done again.
+
+A member *holds* the state if it began the line, or if a step was told of a generation that it is in: then the journal
+reaches to where it came in. One that only copied the state may be behind or ahead of the journal; where it alone is
+left, nobody can say what was committed, so the line ends.
 """
 
 from __future__ import annotations
@@ -56,12 +60,14 @@ class Asker(msgspec.Struct):
 
 
 class Leaver(msgspec.Struct, array_like=True):
-    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them."""
+    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them.
+    ``alone``: nobody else was in the group: what it committed it has told when it ends by itself."""
 
     slot: Slot
     incarnation: Incarnation
     generation: int
     member: GroupMember
+    alone: bool = False
 
 
 class Gone(msgspec.Struct, array_like=True):
@@ -105,6 +111,7 @@ class Groups(msgspec.Struct, kw_only=True):
     ``confirmed``: the newest generation of which a step was told. ``due_at``: when those who wait for a first group
     begin without the others, or a change waits to be published with others (not before ``quiet_until``); 0: nothing
     waits. ``force``: why to publish even if the members stay the same.
+    ``entered``: by slot, in which life and with which generation it came into this line.
     ``blamed``: losses in a row without getting further than ``furthest``."""
 
     group: Group | None = None
@@ -113,6 +120,7 @@ class Groups(msgspec.Struct, kw_only=True):
     asked: dict[Slot, Asker] = {}
     gone: list[Gone] = []
     leavers: list[Leaver] = []
+    entered: dict[Slot, tuple[Incarnation, int]] = {}
     step: int = 0
     cursors: dict[int, tuple[int, int]] = {}
     stints: list[Stint] = []
@@ -162,6 +170,14 @@ class GroupKeeper:
         left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
         return left or self.member(seat)
 
+    def holds(self, m: GroupMember) -> bool:
+        """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
+        books = self.books
+        life, generation = books.entered.get(m.slot, (Incarnation(0), 0))
+        if life != m.incarnation or self.living(m.slot, m.incarnation) is None:
+            return False
+        return generation == books.origin or generation <= books.confirmed or self.data_done()
+
     def joining(self) -> tuple[GroupMember, ...]:
         """Living workers that asked and are not in the group, by slot."""
         return tuple(self._newcomers(False))
@@ -171,8 +187,7 @@ class GroupKeeper:
         group = self.books.group
         if group is None:
             return None
-        states = (*group.members, *(x.member for x in self.books.leavers))
-        if not any(self.living(m.slot, m.incarnation) for m in states):
+        if not any(map(self.holds, (*group.members, *(x.member for x in self.books.leavers)))):
             return None
         return msgspec.structs.replace(group, joining=self.joining())
 
@@ -196,11 +211,13 @@ class GroupKeeper:
         datasets = [d for d in self.shards.datasets if d.epochs_known]
         return bool(datasets) and all(self.books.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets)
 
-    def _newcomers(self, synced: bool) -> list[GroupMember]:
+    def _newcomers(self, synced: bool, members: bool = False) -> list[GroupMember]:
+        """Living workers that asked and do not want to leave. ``synced``: only those that have followed the group;
+        ``members``: also those in the group."""
         out: list[GroupMember] = []
         for slot, ask in sorted(self.books.asked.items()):
             seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping or ask.leaving or self.member(seat):
+            if seat is None or seat.stopping or ask.leaving or (self.member(seat) and not members):
                 continue
             if not synced or (ask.synced and ask.synced >= self.books.origin):
                 out.append(self._as_member(seat, ask))
@@ -275,6 +292,8 @@ class GroupKeeper:
             del books.asked[m.slot]
         for x in [x for x in books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)]:
             books.leavers.remove(x)
+            if clean and x.alone:
+                books.confirmed = max(books.confirmed, x.generation)
             if not clean:
                 self._lose(x.slot, x.incarnation)
                 self.books.force = f"{m.key} was lost before it had left"
@@ -315,10 +334,11 @@ class GroupKeeper:
             return self._send_home() if not staying else []
         for m in lost:
             self._lose(m.slot, m.incarnation)
-        if not staying:
-            staying = [x.member for x in books.leavers if self.living(x.slot, x.incarnation) is not None]
-        if not staying:
+        leavers = [x.member for x in books.leavers]
+        if not any(map(self.holds, (*members, *leavers))):
             return self._form(at)
+        if not any(map(self.holds, staying)) and not synced:
+            staying += [m for m in leavers if self.holds(m)]  # they have the only state
         synced = [m for m in synced if m not in staying]
         wanted = [m for m in staying if not self._leaves(m)]
         if not wanted and not synced and self._awaited():
@@ -365,9 +385,13 @@ class GroupKeeper:
         came = [m for m in wanted if m not in before]
         left = [m for m in old.members if m not in new and m not in lost]
         generation = books.generations + 1
+        returned = [x.member for x in books.leavers if x.member in new]
         books.leavers = [x for x in books.leavers if x.member not in new]
+        for m in came:
+            if m not in returned:
+                books.entered[m.slot] = (m.incarnation, generation)
         for m in left:
-            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m))
+            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m, old.size == 1))
             if (ask := books.asked.get(m.slot)) is not None:
                 ask.synced = 0  # should it want to come back
         group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
@@ -409,7 +433,7 @@ class GroupKeeper:
     def _form(self, at: float) -> list[InstructionType]:
         """Nobody has a state: begin a group with those who are there, once they are enough."""
         books, job = self.books, self.job
-        there = self._newcomers(False)
+        there = self._newcomers(False, members=True)
         if not there:
             books.due_at = 0.0
             return []
@@ -430,6 +454,7 @@ class GroupKeeper:
         books.leavers.clear()
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
         books.origin = books.generations + 1
+        books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
         hold = hold_words(len(members), job.spec.min_workers)
         group = self._next(tuple(members), hold, begin, restore, books.origin)
         place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
