@@ -10,6 +10,8 @@ from torch import nn
 from everstep.allreduce.state import ReplicaState
 from everstep.model.group import Mark
 
+torch.set_num_threads(1)  # (small tensors; other tests run beside)
+
 
 class Run:
     """A small model with batch norm, two optimizers, a scheduler, an average and a scaler, that trains on its own."""

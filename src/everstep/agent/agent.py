@@ -455,6 +455,7 @@ class Agent:
                 "EVERSTEP_SLOT": str(entry.slot),
                 "EVERSTEP_INCARNATION": str(entry.incarnation),
                 "EVERSTEP_NODE": self.node,
+                "EVERSTEP_HOST": self.host or None,
                 "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"] if pinned else str(threads),
                 "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),
                 "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS"),

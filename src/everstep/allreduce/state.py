@@ -82,6 +82,9 @@ class ReplicaState:
     def snapshot(self, into: torch.Tensor | None = None) -> Packed:
         """A copy, at the speed of memory. ``into``: uint8, used if it is exactly as long. Raises ScriptError: something
         is of a kind that cannot be saved."""
+        return self._packed(self.mark, into)
+
+    def _packed(self, mark: Mark, into: torch.Tensor | None) -> Packed:
         packer = Packer()
         parameters = list(self.parameters())
         numbers = tuple(packer.tensor(name, p) for name, p in parameters)
@@ -93,7 +96,7 @@ class ReplicaState:
         )
         trees = self.pack_trees(packer, {id(p): name for name, p in parameters})
         header = PackedHeader(
-            mark=self.mark,
+            mark=mark,
             size_bytes=packer.size_bytes,
             tensors=tuple(packer.entries),
             parameters=numbers,
@@ -168,8 +171,8 @@ class ReplicaState:
     # ------------------------------------------------------------ comparing
 
     def digest(self) -> int:
-        """Of every byte and of the mark: equal states have equal digests. About a second for each gigabyte."""
-        packed = self.snapshot()
+        """Of every byte, but not of the mark: equal states have equal digests. About a second for each gigabyte."""
+        packed = self._packed(Mark(), None)
         hashed = hashlib.blake2b(packed.header, digest_size=8)
         hashed.update(packed.body.numpy().data)
         return _signed(hashed)
@@ -186,9 +189,7 @@ class ReplicaState:
                 if p.grad is not None:
                     packer.tensor(f"{name}.grad", p.grad)
         sums = [bit_sum(tensor) for tensor in packer.tensors]
-        header = PackedHeader(
-            mark=self.mark, size_bytes=packer.size_bytes, tensors=tuple(packer.entries), trees={"all": [trees, sums]}
-        )
+        header = PackedHeader(size_bytes=packer.size_bytes, tensors=tuple(packer.entries), trees={"all": [trees, sums]})
         return _signed(hashlib.blake2b(encode_header(header, "the training state"), digest_size=8))
 
     def parameter_digests(self) -> dict[str, int]:

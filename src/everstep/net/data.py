@@ -290,7 +290,8 @@ class DataClient:
         try:
             self.server = authenticate_client(self._stream, secret, identity, deadline)
             if expect is not None and (self.server.slot, self.server.incarnation) != expect:
-                raise WireError(f"{_where(address)} is {self.server} now, not ps:{expect[0]} #{expect[1]}")
+                wanted = f"{self.server.role}:{expect[0]} #{expect[1]}"
+                raise WireError(f"{_where(address)} is {self.server} now, not {wanted}")
         except BaseException:
             self.close()
             raise

@@ -612,7 +612,67 @@ class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
     done: bool = False
 
 
-DataRequest = Attach | Declare | OpenShard | Pull | Push | Put | Scan | Stat | Feed | Want | Tail | HandOver
+# ---------------------------------------------------------------- data plane: worker -> worker
+
+
+class AskState(msgspec.Struct, frozen=True, tag="ask_state"):
+    """Mode allreduce: a snapshot of your training state, taken at your next boundary of two steps, or, with ``step``
+    >= 0, the one that you keep of the state before that step. ``follow``: keep what the steps after it did, too. Waits
+    at most ``wait_s`` seconds. Answer: StateReady | NotYet | Bad."""
+
+    slot: Slot
+    incarnation: Incarnation
+    step: int = -1
+    follow: bool = False
+    wait_s: float = 0.0
+
+
+class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
+    """Bytes ``[at, at + size_bytes)`` of that snapshot: header, then tensors. Answer: StatePart with them as body |
+    Gone."""
+
+    slot: Slot
+    incarnation: Incarnation
+    snapshot: int
+    at: int
+    size_bytes: int
+
+
+class NextStep(msgspec.Struct, frozen=True, tag="next_step"):
+    """What step ``step`` did, for a follower whose state is before it (and that needs no step before it any more).
+    Waits at most ``wait_s`` seconds. Answer: StepDid with it as body | NotYet | Gone."""
+
+    slot: Slot
+    incarnation: Incarnation
+    step: int
+    wait_s: float = 0.0
+
+
+class EndFollow(msgspec.Struct, frozen=True, tag="end_follow"):
+    """Keep nothing more for this follower. Answer: Taken."""
+
+    slot: Slot
+    incarnation: Incarnation
+
+
+DataRequest = (
+    Attach
+    | Declare
+    | OpenShard
+    | Pull
+    | Push
+    | Put
+    | Scan
+    | Stat
+    | Feed
+    | Want
+    | Tail
+    | HandOver
+    | AskState
+    | ReadState
+    | NextStep
+    | EndFollow
+)
 
 # ---------------------------------------------------------------- data plane: answers
 
@@ -695,6 +755,39 @@ class PsStats(msgspec.Struct, frozen=True, tag="ps_stats"):
     busy_s: float
 
 
+class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
+    """``origin``: of the group whose state it is (see ``Group.origin``)."""
+
+    snapshot: int
+    mark: Mark
+    header_bytes: int
+    body_bytes: int
+    origin: int = 0
+
+
+class StatePart(msgspec.Struct, frozen=True, tag="state_part"):
+    crc32: int  # of the body
+
+
+class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
+    """``parts``: (header bytes, tensor bytes) of each piece of the body. ``newest``: the step that is next there."""
+
+    mark: Mark
+    parts: tuple[tuple[int, int], ...]
+    crc32: int
+    newest: int
+
+
+class NotYet(msgspec.Struct, frozen=True, tag="not_yet"):
+    """Ask again."""
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """It is not kept (any more), and why: begin with a new snapshot."""
+
+    reason: str
+
+
 class Bad(msgspec.Struct, frozen=True, tag="bad"):
     """The request was wrong; ``error`` is one line. The connection stays usable."""
 
@@ -702,5 +795,22 @@ class Bad(msgspec.Struct, frozen=True, tag="bad"):
 
 
 DataAnswer = (
-    Taken | Declared | Opened | Closed | Pulled | Pushed | Moved | Scanned | PsStats | Fed | Tailed | HandedOver | Bad
+    Taken
+    | Declared
+    | Opened
+    | Closed
+    | Pulled
+    | Pushed
+    | Moved
+    | Scanned
+    | PsStats
+    | Fed
+    | Tailed
+    | HandedOver
+    | StateReady
+    | StatePart
+    | StepDid
+    | NotYet
+    | Gone
+    | Bad
 )

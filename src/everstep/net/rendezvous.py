@@ -23,6 +23,11 @@ def ps_socket(slot: int) -> str:
     return f"sock/ps-{slot}.sock"
 
 
+def worker_socket(slot: int) -> str:
+    """Relative to the run directory."""
+    return f"sock/worker-{slot}.sock"
+
+
 class MasterInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     incarnation: Incarnation

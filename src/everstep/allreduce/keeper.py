@@ -1,0 +1,313 @@
+"""The keeper of one member's training state: a source for others, a copy of others', checkpoints, and agreement.
+
+``agree`` is the heart: the first thing that members of a new group do is to have the same state, bit for bit. Who has
+followed the others catches up, states are compared, and who lacks something or differs copies it while the others wait;
+where nobody has a state (the first group, or after all were lost) everybody begins with the same checkpoint, or as the
+script made the model, which must then be the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from everstep.allreduce.handover import Connect, Follower, fetch
+from everstep.allreduce.packed import Packed
+from everstep.allreduce.source import StateSource
+from everstep.allreduce.state import ReplicaState
+from everstep.config.spec import JobSpec
+from everstep.errors import DeadlineError, EverstepError, PlatformError, ScriptError, WireError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.member import Address
+from everstep.net.auth import Identity, Secret, load_secret
+from everstep.net.data import DataClient, DataServer
+from everstep.net.rendezvous import SECRET_FILE, worker_socket
+from everstep.net.sockets import listen_tcp, listen_unix
+
+CATCH_UP_S = 10.0  # so long the others wait for one that follows; then it copies everything
+FETCH_TRIES = 5
+
+Gather = Callable[[list[int]], list[list[int]]]
+logger = logging.getLogger("everstep.worker")
+
+
+class Station(Protocol):
+    """What is needed of ``api.seat.Seat``."""
+
+    spec: JobSpec
+    slot: Slot
+    incarnation: Incarnation
+    run_dir: Path
+    embedded: bool
+
+
+class ReplicaKeeper:
+    """``boundary``, ``idle`` and ``agree`` are for the thread that trains; ``follow`` and ``close`` for any.
+
+    ``on_synced``: a joiner can enter now (called on a thread of its own). ``on_error``: it never can.
+    ``has_state``: this member's state is one of the group's; whoever learns that all of them are void puts it to False.
+    """
+
+    def __init__(self, state: ReplicaState, seat: Station, *, host: str | None = None) -> None:
+        """``host``: by which other nodes reach this one ("EVERSTEP_HOST" of the environment). Raises ConfigError
+        (secret), PlatformError (sockets)."""
+        self._state, self._seat = state, seat
+        self.source = StateSource(state)
+        self.on_synced: Callable[[], None] | None = None
+        self.on_error: Callable[[EverstepError], None] | None = None
+        self.origin = -1
+        self.address: Address | None = None
+        self._has = False
+        self._initial: Packed | None = None  # as the script made it, once it may be overwritten
+        self._follower: Follower | None = None
+        self._lock = threading.Lock()
+        self._server: DataServer | None = None
+        self._secret: Secret | None = None
+        if not seat.embedded:
+            self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaKeeper at {self._state.mark}, origin {self.origin}, {self._follower or self.source!r}>"
+
+    def _listen(self, host: str) -> None:
+        seat = self._seat
+        self._secret = load_secret(seat.run_dir / SECRET_FILE)
+        path = worker_socket(seat.slot)
+        listeners: list[socket.socket] = [listen_unix(seat.run_dir / path)]
+        port = 0
+        if seat.spec.bind and host:
+            listeners.append(listen_tcp(host, 0))
+            port = listeners[-1].getsockname()[1]
+        self.address = Address(self._node, path, host if port else "", port)
+        tls = seat.spec.tls == "all" and bool(port)
+        self._server = DataServer(self.source, listeners, self._secret, self._identity(), tls=tls)
+
+    @property
+    def _node(self) -> NodeId:
+        return NodeId(str(getattr(self._seat, "node", "node0")))
+
+    def _identity(self) -> Identity:
+        seat = self._seat
+        return Identity(
+            purpose="data",
+            role="worker",
+            slot=seat.slot,
+            incarnation=seat.incarnation,
+            node=self._node,
+            pid=os.getpid(),
+        )
+
+    @property
+    def _me(self) -> tuple[Slot, Incarnation]:
+        return self._seat.slot, self._seat.incarnation
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def has_state(self) -> bool:
+        """Also of one that follows: its state is whole, if behind."""
+        follower = self._follower
+        if follower is not None:
+            return follower.whole
+        return self._has
+
+    @has_state.setter
+    def has_state(self, has: bool) -> None:
+        self._has = has
+        if not has:
+            self.origin = -1
+
+    # ------------------------------------------------------------ while training
+
+    def boundary(self) -> None:
+        """A step is over and ``state.mark`` is that of the next one."""
+        self.source.boundary()
+
+    def idle(self) -> None:
+        """As ``boundary``, where nothing was trained: now and then while waiting between two steps."""
+        self.source.idle()
+
+    # ------------------------------------------------------------ joining
+
+    def follow(self, group: Group) -> None:
+        """Copy the state of a member of ``group`` and follow it, in the background; harmless when repeated."""
+        sources = [m for m in group.members if (m.slot, m.incarnation) != self._me]
+        with self._lock:
+            if self._follower is None:
+                if not sources:
+                    return
+                if self._initial is None and not self._has:
+                    self._initial = self._state.snapshot()
+                self._follower = Follower(self._state, self._me, self._connect, self._synced, self._failed)
+            self._follower.follow(sources)
+
+    def _connect(self, member: GroupMember) -> DataClient:
+        assert self._secret is not None and member.address is not None
+        return DataClient(
+            member.address,
+            secret=self._secret,
+            identity=self._identity(),
+            run_dir=self._seat.run_dir,
+            tls=self._seat.spec.tls,
+            expect=(member.slot, member.incarnation),
+        )
+
+    def _synced(self) -> None:
+        if self.on_synced is not None:
+            self.on_synced()
+
+    def _failed(self, error: EverstepError) -> None:
+        logger.error("worker:%s cannot join: %s", self._seat.slot, error)
+        if self.on_error is not None:
+            self.on_error(error)
+
+    # ------------------------------------------------------------ a new group
+
+    def agree(self, group: Group, rank: int, gather: Gather) -> Mark:
+        """Have the same state as every other member; the mark of it. The first thing in a group, between two steps.
+
+        ``gather``: all-gather of some int64 over the group; what it raises passes through, and nothing is harmed then.
+        Raises ScriptError (models differ), CheckpointError (nothing to begin from), PlatformError."""
+        follower = self._follower
+        origin = follower.origin if follower is not None else self.origin
+        has = self.has_state and origin == group.origin
+        joins = has and follower is not None
+        words = gather([has, joins, *_numbers(self._state.mark)])
+        marks = [Mark(*w[2:]) for w in words]
+        holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
+        if not holders:
+            self._form(group, gather)
+        else:
+            step = max(marks[r].step for r in holders)
+            reference = min(r for r in holders if marks[r].step == step)
+            if any(not w[0] or w[1] or m.step != step for w, m in zip(words, marks, strict=True)):
+                self._level(group, rank, gather, reference, marks[reference], has)
+        self._has, self.origin, self.source.origin = True, group.origin, group.origin
+        self._initial = None
+        self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
+        return self._state.mark
+
+    def _level(self, group: Group, rank: int, gather: Gather, reference: int, mark: Mark, has: bool) -> None:
+        """Somebody is new, or behind: all get the state of rank ``reference``."""
+        whole = has
+        if self._follower is not None:
+            self._follower.reach(mark, CATCH_UP_S)
+            whole = self._end_following() and has
+        for _ in range(FETCH_TRIES):
+            there = whole and self._state.mark.step == mark.step
+            words = gather([there, self._state.quick_digest() if there else 0])
+            behind = [r for r, w in enumerate(words) if w != words[reference]]
+            if not behind:
+                return
+            if rank == reference:
+                logger.warning("state of step %d is copied to %s", mark.step, _names(group, behind))
+                self.source.provide()
+            if rank in behind:
+                if has and self.origin == group.origin and there:
+                    logger.error("worker:%s: our state differs from that of others", self._seat.slot)
+                whole = self._copy(group.members[reference], mark.step, whole)
+        raise PlatformError(
+            f"worker:{self._seat.slot} could not get the state of {group.members[reference]} in {FETCH_TRIES} attempts"
+        )
+
+    def _copy(self, member: GroupMember, step: int, whole: bool) -> bool:
+        """Whether the state is whole afterwards, be it the old one."""
+        try:
+            client = self._connect(member)
+        except (WireError, DeadlineError) as error:
+            logger.warning("cannot copy the state of %s: %s", member, error)
+            return whole
+        try:
+            _, packed = fetch(client, self._me, step=step, timeout_s=60.0)
+        except (WireError, DeadlineError) as error:
+            logger.warning("cannot copy the state of %s: %s", member, error)
+            return whole
+        finally:
+            client.close()
+        self.source.reset()
+        self._state.load(packed, f"the state of {member}")
+        return True
+
+    def _end_following(self) -> bool:
+        """Whether the state is whole."""
+        follower = self._follower
+        assert follower is not None
+        follower.stop()
+        self._has, self.origin = follower.whole, follower.origin
+        self._follower = None
+        return follower.whole
+
+    # ------------------------------------------------------------ nobody has a state
+
+    def _form(self, group: Group, gather: Gather) -> None:
+        if self._follower is not None:
+            self._end_following()
+        if self._initial is not None:  # the state of a group that is gone lies over it
+            self._state.load(self._initial, "the state that the script made")
+        if group.restore:
+            self._restore(group.restore)
+        else:
+            digests = self._state.parameter_digests()
+            self._compare(group, gather, digests)
+        self._state.mark = group.begin
+        self.source.reset()
+
+    def _restore(self, checkpoint: int) -> None:
+        raise PlatformError(f"checkpoint {checkpoint} cannot be loaded")
+
+    def _compare(self, group: Group, gather: Gather, digests: dict[str, int]) -> None:
+        """ScriptError, at all members alike, names the first parameter that differs and the slots."""
+        names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8)
+        values = hashlib.blake2b(repr(list(digests.values())).encode(), digest_size=8)
+        words = gather([len(digests), _int64(names), _int64(values)])
+        if all(w == words[0] for w in words):
+            return
+        advice = "build the same model on every worker, after es.join() (which seeds torch), whatever its slot"
+        if any(w[:2] != words[0][:2] for w in words):
+            counts = ", ".join(f"{w[0]} on worker:{m.slot}" for w, m in zip(words, group.members, strict=True))
+            raise ScriptError(f"the models differ between workers: parameters and buffers are {counts}: {advice}")
+        rows = gather(list(digests.values()))
+        for at, name in enumerate(digests):
+            others = [f"worker:{m.slot}" for m, row in zip(group.members, rows, strict=True) if row[at] != rows[0][at]]
+            if others:
+                raise ScriptError(
+                    f"the models differ between workers: {name!r} of {', '.join(others[:8])} is not that of "
+                    f"worker:{group.members[0].slot}: {advice}"
+                )
+
+    # ------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """No peer gets anything from here any more. Harmless when repeated."""
+        follower = self._follower
+        if follower is not None:
+            follower.stop()
+        self.source.close()
+        if self._server is not None:
+            self._server.close(timeout_s=1.0)
+
+
+def _numbers(mark: Mark) -> tuple[int, int, int, int]:
+    return mark.step, mark.dataset, mark.epoch, mark.position
+
+
+def _int64(hashed: Any) -> int:
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+def _names(group: Group, ranks: list[int]) -> str:
+    return ", ".join(str(group.members[r]) for r in ranks)
+
+
+def _lost(group: Group) -> list[GroupMember]:
+    return [GroupMember(slot, incarnation, NodeId("")) for slot, incarnation in group.lost]
+
+
+__all__ = ["Connect", "ReplicaKeeper"]
