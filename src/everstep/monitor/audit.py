@@ -31,6 +31,7 @@ from everstep.monitor.journeys import JourneyCheck
 from everstep.monitor.prints import Prints, mix64, tile
 from everstep.monitor.pslog import ALL, PsLog, Stint, bits, read_log
 from everstep.monitor.report import AuditReport, Offence
+from everstep.monitor.steps import check_steps, read_step_log
 from everstep.storage.chain import BROKEN_CHAIN
 
 __all__ = ["AuditReport", "Offence", "PsLog", "audit", "check", "mix64", "read_log", "tile"]
@@ -307,6 +308,11 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
     # before it was written.
     with JournalReader(path) as journal:
         journal.advance()
+        if journal.facts.brain.replicated:
+            step_logs = [read_step_log(p) for p in sorted((run_dir / "audit").glob("worker-*.log"))]
+            journal.advance()
+            facts = journal.facts
+            return check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.over)
         done = journal.facts.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()

@@ -11,21 +11,34 @@ from typing import Self
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, Granted, JobResumed, MemberJoined, Ok, Reply, ShardAsked, ShardDone
+from everstep.brain.events import (
+    BrainEvent,
+    Granted,
+    JobResumed,
+    MemberJoined,
+    Ok,
+    PublishGroup,
+    Reply,
+    ShardAsked,
+    ShardDone,
+    StepsCommitted,
+)
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
+from everstep.monitor.steps import StepFacts
 from everstep.storage.journal import sound_row
 
 
 class JobFacts:
     """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``resumed``:
-    shards that were done before this job went on from a checkpoint."""
+    shards that were done before this job went on from a checkpoint. ``steps``: mode allreduce."""
 
     def __init__(self) -> None:
         self.brain = Brain()
         self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
         self.resumed: set[ShardKey] = set()
+        self.steps = StepFacts()
         self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
@@ -41,6 +54,9 @@ class JobFacts:
         elif isinstance(event, ShardDone):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
                 self._said.add(event.shard)
+        elif isinstance(event, StepsCommitted):
+            if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
+                self.steps.told(event.steps)
         elif isinstance(event, JobResumed):
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
         elif isinstance(event, MemberJoined):
@@ -48,6 +64,10 @@ class JobFacts:
                 held = self.brain.leases.get(lease.shard)
                 if held is not None and (held.no, held.worker) == (lease.no, event.slot):
                     self._grant(lease.no, lease.shard, event.slot, event.incarnation)
+
+        for instruction in out:
+            if isinstance(instruction, PublishGroup):
+                self.steps.published(instruction.group)
 
     def _grant(self, no: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
         self.grants.setdefault(no, set()).add((shard, worker, incarnation))

@@ -44,6 +44,8 @@ class AuditReport(msgspec.Struct):
         c = self.counts
         lines = [f"audit of {self.run_dir}: {'exactly once' if self.ok else f'{len(self.offenders)} offences'}"]
         lines.append(f"  finished epochs: {', '.join(self.finished) or 'none yet'}")
+        if "steps" in c:
+            return "\n".join([*lines, *self._steps(), *self._end()])
         lines.append(
             f"  shards done {c['shards_done']}, samples of finished epochs {c['samples']:,}, batches applied"
             f" {c['batches']:,} at {c['ps']} ps x {c['buckets']} buckets, leases {c['leases']}"
@@ -61,12 +63,26 @@ class AuditReport(msgspec.Struct):
                 f" again; {c['vouched']} samples vouched for by watermarks alone"
             )
         lines.append(f"  fingerprints: {c['fingerprints']} compared at {c['cuts']} cuts")
-        lines += [f"  skipped: {line}" for line in self.skipped[:_OFFENDERS_SHOWN]]
+        return "\n".join([*lines, *self._end()])
+
+    def _steps(self) -> list[str]:
+        """Mode allreduce."""
+        c = self.counts
+        void = f", {c['void']:,} more void and done again" if c["void"] else ""
+        logs = f"{c['logs']} workers' own logs" + (" agree with the journal" if self.ok and c["logs"] else "")
+        return [
+            f"  steps committed {c['steps']:,}{void}, samples of finished epochs {c['samples']:,}, skipped samples"
+            f" {c['skipped_samples']}",
+            f"  {c['generations']} generations of the group; {logs}",
+        ]
+
+    def _end(self) -> list[str]:
+        lines = [f"  skipped: {line}" for line in self.skipped[:_OFFENDERS_SHOWN]]
         lines += [f"  note: {line}" for line in self.notes]
         lines += [f"  OFFENCE {offence}" for offence in self.offenders[:_OFFENDERS_SHOWN]]
         if len(self.offenders) > _OFFENDERS_SHOWN:
             lines.append(f"  ... and {len(self.offenders) - _OFFENDERS_SHOWN} more (all of them with --json)")
-        return "\n".join(lines)
+        return lines
 
     def json(self) -> bytes:
         """Everything, for machines."""

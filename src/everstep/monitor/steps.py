@@ -1,0 +1,311 @@
+"""Mode allreduce: was every sample trained exactly once? From the journal's committed steps and the workers' own logs.
+
+1. **Tiling.** The steps that the journal was told, less those that a total loss made void, tile every epoch.
+2. **Agreement.** Each worker logged, by itself, what it committed: wherever two logs, or a log and the journal, know
+   where a step begins, they know the same place; no worker committed a step twice, or left one out of a generation that
+   it was in and outlived; and what was told is in somebody's log.
+
+A *line* is what follows from one formation of the group; the next one begins from a checkpoint, or from nothing, and
+makes void what the one before committed behind that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Committed, Group, Mark
+from everstep.model.shard import Plan
+from everstep.monitor.report import AuditReport, Offence
+from everstep.storage.chain import BROKEN_CHAIN, read_chain
+
+LOG_KIND = "steps"
+
+
+class StepLog(msgspec.Struct):
+    """What one worker says that it committed, in the order in which it did. ``problem``: of the file."""
+
+    slot: Slot
+    incarnation: Incarnation
+    steps: list[Committed]
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker:{self.slot} #{self.incarnation}"
+
+
+class Line(msgspec.Struct):
+    """From generation ``origin`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from nothing)."""
+
+    origin: int
+    begin: Mark
+    restore: int
+    told: list[Committed] = []
+
+
+class StepFacts:
+    """What the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
+
+    def published(self, group: Group) -> None:
+        self.members[group.generation] = {(m.slot, m.incarnation) for m in group.members}
+        if group.origin == group.generation:
+            self.lines.append(Line(group.origin, group.begin, group.restore))
+
+    def told(self, steps: Sequence[Committed]) -> None:
+        for committed in steps:
+            if (line := self.line(committed.generation)) is not None:
+                line.told.append(committed)
+
+    def line(self, generation: int) -> Line | None:
+        """The one that this generation belongs to."""
+        return next((line for line in reversed(self.lines) if line.origin <= generation), None)
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """Steps ``[first, last]`` of a line, as far as not told before: positions ``[lo, hi)``."""
+
+    first: int
+    last: int
+    dataset: int
+    epoch: int
+    lo: int
+    hi: int
+    generation: int
+
+
+def read_step_log(path: Path) -> StepLog:
+    """One worker's log. What is wrong with it is in ``problem``; raises only if it cannot be read at all."""
+    header, records, problem = read_chain(path)
+    slot, life = 0, 0
+    steps: list[Committed] = []
+    try:
+        if header or not problem:
+            if header["kind"] != LOG_KIND:
+                raise ValueError(header["kind"])
+            slot, life = int(header["slot"]), int(header["incarnation"])
+        decoder = msgspec.msgpack.Decoder(Committed)
+        steps = [decoder.decode(record) for record in records]
+    except (KeyError, ValueError, msgspec.MsgspecError):
+        problem = problem or f"{BROKEN_CHAIN}: {path.name} is no log of a worker's steps"
+    return StepLog(Slot(slot), Incarnation(life), steps, problem)
+
+
+class StepCheck:
+    """See the top of this file. ``over``: the job ended well, so everything must be there."""
+
+    def __init__(self, facts: StepFacts, plans: Sequence[Plan], report: AuditReport, over: bool) -> None:
+        self.facts, self.plans, self.report, self.over = facts, plans, report, over
+        self.places: dict[tuple[int, int], tuple[int, int, int]] = {}  # (origin, step) -> dataset, epoch, position
+        self.pieces: dict[int, list[Piece]] = {}  # by origin, told
+        self.steps = self.voided = self.samples = self.skipped = 0
+
+    def run(self, logs: Sequence[StepLog]) -> None:
+        lines = self.facts.lines
+        for i, line in enumerate(lines):
+            cursors: dict[int, tuple[int, int]] = {}
+            for earlier in range(i):
+                for p in self._kept(lines[earlier], self._until(earlier, i)):
+                    cursors[p.dataset] = self._turned(p.epoch, p.hi, self.plans[p.dataset].samples)
+            if line.begin != Mark():
+                cursors[line.begin.dataset] = (line.begin.epoch, line.begin.position)
+            self._walk(line, cursors)
+        count: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for i, line in enumerate(lines):
+            until = self._until(i, len(lines) - 1)
+            kept = list(self._kept(line, until))
+            steps = sum(p.last + 1 - p.first for p in kept)
+            self.steps += steps
+            self.voided += sum(p.last + 1 - p.first for p in self.pieces[line.origin]) - steps
+            for p in kept:
+                count.setdefault((p.dataset, p.epoch), []).append((p.lo, p.hi))
+            self._skips(line, kept)
+        self._tile(count)
+        for log in logs:
+            self._log(log)
+        if self.over and logs:
+            self._witnessed(logs)
+
+    def _until(self, i: int, last: int) -> Mark | None:
+        """Where line ``i`` is cut by those behind it, up to line ``last``."""
+        return min((line.begin for line in self.facts.lines[i + 1 : last + 1]), default=None)
+
+    # ------------------------------------------------------------ the journal
+
+    def _walk(self, line: Line, cursors: dict[int, tuple[int, int]]) -> None:
+        """Each range continues the one before; repeats say the same."""
+        step = line.begin.step
+        pieces = self.pieces[line.origin] = []
+        for c in sorted(line.told, key=lambda c: (c.first, -c.last)):
+            if not 0 <= c.dataset < len(self.plans) or not 0 <= c.lo < c.hi <= self.plans[c.dataset].samples:
+                self._offend("outside", "journal", c)
+                continue
+            self._mark(line, c, "journal")
+            if c.last < step:
+                continue
+            epoch, at = cursors.get(c.dataset, (0, 0))
+            if c.first > step:
+                self._offend("missing", "journal", c, f"steps {step}..{c.first - 1} before them were never told")
+            elif c.first == step and (c.epoch, c.lo) != (epoch, at):
+                what = "twice" if (c.epoch, c.lo) < (epoch, at) else "missing"
+                self._offend(what, "journal", c, f"step {step} continues e{epoch} at {at}")
+            elif c.first < step and not (c.epoch == epoch and c.lo < at < c.hi):
+                self._offend("conflict", "journal", c, f"step {step} continues e{epoch} at {at}")
+            else:
+                pieces.append(Piece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation))
+            step = c.last + 1
+            cursors[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
+
+    def _kept(self, line: Line, until: Mark | None) -> Iterable[Piece]:
+        """What is not void."""
+        for p in self.pieces[line.origin]:
+            if until is None or p.last < until.step:
+                yield p
+            elif p.first < until.step:
+                hi = until.position if p.epoch == until.epoch else p.hi
+                yield Piece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation)
+
+    def _skips(self, line: Line, kept: Sequence[Piece]) -> None:
+        found = {(c.dataset, c.epoch, lo, hi) for c in line.told for lo, hi in c.skipped}
+        for dataset, epoch, lo, hi in sorted(found):
+            spans = [(max(lo, p.lo), min(hi, p.hi)) for p in kept if (p.dataset, p.epoch) == (dataset, epoch)]
+            samples = sum(max(0, b - a) for a, b in spans)
+            if samples:
+                self.skipped += samples
+                self.report.skipped.append(f"{self._epoch(dataset, epoch)} [{lo}, {hi}): gradient not finite")
+
+    def _tile(self, count: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
+        """Every epoch's ranges, from whatever lines, meet without hole or overlap."""
+        first = self.facts.lines[0].begin if self.facts.lines else Mark()
+        last = {d: max(e for x, e in count if x == d) for d, _ in count}
+        for (dataset, epoch), spans in sorted(count.items()):
+            at = first.position if (dataset, epoch) == (first.dataset, first.epoch) else 0
+            began = at
+            samples = self.plans[dataset].samples
+            for lo, hi in sorted(spans):
+                if lo != at:
+                    self.report.offenders.append(
+                        Offence("missing" if lo > at else "twice", "journal", self._epoch(dataset, epoch), lo, hi)
+                    )
+                at = max(at, hi)
+            if at == samples and began == 0:
+                self.report.finished.append(self._epoch(dataset, epoch))
+                self.samples += samples
+            elif at == samples:
+                self.report.notes.append(f"{self._epoch(dataset, epoch)}: below {began} by the job that was resumed")
+            elif epoch < last[dataset]:
+                name = self._epoch(dataset, epoch)
+                self.report.offenders.append(Offence("missing", "journal", name, at, samples, detail="never trained"))
+
+    # ------------------------------------------------------------ the workers' logs
+
+    def _log(self, log: StepLog) -> None:
+        if log.problem is not None:
+            if log.problem.startswith(BROKEN_CHAIN):
+                self.report.offenders.append(Offence("broken chain", log.name, detail=log.problem))
+            else:
+                self.report.notes.append(f"{log.name}: {log.problem}")
+        next_step: dict[int, int] = {}
+        for c in log.steps:
+            line = self.facts.line(c.generation)
+            if line is None or (log.slot, log.incarnation) not in self.facts.members.get(c.generation, ()):
+                self._offend("outside", log.name, c, f"it is not in generation {c.generation}")
+                continue
+            expected = next_step.get(line.origin)
+            if expected is not None and c.first < expected:
+                self._offend("twice", log.name, c, f"it logged steps below {expected} before")
+            elif expected is not None and c.first > expected:
+                self._missed(log, line, expected, c)
+            next_step[line.origin] = c.last + 1
+            self._mark(line, c, log.name)
+            told = max((p.last for p in self.pieces.get(line.origin, ())), default=-1)
+            if self.over and c.last > told:
+                self._offend("missing", "journal", c, f"{log.name} committed them, the journal has steps up to {told}")
+
+    def _missed(self, log: StepLog, line: Line, expected: int, c: Committed) -> None:
+        """A hole in a worker's log is right only where it was not in the group."""
+        me = (log.slot, log.incarnation)
+        for p in self.pieces.get(line.origin, ()):
+            if p.first < c.first and p.last >= expected and me in self.facts.members.get(p.generation, ()):
+                words = f"it was in generation {p.generation}, but did not log steps {expected}..{c.first - 1}"
+                self._offend("missing", log.name, c, words)
+                return
+
+    def _witnessed(self, logs: Sequence[StepLog]) -> None:
+        """Every step that was told is in the log of a worker."""
+        for line in self.facts.lines:
+            logged = sorted(
+                (c.first, c.last) for log in logs for c in log.steps if self.facts.line(c.generation) is line
+            )
+            merged: list[list[int]] = []
+            for first, last in logged:
+                if merged and first <= merged[-1][1] + 1:
+                    merged[-1][1] = max(merged[-1][1], last)
+                else:
+                    merged.append([first, last])
+            for p in self.pieces[line.origin]:
+                if not any(first <= p.first and p.last <= last for first, last in merged):
+                    name = self._epoch(p.dataset, p.epoch)
+                    words = f"steps {p.first}..{p.last} are in no worker's log"
+                    self.report.offenders.append(Offence("no log", "journal", name, p.lo, p.hi, detail=words))
+
+    # ------------------------------------------------------------ both
+
+    def _mark(self, line: Line, c: Committed, who: str) -> None:
+        """Where these steps begin and end, against what is known of that."""
+        if not 0 <= c.dataset < len(self.plans):
+            self._offend("outside", who, c)
+            return
+        ends = ((c.first, (c.dataset, c.epoch, c.lo)), (c.last + 1, (c.dataset, *self._end(c))))
+        for step, place in ends:
+            known = self.places.setdefault((line.origin, step), place)
+            if known != place and known[0] == place[0]:
+                words = f"step {step} is at {place[1:]} there, at {known[1:]} elsewhere (epoch, position)"
+                self._offend("conflict", who, c, words)
+
+    def _end(self, c: Committed) -> tuple[int, int]:
+        return self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
+
+    @staticmethod
+    def _turned(epoch: int, position: int, samples: int) -> tuple[int, int]:
+        return (epoch + 1, 0) if position == samples else (epoch, position)
+
+    def _epoch(self, dataset: int, epoch: int) -> str:
+        name = self.plans[dataset].name if dataset < len(self.plans) else f"dataset {dataset}"
+        return f"{name} e{epoch}"
+
+    def _offend(self, what: str, who: str, c: Committed, detail: str = "") -> None:
+        words = f"steps {c.first}..{c.last} of generation {c.generation}" + (f": {detail}" if detail else "")
+        self.report.offenders.append(Offence(what, who, self._epoch(c.dataset, c.epoch), c.lo, c.hi, detail=words))
+
+
+def check_steps(
+    facts: StepFacts, plans: Sequence[Plan], logs: Sequence[StepLog], run_dir: str, over: bool
+) -> AuditReport:
+    """Audit committed steps. ``over``: the job ended well."""
+    report = AuditReport(run_dir)
+    check = StepCheck(facts, plans, report, over)
+    check.run(logs)
+    for line in facts.lines[1:]:
+        source = f"checkpoint {line.restore}" if line.restore else "the beginning"
+        report.notes.append(
+            f"every state was lost before generation {line.origin}: steps from {line.begin.step} on were"
+            f" void, and done again from {source}"
+        )
+    report.counts = {
+        "steps": check.steps,
+        "void": check.voided,
+        "samples": check.samples,
+        "generations": len(facts.members),
+        "lines": len(facts.lines),
+        "logs": len(logs),
+        "skipped_samples": check.skipped,
+    }
+    return report
