@@ -81,8 +81,8 @@ class GroupMachine:
         self._ready: dict[int, Group] = {}  # connected, not entered
         self._building: tuple[int, int] | None = None  # (generation, attempt)
         self._attempt = 0  # of the present group
-        self._said = 0  # in the vote in flight
-        self._change = 0  # everybody goes over to this generation now
+        self._said: Group | None = None  # in the vote in flight
+        self._change: Group | None = None  # everybody goes over to this group now
 
     def __repr__(self) -> str:
         present = "no group" if self.present is None else f"generation {self.present.generation}"
@@ -107,7 +107,7 @@ class GroupMachine:
             self._building = None
         # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
         # whoever entered it already and waits there for us.
-        for generation in [g for g in self._ready if g not in (self._said, self._change)]:
+        for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
             del self._ready[generation]
             actions.append(Cut(generation))
         if self.present is not None and self.whole and self.present.broken_by(group):
@@ -164,8 +164,8 @@ class GroupMachine:
     @property
     def entry(self) -> Group | None:
         """The group to enter now, between two steps; None: stay, or wait."""
-        if self._change in self._ready:
-            return self._ready[self._change]
+        if self._change is not None and self._change.generation in self._ready:
+            return self._change
         newest = self.newest
         if newest is None or newest.generation not in self._ready:
             return None
@@ -175,8 +175,16 @@ class GroupMachine:
 
     @property
     def let_go(self) -> bool:
-        """Everybody else went over to a group that is without us."""
-        return self.excluded and self.newest is not None and self._change == self.newest.generation
+        """Everybody else goes over to a group that is without us."""
+        return self._change is not None and not self.member_of(self._change)
+
+    @property
+    def parting(self) -> bool:
+        """Everybody goes over to a group that is without some of us: one more word in the present one, so that who goes
+        knows that the last step is everybody's, and can tell it."""
+        if self._change is None or self.present is None or not self.whole:
+            return False
+        return not set(self.present.members) <= set(self._change.members)
 
     @property
     def outside(self) -> bool:
@@ -187,14 +195,15 @@ class GroupMachine:
     def enter(self, group: Group) -> None:
         """This process is in ``group`` now; the one that is left is cut once the new one has met."""
         del self._ready[group.generation]
-        self.present, self.whole, self._change, self._said = group, True, 0, 0
+        self.present, self.whole = group, True
+        self._change = self._said = None
 
     def broke(self) -> list[Action]:
         """A collective of the present group failed, or a member of it is lost."""
         if self.present is None or not self.whole:
             return []
         self.whole = False
-        self._change = 0
+        self._change = None
         return [Cut(self.present.generation)]
 
     # ------------------------------------------------------------ votes
@@ -206,22 +215,22 @@ class GroupMachine:
         digest &= _DIGEST_MASK
         self.pending = step
         newer = [g for g in self._ready if g > self.present.generation]
-        self._said = max(newer, default=0)
-        if self.excluded and self.newest is not None:
-            self._said = self.newest.generation  # nothing to connect: we are let go
-        return [step, -step, digest, -digest, int(nonfinite), self._said, -self._said, confirmed]
+        self._said = self._ready[max(newer)] if newer else None
+        if self.excluded:
+            self._said = self.newest  # nothing to connect: we are let go
+        said = self._said.generation if self._said is not None else 0
+        return [step, -step, digest, -digest, int(nonfinite), said, -said, confirmed]
 
     def count(self, votes: list[int]) -> tuple[Tally, list[Action]]:
         """The vote's result came: the step is committed (or all know why not), and perhaps everybody goes over."""
         step, minus_step, digest, minus_digest, nonfinite, said, minus_said, confirmed = votes
         self.pending = None
         actions: list[Action] = []
-        if said and said == -minus_said == self._said:
-            self._change = said
+        mine, self._said = self._said, None
+        if mine is not None and said == -minus_said == mine.generation:
+            self._change = mine
         # what was said and not taken, and is not the newest any more, is over
-        self._said = 0
-        newest = self.newest.generation if self.newest is not None else 0
-        for generation in [g for g in self._ready if g not in (self._change, newest)]:
+        for generation in [g for g, ready in self._ready.items() if ready not in (self._change, self.newest)]:
             del self._ready[generation]
             actions.append(Cut(generation))
         counted = Counted.AGREED

@@ -382,6 +382,10 @@ class Session:
             with self._changed:
                 self._check()
                 machine = self.machine
+                present, part = self._present, machine.parting
+            if part and present is not None:
+                self._part(present)
+            with self._changed:
                 entry = machine.entry
                 if entry is not None:
                     self._enter_group(entry)
@@ -401,6 +405,16 @@ class Session:
                     return True
             if self._resolve(collective) is not None:
                 return True
+
+    def _part(self, collective: Connected) -> None:
+        """Some of us are let go: know that the last step is everybody's, so that they can tell it before they go."""
+        step = self.state.mark.step
+        try:
+            collective.gather([step])
+        except CollectiveError:
+            self._broken_collective(collective)
+            return
+        self.commits.settle(step)
 
     def _resolve(self, collective: Connected) -> bool | None:
         """First thing in a group: who has committed what. Whether our pending step is; None: the group broke."""
