@@ -51,8 +51,9 @@ STALL_S = 1.0
 AGAIN_S = 2.0
 """A group that broke without anybody lost (a connection failed) is connected again after so long."""
 
+_STALL_AGAIN_S = 0.25  # until somebody does something about it
 _ASK_S = 2.0  # between two questions to be let in
-_LEAVE_S = 15.0  # to be let go by the others; then we go anyway, and they take it for a loss
+_LEAVE_S = 8.0  # to be let go; then we go anyway, which is a loss to the others, before SIGKILL comes
 _TELL_S = 0.05  # between two reports of committed steps, 20 a second
 _TELL_ANYWAY_S = 2.0  # so long the lowest rank may take to have them confirmed; then everybody tells
 _CLOSE_S = 5.0  # for the last reports, when the script is over
@@ -548,10 +549,8 @@ class Session:
         return self.machine.broke()
 
     def _may_leave(self) -> bool:
-        """Nobody needs us here: alone, or the others were not to be waited for any longer."""
-        present = self.machine.present
-        late = time.monotonic() - self._leaving_since > _LEAVE_S
-        return present is None or present.size == 1 or late
+        """The master was not to be waited for any longer: it lets us go as soon as somebody else has our state."""
+        return time.monotonic() - self._leaving_since > _LEAVE_S
 
     def _leave(self) -> NoReturn:
         self._looping = False
@@ -751,7 +750,7 @@ class Session:
                 waits.append(self._building[0].waiting_since)
                 group = self.machine.newest
             since = min((w for w in waits if w), default=0.0)
-            if group is None or not since or now - since < STALL_S or now - self._stalled_at < STALL_S:
+            if group is None or not since or now - since < STALL_S or now - self._stalled_at < _STALL_AGAIN_S:
                 return
             self._stalled_at = now
         stalled = messages.Stalled(group.generation, self.state.mark.step, now - since)
