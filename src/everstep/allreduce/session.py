@@ -135,6 +135,7 @@ class Session:
         self._untold_since = 0.0
         self._stalled_at = 0.0
         self._log: ChainWriter | None = None
+        self._warned = False
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.plan: Plan | None = None
         keeper.on_synced = self._on_synced
@@ -629,6 +630,9 @@ class Session:
                 f"worker:{self.seat.slot} has peers on other nodes and no address they could reach it by: give the job "
                 "--bind HOST:PORT, and everstep join --host HOST"
             )
+        if self.seat.spec.tls == "all" and not self._warned:
+            self._warned = True
+            logger.warning("gradients between nodes are neither encrypted nor authenticated: gloo cannot")
         return address.host
 
     def _build(self, group: Group, attempt: int, collective: GlooCollective, store: GroupStore) -> None:
