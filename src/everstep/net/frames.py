@@ -37,6 +37,7 @@ _PREAMBLE = struct.Struct("<4sBBHIQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 
 _CHUNK_BYTES = 64 * 1024  # a read-ahead of this size fetches a small frame in one system call
+_UNIX_SEND_BYTES = 1 << 20
 _KEEP_BODY_BYTES = 64 * 1024 * 1024  # a receive buffer that grew beyond this is not kept for the next frame
 _IOV_MAX = 512  # below the kernel's 1024
 _FDS_MAX = 4
@@ -194,6 +195,9 @@ class FrameSocket:
         self._start = self._end = 0
         self._body = memoryview(b"")
         self.closed = False
+        if self._plain is not None and self._plain.family == socket.AF_UNIX:
+            # Else a body of any size is sent in many turns of sender and receiver.
+            self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
         self.set_ticks(recv_tick_s, send_tick_s)
 
     def set_ticks(self, recv_s: float, send_s: float) -> None:
@@ -324,29 +328,32 @@ class FrameSocket:
         view[:at] = self._in[self._start : self._start + at]
         self._start += at
         while at < len(view):
-            count = self._recv_some(view[at:], deadline)
+            count = self._recv_some(view[at:], deadline, socket.MSG_WAITALL)
             if count == 0:
                 raise WireError("the peer closed the connection within a frame")
             at += count
             if deadline is not None and at < len(view):
                 deadline.check()
 
-    def _recv_some(self, view: memoryview, deadline: Deadline | None) -> int:
+    def _recv_some(self, view: memoryview, deadline: Deadline | None, flags: int = 0) -> int:
+        """At least a byte; 0: the end. MSG_WAITALL: all of ``view``, unless a tick passes before (a body comes in many
+        small pieces, and every return to Python waits for the interpreter's lock)."""
         while True:
             try:
                 if self._plain is None:
                     assert self._tls is not None
                     return self._tls.recv_into(view)
                 if not self._take_fds:
-                    return self._plain.recv_into(view)
-                return self._recv_with_fds(view)
+                    return self._plain.recv_into(view, len(view), flags)
+                return self._recv_with_fds(view, flags)
             except BlockingIOError:
                 self._tick(deadline)
 
-    def _recv_with_fds(self, view: memoryview) -> int:
+    def _recv_with_fds(self, view: memoryview, flags: int = 0) -> int:
         assert self._plain is not None
         room = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
-        count, ancillary, _flags, _address = self._plain.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+        flags |= socket.MSG_CMSG_CLOEXEC
+        count, ancillary, _flags, _address = self._plain.recvmsg_into([view], room, flags)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
