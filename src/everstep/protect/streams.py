@@ -199,6 +199,11 @@ class Streams:
         confirmed, stream.confirmed = tuple(stream.confirmed.items()), {}
         return Batch(stream.number, stream.first, tuple(items), confirmed)
 
+    def waits(self, peer: PeerKey) -> bool:
+        """Whether something waits for ``peer``."""
+        stream = self._streams.get(peer)
+        return stream is not None and bool(stream.queue)
+
     def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> set[BucketId]:
         """``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take from us."""
         refused: set[BucketId] = set()

@@ -1,8 +1,8 @@
 """Named steps at which a test can have this process killed: ``EVERSTEP_FAULT="ps:1:before_apply:3"`` is SIGKILL when
 ps:1 comes to ``before_apply`` for the third time. Without the variable, a step is one comparison.
 
-Steps: before_apply, after_apply, before_feed, after_feed, before_ack, after_ack, mid_rebuild, mid_move,
-before_hand_over, mid_image.
+Steps: before_apply, after_apply, before_send and after_send (differences to another ps), before_feed, after_feed,
+before_ack, after_ack, mid_rebuild, mid_move, before_hand_over, mid_image.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ SWEEP_AHEAD_BYTES = 8 << 20
 UNSENT_BYTES = 256 << 20
 """While more than this waits for one peer, pushes wait before they are applied."""
 
+_IDLE_DRAIN_S = 0.01
 _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.05
 _ANSWER_S = 30.0
@@ -62,14 +63,31 @@ logger = logging.getLogger("everstep.ps")
 class Connection(Protocol):
     """The part of ``everstep.net.data.DataClient`` that is used."""
 
-    def request(
-        self, message: DataRequest, buffers: Sequence[Any] = (), *, timeout_s: float = 30.0
-    ) -> tuple[DataAnswer, memoryview]: ...
+    def send(self, message: DataRequest, buffers: Sequence[Any] = (), *, timeout_s: float = 30.0) -> None: ...
+
+    def receive(self, *, timeout_s: float = 30.0) -> tuple[DataAnswer, memoryview]: ...
+
+    def request(self, message: DataRequest, *, timeout_s: float = 30.0) -> tuple[DataAnswer, memoryview]: ...
 
     def close(self) -> None: ...
 
 
 Connect = Callable[[PsPlace], Connection]
+
+
+class _Peer:
+    """A life of a ps (it may be this one) and what leads there. Guarded by the keeper's lock, but that ``link`` and
+    ``told`` belong to who set ``busy``: one thread at a time sends there and takes the answers."""
+
+    __slots__ = ("busy", "key", "link", "place", "told", "work")
+
+    def __init__(self, place: PsPlace, lock: threading.RLock) -> None:
+        self.place = place
+        self.key: PeerKey = (place.slot, place.incarnation)
+        self.work = threading.Condition(lock)  # there is something for its thread to do
+        self.busy = False
+        self.link: Connection | None = None
+        self.told: set[int] = set()  # ids of the tables that it heard of from us
 
 
 class Keeper:
@@ -93,9 +111,13 @@ class Keeper:
         self.machine = Machine(slot, incarnation, StorePort(store), self.streams)
         self._slot = slot
         self.lock = threading.RLock()
+        # Who waits is woken for what it waits for, and not before: a thread that wakes in vain costs as much as a
+        # message, and there are as many threads as ps.
         self._changed = threading.Condition(self.lock)  # what is served
-        self._acks = threading.Condition(self.lock)  # what is confirmed
-        self._work = threading.Condition(self.lock)  # what there is to send
+        self._room = threading.Condition(self.lock)  # less waits to be sent
+        self._acks: dict[threading.Condition, int] = {}  # of who waits for a ticket to be done
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._contents = threading.Condition(self.lock)  # there are contents to be read
         self._asks: list[Ask] = []
         self._senders: dict[PeerKey, threading.Lock] = {}
         self._connect: Connect | None = None
@@ -126,8 +148,18 @@ class Keeper:
                 self._do(self.machine.take_actions())
                 self.whole = self.machine.placement is not None and not self.machine.lacking
                 self._asks = self.machine.asks()
-                for condition in (self._changed, self._acks, self._work):
-                    condition.notify_all()
+                self._wake_all()
+
+    def _wake_all(self) -> None:
+        """``lock`` is held."""
+        for condition in (
+            self._changed,
+            self._room,
+            self._contents,
+            *self._acks,
+            *(p.work for p in self._peers.values()),
+        ):
+            condition.notify_all()
 
     def place(self, placement: Placement) -> None:
         with self.transition() as machine:
@@ -161,38 +193,85 @@ class Keeper:
         """Wait until not too much is unsent; False: it still is."""
         if self._store.outbox_bytes() + self.streams.waiting_bytes <= UNSENT_BYTES:
             return True
-        with self._acks:
+        with self._room:
             while self._store.outbox_bytes() + self.streams.waiting_bytes > UNSENT_BYTES:
-                if not self._pause(self._acks, deadline):
+                if not self._pause(self._room, deadline):
                     return False
         return True
 
-    def drain(self) -> None:
-        """Deal out what the outbox holds."""
+    def drain(self, tell: bool = True) -> None:
+        """Deal out what the outbox holds. ``tell``: have the peers' threads send it."""
         with self.lock:
             while True:
                 first, entries, data = self._store.take_outbox(TAKE_BYTES)
                 if not entries:
                     return
                 whole = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer
-                self.streams.append(
+                told = self.streams.append(
                     first,
                     [
                         Outgoing(BucketId(bucket), seq, kind, whole[at : at + size], size)
                         for bucket, seq, kind, at, size in entries
                     ],
                 )
-                self._work.notify_all()
+                for key in told & self._peers.keys() if tell else ():
+                    self._peers[key].work.notify()
 
     def confirmed(self, before: int, after: int, deadline: float) -> bool:
         """Wait until all mirrors have what the outbox held up to ticket ``after``, and what was there before (a push
         may repeat what the bucket's old owner applied). False: too late, or a mirror refused something from ``before``
         on."""
-        with self._acks:
-            while self.streams.done_ticket < after or self.streams.levelling:
-                if not self._pause(self._acks, deadline):
-                    return False
+        self._carry(deadline)
+        with self.lock:
+            if self.streams.done_ticket < after or self.streams.levelling:
+                mine = threading.Condition(self.lock)
+                self._acks[mine] = after
+                try:
+                    while self.streams.done_ticket < after or self.streams.levelling:
+                        if not self._pause(mine, deadline):
+                            return False
+                finally:
+                    del self._acks[mine]
             return self.streams.refused_ticket < before
+
+    def _carry(self, deadline: float) -> None:
+        """Deal out what the outbox holds and send it where nobody is sending: who waits for an answer anyway does it
+        with fewer changes of threads than any other way."""
+        with self.lock:
+            self.drain(tell=False)
+            flying: list[tuple[_Peer, Batch]] = []
+            for peer in self._peers.values():
+                if peer.busy or not self.streams.waits(peer.key):
+                    continue
+                if peer.link is None or not self._is_placed(peer.key):
+                    peer.work.notify()
+                    continue
+                batch = self.streams.batch(peer.key, FEED_BYTES)
+                assert batch is not None
+                peer.busy = True
+                flying.append((peer, batch))
+        sent = [(peer, batch) for peer, batch in flying if self._attempt(self._send, peer, batch)]
+        for peer, batch in sent:
+            self._attempt(self._take_answer, peer, batch, max(0.1, deadline - time.monotonic()))
+        with self.lock:
+            for peer, _ in flying:
+                peer.busy = False
+                if self.streams.waits(peer.key) or any(a.peer == peer.key for a in self._asks):
+                    peer.work.notify()
+
+    def _attempt(self, what: Callable[..., None], peer: _Peer, *args: Any) -> bool:
+        """False: the connection did not hold; what it was to bring is sent again by the peer's thread."""
+        try:
+            what(peer, *args)
+        except EverstepError:
+            if peer.link is not None:
+                peer.link.close()
+            peer.link = None
+            return False
+        except Exception as error:
+            self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
+            raise
+        return True
 
     # ------------------------------------------------------------ messages of other ps
 
@@ -246,8 +325,7 @@ class Keeper:
     def close(self, timeout_s: float = 2.0) -> None:
         with self._changed:
             self._closing = True
-            for condition in (self._changed, self._acks, self._work):
-                condition.notify_all()
+            self._wake_all()
             threads = list(self._threads.values())
         deadline = time.monotonic() + timeout_s
         for thread in threads:
@@ -260,123 +338,149 @@ class Keeper:
             if self._connect is None or placement is None or self._closing:
                 return
             self._threads = {k: t for k, t in self._threads.items() if t.is_alive()}
+            placed = {(place.slot, place.incarnation) for place in placement.servers}
+            for key, peer in self._peers.items():
+                if key not in placed and peer.link is not None:
+                    peer.link.close()  # nobody may wait for it any longer
+            self._peers = {k: p for k, p in self._peers.items() if k in self._threads}
             for place in placement.servers:
                 key = (place.slot, place.incarnation)
                 if key not in self._threads:
+                    peer = self._peers[key] = _Peer(place, self.lock)
                     name = f"everstep-to-ps-{place.slot}"
-                    self._threads[key] = threading.Thread(
-                        target=self._serve_peer, args=(place,), name=name, daemon=True
-                    )
+                    self._threads[key] = threading.Thread(target=self._serve_peer, args=(peer,), name=name, daemon=True)
                     self._threads[key].start()
 
     def _drain_for_ever(self) -> None:
+        """Who pushes drains for itself, all its buckets at once; this is for what nobody waits for."""
         while not self._closing:
             if self._store.wait_outbox(_LOOK_S):
+                time.sleep(_IDLE_DRAIN_S)
                 self.drain()
 
     def _sweep_for_ever(self) -> None:
         while not self._closing:
             self.drain()
-            with self._work:
+            with self._contents:
                 busy = self.machine.sweeping and self.streams.sweep_bytes < SWEEP_AHEAD_BYTES
                 if not busy or not self._sweep():
-                    self._work.wait(_LOOK_S if not self.machine.sweeping else 0.02)
+                    self._contents.wait(_LOOK_S if not self.machine.sweeping else 0.02)
             time.sleep(0)  # let the pushes that wait for the lock go first
 
     def _sweep(self) -> bool:
         try:
-            return self.machine.sweep()
+            if not self.machine.sweep():
+                return False
+            for peer in self._peers.values():
+                peer.work.notify()
+            return True
         except Exception as error:
             self._on_failure(f"ps:{self._slot} cannot read its buckets: {type(error).__name__}: {error}")
             raise
 
     # ------------------------------------------------------------ one peer
 
-    def _serve_peer(self, place: PsPlace) -> None:
-        """Send this life what it is owed and asked, until it is gone from the placement."""
-        key = (place.slot, place.incarnation)
-        link: Connection | None = None
-        told: set[int] = set()
+    def _serve_peer(self, peer: _Peer) -> None:
+        """Ask this life, and send it what it is owed and nobody else brings, until it is gone from the placement."""
         wait_s, ask_at, failures = _ASK_AGAIN_S, 0.0, 0
         try:
             while True:
-                with self._work:
-                    batch, asks = self._next(key, ask_at)
+                with self.lock:
+                    batch, asks = self._next(peer, ask_at)
                     if batch is None and not asks:
-                        if self._closing or not self._is_placed(key):
+                        if self._closing or not self._is_placed(peer.key):
                             return
                         left = ask_at - time.monotonic()
-                        self._work.wait(left if 0 < left < _LOOK_S else _LOOK_S)
+                        peer.work.wait(left if 0 < left < _LOOK_S else _LOOK_S)
                         continue
+                    peer.busy = True
                 try:
-                    if key != self.machine.me and link is None:
+                    if peer.key != self.machine.me and peer.link is None:
                         assert self._connect is not None
-                        link, told = self._connect(place), set()
+                        peer.link, peer.told = self._connect(peer.place), set()
                     if batch is not None:
-                        self._send(key, link, batch, told)
-                    moved = [self._ask(link, ask) for ask in asks]
+                        self._feed(peer, batch)
+                    moved = [self._ask(peer.link, ask) for ask in asks]
                     failures = 0
                     if asks:
                         wait_s = min(wait_s * 2, _ASK_AGAIN_MAX_S) if all(moved) else _ASK_AGAIN_S
                         ask_at = time.monotonic() + wait_s
                 except EverstepError as error:
-                    if link is not None:
-                        link.close()
-                        link = None
+                    if peer.link is not None:
+                        peer.link.close()
+                        peer.link = None
                     failures += 1
                     if failures > 3:
-                        self._limit.warning(f"ps:{place.slot} #{place.incarnation} cannot be reached: {error}")
-                    with self._work:
-                        if self._closing or not self._is_placed(key):
+                        self._limit.warning(f"ps:{peer.key[0]} #{peer.key[1]} cannot be reached: {error}")
+                finally:
+                    with self.lock:
+                        peer.busy = False
+                with self.lock:
+                    if failures and peer.key != self.machine.me:
+                        if self._closing or not self._is_placed(peer.key):
                             return
-                        if self.machine.me != key:
-                            self._work.wait(min(0.02 * 2 ** min(failures, 5), 0.5))
+                        peer.work.wait(min(0.02 * 2 ** min(failures, 5), 0.5))
         except Exception as error:
-            logger.exception("the stream to ps:%s failed", place.slot)
-            self._on_failure(f"the stream to ps:{place.slot} failed: {type(error).__name__}: {error}")
+            logger.exception("the stream to ps:%s failed", peer.key[0])
+            self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
         finally:
-            if link is not None:
-                link.close()
+            if peer.link is not None:
+                peer.link.close()
 
-    def _next(self, key: PeerKey, ask_at: float) -> tuple[Batch | None, list[Ask]]:
-        if self._closing or not self._is_placed(key):
+    def _next(self, peer: _Peer, ask_at: float) -> tuple[Batch | None, list[Ask]]:
+        if peer.busy or self._closing or not self._is_placed(peer.key):
             return None, []
-        batch = self.streams.batch(key, FEED_BYTES)
-        asks = [a for a in self._asks if a.peer == key] if time.monotonic() >= ask_at else []
-        return batch, asks
+        asks = [a for a in self._asks if a.peer == peer.key] if time.monotonic() >= ask_at else []
+        return self.streams.batch(peer.key, FEED_BYTES), asks
 
     def _is_placed(self, key: PeerKey) -> bool:
         placement = self.machine.placement
         return placement is not None and any((s.slot, s.incarnation) == key for s in placement.servers)
 
-    def _send(self, key: PeerKey, link: Connection | None, batch: Batch, told: set[int]) -> None:
+    def _feed(self, peer: _Peer, batch: Batch) -> None:
+        if peer.link is not None:
+            self._send(peer, batch)
+            self._take_answer(peer, batch, _ANSWER_S)
+            return
         with self.lock:
             request = self.machine.feed_of(batch)
-        answer: DataAnswer
-        if link is None:
-            answer = self._feed_ourselves(request, batch)
-        else:
-            new = tuple(spec for spec in self._store.specs() if spec.id not in told)
-            if new:
-                request = msgspec.structs.replace(request, tables=new)
-            answer, _ = link.request(request, [i.blob for i in batch.items], timeout_s=_ANSWER_S)
-            told.update(spec.id for spec in new)
+        self._answered(peer, batch, self._feed_ourselves(request, batch))
+
+    def _send(self, peer: _Peer, batch: Batch) -> None:
+        assert peer.link is not None
+        with self.lock:
+            request = self.machine.feed_of(batch)
+        specs = self._store.specs()
+        if len(specs) > len(peer.told):
+            request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.told))
+        faults.step(self._slot, "before_send")
+        peer.link.send(request, [i.blob for i in batch.items], timeout_s=_ANSWER_S)
+        faults.step(self._slot, "after_send")
+        peer.told.update(spec.id for spec in request.tables)
+
+    def _take_answer(self, peer: _Peer, batch: Batch, timeout_s: float) -> None:
+        assert peer.link is not None
+        answer, _ = peer.link.receive(timeout_s=min(timeout_s, _ANSWER_S))
+        self._answered(peer, batch, answer)
+
+    def _answered(self, peer: _Peer, batch: Batch, answer: DataAnswer) -> None:
         if isinstance(answer, Moved):
             time.sleep(_ASK_AGAIN_S)  # it does not know our placement yet
             return
         if not isinstance(answer, Fed) or len(answer.applied) != len(batch.items):
             error = answer.error if isinstance(answer, Bad) else f"{answer!r}"
-            raise WireError(f"ps:{key[0]} does not take our differences: {error}")
+            raise WireError(f"ps:{peer.key[0]} does not take our differences: {error}")
         if Code.REFUSED in answer.applied or Code.GAP in answer.applied:
             with self.transition() as machine:
-                for bucket in self.streams.answered(key, batch.first, answer.applied):
+                for bucket in self.streams.answered(peer.key, batch.first, answer.applied):
                     machine.refused(bucket)
-        else:
-            with self._acks:
-                before = self.streams.done_ticket, self.streams.levelling
-                self.streams.answered(key, batch.first, answer.applied)
-                if (self.streams.done_ticket, self.streams.levelling) != before:
-                    self._acks.notify_all()
+            return
+        with self.lock:
+            self.streams.answered(peer.key, batch.first, answer.applied)
+            self._room.notify_all()
+            for waiting, ticket in self._acks.items():
+                if ticket <= self.streams.done_ticket and not self.streams.levelling:
+                    waiting.notify()
 
     def _feed_ourselves(self, request: Feed, batch: Batch) -> Fed | Moved:
         with self._gate.shared():

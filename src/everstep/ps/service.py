@@ -453,8 +453,8 @@ class PsService:
         after = self.store.outbox_ticket()
         if after == self.keeper.streams.done_ticket and not self.keeper.streams.levelling:
             return True
-        self.keeper.drain()
         if not self.acked:
+            self.keeper.drain()
             return True
         faults.step(self.slot, "before_ack")
         confirmed = self.keeper.confirmed(before, after, deadline)
