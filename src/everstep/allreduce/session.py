@@ -87,12 +87,17 @@ class Keeper(Protocol):
     address: Address | None
     has_state: bool
     on_synced: Callable[[], None] | None
+    on_error: Callable[[EverstepError], None] | None
 
     def follow(self, group: Group) -> None: ...
 
     def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark: ...
 
     def boundary(self) -> None: ...
+
+    def idle(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 Connected = GlooCollective | Alone
@@ -139,6 +144,7 @@ class Session:
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.plan: Plan | None = None
         keeper.on_synced = self._on_synced
+        keeper.on_error = self.fail
 
     def __repr__(self) -> str:
         return f"<Session worker:{self.seat.slot} {self.machine} at {self.state.mark} {self.commits}>"
@@ -282,6 +288,7 @@ class Session:
         if self._log is not None:
             with contextlib.suppress(PlatformError):
                 self._log.close()
+        self.keeper.close()
 
     # ------------------------------------------------------------ from other threads
 
@@ -353,6 +360,7 @@ class Session:
                     self._leave()
                 if self.machine.entry is None and self.machine.whole:
                     self._changed.wait(_WAIT_S)
+            self.keeper.idle()
 
     def _meet(self, group: Group, collective: Connected, rank: int) -> bool:
         """Agree on the state. False: the group broke meanwhile."""
@@ -383,29 +391,27 @@ class Session:
         while True:
             with self._changed:
                 self._check()
-                machine = self.machine
-                present, part = self._present, machine.parting
+                machine, present = self.machine, self._present
+                part = machine.parting
             if part and present is not None:
                 self._part(present)
             with self._changed:
                 entry = machine.entry
                 if entry is not None:
                     self._enter_group(entry)
-                elif machine.let_go:
+                if machine.let_go or (self._leaving is not None and self._may_leave()):
                     self._leave()
-                elif machine.present is None or not machine.whole or machine.outside:
-                    if self._leaving is not None and (machine.outside or machine.present is None):
-                        self._leave()
+                collective = self._present
+                inside = collective is not None and machine.whole and not machine.outside
+                if not inside:
                     if not machine.member_of(machine.newest) and (self._over or self._passed()):
                         return False
                     self._await_news()
-                    continue
-                if self._leaving is not None and self._may_leave():
-                    self._leave()
-                collective = self._present
-                if self._resolved or collective is None:
+                elif self._resolved:
                     return True
-            if self._resolve(collective) is not None:
+            if not inside:
+                self.keeper.idle()
+            elif collective is not None and self._resolve(collective) is not None:
                 return True
 
     def _part(self, collective: Connected) -> None:
@@ -550,8 +556,10 @@ class Session:
         return self.machine.broke()
 
     def _may_leave(self) -> bool:
-        """The master was not to be waited for any longer: it lets us go as soon as somebody else has our state."""
-        return time.monotonic() - self._leaving_since > _LEAVE_S
+        """In no group; or the master was not to be waited for any longer: it lets us go as soon as somebody else has
+        our state."""
+        outside = self.machine.outside or self.machine.present is None
+        return outside or time.monotonic() - self._leaving_since > _LEAVE_S
 
     def _leave(self) -> NoReturn:
         self._looping = False
