@@ -57,7 +57,8 @@ from everstep.tables.routing import BatchRows, Router, TableRows, parts_by_ps
 _LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
 _MASTER_S = 300.0  # a master may be away so long
 _MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
-_OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon
+_OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
+_OPEN_AGAIN_MAX_S = 1.0
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
@@ -189,6 +190,9 @@ class Engine:
             "rss_bytes": float(_rss_bytes()),
             "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
         }
+        slot, stalled_s = self.tables.client.stalled()
+        if slot >= 0:
+            readings.update(stalled_ps=float(slot), stalled_s=stalled_s)
         if "loss" in self.values:
             readings["loss"] = self.values["loss"]
         return messages.Beat(progress, readings, dict(self.values))
@@ -247,7 +251,7 @@ class Engine:
         # That shard may have been the one that our own pending request waits for.
         self.feed(lambda: self.protocol.ask_again(self.protocol.asked))
 
-    def _send_open(self, action: SendOpen) -> None:
+    def _send_open(self, action: SendOpen, again_s: float = _OPEN_AGAIN_S) -> None:
         ps, lease = action.ps, action.lease
 
         def then(answer: DataAnswer, body: memoryview) -> None:
@@ -255,7 +259,7 @@ class Engine:
                 buckets, marks = watermarks_of(answer)
                 self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
                 if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
-                    self.seat.later(_OPEN_AGAIN_S, again)
+                    self.seat.later(again_s, again)
             elif isinstance(answer, Closed):
                 self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
             elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that
@@ -264,7 +268,7 @@ class Engine:
         def again() -> None:
             with self._lock:
                 if self.protocol.awaits_open(ps, lease.no):
-                    self._send_open(action)
+                    self._send_open(action, min(2 * again_s, _OPEN_AGAIN_MAX_S))
 
         client = self.tables.client
         if client.router.version == self.protocol.route:

@@ -73,6 +73,7 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
 from everstep.master.readings import METRICS_FILE, Readings
+from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
@@ -163,6 +164,7 @@ class Master:
         )
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
+        self.stalls = Stalls()
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -440,6 +442,8 @@ class Master:
         self.readings.take(key, who.incarnation, r.readings, at)
         if role is Role.PS:
             self.confirmations.beat(who.slot, who.incarnation, r.readings, at)
+        elif (stall := self.stalls.beat(key, who.incarnation, r.readings)) is not None:
+            self._note(at, str(key), stall)
         if r.values:
             self.readings.values.update(r.values)
         return _OK

@@ -50,7 +50,8 @@ GONE = Moved(0)  # the link is closed; the request was not sent
 ADRIFT = Moved(-1)  # the link was closed with the request on its way: a ps with our memory may still write into it
 
 _LOST_S = 300.0  # without a newer map
-_AGAIN_S = 0.02
+_AGAIN_S = 0.02  # the first time; then twice as long each time
+_AGAIN_MAX_S = 0.5
 
 
 class Link(Protocol):
@@ -331,6 +332,7 @@ class PsClient:
         self._specs: dict[TableId, TableSpec] = {}
         self._router: Router | None = None
         self._moved_give_up_s = moved_give_up_s
+        self._moved_since: dict[Slot, float] = {}  # since when a ps has answered nothing but Moved
         self._lock = threading.RLock()  # of the map with its links and the tables they were told of
         self._closed = False
 
@@ -394,7 +396,13 @@ class PsClient:
     # ------------------------------------------------------------ requests
 
     def submit(
-        self, ps: Slot, message: Sendable, then: Then, router: Router | None = None, began_at: float = 0.0
+        self,
+        ps: Slot,
+        message: Sendable,
+        then: Then,
+        router: Router | None = None,
+        began_at: float = 0.0,
+        again_s: float = _AGAIN_S,
     ) -> None:
         """Send to one ps; ``then`` gets the final answer, on the link's thread. It is Moved when there is a newer map
         than ``router``, by which it was routed (default: today's)."""
@@ -406,12 +414,14 @@ class PsClient:
             if self._closed:
                 return
             if not isinstance(answer, Moved) or self.router.version != version:
+                self._moved_since.pop(ps, None)
                 then(answer, body)
             elif time.monotonic() - began_at > self._moved_give_up_s:
                 self.fail(DeadlineError(f"ps:{ps} has had another placement map for {self._moved_give_up_s:.0f} s"))
             else:
                 # The ps may not have heard of our map yet, or we not of its: both hear from the master soon.
-                timer = threading.Timer(_AGAIN_S, again)
+                self._moved_since.setdefault(ps, time.monotonic())
+                timer = threading.Timer(again_s, again)
                 timer.daemon = True
                 timer.start()
 
@@ -419,13 +429,21 @@ class PsClient:
             if self.router.version != version:
                 then(GONE, memoryview(b""))
             else:
-                self.submit(ps, message, then, router, began_at)
+                self.submit(ps, message, then, router, began_at, min(2 * again_s, _AGAIN_MAX_S))
 
         link = self.links.get(ps) if self.router.version == version else None
         if link is None:
             answered(GONE, memoryview(b""))
         else:
             link.submit(message, answered)
+
+    def stalled(self) -> tuple[Slot, float]:
+        """The ps that has kept us waiting longest with another map than ours, or with buckets that are not there yet,
+        and for how many seconds; (-1, 0.0): none."""
+        now = time.monotonic()
+        waits = [(now - since, slot) for slot, since in list(self._moved_since.items())]
+        longest, slot = max(waits, default=(0.0, Slot(-1)))
+        return slot, longest
 
     def everywhere(self, message_for: Callable[[int, Slot], Sendable | None], router: Router | None = None) -> Ticket:
         """One request to every ps of ``router`` (default: today's): ``message_for(position, slot)``, None for nothing

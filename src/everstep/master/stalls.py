@@ -1,0 +1,47 @@
+"""Workers that wait in vain for a ps: said once when it has lasted, and once when it is over.
+
+A worker waits by itself for buckets that are on their way, and needs nobody; but one that waits for long is what a
+person wants to know, with the name of the ps. Soft state: a new master says it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everstep.ids import Incarnation
+from everstep.model.decision import Decision
+from everstep.model.member import MemberKey
+
+SAID_AFTER_S = 10.0
+
+
+class Stalls:
+    """Fed with each worker's heartbeats (``stalled_ps``, ``stalled_s``; see api/engine.py)."""
+
+    def __init__(self) -> None:
+        self._said: dict[MemberKey, tuple[Incarnation, int, float]] = {}  # life, the ps, longest so far
+
+    def __repr__(self) -> str:
+        return f"<stalls of {len(self._said)} workers>"
+
+    def beat(self, key: MemberKey, incarnation: Incarnation, readings: Mapping[str, float]) -> Decision | None:
+        """What is to be told of this worker now, if anything."""
+        slot, waited_s = int(readings.get("stalled_ps", -1)), readings.get("stalled_s", 0.0)
+        said = self._said.get(key)
+        if said is not None and said[0] != incarnation:
+            said = None
+            del self._said[key]
+        if said is None:
+            if slot < 0 or waited_s < SAID_AFTER_S:
+                return None
+            self._said[key] = (incarnation, slot, waited_s)
+            words = (
+                f"for {waited_s:.0f} s ps:{slot} has had another map than it, or lacked buckets that the map gives it"
+            )
+            return Decision("waits for a ps", words, {"ps": slot, "waited_s": round(waited_s, 1)})
+        if slot == said[1] and waited_s >= said[2]:
+            self._said[key] = (incarnation, slot, waited_s)
+            return None
+        del self._said[key]
+        words = f"ps:{said[1]} answers again, after {said[2]:.0f} s"
+        return Decision("goes on", words, {"ps": said[1], "waited_s": round(said[2], 1)})
