@@ -41,10 +41,12 @@ class Journey(Run):
         self.closed: set[Life] = set()
         self.seqs: dict[int, int] = {}
         self.clock = 0.0
+        self.version = 1  # of the placement
+        self.ahead: dict[Life, float] = {}  # clocks that are wrong
 
-    def now(self) -> float:
+    def now(self, life: Life | None = None) -> float:
         self.clock += 1.0
-        return self.clock
+        return self.clock + (self.ahead.get(life, 0.0) if life is not None else 0.0)
 
     def grant(self, worker: int, until_epoch: int = 9) -> Lease | None:
         self.ledgers = {Slot(100 * s + i): ledger for (s, i), ledger in self.lives.items() if ledger.buckets}
@@ -84,7 +86,9 @@ class Journey(Run):
     def take(self, life: Life, bucket: int, books: BucketLedger, how: str = "promoted") -> None:
         self.seqs[bucket] = self.seqs.get(bucket, 0) + 1
         shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(books.shards.items()))
-        took = Took(len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, self.now())
+        self.version += 1
+        at, version = self.now(life), self.version
+        took = Took(len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, at, version)
         self.logs[life].append(took)
         ledger = self.lives[life]
         ledger.buckets = dict(sorted({**ledger.buckets, bucket: books}.items()))
@@ -204,6 +208,50 @@ def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Jour
     report = run.report()
     assert report.ok, report.text()
     assert report.counts["taken"] == 2 + len(books)
+
+
+def test_owners_are_ordered_by_placements_and_not_by_their_clocks(run: Journey) -> None:
+    """Two nodes whose clocks are an hour apart: by time, the bucket would have been at its first owner last."""
+    run.ahead[P1] = -3600.0
+    bucket = run.first[P0][1]
+    for source, target in ((P0, P1), (P1, P0), (P0, P1)):
+        lease = run.grant(0)
+        assert lease is not None
+        run.everywhere(0, lease, lease.start, lease.stop)
+        run.done(0, lease)
+        run.take(target, bucket, run.give(source, bucket))
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert (report.counts["taken"], report.counts["void"]) == (3, 0)
+
+
+def test_buckets_that_begin_empty_again_have_all_of_it_trained_again(run: Journey) -> None:
+    """Their ps was lost before any mirror was complete; nothing was released."""
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 20)
+    lost = sorted(run.die(P0).buckets)
+    for bucket in lost:
+        run.take(P1, bucket, BucketLedger(), "begun")
+    run.reopen(lease)
+    run.everywhere(0, lease, 0, 30)
+    run.done(0, lease)
+    run.rest()
+    report = run.report()
+    assert report.ok, report.text()
+    assert report.counts["begun"] == len(lost) and f"{len(lost)} begun" in report.text()
+
+
+def test_a_bucket_that_is_said_to_begin_empty_and_is_not_trained_again_is_missing(run: Journey) -> None:
+    lease = run.grant(0)
+    assert lease is not None
+    run.everywhere(0, lease, 0, 30)
+    run.done(0, lease)
+    for bucket in sorted(run.die(P0).buckets):
+        run.take(P1, bucket, BucketLedger(), "begun")
+    run.rest()
+    assert "missing" in whats(run.report())
 
 
 def test_a_released_shard_counts_though_no_mark_speaks_of_it(run: Journey) -> None:

@@ -10,6 +10,7 @@ fingerprint of all samples in it. That settles what came before:
 * What lies before them and is in no log is **vouched** for by the watermark: the owner died after the bucket's mirror
   had it and before its log did.
 * A shard that is open no more was released, so the bucket had all of it, unless a later owner began it anew.
+* A bucket that began empty again had nothing that was released: all before is void.
 * The sum over what counts must be the **fingerprint** that was taken, and from there on the one at every cut.
 
 At the end, what counts must tile every shard once, in fence order, as for a bucket that never moved.
@@ -120,7 +121,10 @@ class JourneyCheck:
         stint = stints[i]
         took = stint.took
         counts = self.report.counts
-        if took is None:  # a new life that began empty: nothing of the old one is left
+        if took is None or took.how == "begun":  # empty: nothing of the old one is left
+            if took is not None:
+                counts["taken"] += 1
+                counts["begun"] = counts.get("begun", 0) + 1
             counts["void"] += len(counted.shard)
             counted.keep(np.zeros(len(counted.shard), bool))
             return True
@@ -321,7 +325,10 @@ def _within(stint: Stint, before: int, seq: int) -> bool:
 
 
 def _in_order(stints: list[Stint]) -> list[Stint]:
-    """By the time at which they began. One that began empty is the first, or the first sign of its new life."""
+    """By the placements under which they began; where a log does not know them, by time. One that began empty is the
+    first, or the first sign of its new life."""
+    if sum(s.took is None for s in stints) <= 1 and all(s.took is None or s.took.version for s in stints):
+        return sorted(stints, key=lambda s: (s.took.version, s.took.at) if s.took is not None else (0, 0.0))
     fresh = sorted((s for s in stints if s.took is None), key=lambda s: s.log.life)
     timed = [(s.at, s) for s in stints if s.took is not None]
     for i, s in enumerate(fresh):

@@ -51,7 +51,8 @@ class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
     """From here on ``bucket`` is this ps's, as of the bucket's own number ``bucket_seq`` (see everstep.native).
 
     ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image),
-    "resumed" (it was to leave, and stays: the new owner was lost).
+    "resumed" (it was to leave, and stays: the new owner was lost), "begun" (empty: all of it was lost). ``version``:
+    the placement in force then, which orders the owners of a bucket whatever their clocks say; 0: not known.
     ``shards``: int64 pairs (shard, watermark), little-endian, of every shard that is open in it; ``fingerprint``:
     uint64, of the bucket then. Whatever an earlier owner applied beyond these watermarks is void.
     """
@@ -63,6 +64,7 @@ class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
     shards: bytes
     fingerprint: int
     at: float = 0.0
+    version: int = 0
 
 
 class Gave(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):

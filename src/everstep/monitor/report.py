@@ -56,7 +56,7 @@ class AuditReport(msgspec.Struct):
         )
         if c.get("taken"):
             ways = ", ".join(
-                f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded", "resumed", "new") if c.get(how)
+                f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded", "resumed", "begun", "new") if c.get(how)
             )
             lines.append(
                 f"  {c['taken']} buckets taken over ({ways}): {c['void']} intervals void, undone by crashes and applied"
