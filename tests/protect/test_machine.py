@@ -393,8 +393,8 @@ class World:
             peer.machine.settle()
         self.act(peer)
         if isinstance(answer, Fed) and self.random.random() >= self.loss:
-            for bucket in p.streams.answered(to, batch.first, answer.applied):
-                p.machine.refused(bucket)
+            for bucket, ticket in p.streams.answered(to, batch.first, answer.applied).items():
+                p.machine.refused(bucket, ticket)
 
     def ask(self, p: Ps, ask: Ask) -> None:
         peer = self.ps.get(ask.peer)

@@ -72,7 +72,8 @@ class MirrorsReady(Event, frozen=True, tag="mirrors_ready"):
 
 
 class BucketsReady(Event, frozen=True, tag="buckets_ready"):
-    """Buckets that a placement gave to a ps are whole there. ``how``: promoted, rebuilt, loaded."""
+    """Buckets that a placement gave to a ps are whole there. ``how``: promoted, rebuilt, loaded, ...; stuck: they are
+    not, and the ps has no way to get them."""
 
     slot: Slot
     incarnation: Incarnation

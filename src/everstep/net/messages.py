@@ -60,7 +60,7 @@ class MirrorReady(Request, frozen=True, tag="mirror_ready"):
 
 class BucketsReady(Request, frozen=True, tag="buckets_ready"):
     """A ps: these buckets, which the placement ``version`` gave it, are whole here: promoted, rebuilt or loaded.
-    ``how``: "promoted" | "rebuilt" | "loaded". Answer: Ok | Fenced."""
+    ``how``: "promoted" | "rebuilt" | "loaded" | ...; "stuck": it has no way to get them. Answer: Ok | Fenced."""
 
     slot: Slot
     incarnation: Incarnation

@@ -133,7 +133,8 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 
 
 class Took(Action, frozen=True, gc=False):
-    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt", "loaded", "resumed"."""
+    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt", "loaded", "resumed"; "begun":
+    empty, after all that it had was lost."""
 
     bucket: BucketId
     how: str
@@ -147,7 +148,8 @@ class Gave(Action, frozen=True, gc=False):
 
 
 class Load(Action, frozen=True, gc=False):
-    """Load ``bucket`` from checkpoint ``checkpoint``, then call ``loaded``. Said again under each placement."""
+    """Load ``bucket`` from checkpoint ``checkpoint``, then call ``loaded``, also when it came to nothing. One at a time
+    for each bucket: until ``loaded``, nothing else is done about it."""
 
     bucket: BucketId
     checkpoint: int
@@ -158,7 +160,7 @@ class Report(Action, frozen=True, gc=False):
 
 
 class Stuck(Action, frozen=True, gc=False):
-    """The placement gives this ps a bucket that it has no way to get."""
+    """The placement gives this ps a bucket that it has no way to get (see ``stuck``)."""
 
     bucket: BucketId
     why: str
@@ -274,6 +276,8 @@ class Machine:
         self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}
         self._received: dict[PeerKey, tuple[int, int]] = {}  # stream, next number in it
         self._gains: dict[BucketId, _Gain] = {}
+        self._loads: set[BucketId] = set()  # images on their way into the store, wanted or not
+        self._since: dict[BucketId, int] = {}  # the outbox's ticket when it began to be served
         self._used: set[int] = set()  # mirrors that became buckets
         self._fenced: dict[BucketId, _Fenced] = {}
         self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]]] = (frozenset(), frozenset())
@@ -304,6 +308,15 @@ class Machine:
     def lacking(self) -> list[BucketId]:
         """Buckets that the placement gives to this ps and that it does not serve yet."""
         return sorted(self._gains)
+
+    @property
+    def stuck(self) -> tuple[BucketId, ...]:
+        """Buckets of these that there is no way to get; the master has to find another one."""
+        return tuple(sorted(b for b, gain in self._gains.items() if gain.stuck))
+
+    def wants_image(self, bucket: BucketId, checkpoint: int) -> bool:
+        """Whether a load that is under way is still of any use."""
+        return bucket in self._gains and self._image(bucket) == checkpoint
 
     @property
     def complete(self) -> list[int]:
@@ -364,8 +377,9 @@ class Machine:
                 gain = self._gains.get(bucket) if same else None
                 self._gains[bucket] = gain if gain is not None else _Gain(placement.version)
                 self._gains[bucket].loading = False
-            elif before is not None and placement.version > before.version + 1:
-                # It may have been given away and back meanwhile: the master waits to hear that it is here.
+            elif before is not None and (placement.version > before.version + 1 or (not same and self._image(bucket))):
+                # It may have been given away and back meanwhile, or was whole before the master heard of it and ordered
+                # it anew: the master waits to hear that it is here.
                 how = self.gained[bucket][1] if bucket in self.gained else "kept"
                 self.gained[bucket] = (placement.version, how)
         self._keep_mirrors(placement)
@@ -411,6 +425,7 @@ class Machine:
         self.port.drop(bucket)
         del self.buckets[bucket]
         self._fenced.pop(bucket, None)
+        self._since.pop(bucket, None)
         self.streams.routes.pop(bucket, None)
 
     def _flushed(self, bucket: BucketId) -> bool:
@@ -694,10 +709,17 @@ class Machine:
             self._drop(bucket)
         return HandedOver(seq)
 
-    def refused(self, bucket: BucketId) -> None:
-        """A mirror's ps refuses our differences of it: another ps owns it, by a placement that did not reach us yet."""
-        if self.serves(bucket):
-            self._fence(bucket)
+    def refused(self, bucket: BucketId, ticket: int) -> None:
+        """A mirror's ps refuses our differences of it, up to ``ticket`` of the outbox: another ps owns it, by a
+        placement that did not reach us yet. By ours it is still our own, so it is lacking from now on: should ours be
+        the newest placement after all, every mirror will say so under it, and it is served again."""
+        if not self.serves(bucket) or ticket < self._since.get(bucket, 0):
+            return  # (made when we had it before)
+        self._fence(bucket)
+        assert self.placement is not None
+        if self.placement.owner[bucket] == self.me[0] and self._alive(self.me):
+            self._gains[bucket] = _Gain(self.version)
+            self.dirty = True
 
     # ------------------------------------------------------------ what we ask
 
@@ -766,15 +788,18 @@ class Machine:
                 self._level_with(request.bucket, gain, request.mirror, answer, blobs)
                 self.settle()
 
-    def loaded(self, bucket: BucketId, checkpoint: int) -> None:
-        """Its image is in the store, and the store owns it. (Where that failed: nothing is said, or Load is tried
-        again.)"""
+    def loaded(self, bucket: BucketId, checkpoint: int, there: bool = True) -> None:
+        """A ``Load`` has ended. ``there``: the image is in the store, and the store owns the bucket; else nothing."""
+        self._loads.discard(bucket)
         gain = self._gains.get(bucket)
-        if gain is None or self._image(bucket) != checkpoint:
+        wanted = gain is not None and self._image(bucket) == checkpoint and self._way(bucket) is None
+        if there and not wanted:
             self.port.hand_over(bucket)
             self.port.drop(bucket)
-            return
-        self._got(bucket, "loaded")
+        elif there:
+            self._got(bucket, "loaded")
+        if gain is not None:
+            gain.loading = False
         self.settle()
 
     # ------------------------------------------------------------ buckets on their way here
@@ -820,8 +845,13 @@ class Machine:
 
     def _go_on(self, bucket: BucketId, gain: _Gain) -> None:
         assert self.placement is not None
+        if bucket in self._loads:
+            return
         mirror = self._way(bucket)
         fenced = bucket in self._fenced
+        if fenced and mirror is None and self._fenced[bucket].to is not None and self._image(bucket):
+            self._drop(bucket)  # others had it meanwhile, and it goes on from their image
+            fenced = False
         if fenced and mirror is not None and len(self._mirrors[mirror].mirror.members) == 1:
             self._drop(bucket)  # the mirror is newer
             fenced = False
@@ -860,10 +890,11 @@ class Machine:
         if image:
             if not gain.loading:
                 gain.loading = True
+                self._loads.add(bucket)
                 self._actions.append(Load(bucket, image))
         elif image == 0 or self.placement.route == 1:
             self.port.own(bucket)
-            self._got(bucket, "new")
+            self._got(bucket, "new" if self.placement.route == 1 else "begun")
         elif not gain.stuck and not any(bucket in h.mirror.members for h in self._mirrors.values()):
             gain.stuck = True
             why = (
@@ -873,6 +904,7 @@ class Machine:
 
     def _got(self, bucket: BucketId, how: str) -> None:
         self.buckets[bucket] = State.SERVING
+        self._since[bucket] = self.port.ticket()
         self._gains.pop(bucket)
         if how != "new":
             self.gained[bucket] = (self.version, how)

@@ -204,9 +204,10 @@ class Streams:
         stream = self._streams.get(peer)
         return stream is not None and bool(stream.queue)
 
-    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> set[BucketId]:
-        """``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take from us."""
-        refused: set[BucketId] = set()
+    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[BucketId, int]:
+        """``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take from us, with
+        the newest ticket that it refused."""
+        refused: dict[BucketId, int] = {}
         stream = self._streams.get(peer)
         if stream is None:
             return refused
@@ -221,7 +222,8 @@ class Streams:
                 self.refused_ticket = max(self.refused_ticket, item.ticket)
                 self._several.pop(item.ticket, None)  # not all have it: who has it must keep it
                 if code == Code.REFUSED:
-                    refused.add(item.bucket)
+                    ticket = item.ticket if item.ticket >= 0 else self.next_ticket  # levelling: what is served now
+                    refused[item.bucket] = max(ticket, refused.get(item.bucket, -1))
             self._settle(item)
         self._advance()
         return refused

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from everstep.errors import EverstepError, InternalError, WireError
 from everstep.ids import BucketId, Incarnation, Slot
@@ -126,6 +128,8 @@ class Keeper:
         self._limit = LineLimit()
         self.whole = False
         """Whether everything that the placement gives to this ps is served."""
+        self.mine: NDArray[np.int32] = np.zeros(0, np.int32)
+        """What the placement gives to this ps."""
 
     def __repr__(self) -> str:
         return f"<Keeper {self.machine!r} {self.streams!r}>"
@@ -164,6 +168,8 @@ class Keeper:
     def place(self, placement: Placement) -> None:
         with self.transition() as machine:
             machine.place(placement)
+            assert machine.placement is not None
+            self.mine = np.array(machine.placement.owned_by(self._slot), np.int32)
         self._follow_peers()
 
     def wait_whole(self, deadline: float) -> bool:
@@ -472,8 +478,8 @@ class Keeper:
             raise WireError(f"ps:{peer.key[0]} does not take our differences: {error}")
         if Code.REFUSED in answer.applied or Code.GAP in answer.applied:
             with self.transition() as machine:
-                for bucket in self.streams.answered(peer.key, batch.first, answer.applied):
-                    machine.refused(bucket)
+                for bucket, ticket in self.streams.answered(peer.key, batch.first, answer.applied).items():
+                    machine.refused(bucket, ticket)
             return
         with self.lock:
             self.streams.answered(peer.key, batch.first, answer.applied)

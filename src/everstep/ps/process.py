@@ -214,8 +214,13 @@ class PsProcess:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         keeper = self.service.keeper
         told: tuple[set[int], dict[BucketId, tuple[int, str]]] = (set(), {})
+        stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
+                with keeper.lock:
+                    before, stuck = stuck, (keeper.machine.version, keeper.machine.stuck)
+                if stuck[1] and stuck == before:  # no other placement came
+                    self._tell(BucketsReady(self.slot, self.incarnation, *stuck, "stuck"))
                 continue
             self._over.wait(_TOGETHER_S)
             self._news.clear()

@@ -31,6 +31,7 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
 from everstep.native import Recovering, Store, bitmap_buckets
+from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
     DataAnswer,
@@ -125,8 +126,8 @@ class PsService:
         self._busy_s = 0.0
         self._cut_due_at = time.monotonic() + cut_every_s
         self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
-        self._loading: set[tuple[BucketId, int]] = set()
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
+        self._limit = LineLimit()
         self.keeper = Keeper(store, slot, incarnation, self._gate, self._carry_out, self._fail)
 
     @classmethod
@@ -209,10 +210,8 @@ class PsService:
                     if self.on_gave is not None:
                         self.on_gave(bucket)
                 case machine.Load(bucket=bucket, checkpoint=checkpoint):
-                    if (bucket, checkpoint) not in self._loading:
-                        self._loading.add((bucket, checkpoint))
-                        args = (bucket, checkpoint)
-                        threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
+                    args = (bucket, checkpoint)
+                    threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
                 case machine.Report():
                     if self.on_report is not None:
                         self.on_report()
@@ -224,16 +223,22 @@ class PsService:
 
     def _log_took(self, bucket: BucketId, how: str) -> None:
         facts = marks_facts(self.store.marks(bucket))
-        shards = np.array(facts.watermarks, "<i8").tobytes()
-        self._append(lambda seq, at: Took(seq, bucket, how, facts.seq, shards, facts.fingerprint, at))
+        shards, version = np.array(facts.watermarks, "<i8").tobytes(), self.version
+        self._append(lambda seq, at: Took(seq, bucket, how, facts.seq, shards, facts.fingerprint, at, version))
 
     def _log_gave(self, bucket: BucketId, bucket_seq: int) -> None:
         self._append(lambda seq, at: Gave(seq, bucket, bucket_seq, at))
 
     def _load(self, bucket: BucketId, checkpoint: int) -> None:
-        """In a thread of its own: one image, tried again while its place cannot be read."""
+        """In a thread of its own: one image, tried again while its place cannot be read and it is of any use."""
         wait_s = 0.2
         while not self.failure and not self._finished:
+            with self.keeper.lock:
+                wanted = self.keeper.machine.wants_image(bucket, checkpoint)
+            if not wanted:
+                with self.keeper.transition() as m:
+                    m.loaded(bucket, checkpoint, there=False)
+                return
             try:
                 if self.load is None:
                     raise InternalError(f"bucket {bucket} is to be loaded, but nothing says from where")
@@ -247,7 +252,6 @@ class PsService:
                 self._fail(f"ps:{self.slot} cannot load bucket {bucket} of checkpoint {checkpoint}: {error}")
                 return
             with self.keeper.transition() as m:
-                self._loading.discard((bucket, checkpoint))
                 m.loaded(bucket, checkpoint)
             return
 
@@ -386,6 +390,12 @@ class PsService:
         if not self._confirm(before, b"", route, deadline):
             return Moved(self.route)
         buckets, marks = opened
+        if not np.array_equal(buckets, self.keeper.mine):
+            # By all that is known here this cannot be: no worker could go on with such an answer.
+            self._limit.warning(
+                f"ps:{self.slot} has buckets {buckets.tolist()}, the map says {self.keeper.mine.tolist()}"
+            )
+            return Moved(self.route)
         return Opened(self.incarnation, buckets.astype("<i4").tobytes(), marks.astype("<i8").tobytes())
 
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 ASK_S = 0.05
 AGAIN_S = 0.3  # a message to a peer without an answer is said again
+STUCK_S = 1.0
 CONFIRM_S = 1.5  # so long a push waits for its mirrors
 
 
@@ -84,7 +85,8 @@ class MirrorPs(Child):
         self.requests = 0
         self.draining = self.sweeping = False
         self.images = 0
-        self.loading: set[tuple[BucketId, int]] = set()
+        self.stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
+        self.stuck_at = 0.0
         sim.lives[self.me] = self
 
     # ------------------------------------------------------------ the master
@@ -210,17 +212,15 @@ class MirrorPs(Child):
         self.moved_on()
 
     def load(self, bucket: BucketId, checkpoint: int) -> None:
-        if (bucket, checkpoint) not in self.loading:
-            self.loading.add((bucket, checkpoint))
-            self.later(0.02 + 0.2 * self.kernel.random(), self.loaded, bucket, checkpoint)
+        self.store.load_begin(bucket)
+        slow = self.kernel.random() < 0.1  # its place cannot be read at once
+        self.later((2.0 if slow else 0.02) + 0.2 * self.kernel.random(), self.loaded, bucket, checkpoint)
 
     def loaded(self, bucket: BucketId, checkpoint: int) -> None:
-        self.loading.discard((bucket, checkpoint))
-        image = self.sim.image_of(checkpoint, bucket)
-        if bucket not in self.store.buckets:
-            self.store.install(bucket, image.copy())
-            self.machine.loaded(bucket, checkpoint)
-            self.moved_on()
+        there = self.kernel.random() < 0.8 or self.machine.wants_image(bucket, checkpoint)
+        self.store.load_end(bucket, self.sim.image_of(checkpoint, bucket).copy() if there else None)
+        self.machine.loaded(bucket, checkpoint, there)
+        self.moved_on()
 
     # ------------------------------------------------------------ other ps
 
@@ -228,6 +228,12 @@ class MirrorPs(Child):
         """Every now and then: ask what is to be asked, say again what is overdue."""
         self.later(ASK_S, self.look)
         now = self.kernel.now
+        stuck = (self.machine.version, self.machine.stuck)
+        if stuck != self.stuck:
+            self.stuck, self.stuck_at = stuck, now
+        elif stuck[1] and now - self.stuck_at > STUCK_S:  # no other placement came
+            self.stuck_at = now
+            self.call(BucketsReady, self.on_images, (), *self.me, *stuck, "stuck")
         self.asked = {i: (a, until) for i, (a, until) in self.asked.items() if until > now}
         under_way = [a for a, _ in self.asked.values()]
         for ask in self.machine.asks():
@@ -270,8 +276,8 @@ class MirrorPs(Child):
         if isinstance(answer, Moved):  # it is behind: again when that is due
             return
         del self.feeds[peer]
-        for bucket in self.streams.answered(peer, first, answer.applied):
-            self.machine.refused(bucket)
+        for bucket, ticket in self.streams.answered(peer, first, answer.applied).items():
+            self.machine.refused(bucket, ticket)
         self.machine.settle()
         self.moved_on()
 

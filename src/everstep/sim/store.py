@@ -124,6 +124,7 @@ class SimStore:
         self.samples, self.epoch_samples = samples, epoch_samples
         self.piece = samples // 3 + 1
         self._protected: set[BucketId] = set()
+        self._loading: set[BucketId] = set()
 
     # ------------------------------------------------------------ workers
 
@@ -185,10 +186,21 @@ class SimStore:
 
     def install(self, bucket: BucketId, what: Bucket) -> None:
         """It is served from now on."""
-        if bucket in self.buckets:
+        if bucket in self.buckets or bucket in self._loading:
             raise AssertionError(f"bucket {bucket} is here already")
         self.buckets[bucket] = what
         self.resume(bucket)
+
+    def load_begin(self, bucket: BucketId) -> None:
+        if bucket in self.buckets or bucket in self._loading:
+            raise AssertionError(f"bucket {bucket} is loaded on top of what is here")
+        self._loading.add(bucket)
+
+    def load_end(self, bucket: BucketId, what: Bucket | None) -> None:
+        """``what``: its image; None: it was not read after all."""
+        self._loading.remove(bucket)
+        if what is not None:
+            self.install(bucket, what)
 
     def tables(self) -> Sequence[int]:
         return TABLES
@@ -321,6 +333,8 @@ class SimStore:
         m = self.mirrors[mirror]
         if m.rest is not None or not m.complete:
             raise AssertionError(f"mirror {mirror} cannot be folded")
+        if any(b in self.buckets or b in self._loading for b in here):
+            raise AssertionError(f"buckets {here} are to be rebuilt here, and one of them is here")
         m.rest, m.lost, m.here, m.other = m.page, tuple(lost), tuple(here), (0, 0)
         for who in m.members.values():
             who.folded = 0
