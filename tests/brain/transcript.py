@@ -77,7 +77,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Manifest
+from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
@@ -158,7 +158,8 @@ class Story:
                 for text in filter(None, named.get("leases", "").split(",")):
                     shard, _, no = text.partition("@")
                     leases.append(self._lease(parse_shard(shard), parse_lease(no)))
-                return MemberJoined(at, role, slot, incarnation, node, 100 + slot, address, tuple(leases))
+                holds = Holdings(slot=slot, incarnation=incarnation) if "nothing" in plain else None
+                return MemberJoined(at, role, slot, incarnation, node, 100 + slot, address, tuple(leases), holds)
             case "silent":
                 return MemberSilent(at, *parse_member(plain[0]), float(plain[1]), "lost" in plain)
             case "heard":

@@ -137,6 +137,40 @@ def test_a_ps_is_emptied_on_request(run: Run) -> None:
     assert report.counts["promoted"] > 0 and report.counts["void"] == 0
 
 
+FIRST_ROWS = """
+import time
+import numpy as np, torch
+import everstep as es
+
+EPOCHS, ROWS = 3, 600
+job = es.join()
+table = torch.nn.Embedding(ROWS, 2)
+with torch.no_grad():
+    table.weight.copy_(torch.arange(ROWS).float()[:, None].expand(ROWS, 2))
+model = job.sparse(table, optimizer=es.SGD(lr=1.0))
+for batch in job.steps(job.loader({"ids": np.arange(ROWS)}, batch_size=20, epochs=EPOCHS)):
+    (-model(batch["ids"])).sum().backward()
+    time.sleep(0.01)
+if job.chief:
+    with job.eval(model):
+        got = model(torch.arange(ROWS)).detach()[:, 0] - torch.arange(ROWS)
+    print("counted right" if (got == EPOCHS).all() else f"counted wrong: {got.tolist()[:50]}", flush=True)
+"""
+
+
+def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buckets begin again, with the first rows of their tables, and all that was trained is trained again."""
+    monkeypatch.setenv("EVERSTEP_FAULT", "ps:1:before_feed:1")
+    run.script.write_text(FIRST_ROWS)
+    run.start("--workers", "2", "--ps", "3", "--parity", "2+1")
+    assert run.wait(150) == 0, run.story()
+    assert "counted right" in run.text(), run.story()
+    report = audit(run.run_dir)
+    assert report.ok and report.finished, report.text()
+    assert report.counts["begun"] > 0, report.text()
+    assert "begin empty again" in (run.run_dir / "events.jsonl").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",

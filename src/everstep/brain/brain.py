@@ -191,6 +191,8 @@ class Brain:
         out = self._handlers[type(event)](event)
         if self.replicated and type(event) is not StepsCommitted:
             out += self.groups.settle(event.at)
+        if self.state.protection.gone and not self.job.over:
+            out += self._settle()  # it waits for workers to end
         return out
 
     @property
@@ -480,11 +482,16 @@ class Brain:
             rejected = ("go on without its rows: results would be wrong",)
             out.append(Note("", Decision("fail the job", error, {"buckets_lost": lost}, rejected)))
             return [*out, self._fail(4, error)]
+        for slot, incarnation in self.state.protection.ending:
+            worker = self.members.current(Role.WORKER, slot, incarnation)
+            if worker is not None and not worker.stopping:
+                words = f"{len(self.keeper.books.gone)} buckets begin empty: the first rows of its tables are due again"
+                out.append(self._send_away(worker, Decision("stop", words), 0.0))
         for slot in self.state.protection.leaving:
             seat = self.members.servers.get(slot)
             if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
                 out.append(self._send_away(seat, Decision("stop", "others have all that it held")))
-        return out
+        return out + self.keeper.covers()
 
     def _ps_told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
         seat = self.members.current(Role.PS, e.slot, e.incarnation)
@@ -493,6 +500,8 @@ class Brain:
         if self.job.over:
             return [_OK]
         out = self.keeper.told(e)
+        if isinstance(e, BucketsReady) and e.how == "stuck":
+            return [_OK, *out, *self._settle(f"ps:{e.slot} cannot get what it was given")]
         seat.streak = 0  # it got somewhere
         return [_OK, *out, *self._settle()]
 
@@ -985,7 +994,10 @@ class Brain:
             return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
         if self.job.over:
             return [_OK]
-        took = self.checkpoints.take(self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error)
+        owned = set(self.placement.owned_by(e.slot)) if self.placement is not None else set()
+        took = self.checkpoints.take(
+            self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error, owned
+        )
         return [_OK, *took, *self._finish_if_all_left(e.at)]
 
     def _checkpoint_committed(self, e: CheckpointCommitted) -> list[InstructionType]:

@@ -56,7 +56,8 @@ def waits_for_mirrors(spec: JobSpec) -> bool:
 
 class Writing(msgspec.Struct, kw_only=True):
     """The checkpoint in progress. ``since``: the one that its increments build on, 0: none; ``failures``: errors told,
-    by ps; ``manifest``: set once every bucket has an image and its writing was ordered."""
+    by ps; ``manifest``: set once every bucket has an image and its writing was ordered. ``disowned``: buckets that went
+    back to something older meanwhile: only an image of their owner counts."""
 
     number: int
     since: int
@@ -66,6 +67,7 @@ class Writing(msgspec.Struct, kw_only=True):
     tables: dict[str, TableSpec] = {}
     failures: dict[int, int] = {}
     manifest: Manifest | None = None
+    disowned: list[int] = []
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +88,8 @@ class Checkpoints(msgspec.Struct):
     ``resumed``: the checkpoint that this job began with, and ``resumed_from`` where that lies; its ``datasets`` are the
     first of this job. ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for
     shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
-    that the images lack. ``confirmed``: see :meth:`confirm`.
+    that the images lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
+    :meth:`cover`.
     """
 
     numbers: int = 0
@@ -105,6 +108,7 @@ class Checkpoints(msgspec.Struct):
     reruns: int = 0
     usable: bool = False
     confirmed: float = 0.0
+    covered: bool = False
 
     def __repr__(self) -> str:
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
@@ -128,7 +132,7 @@ class Checkpoints(msgspec.Struct):
 
     def release_due(self, job: Job, shards: Shards, finished: bool) -> list[InstructionType]:
         """After a shard was done (``finished``: the last one of its epoch): what may be released at once."""
-        if self.writing is not None or has_checkpoints(job.spec) or waits_for_mirrors(job.spec):
+        if self.writing is not None or has_checkpoints(job.spec) or waits_for_mirrors(job.spec) or not self.covered:
             return []
         return self._forget(job, shards.release_due(1 if finished else RELEASE_BATCH))
 
@@ -137,9 +141,14 @@ class Checkpoints(msgspec.Struct):
         self.confirmed = max(self.confirmed, before)
         return self._release(job, shards) if waits_for_mirrors(job.spec) else []
 
+    def cover(self, job: Job, shards: Shards) -> list[InstructionType]:
+        """From now on memory is what the job's protection promises: the first mirrors have everything."""
+        self.covered = True
+        return [] if has_checkpoints(job.spec) or waits_for_mirrors(job.spec) else self._release(job, shards)
+
     def _release(self, job: Job, shards: Shards) -> list[InstructionType]:
         """All that the tier rule allows by now."""
-        if self.writing is not None:
+        if self.writing is not None or not (self.covered or has_checkpoints(job.spec)):
             return []
         keys = list(shards.releasing)
         if has_checkpoints(job.spec):
@@ -183,8 +192,10 @@ class Checkpoints(msgspec.Struct):
         images: Iterable[BucketImage],
         tables: Iterable[TableSpec],
         error: str,
+        owned: Collection[BucketId] = (),
     ) -> list[InstructionType]:
-        """A ps tells of its part. Images are good for ever, so it does not matter who owns the buckets by now."""
+        """A ps tells of its part. Images are good for ever, so it does not matter who owns the buckets by now, unless
+        they were disowned: then only those of what the ps owns now (``owned``) count."""
         writing = self.writing
         if writing is None or writing.number != checkpoint or writing.manifest is not None:
             return []
@@ -192,12 +203,27 @@ class Checkpoints(msgspec.Struct):
             return self._failed(writing, slot, error)
         for image in images:
             known = writing.images.get(image.bucket)
+            if image.bucket in writing.disowned and image.bucket not in owned:
+                continue
             if 0 <= image.bucket < job.spec.buckets and (known is None or known.seq <= image.seq):
                 writing.images[image.bucket] = image
         writing.tables.update((table.name, table) for table in tables)
         if len(writing.images) < job.spec.buckets:
             return []
         return self._complete(job, shards, writing, at)
+
+    def disown(self, buckets: Collection[BucketId]) -> list[InstructionType]:
+        """These buckets go on from something older than what they were: their images are of a past that was undone, and
+        must not come back as the newest."""
+        writing = self.writing
+        if writing is None or not buckets:
+            return []
+        if writing.manifest is not None:
+            return self.give_up(f"{len(buckets)} buckets went back behind their images")
+        writing.disowned = sorted({*writing.disowned, *buckets})
+        for bucket in buckets:
+            writing.images.pop(bucket, None)
+        return []
 
     def _failed(self, writing: Writing, slot: Slot, error: str) -> list[InstructionType]:
         count = writing.failures[slot] = writing.failures.get(slot, 0) + 1

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from everstep.brain.checkpoints import Checkpoints
+from everstep.brain.checkpoints import Checkpoints, has_checkpoints
 from everstep.brain.events import BucketsReady, InstructionType, MirrorsReady, Note, PublishPlacement
 from everstep.brain.job import Job
 from everstep.brain.members import Members
@@ -26,11 +26,11 @@ from everstep.config.parity import Code, parse_code
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import Holdings
-from everstep.model.member import Member
+from everstep.model.member import Member, MemberState
 from everstep.model.placement import MirrorKind, Placement, PsPlace
 from everstep.policies.draft import Draft, How, Pending, level_counts
 from everstep.policies.moves import Steps, advance, under_way
-from everstep.policies.recovery import Recovered, recover
+from everstep.policies.recovery import Recovered, begin_again, recover
 from everstep.policies.stripes import Layout, arrange
 
 MAPS_REMEMBERED = 16
@@ -43,7 +43,9 @@ class Protection(msgspec.Struct, kw_only=True):
 
     ``layout``: what the placement shall become, over the ps ``over``. ``mirrors``: the last mirror id used. ``ready``:
     mirrors that have everything. ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
-    everything away and are not filled again. ``maps``: acknowledgements that count, newest last.
+    everything away and are not filled again. ``maps``: acknowledgements that count, newest last. ``gone``: buckets of
+    which nothing is left, and which begin empty again once the workers ``ending`` have ended: they have the tables'
+    first rows no more, and must not see these buckets without them.
     """
 
     placement: Placement | None = None
@@ -54,6 +56,8 @@ class Protection(msgspec.Struct, kw_only=True):
     missing: dict[BucketId, Pending] = {}
     leaving: list[Slot] = []
     maps: list[Acks] = []
+    gone: list[BucketId] = []
+    ending: list[tuple[Slot, Incarnation]] = []
 
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0
@@ -62,14 +66,15 @@ class Protection(msgspec.Struct, kw_only=True):
 
 class Keeper:
     """Changes :class:`Protection`; a thin hand of the brain. ``lost``: after :meth:`settle`, buckets of which nothing
-    is left; the job cannot go on then."""
+    is left; the job cannot go on then. ``stuck``: to be dealt with by the next :meth:`settle`."""
 
-    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards")
+    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards", "stuck")
 
     def __init__(self, job: Job, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection) -> None:
         self.job, self.members, self.shards = job, members, shards
         self.checkpoints, self.books = checkpoints, books
         self.lost: list[BucketId] = []
+        self.stuck: frozenset[BucketId] = frozenset()
 
     @property
     def code(self) -> Code:
@@ -110,6 +115,7 @@ class Keeper:
             1, tuple(draft.owner), places, 1, tuple(draft.mirrors), tuple(sorted(draft.images.items()))
         )
         books.placement = placement
+        self.checkpoints.covered = not code.m
         self._remember_map()
         words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
         if code.m:
@@ -127,6 +133,18 @@ class Keeper:
         news = [m for m in mirrors if m in here and m not in books.ready]
         books.ready = sorted([*books.ready, *news])
         return bool(news)
+
+    def covers(self) -> list[InstructionType]:
+        """What may be released when every bucket has all its mirrors for the first time: until then its ps may take it
+        with it, and it must be possible to train all of it again."""
+        if self.checkpoints.covered or self.books.placement is None or self.books.missing:
+            return []
+        draft = self.draft()
+        rows = draft.rows()
+        wanted = [(j, r) for j in range(draft.stripes) for r in range(draft.code.m)]
+        if not all(any(m.id in draft.ready for m in rows.get(w, ())) for w in wanted):
+            return []
+        return self.checkpoints.cover(self.job, self.shards)
 
     def buckets_ready(self, slot: Slot, version: int, buckets: Iterable[BucketId]) -> list[BucketId]:
         """Those that are news. ``version``: of the placement that gave them, or a later one."""
@@ -148,6 +166,8 @@ class Keeper:
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(e.slot, e.mirrors)
             return []
+        if e.how == "stuck":
+            return self._stuck(e)
         news = self.buckets_ready(e.slot, e.placement, e.buckets)
         if not news:
             return []
@@ -156,6 +176,24 @@ class Keeper:
         inputs: Inputs = {"buckets": len(news), "how": e.how}
         words = f"every bucket is whole where the map has it (the last ones at ps:{e.slot}: {e.how})"
         return [Note("", Decision("buckets ready", words, inputs))]
+
+    def _stuck(self, e: BucketsReady) -> list[InstructionType]:
+        """A ps has no way to get buckets: they are taken for lost there, if that is about what was last ordered."""
+        placement, missing = self.books.placement, self.books.missing
+        if placement is None:
+            return []
+        self.stuck = frozenset(
+            b
+            for b in e.buckets
+            if 0 <= b < placement.buckets
+            and placement.owner[b] == e.slot
+            and e.placement >= (missing[b].version if b in missing else placement.version)
+        )
+        if not self.stuck:
+            return []
+        words = f"it has no way to get {len(self.stuck)} buckets that placement {e.placement} gave it"
+        why = Decision("buckets stuck", words, {"buckets": len(self.stuck)}, ("wait: nothing more would come",))
+        return [Note(f"ps:{e.slot}", why)]
 
     # ------------------------------------------------------------ the next map
 
@@ -179,6 +217,7 @@ class Keeper:
             missing=dict(books.missing),
             images=dict(placement.images),
             next_id=books.mirrors + 1,
+            stuck=self.stuck,
         )
 
     def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
@@ -205,9 +244,15 @@ class Keeper:
         draft.living -= reborn  # what they had is gone; first everybody else is asked for it
         cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in draft.missing.values())
         recovered = recover(draft, self._image_of)
+        self.stuck = frozenset()
         if recovered.lost:
-            self.lost = recovered.lost
-            return []
+            if not self._may_begin_again():
+                self.lost = recovered.lost
+                return []
+            if self._workers_end(recovered.lost):
+                return []
+            begin_again(draft, recovered)
+        books.gone, books.ending = [], []
         draft.living |= reborn
         out = self._losses(recovered) if recovered.buckets or cut_off else []
         steps = Steps()
@@ -216,6 +261,25 @@ class Keeper:
             steps = advance(draft, books.layout)
         self._publish(draft, recovered, steps, why, out)
         return out
+
+    def _may_begin_again(self) -> bool:
+        """Whether everything that was ever trained could be trained again: nothing was released."""
+        nothing = not self.shards.released and not self.checkpoints.resumed
+        return nothing and (self.code.m > 0 or has_checkpoints(self.job.spec))
+
+    def _workers_end(self, lost: list[BucketId]) -> bool:
+        """Whether workers must end before the buckets ``lost`` begin empty: all that were there when they were lost."""
+        books, workers = self.books, self.members.workers
+        if not set(lost) <= set(books.gone):
+            there = [s.member for s in workers.values() if s.running and s.member.state is not MemberState.STARTING]
+            books.gone = sorted(lost)
+            books.ending = sorted({*books.ending, *((m.slot, m.incarnation) for m in there)})
+        books.ending = [
+            (slot, incarnation)
+            for slot, incarnation in books.ending
+            if (seat := workers.get(slot)) is not None and seat.running and seat.member.incarnation == incarnation
+        ]
+        return bool(books.ending)
 
     def _on_its_way_back(self, place: PsPlace) -> bool:
         """A later life of a ps of the map is there, its loss was never told (its agent says it runs, or a journal's
@@ -249,7 +313,7 @@ class Keeper:
         """Reopen the done shards that some bucket may lack."""
         eager = self.job.spec.protect == "eager"
         keys: list[ShardKey] = []
-        if recovered.taken_back or eager:
+        if recovered.taken_back or recovered.begun or eager:
             keys = list(self.shards.releasing)
         elif recovered.loaded and (newest := self.checkpoints.newest) is not None:
             images = [image for image in newest.images if image.bucket in set(recovered.loaded)]
@@ -258,8 +322,15 @@ class Keeper:
             return []
         self.books.maps.clear()
         samples = self.shards.reopen_done(keys)
+        out = self.checkpoints.disown(recovered.buckets if eager else recovered.behind)
         inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
         what = f"{len(keys)} done shards ({samples} samples) are opened again"
+        if recovered.begun:
+            words = (
+                f"{len(recovered.begun)} buckets were lost before anything could bring them back, and begin empty "
+                f"again: {what}, and trained again for these buckets alone; every worker begins anew"
+            )
+            return [*out, Note("", Decision("begin buckets again", words, inputs))]
         if recovered.loaded:
             newest = self.checkpoints.newest
             image = newest.checkpoint if newest is not None else 0
@@ -268,9 +339,9 @@ class Keeper:
                 f"{len(recovered.loaded)} buckets were lost beyond their protection and go back to checkpoint "
                 f"{image}: {what}, and trained again for these buckets alone"
             )
-            return [Note("", Decision("fall back to images", words, inputs))]
+            return [*out, Note("", Decision("fall back to images", words, inputs))]
         words = f"pushes that were acknowledged may not have reached every mirror: {what} and checked"
-        return [Note("", Decision("reopen shards", words, inputs))]
+        return [*out, Note("", Decision("reopen shards", words, inputs))]
 
     def _publish(self, draft: Draft, recovered: Recovered, steps: Steps, why: str, out: list[InstructionType]) -> None:
         old, books = self.books.placement, self.books
@@ -392,6 +463,8 @@ class Keeper:
                 assert here, f"bucket {bucket} is to be folded at ps:{slot}, which has no complete mirror of it"
             elif pending.how in (How.PROMOTE, How.HAND_OVER):
                 assert any(m.members == (bucket,) for m in here), f"bucket {bucket} has no mirror at ps:{slot}"
+            elif pending.how is How.BEGIN:
+                assert images.get(bucket) == 0, f"bucket {bucket} is to begin empty, and the map does not say so"
             elif pending.how is How.LOAD:
                 assert images.get(bucket), f"bucket {bucket} is to be loaded, from nothing"
         layout = books.layout

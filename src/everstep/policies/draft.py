@@ -20,6 +20,7 @@ class How(StrEnum):
     LOAD = "load"  # from a checkpoint's image
     HAND_OVER = "hand_over"  # it has a mirror of this bucket alone; the old owner lives and stops first
     TAKE_BACK = "take_back"  # it had handed it over to one that died before it said that it has it
+    BEGIN = "begin"  # empty, as at the job's beginning: nothing is left of it, and nothing that it had was released
 
 
 class Pending(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +34,8 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
 class Draft(msgspec.Struct, kw_only=True):
     """``living``: ps of the map that serve. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
-    new mirror. ``images``: as in the placement."""
+    new mirror. ``images``: as in the placement. ``stuck``: buckets of which their living owner says that it cannot get
+    them."""
 
     code: Code
     version: int
@@ -45,6 +47,7 @@ class Draft(msgspec.Struct, kw_only=True):
     missing: dict[BucketId, Pending]
     images: dict[BucketId, int]
     next_id: int
+    stuck: frozenset[BucketId] = frozenset()
 
     @property
     def stripes(self) -> int:
@@ -72,7 +75,9 @@ class Draft(msgspec.Struct, kw_only=True):
             self.drop([m for m in self.mirrors if m.members == (bucket,) and m.at == old])
         self.owner[bucket] = slot
         self.missing[bucket] = Pending(self.version, how, source)
-        if how is not How.LOAD:
+        if how is How.BEGIN:
+            self.images[bucket] = 0
+        elif how is not How.LOAD:
             self.images.pop(bucket, None)
 
     def add(self, members: tuple[BucketId, ...], at: Slot, row: int, kind: MirrorKind) -> None:

@@ -11,7 +11,7 @@ possible:
 3. *take back*: it was just handed over, its new owner died before it said that it has it, and the old one lives;
 4. *load*: the newest image of it; the mirrors of its stripe are void then.
 
-None: it is lost for good.
+None: it is lost for good, unless it may begin empty again (:func:`begin_again`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from everstep.policies.stripes import members_of
 
 class Recovered(msgspec.Struct):
     """What :func:`recover` decided, by bucket. ``lost``: of these nothing is left. ``behind``: not all that was
-    acknowledged for these is there any more (taken back, loaded)."""
+    acknowledged for these is there any more (taken back, loaded, begun again)."""
 
     promoted: list[BucketId] = []
     folded: list[BucketId] = []
     taken_back: list[BucketId] = []
     loaded: list[BucketId] = []
+    begun: list[BucketId] = []
     lost: list[BucketId] = []
 
     @property
     def buckets(self) -> list[BucketId]:
-        return sorted([*self.promoted, *self.folded, *self.taken_back, *self.loaded])
+        return sorted([*self.promoted, *self.folded, *self.taken_back, *self.loaded, *self.begun])
 
     @property
     def behind(self) -> list[BucketId]:
-        return sorted([*self.taken_back, *self.loaded])
+        return sorted([*self.taken_back, *self.loaded, *self.begun])
 
     def words(self) -> str:
         parts = [
@@ -50,19 +51,23 @@ class Recovered(msgspec.Struct):
             (self.folded, "rebuilt from parity"),
             (self.taken_back, "taken back by the ps that had handed them over"),
             (self.loaded, "loaded from their newest image"),
+            (self.begun, "begin empty again"),
         ]
         return ", ".join(f"{len(buckets)} buckets {what}" for buckets, what in parts if buckets)
 
 
 def recover(draft: Draft, image_of: Callable[[BucketId], int | None]) -> Recovered:
-    """Give every bucket whose owner is not living a new one. ``image_of``: the checkpoint with its newest image.
+    """Give every bucket whose owner is not living, or cannot get it, a new one. ``image_of``: the checkpoint with its
+    newest image.
 
     Mirrors at ps that live no more are dropped. With no living ps at all, buckets that have an image wait for the next
     one under their old owner's name.
     """
     draft.drop([m for m in draft.mirrors if m.at not in draft.living])
+    # Whatever the books say of a mirror of it there, its ps has tried.
+    draft.drop([m for m in draft.mirrors if any(b in draft.stuck and draft.owner[b] == m.at for b in m.members)])
     result = Recovered()
-    homeless = [BucketId(b) for b, slot in enumerate(draft.owner) if slot not in draft.living]
+    homeless = [BucketId(b) for b, slot in enumerate(draft.owner) if slot not in draft.living or b in draft.stuck]
     folding_at = {b // draft.code.k for b in draft.missing if _is_folding(draft, b)}
     if not homeless and not folding_at:
         return result
@@ -117,9 +122,20 @@ def recover(draft: Draft, image_of: Callable[[BucketId], int | None]) -> Recover
     return result
 
 
+def begin_again(draft: Draft, result: Recovered) -> None:
+    """Let the buckets that are lost begin empty. Only where nothing of what they had was released: then all of it can
+    be trained again for them."""
+    for bucket in result.lost:
+        members = draft.members(bucket // draft.code.k) if draft.code.m else (bucket,)
+        draft.give(bucket, _loader(draft, members) if draft.living else draft.owner[bucket], How.BEGIN)
+    result.begun, result.lost = result.lost, []
+    begun = set(result.begun)
+    draft.drop([m for m in draft.mirrors if begun & set(m.members)])
+
+
 def _is_folding(draft: Draft, bucket: BucketId) -> bool:
     pending = draft.missing.get(bucket)
-    return pending is not None and pending.how is How.FOLD
+    return pending is not None and pending.how is How.FOLD and bucket not in draft.stuck
 
 
 def _base(draft: Draft, stripe: int, lost: int) -> Mirror | None:

@@ -45,7 +45,7 @@ class Lineage(Truth):
         self.fences: dict[tuple[BucketId, ShardKey], int] = {}
         self.promised = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
         self.bases: dict[BucketId, int] = {}  # fingerprint of the image under the log
-        self.undone = self.loaded = self.moved = 0
+        self.undone = self.loaded = self.moved = self.begun = 0
 
     def _bits(self, shard: ShardKey, lo: int, hi: int) -> int:
         return ((1 << (hi - lo)) - 1) << (split_key(shard)[1] * self.plan.samples + lo)
@@ -106,6 +106,11 @@ class Lineage(Truth):
         if how == "new":
             if bucket in self.holder:
                 raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, ps:{self.holder[bucket]} had it")
+        elif how == "begun":
+            self.begun += 1
+            if what.seq or what.content:
+                raise Violation(f"ps:{ps[0]} began bucket {bucket} again, and it is not empty")
+            self._loaded(bucket, what)
         elif how == "loaded":
             self.loaded += 1
             self._loaded(bucket, what)

@@ -272,11 +272,16 @@ class Simulation:
                 moves = [m for m in draft.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
                 away |= {b for m in moves for b in m.members}
             draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
-            if not draft.living or recover(draft, keeper._image_of).lost:
+            if not draft.living or (recover(draft, keeper._image_of).lost and not self.may_begin_again()):
                 return False
         self.doomed.add(ps.key.slot)
         self.doomed_lives[ps.key.slot] = ps.incarnation
         return True
+
+    def may_begin_again(self) -> bool:
+        """Whether nothing was released, and nothing is about to be: then what is lost may begin empty."""
+        shards = self.master.brain.shards
+        return not shards.released and not shards.releasing and self.master.brain.keeper._may_begin_again()
 
     def record(self, event: BrainEvent) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
