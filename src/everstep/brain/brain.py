@@ -89,6 +89,7 @@ from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
 SNAPSHOT_VERSION = 4
+END_GRACE_S = 0.1  # one whose work is void
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwards
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
@@ -486,7 +487,7 @@ class Brain:
             worker = self.members.current(Role.WORKER, slot, incarnation)
             if worker is not None and not worker.stopping:
                 words = f"{len(self.keeper.books.gone)} buckets begin empty: the first rows of its tables are due again"
-                out.append(self._send_away(worker, Decision("stop", words), 0.0))
+                out.append(self._send_away(worker, Decision("stop", words), END_GRACE_S))
         for slot in self.state.protection.leaving:
             seat = self.members.servers.get(slot)
             if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
