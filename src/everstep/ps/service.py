@@ -390,7 +390,7 @@ class PsService:
         if not self._confirm(before, b"", route, deadline):
             return Moved(self.route)
         buckets, marks = opened
-        if not np.array_equal(buckets, self.keeper.mine):
+        if route == self.route and not np.array_equal(buckets, self.keeper.mine):
             # By all that is known here this cannot be: no worker could go on with such an answer.
             self._limit.warning(
                 f"ps:{self.slot} has buckets {buckets.tolist()}, the map says {self.keeper.mine.tolist()}"
