@@ -38,8 +38,8 @@ def test_steps_tile_an_epoch_and_leave_no_remainder_smaller_than_the_members(nee
         while at < samples:
             lo, hi = step_range(at, samples, total, need)
             assert lo == at < hi <= samples
-            assert hi - lo >= need
-            assert hi - lo < total + need
+            assert hi - lo >= min(need * 2, total, samples)
+            assert hi - lo < total + 2 * need
             at = hi
         assert at == samples
 
@@ -60,7 +60,7 @@ def test_apportion_follows_the_shares_and_gives_everybody_one() -> None:
 def test_micros_respect_the_limit_except_for_the_tail() -> None:
     for n, limit, wanted in itertools.product(range(1, 5), range(1, 6), range(1, 7)):
         total = max(limit * wanted, n)
-        for count in range(n, total + n):
+        for count in range(n, total + 2 * n):
             micros = divide(3, 3 + count, (1,) * n, limit, total)
             assert len(micros) == n
             check_tiles(flat(micros), 3, 3 + count)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from everstep.model.group import Mark, Micro
 from everstep.model.shard import Plan
+from everstep.policies.split import Cut
 
 
 class Outcome(Enum):
@@ -58,6 +59,25 @@ class Step:
     size: int
     collective: Collective
     lr_factor: float = 1.0
+    parts: tuple[tuple[int, int], ...] = ()  # logical workers: parts ``[a, b)`` of each member, by rank
+
+    @classmethod
+    def of(cls, cut: Cut, mark: Mark, generation: int, rank: int, collective: Collective) -> Step:
+        """The step that ``cut`` (of ``policies.split``) means for the member at ``rank``."""
+        return cls(
+            number=mark.step,
+            generation=generation,
+            dataset=mark.dataset,
+            epoch=cut.epoch,
+            lo=cut.lo,
+            hi=cut.hi,
+            micros=cut.micros[rank],
+            rank=rank,
+            size=len(cut.micros),
+            collective=collective,
+            lr_factor=cut.lr_factor,
+            parts=tuple(_parts(m) for m in cut.micros),
+        )
 
     @property
     def total(self) -> int:
@@ -68,6 +88,11 @@ class Step:
     def mark(self) -> Mark:
         """Of the state that this step begins with."""
         return Mark(self.number, self.dataset, self.epoch, self.lo)
+
+
+def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
+    held = [m.part for m in micros if m.part >= 0]
+    return (held[0], held[-1] + 1) if held else (0, 0)
 
 
 class LeaveJob(Exception):

@@ -2,9 +2,9 @@
 
 The global batch G: ``elastic``: batch size x members; ``fixed``: batch size x the workers that the job was started
 with; with logical workers: batch size x parts, whoever is there. A step takes the next G positions of the epoch; the
-last one takes what is left, and a remainder smaller than the number of members (of parts, with logical workers) joins
-the step before it, so that everybody has at least one sample. (A group that grew in mid-epoch may still meet a
-remainder smaller than itself: then some members have none, see ``divide``.)
+last one takes what is left, and a remainder smaller than two samples per member (per part, with logical workers) joins
+the step before it, so that everybody has at least two samples: batch norm cannot do with one. (A group that grew in
+mid-epoch may still meet a remainder smaller than itself: then some members have none, see ``divide``.)
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def cut_step(
 
 
 def step_range(position: int, samples: int, total: int, need: int) -> tuple[int, int]:
-    """Positions of the step at ``position`` < ``samples``: ``total`` of them; fewer or, where less than ``need`` would
-    be left behind it, more at the end of the epoch."""
+    """Positions of the step at ``position`` < ``samples``: ``total`` of them; fewer or, where less than twice ``need``
+    would be left behind it, more at the end of the epoch."""
     hi = position + total
-    return (position, samples) if samples - hi < need else (position, hi)
+    return (position, samples) if samples - hi < 2 * need else (position, hi)
 
 
 def divide(lo: int, hi: int, shares: tuple[int, ...], limit: int, total: int) -> tuple[tuple[Micro, ...], ...]:

@@ -1,0 +1,138 @@
+"""Buffers of the replicated models (batch norm's running statistics): the same on every member after every step.
+
+Floats: the committed value, plus the mean over the micro-batches (weighted by samples) of what each one changed.
+Integers: what the step's first micro-batch made of them. Both travel in the tail of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everstep.errors import ScriptError
+
+_FLOATS_MAX = 1 << 16  # of one buffer that is reduced with every step; larger ones (masks, tables) must not change
+_INTS_MAX = 64
+_WORDS = 4  # float32 elements that carry one 64-bit integer, 16 bits each
+
+
+class Buffers:
+    """All buffers of ``models``. ``tail``: float32 elements that they take."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._floats: list[tuple[nn.Module, str]] = []
+        self._ints: list[tuple[nn.Module, str]] = []
+        self._constant: list[tuple[str, nn.Module, str, int]] = []
+        seen: set[int] = set()
+        for model in models:
+            for prefix, module in model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is None or id(buffer) in seen:
+                        continue
+                    seen.add(id(buffer))
+                    if buffer.is_floating_point() and buffer.numel() <= _FLOATS_MAX:
+                        self._floats.append((module, name))
+                    elif not buffer.is_floating_point() and not buffer.is_complex() and buffer.numel() <= _INTS_MAX:
+                        self._ints.append((module, name))
+                    else:
+                        full = f"{prefix}.{name}" if prefix else name
+                        self._constant.append((full, module, name, buffer._version))
+        self._float_sizes = [b.numel() for b in self.floats()]
+        self._int_sizes = [b.numel() for b in self.ints()]
+        self._ints_at = sum(self._float_sizes)
+        self.tail = self._ints_at + _WORDS * sum(self._int_sizes)
+        self._saved: list[Tensor] = [b.detach().clone() for b in self.floats() + self.ints()]
+        self._versions: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        return f"<Buffers {len(self._floats)} floats, {len(self._ints)} integers, {len(self._constant)} constant>"
+
+    def floats(self) -> list[Tensor]:
+        return [_get(m, n) for m, n in self._floats]
+
+    def ints(self) -> list[Tensor]:
+        return [_get(m, n) for m, n in self._ints]
+
+    def save(self) -> None:
+        """Remember the values: those that a step begins with."""
+        if not self._saved:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self._saved, self.floats() + self.ints())
+
+    def restore(self) -> None:
+        """Put the saved values back."""
+        if not self._saved:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self.floats() + self.ints(), self._saved)
+
+    def collect(self, tail: Tensor, weight: float, first: bool) -> None:
+        """Add what changed since ``save``, times ``weight``, to ``tail`` (float32).
+
+        ``first``: this is the step's first micro-batch: its integers count."""
+        self._check_constant()
+        if not self._saved:
+            return
+        at = 0
+        with torch.no_grad():
+            if weight:
+                for now, saved in zip(self.floats(), self._saved, strict=False):
+                    change = (now.detach() - saved).to(torch.float32).reshape(-1)
+                    tail[at : at + change.numel()].add_(change.to(tail.device), alpha=weight)
+                    at += change.numel()
+            if first:
+                at = self._ints_at
+                for now in self.ints():
+                    words = now.detach().cpu().to(torch.int64).reshape(-1).numpy().view(np.uint16).astype(np.float32)
+                    tail[at : at + len(words)].copy_(torch.from_numpy(words))
+                    at += len(words)
+
+    def commit(self, tail: Tensor) -> None:
+        """Set the buffers to the saved values changed by ``tail``, summed over all members; these are saved now."""
+        if not self._saved:
+            return
+        with torch.no_grad():
+            at = 0
+            for saved in self._saved[: len(self._floats)]:
+                change = tail[at : at + saved.numel()].view(saved.shape)
+                saved.add_(change.to(saved.device, saved.dtype))
+                at += saved.numel()
+            for saved in self._saved[len(self._floats) :]:
+                words = tail[at : at + _WORDS * saved.numel()].cpu().numpy().astype(np.uint16)
+                saved.copy_(torch.from_numpy(words.view(np.int64).copy()).view(saved.shape))
+                at += _WORDS * saved.numel()
+        self.restore()
+        self._versions = self._now()
+
+    def keep(self) -> None:
+        """The values as they are now are the committed ones (of a member alone: nothing to add up)."""
+        self.save()
+        self._versions = self._now()
+
+    def settle(self) -> None:
+        """At the end of the iteration: undo what a forward pass after the commit did to them on this member alone."""
+        if self._saved and self._versions != self._now():
+            self.restore()
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(id(b), b._version) for b in self.floats() + self.ints()]
+
+    def _check_constant(self) -> None:
+        for full, module, name, version in self._constant:
+            buffer = _get(module, name)
+            if buffer._version != version:
+                raise ScriptError(
+                    f"buffer {full!r} with {buffer.numel():,} elements changes in training; on every worker by itself, "
+                    f"so the replicas would differ: make it a parameter, or several buffers of at most {_FLOATS_MAX:,}"
+                )
+
+
+def _get(module: nn.Module, name: str) -> Tensor:
+    buffer = module._buffers[name]
+    if buffer is None:
+        raise ScriptError(f"buffer {name!r} of {type(module).__name__} was removed in training")
+    return buffer

@@ -1,0 +1,429 @@
+"""The training step of a group: what happens around the script's iterations in mode allreduce.
+
+One iteration of the script is one micro-batch of this member. In its last micro-batch of a step the gradients are
+reduced while backward runs; at the end of backward the members vote, and with the outcome the step is committed at all
+of them or at none. What the script does after backward (clipping, ``opt.step()``, schedulers) is local and
+deterministic. Whatever an iteration changed that did not commit is put back at its end.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everstep.allreduce.ahead import AheadReader
+from everstep.allreduce.flats import join_digests
+from everstep.allreduce.logical import part_seed, seed_all
+from everstep.allreduce.optimizer import GroupOptimizer
+from everstep.allreduce.reducer import Reducer
+from everstep.allreduce.restore import SavedScript
+from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step
+from everstep.config.spec import JobSpec
+from everstep.errors import EverstepError, NonFiniteGradientError, ScriptError
+from everstep.ids import LeaseNo
+from everstep.model.group import Group, Micro
+from everstep.model.placement import Placement
+from everstep.model.shard import Lease, Plan
+from everstep.net import messages
+
+
+class Batches(Protocol):
+    """A loader."""
+
+    batch_size: int
+
+    def plan(self) -> Plan: ...
+
+    def read(self, epoch: int, lo: int, hi: int) -> Any: ...
+
+
+class Steered(GroupSession, Protocol):
+    """A session, as the master's orders steer it (from other threads)."""
+
+    def grouped(self, group: Group) -> None: ...
+
+    def welcomed(self) -> None: ...
+
+    def leave_soon(self, status: int) -> bool: ...
+
+    def fail(self, error: EverstepError) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GroupEngine:
+    """See the top of this file. The public attributes are read by anyone; all else is the script's thread's."""
+
+    def __init__(self, spec: JobSpec, slot: int, alone: bool) -> None:
+        """``alone``: embedded in a single process, which computes exactly what plain PyTorch does."""
+        self.spec, self.slot, self.alone = spec, slot, alone
+        self.models: list[nn.Module] = []
+        self.optimizers: list[GroupOptimizer] = []
+        self.tracked: dict[str, Any] = {}
+        self.inner: list[torch.optim.Optimizer] = []  # of ``optimizers``; kept by the state too
+        self.session: Steered | None = None
+        self.failure: EverstepError | None = None
+        self.samples = self.batches = self.skipped = self.redone = 0
+        self.values: dict[str, float] = {}
+        self.step_number = 0
+        self.carries = False  # whether p.grad at the last boundary is part of the state
+        self._saved = SavedScript(self.inner, self.tracked)
+        self._reducer: Reducer | None = None
+        self._step: Step | None = None
+        self._last = self._in_script = self._stepped = False
+        self._outcome: Outcome | None = None
+        self._scaler_checked = False
+        self._replicated: set[int] = set()
+        self._busy_s = self._wait_s = 0.0
+        self._began_at = time.monotonic()
+        self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
+        self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+        self._thread = threading.get_ident()
+
+    def __repr__(self) -> str:
+        return f"<GroupEngine step {self.step_number} {self._step} outcome={self._outcome}>"
+
+    # ------------------------------------------------------------ Listener: what the master orders
+
+    def placed(self, placement: Placement) -> None:
+        """There are no ps."""
+
+    def revoked(self, lease: LeaseNo) -> None:
+        """There are no leases."""
+
+    def held(self) -> tuple[Lease, ...]:
+        return ()
+
+    def grouped(self, group: Group) -> None:
+        if self.session is not None:
+            self.session.grouped(group)
+
+    def welcomed(self) -> None:
+        if self.session is not None:
+            self.session.welcomed()
+
+    def fail(self, error: EverstepError) -> None:
+        self.failure = self.failure or error
+        if self.session is not None:
+            self.session.fail(error)
+
+    def finish(self) -> None:
+        """The job is over: leave after the step in hand."""
+        if self.session is not None:
+            self.session.leave_soon(0)
+
+    def leave_soon(self, status: int) -> bool:
+        return self.session is not None and self.session.leave_soon(status)
+
+    def beat(self) -> messages.Beat:
+        now = time.monotonic()
+        then, before = self._rate[0]
+        self._rate.append((now, self.samples))
+        spent_s = self._busy_s + self._wait_s
+        readings = {
+            "samples": float(self.samples),
+            "batches": float(self.batches),
+            "samples_per_s": (self.samples - before) / (now - then) if now > then else 0.0,
+            "retried": float(self.redone),
+            "skipped": float(self.skipped),
+            "wait_fraction": self._wait_s / spent_s if spent_s else 0.0,
+            "step": float(self.step_number),
+            "rss_bytes": float(int(Path("/proc/self/statm").read_text().split()[1]) * 4096),
+            "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+        }
+        if "loss" in self.values:
+            readings["loss"] = self.values["loss"]
+        return messages.Beat(readings=readings, values=dict(self.values))
+
+    # ------------------------------------------------------------ what the script gives
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> GroupOptimizer:
+        wrapped = GroupOptimizer(optimizer, self)
+        self.optimizers.append(wrapped)
+        self.inner.append(optimizer)
+        return wrapped
+
+    @property
+    def in_loop(self) -> bool:
+        return self._in_script
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here only collect gradients; the next one outside of it reduces them too."""
+        if self._reducer is None:
+            raise ScriptError("job.no_sync() outside of job.steps()")
+        self._reducer.no_sync(True)
+        try:
+            yield
+        finally:
+            self._reducer.no_sync(False)
+
+    def _prepare(self) -> None:
+        """Check what the script gave, and build the reducer for it."""
+        if not self.models:
+            raise ScriptError("no model: call model = job.replicate(model) before job.steps() (mode allreduce)")
+        if not self.optimizers:
+            raise ScriptError("no optimizer: call opt = job.optimizer(torch.optim...) before job.steps()")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise ScriptError(
+                "torch.distributed.init_process_group() was called: in mode allreduce everstep makes the process "
+                "group; remove init_process_group and DistributedDataParallel"
+            )
+        names: dict[int, tuple[str, nn.Parameter]] = {}
+        for i, model in enumerate(self.models):
+            for name, p in model.named_parameters():
+                names.setdefault(id(p), (f"{i}.{name}" if len(self.models) > 1 else name, p))
+        self._replicated = set(names)
+        for optimizer in self.optimizers:
+            self._check_optimizer(optimizer)
+        params = [(name, p) for name, p in names.values() if p.requires_grad]
+        if not params:
+            raise ScriptError("no parameter of the model requires a gradient: there is nothing to train")
+        if self._reducer is not None:
+            if [id(p) for p in self._reducer.params] == [id(p) for _, p in params]:
+                return
+            self._reducer.close()
+        self._reducer = Reducer(
+            [p for _, p in params], [n for n, _ in params], self.models, self.spec.logical_workers, self._backward_over
+        )
+
+    def _check_optimizer(self, optimizer: GroupOptimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._replicated:
+                    raise ScriptError(
+                        f"an optimizer given to job.optimizer trains a parameter of shape {tuple(p.shape)} of no "
+                        "model: call job.replicate(model) for every model that is trained"
+                    )
+        if optimizer.scheduled() and not any(
+            getattr(t, "optimizer", None) in (optimizer, optimizer.inner) for t in self._with_parts()
+        ):
+            raise ScriptError(
+                "a learning rate scheduler works on an optimizer of the job and is not tracked: call "
+                "job.track(scheduler=scheduler) before job.steps(), so that new workers and redone steps have its state"
+            )
+
+    def _with_parts(self) -> list[Any]:
+        """Tracked objects, and the schedulers inside of those that chain several."""
+        found = list(self.tracked.values())
+        for obj in found:
+            found += getattr(obj, "_schedulers", [])
+        return found
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self, loader: Batches, dataset: int, until_epoch: int) -> Iterator[Any]:
+        """This member's micro-batches of every step, until the group is through with the epochs."""
+        session = self.session
+        assert session is not None
+        if self._in_script:
+            raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
+        self._prepare()
+        self._thread = threading.get_ident()
+        plan = loader.plan()
+        reader = AheadReader(loader.read, ahead=not self.alone)
+        try:
+            session.enter(dataset, until_epoch, plan, loader.batch_size)
+            if not self.alone and not self.spec.logical_workers:
+                seed_all(part_seed(self.spec.seed, -1, self.slot))  # e.g. for dropout: another stream on each worker
+            for optimizer in self.optimizers:
+                optimizer._share()  # a state that was copied into the inner ones may have replaced their groups
+            while (step := session.begin()) is not None:
+                self._begin(step)
+                assert self._reducer is not None
+                for number, micro in enumerate(step.micros):
+                    begin = time.perf_counter()
+                    batch = self._read(reader, step, number, plan)
+                    self._open(step, micro, number == len(step.micros) - 1)
+                    self._wait_s += time.perf_counter() - begin
+                    begin = time.perf_counter()
+                    self._in_script = True
+                    yield batch
+                    self._in_script = False
+                    self._busy_s += time.perf_counter() - begin
+                    self.batches += 1
+                    self._close(session, step)
+        except LeaveJob as leave:
+            raise SystemExit(leave.status) from None
+        finally:
+            self._in_script = False
+            reader.close()
+            if self._reducer is not None:
+                self._reducer.close_micro()
+
+    def _begin(self, step: Step) -> None:
+        assert self._reducer is not None
+        if any(not p.requires_grad for p in self._reducer.params):
+            self._prepare()
+        self._step = step
+        self.step_number = step.number
+        self._saved.save()
+        self._reducer.begin_step(step)
+
+    def _open(self, step: Step, micro: Micro, last: bool) -> None:
+        assert self._reducer is not None
+        self._last, self._outcome, self._stepped = last, None, False
+        if self.spec.logical_workers:
+            seed_all(part_seed(self.spec.seed, step.number, micro.part))
+        self._reducer.begin_micro(micro, last)
+
+    def _read(self, reader: AheadReader, step: Step, number: int, plan: Plan) -> Any:
+        micro = step.micros[number]
+        lo = micro.lo if micro.hi > micro.lo else max(step.lo, micro.lo - 2)  # empty: its neighbour's last samples
+        batch = reader.get((step.epoch, lo, micro.hi))
+        if number + 1 < len(step.micros):
+            after = step.micros[number + 1]
+            reader.begin((step.epoch, after.lo, after.hi))
+        elif step.hi + step.total <= plan.samples:
+            first = step.micros[0]
+            reader.begin((step.epoch, first.lo + step.total, first.hi + step.total))
+        return batch
+
+    def _close(self, session: GroupSession, step: Step) -> None:
+        """The script's iteration is over."""
+        reducer = self._reducer
+        assert reducer is not None
+        if self.failure is not None:
+            raise self.failure
+        if not self._last:
+            self._saved.save_large()
+            reducer.end_micro()
+            self._saved.restore()
+            return
+        if self._outcome is None:
+            self._vote()
+        reducer.close_micro()
+        if self._outcome is Outcome.COMMITTED:
+            reducer.buffers.settle()
+            reducer.stepped = self._stepped
+            self.carries = not self._stepped and any(p.grad is not None for p in reducer.params)
+        else:
+            reducer.buffers.restore()
+            reducer.put_back()
+            self._saved.restore()
+        if self._outcome is Outcome.REDO:
+            self.redone += 1
+            return
+        if self._outcome is Outcome.SKIPPED:
+            self.skipped += 1
+        self.samples += sum(m.hi - m.lo for m in step.micros)
+        self.step_number = step.number + 1
+        session.done(step)
+
+    # ------------------------------------------------------------ the vote
+
+    def _backward_over(self) -> None:
+        if self._last:
+            self._vote()
+        else:
+            self._saved.save_large()
+
+    def _vote(self) -> None:
+        """Reduce what is left, vote, and put the gradients where the script expects them."""
+        reducer, step, session = self._reducer, self._step, self.session
+        assert reducer is not None
+        assert step is not None
+        assert session is not None
+        begin = time.perf_counter()
+        reduced = reducer.finish()
+        if reduced is None:
+            session.broken(step)
+            self._outcome = Outcome.REDO
+        else:
+            nonfinite = not reduced.finite and not self._has_scaler()
+            if nonfinite and self.spec.nonfinite == "raise":
+                raise self._nonfinite(step)
+            digest = 0 if not reduced.finite else join_digests([reduced.digest, self._options_digest()])
+            self._outcome = session.vote(step, digest, nonfinite)
+        if self._outcome is Outcome.COMMITTED:
+            reducer.commit_buffers()
+        else:
+            self._saved.save_large()
+        reducer.place(self._outcome is Outcome.COMMITTED)
+        self._wait_s += time.perf_counter() - begin
+
+    def _options_digest(self) -> int:
+        """Of the learning rates: workers whose rates differ would drift apart unseen."""
+        lrs = [float(g.get("lr", 0.0)) for o in self.inner for g in o.param_groups]
+        return zlib.crc32(struct.pack(f"{len(lrs)}d", *lrs))
+
+    def _has_scaler(self) -> bool:
+        """Whether a GradScaler looks after gradients that are not finite."""
+        return any(hasattr(t, "get_scale") and t.is_enabled() for t in self.tracked.values())
+
+    def _nonfinite(self, step: Step) -> NonFiniteGradientError:
+        assert self._reducer is not None
+        error = NonFiniteGradientError(
+            f"the gradient of {self._reducer.first_nonfinite()!r} has NaN or Inf in samples {step.lo}..{step.hi} of "
+            f"epoch {step.epoch} (step {step.number}); nothing of that step was applied: lower the learning rate or "
+            "clip gradients, or run with --nonfinite skip"
+        )
+        self.failure = self.failure or error
+        return error
+
+    # ------------------------------------------------------------ Stepper: what optimizers ask
+
+    def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
+        if not self._in_script or self._reducer is None or self._step is None:
+            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
+        if not self._scaler_checked:
+            self._scaler_checked = True
+            self._check_scaler(caller)
+        if self._last and self._outcome is None:
+            self._vote()
+        return self._step.lr_factor if self._last and self._outcome is Outcome.COMMITTED else None
+
+    def has_stepped(self, optimizer: GroupOptimizer) -> None:
+        self._stepped = True
+        if self._reducer is not None:
+            self._reducer.used_by({id(p) for g in optimizer.param_groups for p in g["params"]})
+
+    def _check_scaler(self, frame: Any) -> None:
+        for _ in range(8):
+            if frame is None:
+                return
+            if frame.f_code.co_filename.endswith("grad_scaler.py"):
+                scaler = frame.f_locals.get("self")
+                if scaler is not None and not any(t is scaler for t in self.tracked.values()):
+                    raise ScriptError(
+                        "a GradScaler is used and not tracked: call job.track(scaler=scaler) before job.steps(), so "
+                        "that all workers scale alike"
+                    )
+            frame = frame.f_back
+
+    def _optimizer_steps(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Before any optimizer of this process steps."""
+        if not self._in_script or isinstance(optimizer, GroupOptimizer) or threading.get_ident() != self._thread:
+            return
+        if any(optimizer is inner for inner in self.inner):
+            if self._last and self._outcome is Outcome.COMMITTED:
+                return
+            raise ScriptError(
+                "the optimizer given to job.optimizer was stepped itself: use what job.optimizer returned"
+            )
+        for group in optimizer.param_groups:
+            if any(id(p) in self._replicated for p in group["params"]):
+                raise ScriptError(
+                    f"a torch.optim.{type(optimizer).__name__} that job.optimizer does not know steps on parameters of "
+                    "a replicated model: wrap it, opt = job.optimizer(opt), before job.steps()"
+                )
+
+    def close(self) -> None:
+        """The script is over."""
+        self._hook.remove()
+        if self._reducer is not None:
+            self._reducer.close()
+        if self.session is not None:
+            self.session.close()

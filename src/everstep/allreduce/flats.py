@@ -1,0 +1,128 @@
+"""Flat memory for gradients: parameters in buckets, one contiguous tensor each, and a small tail behind the last one.
+
+Buckets are filled in the order in which backward finds the gradients (last layers first), so that the first ones can
+be reduced while the rest is still computed. The tail carries what is reduced along with the gradients: which parameters
+had one, what became of buffers, who did what in this step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+FIRST_BYTES: Final = 1 << 20
+"""Of the first bucket: small, so that the network has work early (as in torch's DDP)."""
+BUCKET_BYTES: Final = 25 << 20
+_CHUNK_BYTES: Final = 1 << 19  # of what is summed and checked at once: stays in the cache between the two
+_DIGEST_MASK: Final = (1 << 62) - 1
+
+
+class Layout:
+    """Where each parameter lies: ``buckets[b]`` are parameter numbers in the order of their memory.
+
+    ``tail``: float32 elements behind the last bucket (a bucket of its own where that is not float32)."""
+
+    def __init__(self, params: Sequence[nn.Parameter], tail: int, *, whole: bool = False) -> None:
+        """``whole``: one bucket per kind of parameter, whatever its size."""
+        self.buckets: list[list[int]] = []
+        self.kinds: list[tuple[torch.dtype, torch.device]] = []
+        self.bucket_of = [0] * len(params)
+        self.shapes = [(p.shape, _strides(p)) for p in params]
+        open_: dict[tuple[torch.dtype, torch.device], int] = {}
+        sizes: list[int] = []
+        for i in reversed(range(len(params))):
+            kind = (params[i].dtype, params[i].device)
+            size = params[i].numel() * params[i].element_size()
+            b = open_.get(kind, -1)
+            limit = FIRST_BYTES if b == 0 else BUCKET_BYTES
+            if b < 0 or (not whole and sizes[b] + size > limit):
+                b = open_[kind] = len(self.buckets)
+                self.buckets.append([])
+                self.kinds.append(kind)
+                sizes.append(0)
+            self.buckets[b].append(i)
+            self.bucket_of[i] = b
+            sizes[b] += size
+        self.numels = [sum(params[i].numel() for i in b) for b in self.buckets]
+        device = self.kinds[-1][1] if self.kinds else torch.device("cpu")
+        if not self.kinds or self.kinds[-1][0] != torch.float32:
+            self.buckets.append([])
+            self.kinds.append((torch.float32, device))
+            self.numels.append(0)
+        self.tail = tail
+        self.tail_at = self.numels[-1]
+        self.numels[-1] += tail
+
+    def __repr__(self) -> str:
+        return f"<Layout {len(self.shapes)} parameters in {len(self.buckets)} buckets, tail {self.tail}>"
+
+
+class Flats:
+    """One set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flats = [torch.zeros(n, dtype=d, device=v) for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)]
+        views: dict[int, Tensor] = {}
+        for flat, members in zip(self.flats, layout.buckets, strict=True):
+            at = 0
+            for i in members:
+                shape, strides = layout.shapes[i]
+                views[i] = flat.as_strided(shape, strides, at)
+                at += shape.numel()
+        self.views = [views[i] for i in range(len(views))]
+        self.tail = self.flats[-1][layout.tail_at :]
+
+    def add_(self, other: Flats) -> None:
+        for mine, others in zip(self.flats, other.flats, strict=True):
+            mine.add_(others)
+
+
+def digest(flat: Tensor) -> tuple[int, bool]:
+    """A sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
+    if not flat.numel():
+        return 0, True
+    count = max(1, _CHUNK_BYTES // flat.element_size()) if flat.device.type == "cpu" else flat.numel()
+    bits = _bits(flat)
+    per = count * flat.element_size() // bits.element_size()
+    sums, finite = 0, True
+    for k in range(-(-flat.numel() // count)):
+        sums += int(bits[k * per : (k + 1) * per].sum(dtype=torch.int64))
+        chunk = flat[k * count : (k + 1) * count]
+        if finite and not _finite_number(float(chunk.sum(dtype=torch.float32))):
+            finite = bool(torch.isfinite(chunk).all())  # the sum of finite numbers may overflow
+    return sums & _DIGEST_MASK, finite
+
+
+def join_digests(parts: Sequence[int]) -> int:
+    """One 62-bit number of several."""
+    total = 0
+    for part in parts:
+        total = (total * 0x9E3779B97F4A7C15 + part + 1) & _DIGEST_MASK
+    return total
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """``flat`` as integers, as wide as its length allows: the sum over int64 is fastest."""
+    for wide in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        size = torch.empty(0, dtype=wide).element_size()
+        if flat.numel() * flat.element_size() % size == 0 and flat.data_ptr() % size == 0:
+            return flat.view(wide)
+    raise AssertionError("bytes always fit")
+
+
+def _finite_number(x: float) -> bool:
+    return x - x == 0.0
+
+
+def _strides(p: Tensor) -> tuple[int, ...]:
+    """Those of the parameter where its elements lie densely (channels_last, ...), else of a contiguous one."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n != 1):
+        if stride != expected:
+            return torch.empty(p.shape, device="meta").stride()
+        expected *= size
+    return p.stride()

@@ -1,0 +1,153 @@
+"""Logical workers: sums over the parts of a step that have the same bits on any number of members.
+
+The gradients of V parts are added in the order of one binary tree: the node of parts ``[a, b)`` is that of ``[a, m)``
+plus that of ``[m, b)``, ``m`` halfway. Members hold contiguous parts. Each adds up the complete subtrees that it
+covers; the flat memory is cut in one chunk per member, whose owner gets the subtrees' chunks of all members, finishes
+the tree in order and sends the result to all. Addition commutes, so only the tree decides the bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from everstep.allreduce.flats import Flats, Layout
+from everstep.allreduce.step import Step, Work
+
+Range = tuple[int, int]
+
+
+def halves(node: Range) -> tuple[Range, Range]:
+    a, b = node
+    middle = (a + b + 1) // 2
+    return (a, middle), (middle, b)
+
+
+def subtrees(lo: int, hi: int, node: Range) -> list[Range]:
+    """The largest nodes below ``node`` that lie within parts ``[lo, hi)``, in order."""
+    a, b = node
+    if b <= lo or hi <= a or lo >= hi:
+        return []
+    if lo <= a and b <= hi:
+        return [node]
+    left, right = halves(node)
+    return subtrees(lo, hi, left) + subtrees(lo, hi, right)
+
+
+def part_seed(seed: int, step: int, part: int) -> int:
+    """Of the random state in which one part of one step is computed."""
+    said = f"{seed}/{step}/{part}".encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Torch's generators, on the CPU and on every CUDA device that is in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+
+
+class PartSums:
+    """The sums of one member's parts in one step, and their exchange."""
+
+    def __init__(self, layout: Layout, parts: int) -> None:
+        self.parts = parts
+        self._layout = layout
+        self._free: list[Flats] = []
+        self._all: list[Flats] = []
+        self._nodes: list[tuple[Range, Flats]] = []
+        self._parents: dict[Range, Range] = {}
+        self._learn((0, parts))
+
+    def __repr__(self) -> str:
+        return f"<PartSums {[n for n, _ in self._nodes]} of {self.parts} parts, {len(self._all)} sets>"
+
+    def _learn(self, node: Range) -> None:
+        if node[1] - node[0] > 1:
+            for half in halves(node):
+                self._parents[half] = node
+                self._learn(half)
+
+    def all(self) -> list[Flats]:
+        return self._all
+
+    def begin(self) -> None:
+        """A new step: nothing is summed up yet."""
+        self._nodes.clear()
+        self._free = list(self._all)
+
+    def take(self) -> Flats:
+        """A set of flat tensors to fill; its old content is still there."""
+        if not self._free:
+            self._all.append(Flats(self._layout))
+            self._free.append(self._all[-1])
+        return self._free.pop()
+
+    def push(self, part: int, flats: Flats) -> None:
+        """The sums of ``part``; parts come in order. ``flats`` is changed later."""
+        self._nodes.append(((part, part + 1), flats))
+        while len(self._nodes) > 1:
+            (left, a), (right, b) = self._nodes[-2:]
+            parent = self._parents.get(right)
+            if parent is None or halves(parent)[0] != left:
+                return
+            a.add_(b)
+            self._free.append(b)
+            self._nodes[-2:] = [(parent, a)]
+
+    def result(self) -> Flats:
+        """Where ``exchange`` shall put the whole sum."""
+        if len(self._nodes) == 1 and self._nodes[0][0] == (0, self.parts):
+            return self._nodes[0][1]
+        return self.take()
+
+    def exchange(self, step: Step, result: Flats) -> None:
+        """Sum over all members, in the tree's order, into ``result``. Raises what a broken collective raises."""
+        if len(self._nodes) == 1 and self._nodes[0][1] is result:
+            return
+        for number, flat in enumerate(result.flats):
+            self._exchange(step, [s.flats[number] for _, s in self._nodes], flat)
+
+    def _exchange(self, step: Step, mine: list[Tensor], result: Tensor) -> None:
+        group, n = step.collective, step.size
+        bounds = [result.numel() * r // n for r in range(n + 1)]
+        chunks = list(pairwise(bounds))
+        lo, hi = chunks[step.rank]
+        works: list[Work] = []
+        leaves: dict[Range, Tensor] = {}
+        for peer, (a, b) in enumerate(step.parts):
+            nodes = subtrees(a, b, (0, self.parts))
+            if peer == step.rank:
+                leaves |= {node: sums[lo:hi] for node, sums in zip(nodes, mine, strict=True)}
+            elif hi > lo:
+                for node in nodes:
+                    leaves[node] = torch.empty(hi - lo, dtype=result.dtype, device=result.device)
+                    works.append(group.recv(leaves[node], peer))
+        for peer, (a, b) in enumerate(chunks):
+            if peer != step.rank and b > a:
+                works += [group.send(sums[a:b], peer) for sums in mine]
+        for work in works:
+            work.wait()
+        if hi > lo:
+            result[lo:hi].copy_(_finish((0, self.parts), leaves))
+        works = []
+        for peer, (a, b) in enumerate(chunks):
+            if peer != step.rank:
+                if b > a:
+                    works.append(group.recv(result[a:b], peer))
+                if hi > lo:
+                    works.append(group.send(result[lo:hi], peer))
+        for work in works:
+            work.wait()
+
+
+def _finish(node: Range, leaves: dict[Range, Tensor]) -> Tensor:
+    """The sum of ``node``, in the tree's order; ``leaves`` are changed."""
+    found = leaves.get(node)
+    if found is not None:
+        return found
+    left, right = halves(node)
+    return _finish(left, leaves).add_(_finish(right, leaves))

@@ -1,0 +1,209 @@
+"""Groups for tests: real processes, real gloo, a session without master. ``run_group(n, script)`` forks n members."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it on first use: once, here, not in every member
+from torch.distributed import ProcessGroupGloo
+
+from everstep.allreduce.engine import GroupEngine
+from everstep.allreduce.step import LeaveJob, Outcome, Step
+from everstep.config.spec import JobSpec
+from everstep.model.group import Group, Mark
+from everstep.model.shard import Plan
+from everstep.policies.split import cut_step
+
+WAIT = timedelta(seconds=20)
+
+
+class GlooWork:
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.work.wait(WAIT)
+
+
+class Gloo:
+    """A collective over torch's own gloo group."""
+
+    def __init__(self, rank: int, size: int, store: Path) -> None:
+        self.rank, self.size = rank, size
+        self.fail_next = False
+        if size > 1:
+            options = ProcessGroupGloo._Options()
+            options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = WAIT
+            self.group = ProcessGroupGloo(torch.distributed.FileStore(str(store), size), rank, size, options)
+
+    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX if op == "max" else torch.distributed.ReduceOp.SUM
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("broken by the test")
+        return GlooWork(self.group.allreduce([tensor], options))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
+        return GlooWork(self.group.send([tensor], peer, 0))
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> GlooWork:
+        return GlooWork(self.group.recv([tensor], peer, 0))
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ScriptedSession:
+    """A group that never changes. ``redo``: steps whose first attempt is voted down."""
+
+    def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
+        self.spec, self.collective = spec, collective
+        self.mark = Mark()
+        self.shares: tuple[int, ...] = ()
+        self.redo = set(redo)
+        self.break_at: set[int] = set()
+        self.log: list[tuple[int, int, int, str]] = []
+        self.leave_at = -1
+        self._outcome = Outcome.REDO
+
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+        self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples
+
+    def begin(self) -> Step | None:
+        if self.mark.step == self.leave_at:
+            raise LeaveJob(143)
+        c = self.collective
+        cut = cut_step(self.mark, self.plan, self.until, self.batch, self.spec, c.size, self.shares)
+        if cut is None:
+            return None
+        if self.mark.step in self.break_at:
+            self.break_at.discard(self.mark.step)
+            c.fail_next = True
+        return Step.of(cut, self.mark, 1, c.rank, c)
+
+    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+        if step.size > 1:
+            said = torch.tensor([digest, -digest])
+            self.collective.allreduce(said, "max").wait()
+            assert said[0] == -said[1], f"members disagree in step {step.number}"
+        if step.number in self.redo:
+            self.redo.discard(step.number)
+            return Outcome.REDO
+        self._outcome = Outcome.SKIPPED if nonfinite else Outcome.COMMITTED
+        return self._outcome
+
+    def broken(self, step: Step) -> None:
+        self.log.append((step.number, step.lo, step.hi, "broken"))
+        assert len(self.log) < 1000, "breaks again and again"
+
+    def done(self, step: Step) -> None:
+        self.log.append((step.number, step.lo, step.hi, self._outcome.value))
+        self.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
+
+    def grouped(self, group: Group) -> None: ...
+
+    def welcomed(self) -> None: ...
+
+    def leave_soon(self, status: int) -> bool:
+        self.leave_at = self.mark.step + 1
+        return True
+
+    def fail(self, error: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ListLoader:
+    """``data``: tensors whose first dimension are the samples; no shuffling."""
+
+    def __init__(self, data: dict[str, torch.Tensor], batch_size: int, epochs: int = 1) -> None:
+        self.data, self.batch_size, self.epochs = data, batch_size, epochs
+
+    def plan(self) -> Plan:
+        n = len(next(iter(self.data.values())))
+        return Plan(name="train", samples=n, shard_samples=n, seed=0)
+
+    def read(self, epoch: int, lo: int, hi: int) -> dict[str, torch.Tensor]:
+        return {name: values[lo:hi] for name, values in self.data.items()}
+
+
+class Member:
+    """What a test's script gets: the engine with the few calls of a Job."""
+
+    def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
+        self.engine = GroupEngine(spec, collective.rank, alone=collective.size == 1)
+        self.session = ScriptedSession(spec, collective, redo)
+        self.engine.session = self.session
+        self.rank, self.size = collective.rank, collective.size
+
+    def replicate(self, model: Any) -> Any:
+        self.engine.models.append(model)
+        return model
+
+    def optimizer(self, inner: torch.optim.Optimizer) -> Any:
+        return self.engine.add_optimizer(inner)
+
+    def track(self, **objects: Any) -> None:
+        self.engine.tracked.update(objects)
+
+    def steps(self, loader: ListLoader) -> Iterator[Any]:
+        return self.engine.steps(loader, 0, loader.epochs)
+
+
+def alone(spec: JobSpec, script: Callable[[Member], Any], redo: frozenset[int] = frozenset()) -> Any:
+    """``script`` as a group of one, in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(spec.seed)
+    member = Member(spec, Gloo(0, 1, Path()), redo)
+    try:
+        return script(member)
+    finally:
+        member.engine.close()
+
+
+def run_group(n: int, spec: JobSpec, script: Callable[[Member], Any], redo: frozenset[int] = frozenset()) -> list[Any]:
+    """``script(member)`` in n forked processes; their results by rank. AssertionError with the tracebacks of members
+    that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = [_fork(rank, n, spec, script, redo, Path(folder)) for rank in range(n)]
+        for pid in pids:
+            os.waitpid(pid, 0)
+        outs = [Path(folder) / f"{rank}.out" for rank in range(n)]
+        results = [pickle.loads(o.read_bytes()) if o.exists() else (False, f"{o.name} hangs") for o in outs]
+    bad = [text for ok, text in results if not ok]
+    assert not bad, "\n".join(bad)
+    return [value for _, value in results]
+
+
+def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    signal.alarm(2 * int(WAIT.total_seconds()))  # nothing hangs for ever
+    try:
+        torch.set_num_threads(1)
+        torch.manual_seed(spec.seed)
+        member = Member(spec, Gloo(rank, n, folder / "store"), redo)
+        out = (True, script(member))
+    except BaseException:
+        out = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    (folder / f"{rank}.out").write_bytes(pickle.dumps(out))
+    until = time.monotonic() + 2.0  # who ends at once may cut off what the others have not read yet
+    while time.monotonic() < until and not all((folder / f"{r}.out").exists() for r in range(n)):
+        time.sleep(0.002)
+    os._exit(0)
