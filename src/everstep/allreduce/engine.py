@@ -60,7 +60,15 @@ class Steered(GroupSession, Protocol):
 
     def fail(self, error: EverstepError) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self) -> None: ...
+
+    def close(self, error: str = "") -> None: ...
+
+
+class Carrier(Protocol):
+    """The state, as peers and checkpoints copy it."""
+
+    carried: bool
 
 
 class GroupEngine:
@@ -78,7 +86,8 @@ class GroupEngine:
         self.samples = self.batches = self.skipped = self.redone = 0
         self.values: dict[str, float] = {}
         self.step_number = 0
-        self.carries = False  # whether p.grad at the last boundary is part of the state
+        self.state: Carrier | None = None
+        self.registered = 0  # loops begun
         self._saved = SavedScript(self.inner, self.tracked)
         self._reducer: Reducer | None = None
         self._step: Step | None = None
@@ -120,9 +129,9 @@ class GroupEngine:
             self.session.fail(error)
 
     def finish(self) -> None:
-        """The job is over: leave after the step in hand."""
+        """The job is over."""
         if self.session is not None:
-            self.session.leave_soon(0)
+            self.session.finish()
 
     def leave_soon(self, status: int) -> bool:
         return self.session is not None and self.session.leave_soon(status)
@@ -308,11 +317,12 @@ class GroupEngine:
         if self._outcome is Outcome.COMMITTED:
             reducer.buffers.settle()
             reducer.stepped = self._stepped
-            self.carries = not self._stepped and any(p.grad is not None for p in reducer.params)
+            carried = not self._stepped and any(p.grad is not None for p in reducer.params)
         else:
             reducer.buffers.restore()
             reducer.put_back()
             self._saved.restore()
+            carried = any(p.grad is not None for p in reducer.params)
         if self._outcome is Outcome.REDO:
             self.redone += 1
             return
@@ -320,6 +330,8 @@ class GroupEngine:
             self.skipped += 1
         self.samples += sum(m.hi - m.lo for m in step.micros)
         self.step_number = step.number + 1
+        if self.state is not None:
+            self.state.carried = carried
         session.done(step)
 
     # ------------------------------------------------------------ the vote
@@ -420,10 +432,10 @@ class GroupEngine:
                     "a replicated model: wrap it, opt = job.optimizer(opt), before job.steps()"
                 )
 
-    def close(self) -> None:
+    def close(self, error: str = "") -> None:
         """The script is over."""
         self._hook.remove()
         if self._reducer is not None:
             self._reducer.close()
         if self.session is not None:
-            self.session.close()
+            self.session.close(error)

@@ -204,19 +204,7 @@ class Session:
                     return None
                 continue
             self._others_left = False
-            return Step(
-                mark.step,
-                group.generation,
-                self.dataset,
-                cut.epoch,
-                cut.lo,
-                cut.hi,
-                cut.micros[rank],
-                rank,
-                group.size,
-                collective,
-                cut.lr_factor,
-            )
+            return Step.of(cut, mark, group.generation, rank, collective)
 
     def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
         """Every member has reduced gradients with this ``digest``. Blocks through losses.

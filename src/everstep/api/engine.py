@@ -138,6 +138,10 @@ class Engine:
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
+    @property
+    def in_loop(self) -> bool:
+        return self.tables.current is not None
+
     # ------------------------------------------------------------ Listener: what the master orders
 
     def placed(self, placement: Placement) -> None:

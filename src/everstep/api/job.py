@@ -36,12 +36,16 @@ def join(
     run_dir: str | None = None,
     nonfinite: str | None = None,
     prefetch: int | None = None,
+    mode: str | None = None,
+    logical_workers: int | None = None,
 ) -> Job:
     """The job that this script belongs to; the same one when called again.
 
     Started by ``everstep run`` the arguments are ignored (the job's spec rules). Alone, everything runs in this
     process: ``seed``, ``name``, ``run_dir`` and ``nonfinite`` ("raise" or "skip") are those of ``JobSpec``, and
-    ``prefetch=1`` pulls rows one batch ahead as workers of a job do (0 is exactly what plain PyTorch computes)."""
+    ``prefetch=1`` pulls rows one batch ahead as workers of a job do (0 is exactly what plain PyTorch computes).
+    ``mode="allreduce"``: the model is here, not on a ps; with ``logical_workers=V`` the bits are those of a job of V
+    parts on any number of workers."""
     global _job
     if _job is not None and not _job.closed:
         return _job
@@ -49,12 +53,28 @@ def join(
         from everstep.api.worker import WorkerSeat
 
         seat: Seat = WorkerSeat.from_environment(os.environ)
+        if mode is not None and mode != seat.spec.mode:
+            raise ScriptError(
+                f"es.join(mode={mode!r}) in a job of mode {seat.spec.mode}: everstep run --mode {mode} ..."
+            )
     else:
         from everstep.api.embedded import EmbeddedSeat
 
-        given: dict[str, Any] = {"name": name, "seed": seed, "run_dir": run_dir, "nonfinite": nonfinite}
+        given: dict[str, Any] = {
+            "name": name,
+            "seed": seed,
+            "run_dir": run_dir,
+            "nonfinite": nonfinite,
+            "mode": mode,
+            "logical_workers": logical_workers,
+        }
         seat = EmbeddedSeat.alone({k: v for k, v in given.items() if v is not None}, prefetch)
-    _job = Job(seat)
+    if seat.spec.mode == "allreduce":
+        from everstep.api.group_job import GroupJob
+
+        _job = GroupJob(seat)
+    else:
+        _job = Job(seat)
     return _job
 
 
@@ -68,12 +88,16 @@ class Job:
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
         if spec.threads_per_worker:
             torch.set_num_threads(spec.threads_per_worker)
-        self._tables = TableSet(seat.client)
-        self._engine = Engine(seat, self._tables)
         self._models: list[nn.Module] = []
         self.closed = False
+        self._build()
         seat.start(self._engine)
         atexit.register(self._at_exit)
+
+    def _build(self) -> None:
+        """Make what runs the loop."""
+        self._tables = TableSet(self._seat.client)
+        self._engine = Engine(self._seat, self._tables)
 
     def __repr__(self) -> str:
         how = "embedded" if self._seat.embedded else f"worker:{self.slot} #{self._seat.incarnation}"
@@ -90,6 +114,12 @@ class Job:
     def chief(self) -> bool:
         """Whether this is the lowest living worker: the one to evaluate and save."""
         return self._seat.chief()
+
+    @property
+    def step(self) -> int:
+        """Mode allreduce: the number of the step in hand, the same on all workers; count with it, not with a counter of
+        your own (a new worker's would begin at 0). Mode ps: batches that this process has taken."""
+        return self._engine.batches
 
     @property
     def seed(self) -> int:
@@ -157,15 +187,17 @@ class Job:
         return model
 
     def replicate(self, model: nn.Module) -> Any:
-        """The dense part of ``model`` is trained together: it lives on the ps (``job.optimizer`` cuts it into rows),
-        every worker has a copy that is renewed for each batch. Buffers (batch norm) stay local to the worker."""
+        """The dense part of ``model`` is trained together. Mode ps: it lives on the ps (``job.optimizer`` cuts it into
+        rows), every worker has a copy that is renewed for each batch; buffers (batch norm) stay local to the worker.
+        Mode allreduce: every worker has it, gradients and buffers are reduced with every step."""
         if not isinstance(model, nn.Module):
             raise ScriptError(f"job.replicate needs a torch.nn.Module, not {type(model).__name__}")
         self._remember(model)
         return model
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> PsOptimizer:
-        """The ps-side twin of a torch optimizer (SGD, Adagrad, Adam, AdamW) for the dense part."""
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Mode ps: the ps-side twin of a torch optimizer (SGD, Adagrad, Adam, AdamW) for the dense part. Mode
+        allreduce: the optimizer itself (any of torch.optim), which steps only where the group has committed."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ScriptError(
                 f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "
@@ -175,6 +207,16 @@ class Job:
         self._engine.optimizers.append(twin)
         self._tables.dense += twin.groups
         return twin
+
+    def track(self, **objects: Any) -> None:
+        """More that is part of the training: learning rate schedulers, GradScaler, moving averages; whatever has
+        ``state_dict`` and ``load_state_dict``. Mode allreduce: new workers get it, checkpoints have it, and a step that
+        is done again finds it as it was. Mode ps: nothing to do."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Several backward passes in one iteration: all but the last one in here (mode allreduce)."""
+        yield
 
     def _parameter_names(self) -> dict[int, str]:
         """Of the models' parameters by ``id()``; with several models, each name begins with the model's number."""
@@ -206,11 +248,14 @@ class Job:
                 self._engine.values[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
             except (TypeError, ValueError, RuntimeError):
                 raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
-        if self._tables.current is None and not self._engine.failure:  # outside of the loop no beat may follow
+        if not self._in_loop() and not self._engine.failure:  # outside of the loop no beat may follow
             try:
                 self._seat.call(messages.Report(dict(self._engine.values)), 30.0)
             except DeadlineError as error:  # not worth failing a finished training for
                 print(f"everstep: {', '.join(values)} could not be reported: {error}", file=sys.stderr, flush=True)
+
+    def _in_loop(self) -> bool:
+        return self._engine.in_loop
 
     def log(self, *words: Any) -> None:
         """Print a line, with the worker's name where there are several."""
@@ -248,6 +293,9 @@ class Job:
         """Put back what ``state_dict`` returned, before the first batch."""
         if self._tables.started:
             raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
+        self._load_models(state)
+
+    def _load_models(self, state: dict[str, Any]) -> None:
         if len(state["models"]) != len(self._models):
             raise ScriptError(f"the state is of {len(state['models'])} models, this script has {len(self._models)}")
         for model, values in zip(self._models, state["models"], strict=True):
@@ -262,11 +310,14 @@ class Job:
         self.closed = True
         error = str(self._engine.failure or "")
         try:
-            self._engine.leave("the script ended")
+            self._leave(error)
         finally:
             self._seat.close(error or _last_error())
             self._seat.client.close()
             atexit.unregister(self._at_exit)
+
+    def _leave(self, error: str) -> None:
+        self._engine.leave("the script ended")
 
     def never_took_a_batch(self) -> ScriptError | None:
         """The mistake of a script that ends without training, where there is one."""

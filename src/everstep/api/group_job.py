@@ -1,0 +1,178 @@
+"""``Job`` in mode allreduce: every worker has the whole model, and all train it together, step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from everstep.allreduce.engine import GroupEngine
+from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce.session import Session
+from everstep.allreduce.state import ReplicaState
+from everstep.api.job import Job
+from everstep.brain.events import Fenced, Refused, Registered
+from everstep.data.loader import Loader
+from everstep.errors import DataError, FencedError, InternalError, ScriptError
+from everstep.net import messages
+
+_MASTER_S = 300.0  # a master may be away so long
+
+
+class GroupJob(Job):
+    """See the top of this file."""
+
+    _engine: GroupEngine  # type: ignore[assignment]
+
+    def _build(self) -> None:
+        spec = self._seat.spec
+        if spec.logical_workers and not spec.threads_per_worker:
+            torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the bits
+        engine = GroupEngine(spec, self._seat.slot, alone=self._seat.embedded)
+        self._engine = engine
+        self._models = engine.models
+        self._state = ReplicaState(engine.models, engine.inner, engine.tracked)
+        engine.state = self._state
+        self._epochs_done: dict[str, int] = {}
+        self._unforbid = _forbid_process_groups()
+        engine.session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def step(self) -> int:
+        return self._engine.step_number
+
+    def digest(self) -> str:
+        """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
+        workers after the same step."""
+        return f"{self._state.digest() & (1 << 64) - 1:016x}"
+
+    # ------------------------------------------------------------ the model
+
+    def sparse(self, model: nn.Module, **options: Any) -> NoReturn:
+        raise ScriptError(
+            "job.sparse in mode allreduce: no ps to put tables on; run with --mode ps, or leave job.sparse out"
+        )
+
+    def replicate(self, model: nn.Module) -> Any:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ScriptError(
+                f"job.replicate got a {type(model).__name__}: give it the plain model, everstep reduces the gradients"
+            )
+        return super().replicate(model)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ScriptError(f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}")
+        return self._engine.add_optimizer(optimizer)
+
+    def track(self, **objects: Any) -> None:
+        if self._engine.in_loop:
+            raise ScriptError("job.track inside of job.steps(): call it before the loop")
+        for name, obj in objects.items():
+            if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
+                raise ScriptError(
+                    f"job.track({name}=...): a {type(obj).__name__} has no state_dict and load_state_dict"
+                )
+            if isinstance(obj, torch.optim.Optimizer):
+                raise ScriptError(f"job.track({name}=...): optimizers go to job.optimizer")
+            if self._engine.tracked.get(name, obj) is not obj:
+                raise ScriptError(f"job.track({name}=...): another object is tracked by that name")
+        self._engine.tracked.update(objects)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._engine.no_sync():
+            yield
+
+    # ------------------------------------------------------------ the loop
+
+    def steps(self, loader: Loader) -> Iterator[Any]:
+        if not isinstance(loader, Loader):
+            raise ScriptError(f"job.steps needs what job.loader returned, not {type(loader).__name__}")
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        plan = loader.plan()
+        answer = self._seat.call(messages.Register(plan), _MASTER_S)
+        if isinstance(answer, Refused):
+            raise DataError(answer.error)
+        if isinstance(answer, Fenced):
+            raise FencedError(answer.reason)
+        if not isinstance(answer, Registered):
+            raise InternalError(f"Register was answered with {answer!r}")
+        self._engine.registered += 1
+        until = self._epochs_done.get(plan.name, 0) + loader.epochs
+        self._epochs_done[plan.name] = until
+        return self._engine.steps(loader, answer.dataset, until)
+
+    @contextmanager
+    def eval(self, model: nn.Module | None = None) -> Iterator[None]:
+        models = [model] if model is not None else list(self._models)
+        training = [m.training for m in models]
+        for m in models:
+            m.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for m, was in zip(models, training, strict=True):
+                m.train(was)
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "models": [m.state_dict() for m in self._models],
+            "optimizers": [o.state_dict() for o in self._engine.optimizers],
+            "tracked": {name: obj.state_dict() for name, obj in self._engine.tracked.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._engine.registered:
+            raise ScriptError("job.load_state_dict: only before job.steps()")
+        self._load_models(state)
+        optimizers = state.get("optimizers", [])
+        if len(optimizers) != len(self._engine.optimizers):
+            raise ScriptError(
+                f"the state is of {len(optimizers)} optimizers, this script has {len(self._engine.optimizers)}"
+            )
+        for optimizer, values in zip(self._engine.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(values)
+        for name, values in state.get("tracked", {}).items():
+            if name not in self._engine.tracked:
+                raise ScriptError(f"the state has {name!r}, which is not tracked: call job.track({name}=...) first")
+            self._engine.tracked[name].load_state_dict(values)
+
+    # ------------------------------------------------------------ the end
+
+    def _leave(self, error: str) -> None:
+        self._unforbid()
+        self._engine.close(error)
+
+
+def _forbid_process_groups() -> Any:
+    """A script that makes its own process group waits for peers that never come: tell it instead. Returns the undo."""
+    if not torch.distributed.is_available():
+        return lambda: None
+    places = [torch.distributed, sys.modules["torch.distributed.distributed_c10d"]]
+    originals = [p.init_process_group for p in places]
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ScriptError(
+            "torch.distributed.init_process_group() was called: in mode allreduce everstep makes the process group; "
+            "remove init_process_group and DistributedDataParallel"
+        )
+
+    for place in places:
+        place.init_process_group = refuse  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        for place, original in zip(places, originals, strict=True):
+            place.init_process_group = original  # type: ignore[attr-defined]
+
+    return undo
