@@ -55,6 +55,7 @@ class Place:
         self.slot, self.incarnation = Slot(slot), Incarnation(incarnation)
         self.node = NodeId("node0")
         self.embedded = False
+        self.on_replica = None
 
 
 class Worker:

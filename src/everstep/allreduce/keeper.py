@@ -13,14 +13,17 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from everstep.allreduce.checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.handover import Connect, Follower, fetch
 from everstep.allreduce.packed import Packed
 from everstep.allreduce.source import StateSource
 from everstep.allreduce.state import ReplicaState
+from everstep.brain.events import Answer, Refused
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, PlatformError, ScriptError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
@@ -28,11 +31,14 @@ from everstep.model.group import Group, GroupMember, Mark
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.data import DataClient, DataServer
+from everstep.net.messages import AskCheckpoint, RequestType, TakeReplica
 from everstep.net.rendezvous import SECRET_FILE, worker_socket
+from everstep.net.retry import Deadline
 from everstep.net.sockets import listen_tcp, listen_unix
 
 CATCH_UP_S = 10.0  # so long the others wait for one that follows; then it copies everything
 FETCH_TRIES = 5
+FINISH_S = 60.0  # for a last checkpoint
 
 Gather = Callable[[list[int]], list[list[int]]]
 logger = logging.getLogger("everstep.worker")
@@ -47,6 +53,8 @@ class Station(Protocol):
     run_dir: Path
     embedded: bool
 
+    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
+
 
 class ReplicaKeeper:
     """``boundary``, ``idle`` and ``agree`` are for the thread that trains; ``follow`` and ``close`` for any.
@@ -60,6 +68,8 @@ class ReplicaKeeper:
         (secret), PlatformError (sockets)."""
         self._state, self._seat = state, seat
         self.source = StateSource(state)
+        self.writer = ReplicaWriter(state, seat)
+        self._rank = -1
         self.on_synced: Callable[[], None] | None = None
         self.on_error: Callable[[EverstepError], None] | None = None
         self.origin = -1
@@ -71,6 +81,8 @@ class ReplicaKeeper:
         self._server: DataServer | None = None
         self._secret: Secret | None = None
         if not seat.embedded:
+            orders: Any = seat  # a WorkerSeat: the embedded one has no master that would order anything
+            orders.on_replica = self.order
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
 
     def __repr__(self) -> str:
@@ -129,10 +141,42 @@ class ReplicaKeeper:
     def boundary(self) -> None:
         """A step is over and ``state.mark`` is that of the next one."""
         self.source.boundary()
+        self.writer.boundary()
 
     def idle(self) -> None:
         """As ``boundary``, where nothing was trained: now and then while waiting between two steps."""
         self.source.idle()
+        self.writer.boundary()
+
+    def settled(self, step: int) -> None:
+        """Every member has committed all steps before ``step``."""
+        self.writer.settled(step)
+
+    def order(self, order: TakeReplica) -> None:
+        """From the master, on any thread: write the state at the next boundary."""
+        self.writer.order(order)
+
+    def finish(self) -> None:
+        """The script is over, all steps are settled: where checkpoints are configured, the leader leaves one with
+        everything. Waits for that, for a while; a place that does not take it costs the checkpoint, not the job."""
+        spec = self._seat.spec
+        if self._seat.embedded or self._rank != 0 or not (spec.checkpoint_every or spec.checkpoint_to):
+            return
+        deadline = Deadline(FINISH_S, "a last checkpoint")
+        mark = self._state.mark
+        try:
+            while mark.step and (self.writer.saved is None or self.writer.saved.step < mark.step):
+                if isinstance(self._seat.call(AskCheckpoint(True), deadline.left_s), Refused):
+                    return
+                until = Deadline(2.0)
+                while not until.expired or not self.writer.idle:
+                    self.idle()
+                    if self.writer.idle and self.writer.saved is not None and self.writer.saved.step >= mark.step:
+                        return
+                    deadline.check()
+                    time.sleep(0.01)
+        except EverstepError as error:
+            logger.warning("no last checkpoint: %s", error)
 
     # ------------------------------------------------------------ joining
 
@@ -190,6 +234,7 @@ class ReplicaKeeper:
             if any(not w[0] or w[1] or m.step != step for w, m in zip(words, marks, strict=True)):
                 self._level(group, rank, gather, reference, marks[reference], has)
         self._has, self.origin, self.source.origin = True, group.origin, group.origin
+        self._rank, self.writer.origin = rank, group.origin
         self._initial = None
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
         return self._state.mark
@@ -260,7 +305,9 @@ class ReplicaKeeper:
         self.source.reset()
 
     def _restore(self, checkpoint: int) -> None:
-        raise PlatformError(f"checkpoint {checkpoint} cannot be loaded")
+        place, manifest = find_replica(self._seat.spec, self._seat.run_dir, checkpoint)
+        self._state.load(read_replica(place, manifest), f"checkpoint {checkpoint} of {place.url}")
+        logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.mark.step)
 
     def _compare(self, group: Group, gather: Gather, digests: dict[str, int]) -> None:
         """ScriptError, at all members alike, names the first parameter that differs and the slots."""
@@ -290,6 +337,7 @@ class ReplicaKeeper:
         if follower is not None:
             follower.stop()
         self.source.close()
+        self.writer.close()
         if self._server is not None:
             self._server.close(timeout_s=1.0)
 

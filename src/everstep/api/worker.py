@@ -52,6 +52,7 @@ class WorkerSeat:
         self.control: ControlClient | None = None
         self._secret = load_secret(run_dir / SECRET_FILE)
         self._listener: Listener | None = None
+        self.on_replica: Callable[[messages.TakeReplica], None] | None = None  # mode allreduce: write the state
         self._placed = threading.Event()
         self._failure: EverstepError | None = None
         self._timers: set[threading.Timer] = set()
@@ -192,6 +193,9 @@ class WorkerSeat:
         elif isinstance(order, messages.NewGroup):
             if self._group is not None:
                 self._group.grouped(order.group)
+        elif isinstance(order, messages.TakeReplica):
+            if self.on_replica is not None:
+                self.on_replica(order)
         elif isinstance(order, messages.Revoke):
             listener.revoked(order.lease)
         elif isinstance(order, messages.Finish):

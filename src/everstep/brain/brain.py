@@ -58,6 +58,7 @@ from everstep.brain.events import (
     Refused,
     Registered,
     ReleaseShards,
+    ReplicaWritten,
     Reply,
     RevokeLease,
     ScaleAsked,
@@ -76,6 +77,7 @@ from everstep.brain.group import GroupKeeper, Groups
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
+from everstep.brain.replicas import replica_start, resume_replica, save_in_time, take_replica
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
@@ -166,6 +168,7 @@ class Brain:
             BucketsReady: self._ps_told,
             CheckpointAsked: self._checkpoint_asked,
             ImagesWritten: self._images_written,
+            ReplicaWritten: self._replica_written,
             CheckpointCommitted: self._checkpoint_committed,
             ShardsConfirmed: lambda e: self.checkpoints.confirm(self.job, self.shards, e.before),
             GroupAsked: self._group_asked,
@@ -174,7 +177,7 @@ class Brain:
             GroupStalled: self._group_stalled,
             StepsCommitted: self._steps_committed,
             GroupDue: lambda e: [],
-            JobResumed: lambda e: self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers),
+            JobResumed: self._job_resumed,
         }
         self._handlers = handlers
 
@@ -192,6 +195,7 @@ class Brain:
         out = self._handlers[type(event)](event)
         if self.replicated and type(event) is not StepsCommitted:
             out += self.groups.settle(event.at)
+            out += save_in_time(self.checkpoints, self.job, self.state.groups, event, event.at, out)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
         return out
@@ -904,8 +908,7 @@ class Brain:
 
     def _start_of_line(self) -> tuple[Mark, int]:
         """Where a group begins of which nobody has a state: place and checkpoint."""
-        helper = getattr(self.checkpoints, "replica_start", None)
-        return helper() if helper is not None else (Mark(), 0)
+        return replica_start(self.checkpoints)
 
     def _group_asked(self, e: GroupAsked) -> list[InstructionType]:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
@@ -980,11 +983,13 @@ class Brain:
         job, checkpoints = self.job, self.checkpoints
         if job.over:
             return [Reply(Refused("the job is over"))]
-        if self.state.placement is None:
+        if self.replicated and self.state.groups.group is None:
+            return [Reply(Refused("the job has no state yet: no group of workers has begun"))]
+        if not self.replicated and self.state.placement is None:
             return [Reply(Refused("the job has no parameters yet: not every ps has joined"))]
         out = checkpoints.late(e.at)
         if e.reason != "late":
-            out += checkpoints.begin(job, e.at, e.reason, e.base)
+            out += checkpoints.begin(job, e.at, e.reason, e.base or self.replicated)
         else:
             out += self._finish_if_all_left(e.at)
         return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
@@ -1000,6 +1005,30 @@ class Brain:
             self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error, owned
         )
         return [_OK, *took, *self._finish_if_all_left(e.at)]
+
+    def _replica_written(self, e: ReplicaWritten) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        if self.job.over:
+            return [_OK]
+        out, again = take_replica(
+            self.checkpoints,
+            self.job,
+            self.shards,
+            self.state.groups,
+            e.checkpoint,
+            e.worker,
+            e.replica,
+            e.error,
+            e.at,
+        )
+        return [Reply(Refused(again)) if again else _OK, *out]
+
+    def _job_resumed(self, e: JobResumed) -> list[InstructionType]:
+        if self.replicated:
+            return resume_replica(self.checkpoints, self.job, self.shards, self.groups, e.manifest, e.url, e.numbers)
+        return self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers)
 
     def _checkpoint_committed(self, e: CheckpointCommitted) -> list[InstructionType]:
         pinned = {number for _, number in self.placement.images} if self.placement is not None else set()

@@ -178,6 +178,8 @@ class Checkpoints(msgspec.Struct):
         self.writing = Writing(number=self.numbers, since=since, reason=reason, began_at=at)
         self.begun_at = at
         what = f"what changed since checkpoint {since}" if since else "a base: every page"
+        if job.spec.mode == "allreduce":
+            what = "the state of rank 0"
         inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": reason}
         why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({reason}): {what}", inputs)
         return [OrderImages(self.numbers, since), Note("", why)]
@@ -200,7 +202,7 @@ class Checkpoints(msgspec.Struct):
         if writing is None or writing.number != checkpoint or writing.manifest is not None:
             return []
         if error:
-            return self._failed(writing, slot, error)
+            return self.failed(f"ps:{slot}", slot, error)
         for image in images:
             known = writing.images.get(image.bucket)
             if image.bucket in writing.disowned and image.bucket not in owned:
@@ -225,15 +227,19 @@ class Checkpoints(msgspec.Struct):
             writing.images.pop(bucket, None)
         return []
 
-    def _failed(self, writing: Writing, slot: Slot, error: str) -> list[InstructionType]:
+    def failed(self, member: str, slot: int, error: str) -> list[InstructionType]:
+        """Of the one in progress, ``member`` could not write its part."""
+        writing = self.writing
+        if writing is None:
+            return []
         count = writing.failures[slot] = writing.failures.get(slot, 0) + 1
         out: list[InstructionType] = []
         if count == 1 or count >= TRIES:
             inputs: Inputs = {"checkpoint": writing.number, "failures": count}
             why = Decision("checkpoint not written", error, inputs, ("stop training: it does not need the checkpoint",))
-            out.append(Note(f"ps:{slot}", why))
+            out.append(Note(member, why))
         if count >= TRIES:
-            out += self.give_up(f"ps:{slot} failed {count} times, last: {error}")
+            out += self.give_up(f"{member} failed {count} times, last: {error}")
         return out
 
     def _complete(self, job: Job, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
@@ -270,7 +276,10 @@ class Checkpoints(msgspec.Struct):
             return self.give_up(error)
         manifest = writing.manifest
         took_s = round(at - writing.began_at, 3)
-        self.shown = Kept(checkpoint, at, writing.since, _bytes_of(manifest.images), took_s)
+        size_bytes = _bytes_of(manifest.images)
+        if manifest.replica is not None:
+            size_bytes = manifest.replica.file.size_bytes
+        self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
         self.final = writing.reason == FINAL
         self.increments = self.increments + 1 if manifest.base else 0
@@ -330,6 +339,8 @@ class Checkpoints(msgspec.Struct):
         there; None: it is over, committed or not."""
         if self.final or not has_checkpoints(job.spec):
             return None
+        if job.spec.mode == "allreduce":  # nobody is left to write one; the last member did before it went
+            return [] if self.writing is not None and self.writing.manifest is not None else None
         return self.begin(job, at, FINAL, base=False)  # (nothing while another is written, which may lack the end)
 
     def not_the_end(self) -> None:
@@ -358,11 +369,12 @@ class Checkpoints(msgspec.Struct):
     def validate(self, job: Job) -> None:
         """Assert what must always hold."""
         assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
-        if self.newest is not None:
+        if self.newest is not None and self.newest.replica is None:
             assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
         if self.writing is not None:
             assert self.writing.number == self.numbers and self.writing.since < self.numbers
-            assert (self.writing.manifest is not None) <= (len(self.writing.images) == job.spec.buckets)
+            whole = len(self.writing.images) == job.spec.buckets or job.spec.mode == "allreduce"
+            assert (self.writing.manifest is not None) <= whole
 
 
 def _bytes_of(images: Sequence[BucketImage]) -> int:

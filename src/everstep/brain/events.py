@@ -13,7 +13,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings, Manifest
+from everstep.model.image import BucketImage, Holdings, Manifest, ReplicaImage
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan
@@ -90,6 +90,16 @@ class ImagesWritten(Event, frozen=True, tag="images_written"):
     checkpoint: int
     images: tuple[BucketImage, ...] = ()
     tables: tuple[TableSpec, ...] = ()
+    error: str = ""
+
+
+class ReplicaWritten(Event, frozen=True, tag="replica_written"):
+    """Mode allreduce: a worker wrote its state durably, for a checkpoint, or could not (``error``, one line)."""
+
+    worker: Slot
+    incarnation: Incarnation
+    checkpoint: int
+    replica: ReplicaImage | None = None
     error: str = ""
 
 
@@ -293,6 +303,7 @@ BrainEvent = (
     | MirrorsReady
     | BucketsReady
     | ImagesWritten
+    | ReplicaWritten
     | CheckpointCommitted
     | CheckpointAsked
     | JobResumed
@@ -446,7 +457,8 @@ class FinishJob(Instruction, frozen=True, tag="finish_job"):
 
 
 class OrderImages(Instruction, frozen=True, tag="order_images"):
-    """Every ps of the placement writes images of the buckets it owns (see messages.TakeImages)."""
+    """Every ps of the placement writes images of the buckets it owns (see messages.TakeImages); in mode allreduce the
+    leader of the group its state (messages.TakeReplica)."""
 
     checkpoint: int
     since: int

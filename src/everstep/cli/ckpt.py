@@ -94,7 +94,7 @@ def verify(where: str, number: int | None) -> None:
             wrong = [str(error)]
         else:
             if not wrong:
-                files = {file for image in manifest.images for file in image.files}
+                files = set(manifest.files())
                 size = sum(file.size_bytes for file in files)
                 click.echo(f"checkpoint {one}: intact, {len(files)} files, {human_bytes(size)}")
         if wrong:
@@ -117,6 +117,8 @@ def compact_one(where: str, number: int | None) -> None:
     if (Path(where) / "job.json").exists() and in_use(Path(where)):
         raise ConfigError(f"{where}: this job is running and goes on from these files: compact when it has ended")
     manifest = _choose(place, number, deep=False)
+    if manifest.replica is not None:
+        raise ConfigError(f"{where}: checkpoint {manifest.checkpoint} is of mode allreduce: it is one file already")
     before = sum(place.sizes().values())
     new = compact(place, manifest)
     files = sum(len(image.files) for image in manifest.images)
@@ -141,12 +143,20 @@ def compact_one(where: str, number: int | None) -> None:
     help="Of tables.",
 )
 def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], form: str) -> None:
-    """Tables as Parquet or safetensors, and the dense part as dense.safetensors (a state_dict), into the directory OUT.
-    Nothing of it needs everstep to be read."""
+    """Tables as Parquet or safetensors, and the dense part as dense.safetensors (a state_dict), into the directory OUT;
+    of mode allreduce model.safetensors (the model's state_dict) and training.pt (optimizers and the rest, for
+    torch.load). Nothing of it needs everstep to be read."""
     from everstep.protect.export import file_name, wanted_tables, write_dense, write_parquet, write_safetensors
 
     place = checkpoint_place(where)
     manifest = _choose(place, number, deep=True)
+    if manifest.replica is not None:
+        if tables:
+            raise ConfigError(f"--table: checkpoint {manifest.checkpoint} is of mode allreduce and has no tables")
+        from everstep.allreduce.checkpoint import export_replica
+
+        export_replica(place, manifest, out, click.echo)
+        return
     for spec in wanted_tables(manifest, tables):
         if form in ("parquet", "both"):
             path = out / f"{file_name(spec.name)}.parquet"
@@ -164,6 +174,8 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
 
 def describe(place: Place, manifest: Manifest) -> list[str]:
     """One checkpoint for a person."""
+    if manifest.replica is not None:
+        return _describe_replica(place, manifest)
     files = {file for image in manifest.images for file in image.files}
     longest = max((len(image.files) for image in manifest.images), default=0)
     written = sum(image.bytes_written for image in manifest.images)
@@ -191,6 +203,25 @@ def describe(place: Place, manifest: Manifest) -> list[str]:
     return lines
 
 
+def _describe_replica(place: Place, manifest: Manifest) -> list[str]:
+    replica = manifest.replica
+    assert replica is not None
+    mark = replica.mark
+    lines = [
+        f"checkpoint {manifest.checkpoint} of job {manifest.job!r}, {_when(manifest.at)}, {place.url}",
+        f"  written by everstep {manifest.everstep or '?'}, seed {manifest.seed}, mode allreduce",
+        f"  {human_bytes(replica.file.size_bytes)} in {replica.file.path}: {replica.parameters:,} parameters, with the "
+        "optimizers' state",
+        f"  {mark.step:,} steps, {manifest.samples_done:,} samples done",
+    ]
+    for number, dataset in enumerate(manifest.datasets):
+        place_words = f"{dataset.finished_epochs} epochs done"
+        if number == mark.dataset:
+            place_words += f", goes on in epoch {mark.epoch} at sample {mark.position:,} of {dataset.plan.samples:,}"
+        lines.append(f"  {dataset.plan.name!r}: {place_words}")
+    return lines + [f"  {name} = {value:g}" for name, value in sorted(manifest.values.items())]
+
+
 def _choose(place: Place, number: int | None, deep: bool) -> Manifest:
     if number is not None:
         return read_manifest(place, number)
@@ -204,16 +235,19 @@ def _line(place: Place, number: int, sizes: dict[str, int]) -> dict[str, Any]:
         manifest = read_manifest(place, number)
     except CheckpointError as error:
         return {"checkpoint": number, "state": str(error).removeprefix(f"{place.url}/{manifest_name(number)} ")}
-    files = {file for image in manifest.images for file in image.files}
+    files = set(manifest.files())
     wrong = list(problems(place, manifest, deep=False, sizes=sizes))
+    replica = manifest.replica
     increments = any(len(image.files) > 1 for image in manifest.images)
     return {
         "checkpoint": number,
         "at": manifest.at,
-        "kind": "increment" if increments else "base",
-        "rows": sum(image.rows for image in manifest.images),
+        "kind": "replica" if replica is not None else "increment" if increments else "base",
+        "rows": replica.parameters if replica is not None else sum(image.rows for image in manifest.images),
         "size_bytes": sum(file.size_bytes for file in files),
-        "written_bytes": sum(image.bytes_written for image in manifest.images),
+        "written_bytes": replica.file.size_bytes
+        if replica is not None
+        else sum(image.bytes_written for image in manifest.images),
         "samples": manifest.samples_done,
         "state": "whole" if not wrong else f"{len(wrong)} files missing or cut",
     }

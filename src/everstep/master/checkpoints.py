@@ -28,7 +28,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.master.readings import Readings
 from everstep.model.image import Manifest
 from everstep.model.member import MemberKey, Role
-from everstep.net.messages import OrderType, TakeImages
+from everstep.net.messages import OrderType, TakeImages, TakeReplica
 from everstep.net.retry import backoff
 from everstep.policies.checkpoints import is_due
 from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
@@ -45,7 +45,8 @@ logger = logging.getLogger("everstep.master")
 
 
 class CheckpointKeeper:
-    """``tell(event)``: to the brain, by the journal. ``send(slot, order)``: to that ps, if it is connected."""
+    """``tell(event)``: to the brain, by the journal. ``send(slot, order)``: to that ps, if it is connected;
+    ``send_worker``: to that worker."""
 
     def __init__(
         self,
@@ -56,9 +57,11 @@ class CheckpointKeeper:
         now: Callable[[], float],
         tell: Callable[[BrainEvent], object],
         send: Callable[[Slot, OrderType], None],
+        send_worker: Callable[[Slot, OrderType], None] = lambda slot, order: None,
     ) -> None:
         self._brain, self._spec, self._run_dir = brain, spec, run_dir
         self._readings, self._now, self._tell, self._send = readings, now, tell, send
+        self._send_worker = send_worker
         self._every = parse_every(spec.checkpoint_every)
         self._url = own_url(spec, run_dir)
         self._asked_at = 0.0
@@ -112,6 +115,9 @@ class CheckpointKeeper:
             readings = self._readings.of(MemberKey(Role.WORKER, member.slot), member.incarnation)
             if "batches" in readings:
                 self._batches[member.slot, member.incarnation] = int(readings["batches"])
+        if self._brain.replicated:
+            since = self._brain.state.groups.step - self._batches_then
+            return is_due(self._every.seconds, self._every.batches, at - began_at, since)
         return is_due(self._every.seconds, self._every.batches, at - began_at, self._batches_now - self._batches_then)
 
     @property
@@ -124,6 +130,9 @@ class CheckpointKeeper:
         """To every ps that owns a bucket without an image."""
         brain, at = self._brain, self._now()
         writing, placement = brain.checkpoints.writing, brain.placement
+        if writing is not None and writing.manifest is None and brain.replicated:
+            self._order_replica(writing.number, at)
+            return
         if writing is None or placement is None or writing.manifest is not None:
             return
         if self._asked != writing.number:
@@ -132,6 +141,15 @@ class CheckpointKeeper:
         lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
         for slot in sorted(lacking):
             self._send(slot, TakeImages(writing.number, writing.since, self._url))
+
+    def _order_replica(self, number: int, at: float) -> None:
+        """To the leader of the group: any member could, and this one has had the state for longest."""
+        if self._asked != number:
+            self._batches_then = self._brain.state.groups.step
+        self._asked, self._asked_at = number, at
+        group = self._brain.state.groups.group
+        if group is not None and group.members:
+            self._send_worker(group.members[0].slot, TakeReplica(number, self._url))
 
     def hello(self, slot: Slot) -> None:
         """This ps said hello: what it may not have heard."""
@@ -198,7 +216,7 @@ class CheckpointKeeper:
         paths = {path for path in place.sizes() if path.startswith(folders)}
         for number in list_checkpoints(place) if paths else []:
             manifest = read_manifest(place, number)
-            paths -= {file.path for image in manifest.images for file in image.files}
+            paths -= {file.path for file in manifest.files()}
         for path in sorted(paths):
             place.delete(path)
 

@@ -54,6 +54,7 @@ from everstep.brain.events import (
     PublishPlacement,
     Refused,
     ReleaseShards,
+    ReplicaWritten,
     Reply,
     RevokeLease,
     ScaleAsked,
@@ -160,7 +161,7 @@ class Master:
         self.watch = Watch(spec)
         self.readings = Readings(run_dir)
         self.checkpoints = CheckpointKeeper(
-            self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps
+            self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps, self._order_worker
         )
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
@@ -200,6 +201,9 @@ class Master:
             wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
             wire.ImagesWritten: lambda peer, r: self._submit(
                 ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)
+            ),
+            wire.ReplicaWritten: lambda peer, r: self._submit(
+                ReplicaWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.replica, r.error)
             ),
             wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason)),
             wire.GetStatus: lambda peer, r: self.status(),
@@ -359,6 +363,9 @@ class Master:
 
     def _order_ps(self, slot: Slot, order: wire.OrderType) -> None:
         self._order(self._members.get(MemberKey(Role.PS, slot)), order)
+
+    def _order_worker(self, slot: Slot, order: wire.OrderType) -> None:
+        self._order(self._members.get(MemberKey(Role.WORKER, slot)), order)
 
     def _note(self, at: float, member: str, decision: Decision, **more: int) -> None:
         line = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.model.group import Mark
 from everstep.model.shard import Plan
 from everstep.model.table import TableSpec
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 1  # of tables
+REPLICA_VERSION = 2  # with the state of a replica in it, which older readers do not look for
 
 
 class ImageFile(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +37,16 @@ class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[ImageFile, ...]
     rows: int = 0
     bytes_written: int = 0  # for this checkpoint; the older files were there
+
+
+class ReplicaImage(msgspec.Struct, frozen=True, kw_only=True):
+    """The training state of a group (mode allreduce) at ``mark``. ``file``: see ``protect.replicafile``.
+    ``parameters``: numbers in the models' parameters; ``origin``: of the line of states that it belongs to."""
+
+    mark: Mark
+    file: ImageFile
+    origin: int = 0
+    parameters: int = 0
 
 
 class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +84,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float] = {}
     samples_done: int = 0
     spec: JobSpec | None = None  # of the job that wrote it: what a resumed one begins with
+    replica: ReplicaImage | None = None  # mode allreduce: everything that is trained; there are no images then
+    skipped: tuple[tuple[int, int, int, int], ...] = ()  # with replica: (dataset, epoch, lo, hi) not applied
     master_incarnation: Incarnation = Incarnation(0)  # no fence in the images is of a lease of a later master
+
+    def files(self) -> Iterator[ImageFile]:
+        """All files that it needs."""
+        for image in self.images:
+            yield from image.files
+        if self.replica is not None:
+            yield self.replica.file
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True):

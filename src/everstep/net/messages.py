@@ -14,7 +14,7 @@ from everstep.brain.events import AnswerType
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings
+from everstep.model.image import BucketImage, Holdings, ReplicaImage
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan, Token
@@ -79,6 +79,18 @@ class ImagesWritten(Request, frozen=True, tag="images_written"):
     checkpoint: int
     images: tuple[BucketImage, ...] = ()
     tables: tuple[TableSpec, ...] = ()
+    error: str = ""
+
+
+class ReplicaWritten(Request, frozen=True, tag="replica_written"):
+    """A worker (mode allreduce): its state at ``replica.mark`` is durable, as checkpoint ``checkpoint``, and all steps
+    before it are committed. ``error``: it is not durable, one line. Answer: Ok | Refused (say it again, a little later)
+    | Fenced."""
+
+    slot: Slot
+    incarnation: Incarnation
+    checkpoint: int
+    replica: ReplicaImage | None = None
     error: str = ""
 
 
@@ -246,6 +258,7 @@ RequestType = (
     | MirrorReady
     | BucketsReady
     | ImagesWritten
+    | ReplicaWritten
     | AskCheckpoint
     | Drain
     | AskGroup
@@ -440,13 +453,21 @@ class TakeImages(Order, frozen=True, tag="take_images"):
     url: str
 
 
+class TakeReplica(Order, frozen=True, tag="take_replica"):
+    """To the leader of the group: write your state at the next boundary of two steps as checkpoint ``checkpoint`` under
+    ``url``, tell with ReplicaWritten. Said again while it is wanted; harmless when repeated."""
+
+    checkpoint: int
+    url: str
+
+
 class NewGroup(Order, frozen=True, tag="new_group"):
     """To workers: the group is this one now; older generations are ignored."""
 
     group: Group
 
 
-OrderType = Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages
+OrderType = Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages | TakeReplica
 
 # ---------------------------------------------------------------- data plane: worker -> ps
 

@@ -35,4 +35,4 @@ def unneeded_files(dropped: Iterable[Manifest], kept: Iterable[Manifest]) -> set
 
 
 def _files(manifests: Iterable[Manifest]) -> set[str]:
-    return {file.path for manifest in manifests for image in manifest.images for file in image.files}
+    return {file.path for manifest in manifests for file in manifest.files()}

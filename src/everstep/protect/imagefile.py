@@ -202,7 +202,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
     Raises CheckpointError, one line that names the file and what is wrong, also at the end if its length or checksum is
     not that ``expected``: what was handed out before must not be used then. StorageError: it cannot be read.
     """
-    reader = _Reader(file, name)
+    reader = Reader(file, name)
     start = reader.take(_FILE.size, "its beginning")
     magic, version, _, crc = _FILE.unpack(start)
     if magic != MAGIC:
@@ -233,16 +233,12 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
             case _:
                 raise CheckpointError(f"{name}: section {number} is of kind {kind}, which cannot stand there")
         number += 1
-    if reader.some(1):
-        raise CheckpointError(f"{name} goes on after its end")
-    if expected is not None and (reader.size_bytes, reader.hash.hexdigest()) != (
-        expected.size_bytes,
-        expected.checksum,
-    ):
-        raise CheckpointError(f"{name} is whole, but not the file that the manifest means: its checksum is another one")
+    reader.end(expected)
 
 
-class _Reader:
+class Reader:
+    """Reads a file of sections, and sums up what it read."""
+
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file, self._name = file, name
         self.hash = checksum()
@@ -262,6 +258,18 @@ class _Reader:
         if len(data) != n:
             raise CheckpointError(f"{self._name} was cut: it ends after {self.size_bytes} bytes, inside {what}")
         return data
+
+    def end(self, expected: ImageFile | None) -> None:
+        """Nothing follows, and it was the file that the manifest means."""
+        if self.some(1):
+            raise CheckpointError(f"{self._name} goes on after its end")
+        if expected is not None and (self.size_bytes, self.hash.hexdigest()) != (
+            expected.size_bytes,
+            expected.checksum,
+        ):
+            raise CheckpointError(
+                f"{self._name} is whole, but not the file that the manifest means: its checksum is another one"
+            )
 
     def section(self, number: int) -> tuple[int, bytes]:
         what = f"section {number}"

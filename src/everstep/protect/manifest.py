@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from everstep.config.load import read_spec
 from everstep.errors import CheckpointError, StorageError
-from everstep.model.image import MANIFEST_VERSION, BucketImage, ImageFile, Manifest
+from everstep.model.image import MANIFEST_VERSION, REPLICA_VERSION, BucketImage, ImageFile, Manifest
 from everstep.policies.retention import unneeded_files
 from everstep.protect.imagefile import (
     ImageFileWriter,
@@ -30,6 +30,7 @@ from everstep.protect.imagefile import (
     checksum,
     read_image_file,
 )
+from everstep.protect.replicafile import read_replica_file
 from everstep.storage.places import Place, open_place
 
 MANIFEST_MAX_BYTES = 256 << 20
@@ -37,7 +38,7 @@ CHECKPOINTS = "checkpoints"
 """Under the run directory, unless the job says another place."""
 
 _NAME = re.compile(r"manifest-(\d{6,})\.json")
-_IMAGE = re.compile(r"images/(\d{6,})/\.?bucket-")
+_IMAGE = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
 _SUM = b"blake2b-128 "
 
 
@@ -83,9 +84,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         raise CheckpointError(f"{name} was changed: its checksum is wrong")
     try:
         version = msgspec.json.decode(body, type=_Version).version
-        if version != MANIFEST_VERSION:
+        if version not in (MANIFEST_VERSION, REPLICA_VERSION):
             raise CheckpointError(
-                f"{name} is of version {version}, this everstep reads version {MANIFEST_VERSION}: install a newer one"
+                f"{name} is of version {version}, this everstep reads version {REPLICA_VERSION}: install a newer one"
             )
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -141,6 +142,13 @@ def problems(
     """
     sizes = place.sizes() if sizes is None else sizes
     known = {} if known is None else known
+    if manifest.replica is not None:
+        file = manifest.replica.file
+        if file not in known or not deep:
+            known[file] = _replica_problem(place, manifest, file, sizes, deep)
+        if known[file]:
+            yield known[file]
+        return
     yield from _incomplete(manifest)
     for image in manifest.images:
         for i, file in enumerate(image.files):
@@ -165,19 +173,40 @@ def _incomplete(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: the image of bucket {image.bucket} has no files"
 
 
+def _replica_problem(place: Place, manifest: Manifest, file: ImageFile, sizes: dict[str, int], deep: bool) -> str:
+    where = f"{place.url}/{file.path}"
+    wrong = _size_problem(where, file, sizes, f"checkpoint {manifest.checkpoint} is that file")
+    if wrong or not deep:
+        return wrong
+    try:
+        with place.open(file.path) as stream:
+            for _ in read_replica_file(stream, where, file):
+                pass
+    except FileNotFoundError:
+        return f"{where} is missing: checkpoint {manifest.checkpoint} is that file"
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _size_problem(where: str, file: ImageFile, sizes: dict[str, int], needed: str) -> str:
+    size = sizes.get(file.path)
+    if size is None:
+        return f"{where} is missing: {needed}"
+    if size != file.size_bytes:
+        how = "it was cut" if size < file.size_bytes else "it is longer"
+        return f"{where} has {size} bytes, not the {file.size_bytes} that the manifest says: {how}"
+    return ""
+
+
 def _file_problem(
     place: Place, manifest: Manifest, image: BucketImage, i: int, sizes: dict[str, int], deep: bool
 ) -> str:
     file = image.files[i]
     where = f"{place.url}/{file.path}"
-    size = sizes.get(file.path)
-    if size is None:
-        return f"{where} is missing: checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
-    if size != file.size_bytes:
-        how = "it was cut" if size < file.size_bytes else "it is longer"
-        return f"{where} has {size} bytes, not the {file.size_bytes} that the manifest says: {how}"
-    if not deep:
-        return ""
+    wrong = _size_problem(where, file, sizes, f"checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}")
+    if wrong or not deep:
+        return wrong
     try:
         with place.open(file.path) as stream:
             for part in read_image_file(stream, where, file):
@@ -238,7 +267,7 @@ def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
 def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
     """Images that no manifest names, of checkpoints older than the newest: nobody will name them any more."""
     newest = max((m.checkpoint for m in manifests), default=0)
-    named = {file.path for m in manifests for image in m.images for file in image.files}
+    named = {file.path for m in manifests for file in m.files()}
     found = ((path, _IMAGE.match(path)) for path in place.sizes())
     return {path for path, of in found if of and int(of[1]) < newest and path not in named}
 

@@ -1,0 +1,275 @@
+"""Checkpoints of the training state: the leader writes a snapshot while training goes on; anybody loads it.
+
+The thread that trains only copies the state (at a boundary of two steps); another writes it where the job's
+checkpoints lie, and tells the master once all members have committed every step before its mark. The manifest is the
+master's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from everstep.allreduce.packed import Packed, Unpacker
+from everstep.allreduce.state import ReplicaState
+from everstep.brain.events import Answer, Refused
+from everstep.config.spec import JobSpec
+from everstep.errors import CheckpointError, EverstepError, StorageError
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Mark
+from everstep.model.image import ImageFile, Manifest, ReplicaImage
+from everstep.net.messages import ReplicaWritten, RequestType, TakeReplica
+from everstep.net.retry import Deadline, backoff
+from everstep.protect.manifest import list_checkpoints, read_manifest
+from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
+from everstep.protect.sources import own_url
+from everstep.storage.places import Place, open_place
+
+WRITE_S = 120.0  # a place that does not take the file is tried again for so long
+TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
+
+logger = logging.getLogger("everstep.worker")
+
+
+class Station(Protocol):
+    """What is needed of ``api.seat.Seat``."""
+
+    spec: JobSpec
+    slot: Slot
+    incarnation: Incarnation
+    run_dir: Path
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
+
+
+class ReplicaWriter:
+    """``boundary`` is for the thread that trains; ``order`` and ``settled`` for any. One checkpoint at a time."""
+
+    def __init__(self, state: ReplicaState, seat: Station) -> None:
+        self._state, self._seat = state, seat
+        self.origin = 0
+        self.saved: Mark | None = None  # of the newest one that the master took
+        self._lock = threading.Condition()
+        self._order: TakeReplica | None = None
+        self._busy = 0  # number of the one being written
+        self._told: dict[int, ReplicaImage] = {}  # the last one that was taken: said again when ordered again
+        self._settled = 0
+        self._spare: torch.Tensor | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<ReplicaWriter {f'writing {self._busy}' if self._busy else 'idle'}>"
+
+    def order(self, order: TakeReplica) -> None:
+        """From the master; may come again."""
+        with self._lock:
+            if order.checkpoint != self._busy:
+                self._order = order
+
+    def settled(self, step: int) -> None:
+        """Every member has committed all steps before ``step``."""
+        if step != self._settled:
+            with self._lock:
+                self._settled = step
+                self._lock.notify_all()
+
+    def boundary(self) -> None:
+        """The state is that of its mark: copy it, if it is wanted. Raises ScriptError: it cannot be saved."""
+        if self._order is None or self._busy:
+            return
+        with self._lock:
+            order, self._order = self._order, None
+            into, self._spare = self._spare, None
+            if order is None:
+                return
+            self._busy = order.checkpoint
+        again = self._told.get(order.checkpoint)
+        packed = self._state.snapshot(into) if again is None else Packed(b"", torch.empty(0))
+        mark, numbers = self._state.mark, sum(p.numel() for _, p in self._state.parameters())
+        threading.Thread(
+            target=self._work, args=(order, packed, mark, numbers, again), name="everstep-checkpoint", daemon=True
+        ).start()
+
+    @property
+    def idle(self) -> bool:
+        return not self._busy and self._order is None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self, order: TakeReplica, packed: Packed, mark: Mark, numbers: int, again: ReplicaImage | None) -> None:
+        try:
+            error, image = "", again
+            if image is None:
+                began = time.monotonic()
+                try:
+                    file = self._write(order, packed, mark)
+                    image = ReplicaImage(mark=mark, file=file, origin=self.origin, parameters=numbers)
+                    took_s = time.monotonic() - began
+                    logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
+                except EverstepError as failed:
+                    error = str(failed)
+            if image is None or self._wait_settled(image.mark):
+                self._tell(order.checkpoint, image, error)
+        except EverstepError as failed:
+            logger.warning("checkpoint %d: %s", order.checkpoint, failed)
+        finally:
+            with self._lock:
+                self._busy = 0
+                if again is None:
+                    self._spare = packed.body
+                self._lock.notify_all()
+
+    def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> ImageFile:
+        """Durable on return. Raises StorageError, ConfigError."""
+        seat = self._seat
+        head = ReplicaHead(
+            job=seat.spec.name,
+            checkpoint=order.checkpoint,
+            mark=mark,
+            header_bytes=len(packed.header),
+            body_bytes=packed.body.numel(),
+        )
+        token = secrets.token_hex(4)
+        path = f"images/{order.checkpoint:06d}/replica-{seat.slot}.{seat.incarnation}-{token}.rep"
+        deadline = Deadline(WRITE_S)
+        for wait_s in backoff(0.2, 5.0):
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed, wait_s)
+            try:
+                with open_place(order.url).create(path) as file:
+                    written = write_replica_file(file.write, head, packed.header, packed.body.numpy().data)
+                    file.commit()
+                return msgspec.structs.replace(written, path=path)
+            except StorageError as error:
+                if not error.passing or deadline.expired or self._closed:
+                    raise
+                logger.warning("%s; trying again, training goes on", error)
+        raise AssertionError("backoff ends never")
+
+    def _wait_settled(self, mark: Mark) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: self._settled >= mark.step or self._closed, TELL_S) and (
+                self._settled >= mark.step
+            )
+
+    def _tell(self, checkpoint: int, image: ReplicaImage | None, error: str) -> None:
+        seat = self._seat
+        deadline = Deadline(TELL_S, "the master's answer about a checkpoint")
+        for wait_s in backoff(0.05, 1.0):
+            with self._lock:
+                if self._lock.wait_for(lambda: self._closed, wait_s):
+                    return
+            deadline.check()
+            answer = seat.call(ReplicaWritten(seat.slot, seat.incarnation, checkpoint, image, error), deadline.left_s)
+            if not isinstance(answer, Refused):
+                break
+        if image is not None:
+            self._told = {checkpoint: image}
+            self.saved = image.mark
+
+
+# ---------------------------------------------------------------- back
+
+
+def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int) -> tuple[Place, Manifest]:
+    """This job's own checkpoint, or that of the one it goes on from (numbers are never used twice). Raises
+    CheckpointError, StorageError."""
+    urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
+    for url in urls:
+        place = open_place(url)
+        if checkpoint in list_checkpoints(place):
+            return place, read_manifest(place, checkpoint)
+    raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(urls)}")
+
+
+def read_replica(place: Place, manifest: Manifest) -> Packed:
+    """All of it, checked. Raises CheckpointError (of tables; damaged), StorageError."""
+    if manifest.replica is None:
+        raise CheckpointError(
+            f"checkpoint {manifest.checkpoint} of {place.url} is of mode ps: it has tables, no replica"
+        )
+    file = manifest.replica.file
+    where = f"{place.url}/{file.path}"
+    try:
+        stream = place.open(file.path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is missing: checkpoint {manifest.checkpoint} is that file") from None
+    with stream:
+        parts = read_replica_file(stream, where, file)
+        head = next(parts)
+        assert isinstance(head, ReplicaHead)
+        if head.header_bytes + head.body_bytes > file.size_bytes:
+            raise CheckpointError(f"{where} says it holds more than its {file.size_bytes} bytes")
+        header = bytearray(head.header_bytes)
+        body = torch.empty(head.body_bytes, dtype=torch.uint8)
+        into, at = body.numpy().data, -head.header_bytes
+        for part in parts:
+            assert isinstance(part, bytes)
+            if at < 0:
+                header[at + head.header_bytes : at + head.header_bytes + len(part)] = part
+            else:
+                into[at : at + len(part)] = part
+            at += len(part)
+    return Packed(bytes(header), body)
+
+
+def state_dicts(packed: Packed, what: str) -> dict[str, Any]:
+    """As plain dicts, with torch.distributed.checkpoint's convention for optimizers (parameters by their fully
+    qualified names): {"model": ..., "optimizers": [...], "tracked": {...}, "step": ..., "epoch": ..., "position": ...}.
+    Raises CheckpointError."""
+    unpacker = Unpacker(packed, what)
+    header = unpacker.header
+    optimizers: list[Any] = []
+    tracked: dict[str, Any] = {}
+    for name, tree in header.trees.items():
+        if name.startswith("tracked."):
+            tracked[name.removeprefix("tracked.")] = unpacker.value(tree)
+        elif name.startswith("optimizer"):
+            groups = [{"params": g["names"], **unpacker.value(g["values"])} for g in tree["groups"]]
+            state = {name: unpacker.value(values) for name, values in (*tree["state"], *tree["other"])}
+            optimizers.append({"state": state, "param_groups": groups})
+    return {
+        "model": {unpacker.name(n): unpacker.copy(n) for n in (*header.parameters, *header.buffers)},
+        "optimizers": optimizers,
+        "tracked": tracked,
+        **msgspec.structs.asdict(header.mark),
+    }
+
+
+def export_replica(place: Place, manifest: Manifest, out: Path, tell: Callable[[str], None]) -> None:
+    """``out/model.safetensors``: the model's state_dict; ``out/training.pt``: the optimizers' and the rest, for
+    ``torch.load(path, weights_only=True)``. Raises CheckpointError, StorageError, OSError."""
+    from safetensors.torch import save_file
+
+    found = state_dicts(read_replica(place, manifest), f"checkpoint {manifest.checkpoint}")
+    model = found.pop("model")
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job, "step": str(found["step"])}
+    for name, write in (
+        ("model.safetensors", lambda path: save_file({k: v.contiguous() for k, v in model.items()}, path, about)),
+        ("training.pt", lambda path: torch.save(found, path)),
+    ):
+        temporary = out / f".{name}.tmp"
+        try:
+            write(temporary)
+            temporary.replace(out / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        tell(
+            f"{out / name}: {len(model)} tensors"
+            if name == "model.safetensors"
+            else f"{out / name}: optimizers and the rest"
+        )

@@ -1,0 +1,150 @@
+"""Checkpoints of mode allreduce: the training state of one member, which is that of all, at one mark.
+
+The leader (rank 0) writes it while training goes on; it says so once everybody has committed the steps before the mark.
+Here it gets its place in the data, and a job that goes on from it begins there: what was trained after it is trained
+again. One state is the whole checkpoint, so there are no increments, and nothing to fetch from several places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.brain.checkpoints import Checkpoints, has_checkpoints
+from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, PublishGroup
+from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
+from everstep.brain.job import Job
+from everstep.brain.shards import Shards
+from everstep.model.decision import Decision
+from everstep.model.group import Mark
+from everstep.model.image import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaImage
+
+Inputs = dict[str, str | int | float | bool]
+
+
+def cursors_at(groups: Groups, mark: Mark) -> dict[int, tuple[int, int]]:
+    """(epoch, position) of each dataset at ``mark``, which is not beyond what is committed."""
+    out = {stint.dataset: stint.end for stint in groups.stints if stint.first < mark.step}
+    if mark.step:
+        out[mark.dataset] = (mark.epoch, mark.position)
+    return out
+
+
+def take_replica(
+    checkpoints: Checkpoints,
+    job: Job,
+    shards: Shards,
+    groups: Groups,
+    checkpoint: int,
+    slot: int,
+    replica: ReplicaImage | None,
+    error: str,
+    at: float,
+) -> tuple[list[InstructionType], str]:
+    """The leader wrote its state, or could not. Returns what follows, and why it must say it again, a little later."""
+    writing = checkpoints.writing
+    if writing is None or writing.number != checkpoint or writing.manifest is not None:
+        return [], ""
+    if replica is None or error:
+        return checkpoints.failed(f"worker:{slot}", slot, error or "no state"), ""
+    if replica.origin != groups.origin:
+        return checkpoints.give_up("every state was lost meanwhile; this one is of steps that are void"), ""
+    mark = replica.mark
+    if mark.step > groups.step:
+        return [], f"step {mark.step - 1} is not in the journal yet"
+    skips = [(s.dataset, s.epoch, s.lo, s.hi) for s in groups.skips]
+    cursors = cursors_at(groups, mark)
+    before = tuple(s for s in skips if s[1:3] < cursors.get(s[0], (0, 0)))
+    positions = tuple(
+        _position(shards, number, *cursors.get(number, (0, 0)), before) for number in range(len(shards.datasets))
+    )
+    writing.manifest = Manifest(
+        version=REPLICA_VERSION,
+        job=job.spec.name,
+        checkpoint=writing.number,
+        at=at,
+        seed=job.spec.seed,
+        buckets=job.spec.buckets,
+        images=(),
+        datasets=positions,
+        samples_done=sum(
+            p.finished_epochs * p.plan.samples + sum(e.samples_done for e in p.epochs if e.epoch == p.finished_epochs)
+            for p in positions
+        )
+        - sum(hi - lo for d, epoch, lo, hi in before if epoch < positions[d].finished_epochs),
+        spec=job.spec,
+        replica=replica,
+        skipped=before,
+        master_incarnation=job.master_incarnation,
+    )
+    inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": mark.step}
+    return [CommitManifest(writing.manifest, Decision("commit the checkpoint", f"step {mark.step}", inputs))], ""
+
+
+def _position(
+    shards: Shards, number: int, epoch: int, position: int, skips: Sequence[tuple[int, int, int, int]]
+) -> DatasetPosition:
+    plan = shards.datasets[number].plan
+    if position >= plan.samples:
+        epoch, position = epoch + 1, 0
+    if not position:
+        return DatasetPosition(plan, (), epoch)
+    skipped = sum(hi - lo for d, e, lo, hi in skips if (d, e) == (number, epoch))
+    done = position // plan.shard_samples
+    return DatasetPosition(plan, (EpochPosition(epoch, ((0, done),), (), position - skipped),), epoch)
+
+
+def resume_replica(
+    checkpoints: Checkpoints, job: Job, shards: Shards, keeper: GroupKeeper, manifest: Manifest, url: str, numbers: int
+) -> list[InstructionType]:
+    """Begin with what ``manifest`` has; nothing if this job has begun in any way."""
+    replica = manifest.replica
+    if replica is None or checkpoints.resumed or shards.datasets or checkpoints.newest is not None:
+        return []
+    checkpoints.resumed, checkpoints.resumed_from = manifest.checkpoint, url
+    checkpoints.numbers = max(numbers, manifest.checkpoint)
+    checkpoints.newest, checkpoints.usable = manifest, True
+    checkpoints.datasets = len(manifest.datasets)
+    books, mark = keeper.books, replica.mark
+    for number, position in enumerate(manifest.datasets):
+        shards.register(position.plan)
+        if number != mark.dataset and position.finished_epochs:
+            books.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
+    books.skips = [Skip(*skip) for skip in manifest.skipped]
+    begin = _turned(mark, manifest)
+    keeper.fall_back(begin)
+    inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}
+    words = f"checkpoint {manifest.checkpoint} of {url}: {mark.step} steps, {shards.samples_done} samples are in it"
+    return [Note("", Decision("resume", words, inputs))]
+
+
+def _turned(mark: Mark, manifest: Manifest) -> Mark:
+    """The end of an epoch is the begin of the next."""
+    if mark.dataset < len(manifest.datasets) and mark.position >= manifest.datasets[mark.dataset].plan.samples:
+        return Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
+    return mark
+
+
+def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
+    """Where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from nothing)."""
+    newest = checkpoints.newest
+    if newest is None or newest.replica is None:
+        return Mark(), 0
+    return _turned(newest.replica.mark, newest), newest.checkpoint
+
+
+def save_in_time(
+    checkpoints: Checkpoints, job: Job, groups: Groups, event: object, at: float, out: Sequence[InstructionType]
+) -> list[InstructionType]:
+    """A checkpoint while there is still somebody who can write it: one member is left, or a node is taken away."""
+    if job.over or not has_checkpoints(job.spec) or groups.group is None:
+        return []
+    reason = ""
+    for one in out:
+        if isinstance(one, PublishGroup) and one.group.size == 1 and one.group.lost and job.workers_wanted > 1:
+            reason = "one healthy replica is left"
+    if isinstance(event, DrainAsked) and len(out) > 1:
+        reason = "reclaim"
+    begun = replica_start(checkpoints)[0].step
+    if not reason or groups.step <= begun or checkpoints.writing is not None:
+        return []
+    return checkpoints.begin(job, at, reason, base=True)
