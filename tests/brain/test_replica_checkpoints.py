@@ -1,0 +1,209 @@
+"""Checkpoints of a group: a mark becomes a place in the data, and a job begins again there, exactly."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    BrainEvent,
+    CheckpointAsked,
+    CheckpointBegun,
+    CheckpointCommitted,
+    CommitManifest,
+    DrainAsked,
+    Fenced,
+    FinishJob,
+    GroupAsked,
+    InstructionType,
+    JobResumed,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    Note,
+    Ok,
+    OrderImages,
+    PlanRegistered,
+    ProcessExited,
+    PublishGroup,
+    Refused,
+    ReplicaWritten,
+    Reply,
+    StepsCommitted,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.group import Committed, Mark
+from everstep.model.image import ImageFile, Manifest, ReplicaImage
+from everstep.model.member import Role
+from everstep.model.shard import Plan
+
+SPEC = JobSpec(mode="allreduce", workers=2, ps=0, checkpoint_every="1h")
+TRAIN = Plan(name="train", samples=100, shard_samples=10, seed=0)
+MORE = Plan(name="more", samples=30, shard_samples=10, seed=0)
+FILE = ImageFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
+
+
+class Script:
+    def __init__(self, spec: JobSpec = SPEC, resumed: Manifest | None = None) -> None:
+        self.brain, self.at = Brain(), 0.0
+        self.say(MasterStarted(0.0, Incarnation(1), spec))
+        if resumed is not None:
+            self.say(JobResumed(0.0, resumed, "old", resumed.checkpoint))
+        self.say(NodeJoined(0.0, NodeId("node0"), "", 8, 8))
+        self.lives = dict.fromkeys(range(spec.workers), 0)
+        for slot in self.lives:
+            self.hire(slot)
+        for slot in self.lives:
+            self.ask(slot)
+
+    def say(self, event: BrainEvent) -> list[InstructionType]:
+        self.at += 0.01
+        event = msgspec.structs.replace(event, at=self.at)
+        restored = Brain.restore(self.brain.snapshot())
+        out = self.brain.handle(event)
+        assert restored.handle(event) == out
+        self.brain.validate()
+        return out
+
+    def hire(self, slot: int) -> None:
+        self.lives[slot] += 1
+        self.say(MemberJoined(0.0, Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), NodeId("node0"), 100 + slot))
+        for plan in (TRAIN, MORE):
+            self.say(PlanRegistered(0.0, Slot(slot), Incarnation(self.lives[slot]), plan))
+
+    def ask(self, slot: int, mark: Mark | None = None) -> list[InstructionType]:
+        return self.say(GroupAsked(0.0, Slot(slot), Incarnation(self.lives[slot]), 0, 2, 8, None, mark))
+
+    def kill(self, slot: int) -> list[InstructionType]:
+        return self.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), -9, ""))
+
+    def commit(self, first: int, last: int, epoch: int, lo: int, hi: int, dataset: int = 0) -> list[InstructionType]:
+        generation = self.brain.state.groups.generations
+        steps = Committed(generation, first, last, dataset, epoch, lo, hi)
+        return self.say(StepsCommitted(0.0, Slot(0), Incarnation(self.lives[0]), (steps,)))
+
+    def written(self, mark: Mark, checkpoint: int = 1, error: str = "") -> list[InstructionType]:
+        image = ReplicaImage(mark=mark, file=FILE, origin=self.brain.state.groups.origin, parameters=5)
+        event = ReplicaWritten(0.0, Slot(0), Incarnation(self.lives[0]), checkpoint, None if error else image, error)
+        return self.say(event)
+
+    def save(self, mark: Mark, checkpoint: int = 1) -> Manifest:
+        self.say(CheckpointAsked(0.0, "asked"))
+        out = self.written(mark, checkpoint)
+        (found,) = [i for i in out if isinstance(i, CommitManifest)]
+        self.say(CheckpointCommitted(0.0, checkpoint))
+        return found.manifest
+
+
+def actions(out: list[InstructionType]) -> list[str]:
+    return [i.decision.action for i in out if isinstance(i, Note)]
+
+
+def test_a_manifest_says_where_the_state_is() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 7, 1, 0, 37)
+    out = job.say(CheckpointAsked(0.0, "asked"))
+    assert out[0] == Reply(CheckpointBegun(1)) and OrderImages(1, 0) in out
+    out = job.written(Mark(7, 0, 1, 20))  # a step before the newest
+    manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
+    assert manifest.replica is not None and manifest.replica.mark == Mark(7, 0, 1, 20)
+    assert manifest.samples_done == 120
+    assert [(d.plan.name, d.finished_epochs) for d in manifest.datasets] == [("train", 1), ("more", 0)]
+    assert "checkpoint committed" in actions(job.say(CheckpointCommitted(0.0, 1)))
+
+
+def test_a_state_of_steps_that_the_journal_does_not_have_is_to_be_said_again() -> None:
+    job = Script()
+    job.commit(0, 1, 0, 0, 40)
+    job.say(CheckpointAsked(0.0, "asked"))
+    (reply,) = job.written(Mark(3, 0, 0, 60))
+    assert isinstance(reply, Reply) and isinstance(reply.answer, Refused)
+    job.commit(2, 2, 0, 40, 60)
+    assert [type(i) for i in job.written(Mark(3, 0, 0, 60))] == [Reply, CommitManifest]
+    assert job.written(Mark(3, 0, 0, 60)) == [Reply(Ok())]  # a repeat
+
+
+def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.save(Mark(6, 0, 0, 100))
+    job.commit(6, 9, 1, 0, 80)
+    for slot in (0, 1):
+        job.kill(slot)
+    for slot in (0, 1):
+        job.hire(slot)
+    out = [*job.ask(0), *job.ask(1)]
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert (group.begin, group.restore) == (Mark(6, 0, 1, 0), 1)
+    assert "steps void" in actions(out)
+    assert job.brain.state.groups.step == 6 and job.brain.shards.samples_done == 100
+    assert not isinstance(job.commit(6, 6, 1, 0, 20)[-1], FinishJob)
+
+
+def test_a_state_of_a_void_line_is_not_taken() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.say(CheckpointAsked(0.0, "asked"))
+    image = ReplicaImage(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
+    out = job.say(ReplicaWritten(0.0, Slot(0), Incarnation(1), 1, image))
+    assert "checkpoint given up" in actions(out)
+    old = ReplicaWritten(0.0, Slot(0), Incarnation(0), 1, image)
+    assert isinstance(job.say(old)[0].answer, Fenced)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_resumed_job_goes_on_at_the_mark_with_any_number_of_workers(workers: int) -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 7, 1, 0, 37)
+    manifest = job.save(Mark(8, 0, 1, 37))
+    spec = msgspec.structs.replace(SPEC, workers=workers, resume_from="old")
+    again = Script(spec, manifest)
+    group = again.brain.state.groups.group
+    assert group is not None and (group.size, group.begin, group.restore) == (workers, Mark(8, 0, 1, 37), 1)
+    assert again.brain.shards.samples_done == 137
+    again.commit(8, 9, 1, 37, 100)
+    assert again.brain.shards.samples_done == 200 and not again.brain.job.over
+
+
+def test_a_resumed_job_knows_the_datasets_that_are_over() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 7, 0, 0, 20, dataset=1)
+    manifest = job.save(Mark(8, 1, 0, 20))
+    again = Script(msgspec.structs.replace(SPEC, resume_from="old"), manifest)
+    groups = again.brain.groups.books
+    assert groups.cursor(0) == Mark(8, 0, 1, 0) and groups.cursor(1) == Mark(8, 1, 0, 20)
+    assert again.brain.shards.samples_done == 120
+
+
+def test_the_last_healthy_replica_saves_itself() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    out = job.kill(1)
+    assert any(isinstance(i, OrderImages) for i in out)
+    begun = next(i.decision for i in out if isinstance(i, Note) and i.decision.action == "checkpoint begun")
+    assert "one healthy replica is left" in begun.reason
+    without = Script(msgspec.structs.replace(SPEC, checkpoint_every=""))
+    without.commit(0, 5, 0, 0, 100)
+    assert not any(isinstance(i, OrderImages) for i in without.kill(1))
+
+
+def test_a_reclaim_notice_saves_the_state() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    out = job.say(DrainAsked(0.0, "worker:1", 30.0))
+    assert any(isinstance(i, OrderImages) for i in out)
+
+
+def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.say(CheckpointAsked(0.0, "asked"))
+    assert "checkpoint not written" in actions(job.written(Mark(), error="no space"))
+    job.written(Mark(), error="no space")
+    assert "checkpoint given up" in actions(job.written(Mark(), error="no space"))
+    assert job.brain.checkpoints.writing is None and not job.brain.job.over
