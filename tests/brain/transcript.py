@@ -202,7 +202,7 @@ class Story:
                 also = tuple((Role(plain[i]), int(plain[i + 1])) for i in range(2, len(plain), 2))
                 return ScaleAsked(at, Role(plain[0]), int(plain[1]), also)
             case "drain":
-                return DrainAsked(at, plain[0], float(plain[1]))
+                return DrainAsked(at, plain[0], float(plain[1]), "again" in plain)
             case "mirrors":
                 _, slot, incarnation = parse_member(plain[0])
                 return MirrorsReady(at, slot, incarnation, tuple(int(m) for m in plain[1].split(",")))
@@ -211,7 +211,7 @@ class Story:
                 buckets = tuple(BucketId(int(b)) for b in plain[2].split(","))
                 return BucketsReady(at, slot, incarnation, int(plain[1]), buckets, plain[3])
             case "stop":
-                return StopAsked(at, " ".join(plain))
+                return StopAsked(at, " ".join(plain), "checkpoint" in plain)
             case "checkpoint":
                 return CheckpointAsked(at, plain[0], "base" in plain)
             case "images":

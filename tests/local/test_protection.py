@@ -171,6 +171,17 @@ def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, m
     assert "begin empty again" in (run.run_dir / "events.jsonl").read_text()
 
 
+def test_a_ps_that_is_told_to_end_is_emptied_first(run: Run) -> None:
+    """SIGTERM from outside is a reclaim notice: nothing is lost by it, and another one takes the slot."""
+    begin(run, "--ps 3 --parity 1+1", epochs=8)
+    run.trained(3000)
+    os.kill(run.alive(Role.PS, 1).pid, signal.SIGTERM)
+    run.alive(Role.PS, 1, at_least=2)
+    report = check(run)
+    assert report.counts["promoted"] > 0 and report.counts["void"] == 0
+    assert report.counts.get("rebuilt", 0) == report.counts.get("loaded", 0) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",

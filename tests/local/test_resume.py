@@ -101,6 +101,16 @@ def counting(tmp_path: Path) -> Counting:
     made.close()
 
 
+def test_stop_takes_a_last_checkpoint(counting: Counting) -> None:
+    run = counting.start("--workers", "1", "--ps", "1", "--checkpoint-every", "1h")
+    run.trained(200)
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert code == 0 and "after a last checkpoint" in out, out
+    assert run.wait() == 0, run.story()
+    assert latest_intact(checkpoint_place(run.run_dir)).samples_done >= 200
+    assert "checkpoint 1 (stop)" in run.text(), run.story()
+
+
 def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> None:
     run = counting.start("--workers", "2", "--ps", "2", "--checkpoint-every", "1s")
     run.trained(300)

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
-from everstep.brain.checkpoints import Checkpoints
+from everstep.brain.checkpoints import STOP, Checkpoints, has_checkpoints
 from everstep.brain.events import (
     BrainEvent,
     BucketsReady,
@@ -662,6 +662,7 @@ class Brain:
                 return out + self._start(Role.PS, member.slot, at, why)
             return [*out, self._fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
         out += self._settle(f"{member.key} was lost ({reason})")
+        self._refill(member.slot)
         if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
             return out
         if not may_restart(seat.streak, job.spec.max_restarts):
@@ -681,11 +682,19 @@ class Brain:
         seat.stopping, slot = False, seat.member.slot
         out: list[InstructionType] = [Note(str(seat.member.key), Decision("left", "others have all that it held"))]
         leaving, node = self.state.protection.leaving, self.members.nodes.get(seat.member.node)
+        self._refill(slot)
         if slot in leaving and (slot >= self.job.ps_wanted or (node is not None and node.draining)):
             leaving.remove(slot)
         if slot < self.job.ps_wanted and slot not in leaving:
             out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps on another node"))
         return out
+
+    def _refill(self, slot: Slot) -> None:
+        """It has ended: whether another one may be started there, although it was emptied."""
+        books = self.state.protection
+        if slot in books.refill:
+            books.refill.remove(slot)
+            books.leaving[:] = [other for other in books.leaving if other != slot]
 
     def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
         """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
@@ -1106,11 +1115,14 @@ class Brain:
                     seat.stopping = True
                     m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
                     out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
+        wave = []
         for slot in map(Slot, range(count)):
             known = servers.get(slot)
             if known is None or not known.running:
                 why = Decision("start", f"scaled out to {count} ps", {"to": count})
                 out += self._start(Role.PS, slot, at, why)
+                wave.append(slot)
+        self.state.protection.wave = wave
         return out + self._settle(f"scaled from {old} to {count} ps")
 
     def _send_away(self, seat: Seat, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
@@ -1164,13 +1176,29 @@ class Brain:
                 grace_s = e.deadline_s if self.replicated else min(STOP_GRACE_S, e.deadline_s)
                 out.append(self._send_away(seat, why, grace_s))
         leaving[:] = sorted({*leaving, *servers})
+        if e.again:
+            self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
         return out + self._settle(f"{e.target} is to be emptied")
 
     def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
         if self.job.over:
             return [_OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
+        trained = any(dataset.epochs for dataset in self.shards.datasets)
+        if e.checkpoint and has_checkpoints(self.job.spec) and trained and not self.replicated:
+            if self.checkpoints.stopping:
+                return [_OK]
+            self.checkpoints.stopping = e.reason
+            why = Decision("stop the job", f"{e.reason}: after a last checkpoint", {}, ("stop it at once",))
+            return [_OK, Note("", why), *self._stop_when_saved(e.at)]
         why = Decision("stop the job", e.reason)
         return [_OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def _stop_when_saved(self, at: float) -> list[InstructionType]:
+        """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
+        if not self.checkpoints.stopped:
+            return self.checkpoints.begin(self.job, at, STOP, base=False)  # (nothing while another one is written)
+        why = Decision("stop the job", self.checkpoints.stopping)
+        return [Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 
     def _train_again(self, at: float) -> list[InstructionType]:
         """A ps was lost after scripts had ended, and shards that were done came back: somebody must train them."""
@@ -1191,6 +1219,8 @@ class Brain:
     def _finish_if_all_left(self, at: float) -> list[InstructionType]:
         """The job is done when every script ran to its end and nobody is left who could still train."""
         seats = self.members.workers.values()
+        if self.checkpoints.stopping and not self.job.over:
+            return self._stop_when_saved(at)
         if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
             return []
         if not any(dataset.epochs_known for dataset in self.shards.datasets):

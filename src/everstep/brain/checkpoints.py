@@ -38,8 +38,9 @@ from everstep.units import seconds
 
 TRIES = 3  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
-GIVE_UP_FINAL_S = 60.0  # so long a job waits at its end for a place that has never taken a checkpoint of it
+GIVE_UP_FINAL_S = 60.0  # so long a job waits at its end for a place that has never taken a checkpoint of it, or to stop
 FINAL = "final"  # the reason of the one that a job with checkpoints ends with
+STOP = "stop"  # of the one that it is stopped with
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -89,7 +90,7 @@ class Checkpoints(msgspec.Struct):
     first of this job. ``final``: the one that the job ends with is over; ``reruns``: of scripts that had ended, for
     shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
     that the images lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
-    :meth:`cover`.
+    :meth:`cover`. ``stopping``: why the job ends once it has a last checkpoint; ``stopped``: it has, or gave that up.
     """
 
     numbers: int = 0
@@ -109,6 +110,8 @@ class Checkpoints(msgspec.Struct):
     usable: bool = False
     confirmed: float = 0.0
     covered: bool = False
+    stopping: str = ""
+    stopped: bool = False
 
     def __repr__(self) -> str:
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
@@ -281,7 +284,7 @@ class Checkpoints(msgspec.Struct):
             size_bytes = manifest.replica.file.size_bytes
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
-        self.final = writing.reason == FINAL
+        self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
         self.increments = self.increments + 1 if manifest.base else 0
         out = self._release(job, shards) if has_checkpoints(job.spec) else []
         inputs: Inputs = {
@@ -313,7 +316,7 @@ class Checkpoints(msgspec.Struct):
         if writing is None:
             return []
         self.writing = None
-        self.final = writing.reason == FINAL
+        self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
         self.given_up += 1
         newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
         inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
@@ -325,7 +328,7 @@ class Checkpoints(msgspec.Struct):
     def limit_s(self) -> float:
         """How long the one in progress may take."""
         never = self.writing is not None and self.writing.reason == FINAL and not self.committed
-        return GIVE_UP_FINAL_S if never else GIVE_UP_S
+        return GIVE_UP_FINAL_S if never or self.stopping else GIVE_UP_S
 
     def late(self, at: float) -> list[InstructionType]:
         """Give up the one in progress if it has taken too long."""

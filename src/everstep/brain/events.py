@@ -135,6 +135,7 @@ class ShardsConfirmed(Event, frozen=True, tag="shards_confirmed"):
 class DrainAsked(Event, frozen=True, tag="drain_asked"):
     target: str  # "ps:1", "worker:0" or a node
     deadline_s: float
+    again: bool = False
 
 
 class MemberSilent(Event, frozen=True, tag="member_silent"):
@@ -283,6 +284,7 @@ class GroupDue(Event, frozen=True, tag="group_due"):
 
 class StopAsked(Event, frozen=True, tag="stop_asked"):
     reason: str
+    checkpoint: bool = False
 
 
 BrainEvent = (

@@ -43,9 +43,11 @@ class Protection(msgspec.Struct, kw_only=True):
 
     ``layout``: what the placement shall become, over the ps ``over``. ``mirrors``: the last mirror id used. ``ready``:
     mirrors that have everything. ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
-    everything away and are not filled again. ``maps``: acknowledgements that count, newest last. ``gone``: buckets of
-    which nothing is left, and which begin empty again once the workers ``ending`` have ended: they have the tables'
-    first rows no more, and must not see these buckets without them.
+    everything away and are not filled again, but for ``refill``: where another ps is started then. ``wave``: slots of
+    ps that were started together: they get something when all of them have joined, by one plan. ``maps``:
+    acknowledgements that count, newest last. ``gone``: buckets of which nothing is left, and which begin empty again
+    once the workers ``ending`` have ended: they have the tables' first rows no more, and must not see these buckets
+    without them.
     """
 
     placement: Placement | None = None
@@ -56,6 +58,8 @@ class Protection(msgspec.Struct, kw_only=True):
     missing: dict[BucketId, Pending] = {}
     leaving: list[Slot] = []
     maps: list[Acks] = []
+    refill: list[Slot] = []
+    wave: list[Slot] = []
     gone: list[BucketId] = []
     ending: list[tuple[Slot, Incarnation]] = []
 
@@ -300,7 +304,7 @@ class Keeper:
         """The wanted layout: the one before, unless ps came, left or died, or buckets went elsewhere."""
         books = self.books
         assert books.layout is not None
-        staying = draft.living - set(books.leaving) or draft.living
+        staying = draft.living - set(books.leaving) - self._early() or draft.living
         if tuple(sorted(staying)) == books.over and not recovered.buckets:
             return books.layout
         owner = list(books.layout.owner)
@@ -308,6 +312,14 @@ class Keeper:
             owner[bucket] = draft.owner[bucket]
         books.over = tuple(sorted(staying))
         return arrange(draft.code, len(owner), books.over, Layout(tuple(owner), books.layout.sites))
+
+    def _early(self) -> set[Slot]:
+        """Ps that have joined and wait for others of their wave: each plan of its own would move buckets twice."""
+        books, servers = self.books, self.members.servers
+        seats = [s for slot in books.wave if (s := servers.get(slot)) is not None and s.running and not s.stopping]
+        if all(s.member.address is not None for s in seats):
+            return set()
+        return {s.member.slot for s in seats if s.member.slot not in books.over}
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
         """Reopen the done shards that some bucket may lack."""
@@ -347,7 +359,8 @@ class Keeper:
         old, books = self.books.placement, self.books
         assert old is not None
         still = {*draft.owner, *(m.at for m in draft.mirrors), *(p.source for p in draft.missing.values())}
-        places = places_of(m for m in self.servers() if m.slot not in books.leaving or m.slot in still)
+        away = {*books.leaving, *self._early()}
+        places = places_of(m for m in self.servers() if m.slot not in away or m.slot in still)
         images = {b: c for b, c in draft.images.items() if c == 0 or draft.missing}  # all of them in one placement
         books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
         same_route = tuple(draft.owner) == old.owner and places == old.servers

@@ -194,6 +194,8 @@ def protection_text(found: ProtectionStatus) -> str:
         text += f"; {found.rebuilding} rebuilding"
     text += f"; {found.moving} moving" if found.moving else ""
     text += f"; {found.building} mirrors being made" if found.building else ""
+    if found.done_share > 0:
+        text += f" ({found.done_share:.0%}" + (f", {found.left_s:.0f} s left)" if found.left_s >= 0 else ")")
     return text
 
 

@@ -141,11 +141,12 @@ def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[st
 
 @cli.command()
 @RUN_DIR
-def stop(run_dir: Path) -> None:
-    """End a running job."""
+@click.option("--no-checkpoint", is_flag=True, help="end it at once, without a last checkpoint")
+def stop(run_dir: Path, no_checkpoint: bool) -> None:
+    """End a running job; where it has checkpoints, with a last one."""
     from everstep.cli.status import stop_job
 
-    stop_job(run_dir)
+    stop_job(run_dir, not no_checkpoint)
 
 
 @cli.command()

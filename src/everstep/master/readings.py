@@ -67,6 +67,29 @@ class Summary(msgspec.Struct, kw_only=True):
     steps_void: int = 0  # committed once, and done again after every state was lost
 
 
+class Progress:
+    """How far a number of things to do has come since it was nothing last. ``share``: of them, 0.0 to 1.0; ``left_s``:
+    so long the rest takes at the pace until now, -1.0: not known."""
+
+    def __init__(self) -> None:
+        self.share, self.left_s = 0.0, -1.0
+        self._left = self._total = 0
+        self._began_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<progress {self._total - self._left} of {self._total}>"
+
+    def look(self, left: int, at: float) -> None:
+        """``left``: what is still to do, ``at`` (seconds)."""
+        if not self._left and left:
+            self._total, self._began_at = 0, at
+        self._total += max(0, left - self._left)
+        self._left = left
+        done, took_s = self._total - left, at - self._began_at
+        self.share = done / self._total if left else 0.0
+        self.left_s = took_s / done * left if left and done and took_s > 0 else -1.0
+
+
 class Readings:
     """Newest readings by member, values the script reported, counters that outlive their worker."""
 
@@ -79,6 +102,7 @@ class Readings:
         self._rate = 0.0
         self._steps: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
+        self._progress = Progress()
         self._levels: tuple[tuple[int, int, int], dict[str, int]] | None = None
         self._recover()
 
@@ -130,6 +154,7 @@ class Readings:
 
     def metrics(self, brain: Brain, watch: Watch, at: float) -> MetricsLine:
         done = self.samples_done(brain, watch)
+        self.protection(brain, at)  # (how far it has come is counted by looking)
         if self._last is not None and at > self._last[0]:
             self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
         self._last = (at, done)
@@ -214,7 +239,7 @@ class Readings:
             exit_code=job.exit_code,
             error=job.error,
             checkpoint=checkpoint_status(brain),
-            protection=self.protection(brain),
+            protection=self.protection(brain, at),
             group=self.group(brain),
         )
 
@@ -235,7 +260,7 @@ class Readings:
             voided=sum(v.last + 1 - v.first for v in books.voids),
         )
 
-    def protection(self, brain: Brain) -> ProtectionStatus | None:
+    def protection(self, brain: Brain, at: float) -> ProtectionStatus | None:
         """None: nothing is protected, and nothing moves. Counted anew when the books of it have changed."""
         keeper, spec = brain.keeper, brain.job.spec
         placement, books = brain.placement, keeper.books
@@ -245,6 +270,7 @@ class Readings:
         if self._levels is None or self._levels[0] != key:
             self._levels = (key, keeper.levels())
         levels = self._levels[1]
+        self._progress.look(keeper.moving() + keeper.rebuilding() + keeper.building(), at)
         members = [seat.member for seat in brain.members.servers.values() if seat.running]
         waiting = sum(self.of(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in members)
         return ProtectionStatus(
@@ -257,6 +283,8 @@ class Readings:
             rebuilding=keeper.rebuilding(),
             building=keeper.building(),
             unconfirmed_bytes=int(waiting),
+            done_share=round(self._progress.share, 3),
+            left_s=round(self._progress.left_s, 1),
         )
 
     def summary(self, brain: Brain, at: float) -> Summary:

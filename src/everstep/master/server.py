@@ -197,7 +197,7 @@ class Master:
             wire.StoreSet: lambda peer, r: self.store.set(r.generation, r.attempt, r.values),
             wire.StoreGet: lambda peer, r: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
             wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count, r.also)),
-            wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s)),
+            wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s, r.again)),
             wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
             wire.ImagesWritten: lambda peer, r: self._submit(
                 ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)
@@ -205,7 +205,7 @@ class Master:
             wire.ReplicaWritten: lambda peer, r: self._submit(
                 ReplicaWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.replica, r.error)
             ),
-            wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason)),
+            wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason, r.checkpoint)),
             wire.GetStatus: lambda peer, r: self.status(),
             wire.GetSpec: lambda peer, r: wire.SpecReport(self.spec),
         }

@@ -101,11 +101,12 @@ class AskCheckpoint(Request, frozen=True, tag="ask_checkpoint"):
 
 
 class Drain(Request, frozen=True, tag="drain"):
-    """From ``everstep drain``, or an agent's reclaim notice: empty this node or member within ``deadline_s`` seconds.
-    Answer: Ok | Refused."""
+    """From ``everstep drain``, an agent's reclaim notice, or a ps that was told to end: empty this node or member
+    within ``deadline_s`` seconds. ``again``: then start another one in its slot. Answer: Ok | Refused."""
 
     target: str  # "ps:1", "worker:0" or a node
     deadline_s: float
+    again: bool = False
 
 
 class Beat(Request, frozen=True, tag="beat"):
@@ -228,9 +229,11 @@ class Scale(Request, frozen=True, tag="scale"):
 
 
 class Stop(Request, frozen=True, tag="stop"):
-    """From ``everstep stop`` or the agent. Answer: Ok."""
+    """From ``everstep stop`` or the agent. ``checkpoint``: where the job has checkpoints, take a last one first, for a
+    minute at most. Answer: Ok."""
 
     reason: str
+    checkpoint: bool = False
 
 
 class GetStatus(Request, frozen=True, tag="get_status"):
@@ -299,7 +302,9 @@ class MemberStatus(msgspec.Struct, frozen=True):
 class ProtectionStatus(msgspec.Struct, frozen=True):
     """Buckets by what they survive now: ``full``: as many lost ps as the parity promises, ``less``: fewer, but one,
     ``none``: not one. ``moving``: on their way to another ps; ``rebuilding``: their owner does not hold them yet, the
-    old one is dead; ``building``: mirrors being made. ``unconfirmed_bytes``: of differences that wait."""
+    old one is dead; ``building``: mirrors being made. ``unconfirmed_bytes``: of differences that wait.
+    ``done_share``: how much of what is rebuilding, moving and being built is done, since it began; ``left_s``: the rest
+    takes about so long, -1.0: not known."""
 
     parity: str
     protect: str
@@ -310,6 +315,8 @@ class ProtectionStatus(msgspec.Struct, frozen=True):
     rebuilding: int = 0
     building: int = 0
     unconfirmed_bytes: int = 0
+    done_share: float = 0.0
+    left_s: float = -1.0
 
 
 class EpochStatus(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ def main() -> int:
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
     try:
         ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
-        signal.signal(signal.SIGTERM, lambda *_: ps.stop())
+        signal.signal(signal.SIGTERM, lambda *_: ps.leave())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
         ps.run()
     except EverstepError as error:

@@ -12,13 +12,19 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from everstep.brain.events import Fenced, Refused, Welcome
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.model.image import BucketImage
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net.auth import Identity, load_secret
@@ -28,6 +34,7 @@ from everstep.net.messages import (
     Answered,
     Beat,
     BucketsReady,
+    Drain,
     Finish,
     HelloMember,
     ImagesWritten,
@@ -46,6 +53,8 @@ from everstep.ps import faults
 from everstep.ps.service import PsService
 
 MASTER_GONE_S = 600.0
+LEAVE_S = 30.0  # SIGTERM from outside: so long others may take to take over what is here
+PIECE_BYTES = 1 << 20  # of images in one message to the master
 _TELL_S = 60.0
 _TOGETHER_S = 0.01
 _LOOK_S = 1.0
@@ -54,7 +63,7 @@ logger = logging.getLogger("everstep.ps")
 
 
 class PsProcess:
-    """``run`` serves until the job is over, SIGTERM, or this ps was replaced; returns when all is written.
+    """``run`` serves until the job is over, it was asked to end, or this ps was replaced; returns when all is written.
 
     ``host``: address by which other nodes reach this one; used where the spec has ``bind``.
     """
@@ -73,6 +82,8 @@ class PsProcess:
         spec = read_spec(run_dir)
         secret = load_secret(run_dir / SECRET_FILE)
         self._over = threading.Event()
+        self._asked_to_go = False
+        self._go_until = 0.0
         self._error: EverstepError | None = None
         self.service = PsService.create(
             n_buckets=spec.buckets,
@@ -126,6 +137,7 @@ class PsProcess:
         """Raises FencedError, PlatformError (audit log not writable, master gone for good), SecretError."""
         while not self._over.wait(_LOOK_S):
             self._expire()
+            self._go_if_asked()
             if self.control.failed is not None:
                 self._fail(self.control.failed)
             elif self.control.away_s > MASTER_GONE_S:
@@ -153,6 +165,34 @@ class PsProcess:
     def stop(self) -> None:
         """End in order, as after Finish. Safe in a signal handler."""
         self._over.set()
+
+    def leave(self) -> None:
+        """SIGTERM: end once others have what is here; at once the second time. Safe in a signal handler."""
+        if self._asked_to_go:
+            self._over.set()
+        self._asked_to_go = True
+
+    def _go_if_asked(self) -> None:
+        """Who ends a ps from outside (a node that is taken away, a person) is no reason to lose what it has: it asks to
+        be emptied, and another one to be started; its own end comes by the master, or after ``LEAVE_S``."""
+        if not self._asked_to_go:
+            return
+        machine = self.service.keeper.machine
+        if self._go_until:
+            if time.monotonic() > self._go_until:
+                logger.warning("ps:%s ends with %s buckets: nobody took them in time", self.slot, len(machine.serving))
+                self.stop()
+        elif self.control.away_s > 0 or not (machine.serving or machine.complete):
+            self.stop()
+        else:
+            self._go_until = time.monotonic() + LEAVE_S
+            request = Drain(f"ps:{self.slot}", LEAVE_S, again=True)
+            self.control.submit(request, LEAVE_S).add_done_callback(self._may_go)
+
+    def _may_go(self, answered: Future[Any]) -> None:
+        refused = answered.exception() or isinstance(answered.result(), Refused)
+        if refused:  # nobody else could take it: then its loss is told at once
+            self.stop()
 
     def _fail(self, error: EverstepError) -> None:
         if self._error is None:
@@ -242,7 +282,8 @@ class PsProcess:
 
     def _images_written(self, written: ImagesWritten) -> None:
         faults.step(self.slot, "mid_image")
-        self._tell(written)
+        for piece in in_pieces(written):
+            self._tell(piece)
 
     def _tell(self, request: MirrorReady | BucketsReady | ImagesWritten) -> None:
         """Without waiting; what is lost is said again after the next hello."""
@@ -290,6 +331,22 @@ class PsProcess:
                 "image_bytes": float(self.images.bytes_written),
             }
         )
+
+
+def in_pieces(written: ImagesWritten, piece_bytes: int = PIECE_BYTES) -> Iterator[ImagesWritten]:
+    """The same as several messages of about ``piece_bytes`` each, or less: one has to fit into a control message,
+    however many buckets and open shards there are. The first one has the tables."""
+    some: list[BucketImage] = []
+    size = 0
+    tables = written.tables
+    for image in written.images:
+        its = len(msgspec.msgpack.encode(image))
+        if some and size + its > piece_bytes:
+            yield msgspec.structs.replace(written, images=tuple(some), tables=tables)
+            some, size, tables = [], 0, ()
+        some.append(image)
+        size += its
+    yield msgspec.structs.replace(written, images=tuple(some), tables=tables)
 
 
 def rss_bytes() -> int:
