@@ -97,6 +97,10 @@ class Keeper(Protocol):
 
     def idle(self) -> None: ...
 
+    def settled(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -243,8 +247,13 @@ class Session:
         self.commits.done(voted)
         self.state.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
         if step.size == 1:
-            self.commits.settle(step.number + 1)
+            self._settle(step.number + 1)
         self.keeper.boundary()
+
+    def _settle(self, before: int) -> None:
+        """Everybody has every step below ``before``: they may be told, and checkpoints of them."""
+        self.commits.settle(before)
+        self.keeper.settled(before)
 
     def close(self, error: str = "") -> None:
         """The script is over: tell what is untold, leave the group. Harmless when repeated."""
@@ -252,6 +261,9 @@ class Session:
             return
         end = time.monotonic() + _CLOSE_S
         failed = bool(error) or self.failure is not None
+        if not failed and self._entered and self._leaving is None:
+            self.keeper.finish()
+            end = time.monotonic() + _CLOSE_S
         while not failed and self._entered and self.commits.waiting and time.monotonic() < end:
             self._tell(everybody=True)
             time.sleep(0.01)
@@ -371,7 +383,7 @@ class Session:
             self._synced = 0
             self.state.mark = mark
             self._turn_to(self.dataset)
-        self.commits.settle(mark.step)
+        self._settle(mark.step)
         return True
 
     def _get_in(self) -> bool:
@@ -410,7 +422,7 @@ class Session:
         except CollectiveError:
             self._broken_collective(collective)
             return
-        self.commits.settle(step)
+        self._settle(step)
 
     def _resolve(self, collective: Connected) -> bool | None:
         """First thing in a group: who has committed what. Whether our pending step is; None: the group broke."""
@@ -498,7 +510,7 @@ class Session:
             with self._changed:
                 self.machine.pending = None
             return False
-        self.commits.settle(mark.step)
+        self._settle(mark.step)
         return True
 
     def _cast(self, collective: Any, step: int, digest: int, nonfinite: bool) -> bool | None:
@@ -531,7 +543,7 @@ class Session:
                 "step was applied. Look at the memory and network of the workers' machines, then everstep resume"
             )
         self.commits.confirm(tally.confirmed)
-        self.commits.settle(step)
+        self._settle(step)
         return tally.nonfinite
 
     def _broken_collective(self, collective: Any) -> None:

@@ -21,6 +21,7 @@ from everstep import __version__
 from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
 from everstep.brain.job import Phase
+from everstep.brain.replicas import replica_start
 from everstep.config.every import parse_every
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, StorageError
@@ -116,6 +117,8 @@ class CheckpointKeeper:
             if "batches" in readings:
                 self._batches[member.slot, member.incarnation] = int(readings["batches"])
         if self._brain.replicated:
+            if self._brain.state.groups.step <= replica_start(self._brain.checkpoints)[0].step:
+                return False  # the newest one has everything
             since = self._brain.state.groups.step - self._batches_then
             return is_due(self._every.seconds, self._every.batches, at - began_at, since)
         return is_due(self._every.seconds, self._every.batches, at - began_at, self._batches_now - self._batches_then)
