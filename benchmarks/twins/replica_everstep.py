@@ -1,0 +1,58 @@
+"""everstep's side of the AllReduce benchmarks: the network and the data of benchmarks/baselines, in mode allreduce.
+
+everstep run --mode allreduce --workers 2 benchmarks/twins/replica_everstep.py --mb 1 --steps 300
+
+With ``--record FOLDER`` every worker writes a line a committed step, and in the end the digest of its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import everstep as es
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "baselines"))
+from replica import StepLog, digest, network, optimizer, pictures, say_times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mb", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=0, help="stop timing after STEPS steps (default: all)")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--record", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    job = es.join(mode="allreduce")
+    model = job.replicate(network(args.mb))
+    opt = job.optimizer(optimizer(model))
+    log = StepLog(args.record, f"w{job.slot}") if args.record else None
+    witness = model[-1].bias  # changes in every committed step, and in no other
+    before, step, ends = float(witness[0]), 0, []
+    for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
+        loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if log is None:
+            ends.append(time.perf_counter())
+            continue
+        now = float(witness.detach()[0])
+        step += now != before
+        log.step(step, "-" if now != before else "again")
+        before = now
+    if job.chief and ends:
+        say_times(ends[: args.steps or None])
+    if log is not None:
+        print("state", digest([model.state_dict(), job.state_dict()["optimizers"]]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
