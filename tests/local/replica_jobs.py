@@ -1,0 +1,89 @@
+"""Jobs in mode allreduce for tests of real processes: a script over real pictures, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from local_jobs import Run
+
+from everstep.model.member import Role
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+REPLICA = """
+import hashlib, os, sys, time
+sys.path.insert(0, {examples!r})
+import torch
+from torch import nn
+import everstep as es
+from fashion import SAMPLE, read
+
+torch.set_num_threads(1)
+job = es.join(mode="allreduce")
+data = {{k: v[:{rows}] for k, v in read(SAMPLE, "train").items()}}
+layers = nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(256, 10)
+net = nn.Sequential(*layers)
+model = job.replicate(net)
+opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+print("worker", job.slot, "begins", flush=True)
+for batch in job.steps(job.loader(data, batch_size={batch}, epochs={epochs})):
+    loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"].long())
+    opt.zero_grad(); loss.backward(); opt.step()
+    job.report(loss=loss)
+    time.sleep({pause_s})
+
+found = hashlib.sha256()
+def take(name, value):
+    if isinstance(value, torch.Tensor):
+        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            take(f"{{name}}.{{key}}", value[key])
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            take(f"{{name}}.{{i}}", item)
+    else:
+        found.update(f"{{name}}={{value!r}}".encode())
+take("", [model.state_dict(), opt.state_dict()])
+print("state", found.hexdigest(), "of worker", job.slot, flush=True)
+"""
+"""Batch norm, dropout and momentum, so that buffers, random state and the optimizer's state are in the digest."""
+
+
+class ReplicaRun(Run):
+    """``everstep run --mode allreduce`` as a subprocess."""
+
+    def write(self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.01, batch: int = 16) -> None:
+        self.rows, self.epochs = rows, epochs
+        text = REPLICA.format(examples=str(EXAMPLES), rows=rows, epochs=epochs, pause_s=pause_s, batch=batch)
+        self.script.write_text(text)
+
+    def train(self, workers: int, *flags: str, under: tuple[str, ...] = ()) -> ReplicaRun:
+        self.start("--mode", "allreduce", "--workers", str(workers), *flags, under=under)
+        return self
+
+    def states(self) -> list[str]:
+        """The digests of their final state that workers printed."""
+        return re.findall(r"state ([0-9a-f]{64})", self.text() + self.joined_texts())
+
+    def joined_texts(self) -> str:
+        return "".join(self.join_text(node) for node in self.joined)
+
+    def pid(self, slot: int, at_least: int = 1) -> int:
+        return self.alive(Role.WORKER, slot, at_least).pid
+
+    def finished(self, timeout_s: float = 120.0, states: int | None = None) -> str:
+        """It ended well: every sample exactly once, all workers (at least ``states`` of them) with the same state."""
+        assert self.wait(timeout_s) == 0, self.story()
+        found = self.states()
+        assert found and len(set(found)) == 1, f"{found}\n{self.story()}"
+        assert states is None or len(found) >= states, self.story()
+        assert f"done: {self.rows * self.epochs:,} samples" in self.text(), self.text()
+        assert self.leftovers() == {}
+        self.check_audit()
+        return found[0]
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP

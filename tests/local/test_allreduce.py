@@ -1,0 +1,228 @@
+"""Mode allreduce with real processes that are killed, stopped, added and taken away at work: every sample once,
+and the same bits on everybody in the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_jobs import until
+from replica_jobs import KILL, STOP, ReplicaRun
+
+from everstep.cli.scale import scale
+from everstep.model.member import Role
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ReplicaRun]:
+    made = ReplicaRun(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_job_trains_to_its_end_and_leaves_nothing(run: ReplicaRun) -> None:
+    run.write(epochs=1, pause_s=0.0)
+    run.train(2).finished(states=2)
+    for verb, words in {"audit": "exactly once", "replay": "every instruction is the same", "status": "done"}.items():
+        code, out = run.everstep(verb, str(run.run_dir))
+        assert code == 0 and words in out, out
+
+
+def test_rank_0_is_killed_and_then_another(run: ReplicaRun) -> None:
+    run.write(epochs=12)
+    run.train(3)
+    for slot, samples in ((0, 500), (2, 4000)):
+        run.trained(samples)
+        os.kill(run.pid(slot), KILL)
+        run.pid(slot, at_least=2)
+    run.finished(states=3)
+
+
+def test_two_of_three_are_killed_at_once(run: ReplicaRun) -> None:
+    run.write(epochs=8)
+    run.train(3)
+    run.trained(500)
+    for pid in (run.pid(0), run.pid(1)):
+        os.kill(pid, KILL)
+    run.pid(0, at_least=2)
+    run.finished(states=1)
+
+
+def test_another_one_dies_while_the_group_is_built_anew(run: ReplicaRun) -> None:
+    run.write(epochs=8)
+    run.train(4)
+    run.trained(500)
+    pids = [run.pid(slot) for slot in range(4)]
+    for pid in pids[1:]:
+        os.kill(pid, KILL)
+        time.sleep(0.02)  # about as long as a rebuild: the next one hits it
+    run.finished(states=1)
+
+
+def test_a_stopped_worker_is_left_behind_and_replaced(run: ReplicaRun) -> None:
+    run.write(epochs=10)
+    run.train(3)
+    run.trained(500)
+    pid = run.pid(1)
+    os.kill(pid, STOP)
+    run.pid(1, at_least=2)
+    run.finished(states=2)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_all_are_killed_at_once_and_the_job_begins_again(run: ReplicaRun) -> None:
+    run.write(epochs=4)
+    run.train(2)
+    run.trained(500)
+    for pid in (run.pid(0), run.pid(1)):
+        os.kill(pid, KILL)
+    run.finished()
+
+
+def test_master_killed_twice_while_workers_train_on(run: ReplicaRun) -> None:
+    run.write(epochs=10)
+    run.train(2)
+    pid = 0
+    for life in (1, 2):
+        pid = run.master_pid(other_than=pid)
+        run.trained(life * 500)
+        os.kill(pid, KILL)
+    run.master_pid(other_than=pid)
+    assert run.alive(Role.WORKER, 0).incarnation == 1
+    run.finished(states=2)
+
+
+def test_worker_and_master_killed_at_once(run: ReplicaRun) -> None:
+    run.write(epochs=10)
+    run.train(3)
+    master = run.master_pid()
+    run.trained(500)
+    for pid in (master, run.pid(2)):
+        os.kill(pid, KILL)
+    run.finished(states=2)
+
+
+def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
+    run.write(epochs=15)
+    run.train(2)
+    run.trained(500)
+    scale(run.run_dir, workers=3)
+    until(lambda: "worker 2 begins" in run.text(), why=run.story)
+    run.trained(4000)
+    scale(run.run_dir, workers=2)
+    until(lambda: (m := run.member(Role.WORKER, 2)) is None or m.state != "alive", why=run.story)
+    run.finished(states=2)
+    assert "killed" not in run.text(), run.text()
+
+
+def test_a_worker_told_to_end_leaves_and_is_replaced(run: ReplicaRun) -> None:
+    run.write(epochs=8)
+    run.train(2)
+    run.trained(500)
+    os.kill(run.pid(1), signal.SIGTERM)
+    run.pid(1, at_least=2)
+    run.finished(states=2)
+
+
+def test_below_min_workers_a_fixed_batch_waits(run: ReplicaRun) -> None:
+    run.write(epochs=6)
+    run.train(3, "--strategy", "fixed", "--min-workers", "3")
+    run.trained(500)
+    os.kill(run.pid(1), KILL)
+    run.finished(states=3)
+
+
+@pytest.mark.timeout(240)
+def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path: Path) -> None:
+    digests = {}
+    for name, workers, kills in (("one", 1, 0), ("two", 2, 0), ("three", 3, 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        run = ReplicaRun(folder)
+        try:
+            run.write(rows=640, epochs=4, pause_s=0.02 if kills else 0.0, batch=8)
+            run.train(workers, "--logical-workers", "4")
+            for kill in range(kills):
+                run.trained(300 + 500 * kill)
+                os.kill(run.pid(kill, at_least=1), KILL)
+            digests[name] = run.finished()
+        finally:
+            run.close()
+    assert len(set(digests.values())) == 1, digests
+
+
+# ---------------------------------------------------------------- several nodes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def join(run: ReplicaRun, at: str, node: str, under: tuple[str, ...] = (), workers: int = 1) -> Path:
+    run_dir = run.folder / node
+    argv = [sys.executable, "-m", "everstep.cli", "agent", "--join", at, "--node", node, "--workers", str(workers)]
+    argv += ["--secret-file", str(run.run_dir / "secret"), "--run-dir", str(run_dir)]
+    run.join(node, [*under, *argv], run_dir)
+    return run_dir
+
+
+def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    run.write(epochs=20)
+    run.train(1, "--bind", at)
+    run.alive(Role.WORKER, 0)
+    for life, node in enumerate(("b1", "b2"), 1):
+        join(run, at, node)
+        run.alive_on(node)
+        run.trained(life * 2000)
+        run.kill_join(node)
+    run.finished(states=1)
+
+
+@pytest.fixture
+def cable() -> Iterator[tuple[str, str, str, str]]:
+    """Two network namespaces joined by a cable: both names, the first one's address, and its end of the cable."""
+    tag = f"er{os.getpid() % 10000}"
+    one, two = f"{tag}a", f"{tag}b"
+    commands = [
+        f"netns add {one}",
+        f"netns add {two}",
+        f"link add {tag}v0 netns {one} type veth peer name {tag}v1 netns {two}",
+        f"-n {one} addr add 10.231.8.1/24 dev {tag}v0",
+        f"-n {two} addr add 10.231.8.2/24 dev {tag}v1",
+        *(f"-n {ns} link set {dev} up" for ns, dev in ((one, f"{tag}v0"), (two, f"{tag}v1"), (one, "lo"), (two, "lo"))),
+    ]
+    try:
+        if shutil.which("ip") is None:
+            pytest.skip("no ip command")
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"network namespaces are not permitted: {done.stderr.strip()}")
+        yield one, two, "10.231.8.1", f"{tag}v0"
+    finally:
+        for ns in (one, two):
+            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
+
+
+def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, cable: tuple[str, str, str, str]) -> None:
+    one, two, host, device = cable
+    run.write(epochs=20)
+    run.train(2, "--bind", f"{host}:7272", under=("ip", "netns", "exec", one))
+    run.alive(Role.WORKER, 0)
+    join(run, f"{host}:7272", "far", under=("ip", "netns", "exec", two))
+    run.alive_on("far")
+    run.trained(2000)
+    subprocess.run(["ip", "-n", one, "link", "set", device, "down"], check=True)
+    run.finished(states=1)
