@@ -196,8 +196,8 @@ def run(quick: bool) -> Result:
                 found = torchft_kills(torchft, Path(folder), 1 if quick else 5, tuned, rng)
                 put(f"torchft{'_tuned' if tuned else ''}_s", [k.recovered_s for k in found])
     if not quick:
-        torchrun = python("-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS), "--max-restarts", "20")
-        launchers = {"torchrun": [*torchrun, "--master-port", str(free_port())]}
+        torchrun = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
+        launchers = {"torchrun": [*torchrun, "--max-restarts", "20"]}
         if dlrover:
             entry = [dlrover, "-m", "dlrover.trainer.torch.elastic_run", "--standalone"]
             launchers["dlrover"] = [*entry, "--nproc_per_node", str(WORKERS), "--max_restarts", "20"]
