@@ -100,6 +100,7 @@ class Job:
 
     def __init__(self, command: str, folder: Path) -> None:
         shutil.copytree(ROOT / "examples", folder / "examples")
+        self.replicated = "--mode allreduce" in command
         self.folder, self.run_dir = folder, re.search(r"--run-dir (\S+)", command)[1]  # type: ignore[index]
         self.process = subprocess.Popen(
             command.split(),
@@ -117,8 +118,13 @@ class Job:
         """A member of this role that is up (a worker: at work)."""
         shown = everstep("status", self.run_dir, "--json", cwd=self.folder)
         members = json.loads(shown.stdout).get("members", []) if shown.returncode == 0 else []
-        up = [m for m in members if m["role"] == role and m["state"] == "alive" and (role == "ps" or m["shard"])]
+        alive = [m for m in members if m["role"] == role and m["state"] == "alive"]
+        up = [m for m in alive if role == "ps" or m["shard"] or self.replicated]
         return up[0] if up else None
+
+    def samples(self) -> int:
+        shown = everstep("status", self.run_dir, "--json", cwd=self.folder)
+        return json.loads(shown.stdout).get("samples_done", 0) if shown.returncode == 0 else 0
 
     def protected(self) -> bool:
         shown = everstep("status", self.run_dir, cwd=self.folder)
@@ -135,10 +141,10 @@ class Job:
         assert shown.returncode == 0, f"{line}: {shown.stdout}{shown.stderr}"
         return shown.stdout
 
-    def finish(self, timeout_s: float) -> str:
+    def finish(self, timeout_s: float, words: str = "AUC") -> str:
         output, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == 0, output
-        assert "AUC" in output
+        assert words in output
         return output
 
     def close(self) -> None:
@@ -190,6 +196,26 @@ def test_parameters_that_survive(tmp_path: Path) -> None:
         assert (
             list((tmp_path / "runs/export").glob("*.parquet")) and (tmp_path / "runs/export/dense.safetensors").exists()
         )
+    finally:
+        job.close()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_the_whole_model_on_every_worker(tmp_path: Path) -> None:
+    """The fourth part: a worker is killed, another one is taken away; then the same bits on any number of workers."""
+    (start,), during, after = SHELL[8], SHELL[9], SHELL[10]
+    job = Job(start, tmp_path)
+    try:
+        until(lambda: job.samples() > 2000, job.process)
+        for line in during:
+            job.run(line)
+        job.finish(150, "test accuracy")
+        for line in after:
+            job.run(line)
+        report = job.run("everstep audit runs/clothes")
+        assert "exactly once" in report and "train e39" in report
+        assert json.loads((tmp_path / "runs/clothes/summary.json").read_text())["failures"]["worker"] >= 1
     finally:
         job.close()
 
