@@ -3,8 +3,8 @@
 All sides train the same network on the same pictures, one thread a process, 1 MB and 50 MB of gradients; rounds
 alternate. Figures, MB in {1, 50}: ``MBmb.everstep_ratio`` step time / DDP's, median of the rounds (``_p10``: of the
 least disturbed tenth of the steps); ``.ddp_ms``, ``.everstep_ms``; ``.torchft_ratio`` (DDP wrapper) and
-``.torchft_flat_ratio`` where torchft is installed (see benchmarks/baselines); ``.logical_ratio``: 4 logical workers, the
-same global batch; ``master_cpu_us_per_step``.
+``.torchft_flat_ratio`` where torchft is installed (see benchmarks/baselines); ``.logical_ratio``: 4 logical workers,
+the same global batch; ``master_cpu_us_per_step``.
 """
 
 from __future__ import annotations

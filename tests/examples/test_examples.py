@@ -44,7 +44,13 @@ def test_the_data_is_what_its_readme_says(module: Any) -> None:
     assert np.mean(flights["arr_delay"].to_numpy() > 15) == pytest.approx(0.237, abs=0.001)
     bandit = pq.read_table(EXAMPLES / "data" / "open_bandit.parquet")
     assert bandit.num_rows == 60_000 and bandit["click"].to_numpy().sum() == 287
-    assert sum(p.stat().st_size for p in (EXAMPLES / "data").iterdir()) < 6e6
+    fashion, shakespeare = module("fashion"), module("shakespeare")
+    for which, rows in (("train", 2000), ("t10k", 500)):
+        pictures = fashion.read(fashion.SAMPLE, which)
+        assert pictures["image"].shape == (rows, 1, 28, 28) and set(pictures["label"]) == set(range(10))
+    text, alphabet = shakespeare.letters()
+    assert len(text) == 1_115_394 and len(alphabet) == 65
+    assert sum(p.stat().st_size for p in (EXAMPLES / "data").rglob("*")) < 6e6
 
 
 def test_flights_have_16_fields_and_about_62_000_keys(module: Any) -> None:
@@ -60,15 +66,20 @@ def test_flights_have_16_fields_and_about_62_000_keys(module: Any) -> None:
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the cores; more threads would spin for each other
 
 
-def run(script: str, folder: Path, *args: str) -> tuple[float, float]:
-    """Run one example alone; its test AUC and its baseline's."""
+def output(script: str, folder: Path, *args: str) -> str:
+    """Run one example alone; what it says."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), *args],
         cwd=folder, env=ENV, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = re.search(r"test AUC ([\d.]+) .*?([\d.]+) \(logistic", done.stdout)
-    assert found, done.stdout
+    return done.stdout
+
+
+def run(script: str, folder: Path, *args: str) -> tuple[float, float]:
+    """Its test AUC and its baseline's."""
+    found = re.search(r"test AUC ([\d.]+) .*?([\d.]+) \(logistic", said := output(script, folder, *args))
+    assert found, said
     return float(found[1]), float(found[2])
 
 
@@ -90,6 +101,33 @@ def test_flights_deepfm_reaches_its_bar(tmp_path: Path) -> None:
 def test_a_few_rows_of_the_others(script: str, tmp_path: Path) -> None:
     auc, baseline = run(script, tmp_path, "--rows", "12000", "--epochs", "2", "--batch-size", "500")
     assert 0.3 < auc < 1 and 0.3 < baseline < 1
+
+
+def test_a_picture_file_that_is_not_there_says_how_to_get_it(module: Any, tmp_path: Path) -> None:
+    fashion = module("fashion")
+    with pytest.raises(SystemExit, match=r"No such file.*apt-get install dataset-fashion-mnist"):
+        fashion.read(tmp_path, "train")
+    for name in ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"):
+        (tmp_path / name).write_bytes((fashion.SAMPLE / name).read_bytes()[:-1000])
+    with pytest.raises(SystemExit, match="apt-get install dataset-fashion-mnist"):
+        fashion.read(tmp_path, "train")
+    for name in ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"):
+        (tmp_path / name).write_bytes((fashion.SAMPLE / "t10k-labels-idx1-ubyte.gz").read_bytes())
+    with pytest.raises(SystemExit, match="not the IDX file"):
+        fashion.read(tmp_path, "train")
+
+
+@pytest.mark.processes
+def test_pictures_are_told_apart_alone(tmp_path: Path) -> None:
+    found = re.search(r"test accuracy ([\d.]+) .*?([\d.]+) \(nearest", output("04_fashion_mnist.py", tmp_path))
+    assert found and float(found[1]) > 0.78 > 0.7 > float(found[2]) > 0.65
+
+
+@pytest.mark.processes
+def test_a_piece_of_shakespeare_alone(tmp_path: Path) -> None:
+    args = ("--rows", "640", "--length", "32", "--width", "32", "--layers", "1", "--lr", "0.01")
+    found = re.search(r"test loss ([\d.]+) .*?([\d.]+) \(last", output("05_gpt.py", tmp_path, *args))
+    assert found and float(found[1]) < 3.3 and 2.4 < float(found[2]) < 2.5
 
 
 @pytest.mark.processes
