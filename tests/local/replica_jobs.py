@@ -66,10 +66,12 @@ class ReplicaRun(Run):
 
     def states(self) -> list[str]:
         """The digests of their final state that workers printed."""
-        return re.findall(r"state ([0-9a-f]{64})", self.text() + self.joined_texts())
+        return re.findall(r"state ([0-9a-f]{64})", self.workers_said())
 
-    def joined_texts(self) -> str:
-        return "".join(self.join_text(node) for node in self.joined)
+    def workers_said(self) -> str:
+        where = [self.run_dir, *(self.folder / node for node in self.joined)]
+        logs = [log for path in where for log in sorted((path / "logs").glob("worker-*.log"))]
+        return "".join(log.read_text(errors="replace") for log in logs)
 
     def pid(self, slot: int, at_least: int = 1) -> int:
         return self.alive(Role.WORKER, slot, at_least).pid

@@ -117,7 +117,7 @@ def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
     run.train(2)
     run.trained(500)
     scale(run.run_dir, workers=3)
-    until(lambda: "worker 2 begins" in run.text(), why=run.story)
+    until(lambda: "worker 2 begins" in run.workers_said(), why=run.story)
     run.trained(4000)
     scale(run.run_dir, workers=2)
     until(lambda: (m := run.member(Role.WORKER, 2)) is None or m.state != "alive", why=run.story)

@@ -35,15 +35,15 @@ def ends_with(run: ReplicaRun, code: int, *words: str) -> str:
 
 
 def test_parameters_that_differ_between_workers(run: ReplicaRun) -> None:
-    change(run, "net = nn", "torch.manual_seed(int(job.slot))\nnet = nn")
-    run.train(2)
+    change(run, "layers = nn", "torch.manual_seed(int(job.slot))\nlayers = nn")
+    run.train(2, "--min-workers", "2")  # both from the beginning: one that joins later takes over the others' state
     ends_with(run, 1, "0.weight", "differ")
 
 
 def test_fewer_samples_than_logical_workers(run: ReplicaRun) -> None:
     run.write(rows=3, epochs=1, pause_s=0.0, batch=2)
     run.train(2, "--logical-workers", "4")
-    ends_with(run, 1, "3 ", "4")
+    ends_with(run, 2, "3 samples", "4 logical workers")
 
 
 def test_an_unused_parameter_is_no_mistake(run: ReplicaRun) -> None:
