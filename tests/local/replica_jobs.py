@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -76,8 +77,9 @@ class ReplicaRun(Run):
     def pid(self, slot: int, at_least: int = 1) -> int:
         return self.alive(Role.WORKER, slot, at_least).pid
 
-    def finished(self, timeout_s: float = 120.0, states: int | None = None) -> str:
-        """It ended well: every sample exactly once, all workers (at least ``states`` of them) with the same state."""
+    def finished(self, lost: int = 0, states: int | None = None, timeout_s: float = 120.0) -> str:
+        """It ended well: every sample exactly once, all workers (at least ``states`` of them) with the same state, and
+        not more than ``lost`` workers were lost."""
         assert self.wait(timeout_s) == 0, self.story()
         found = self.states()
         assert found and len(set(found)) == 1, f"{found}\n{self.story()}"
@@ -85,6 +87,8 @@ class ReplicaRun(Run):
         assert f"done: {self.rows * self.epochs:,} samples" in self.text(), self.text()
         assert self.leftovers() == {}
         self.check_audit()
+        failures = json.loads((self.run_dir / "summary.json").read_text())["failures"]
+        assert failures.get("worker", 0) <= lost, self.story()
         return found[0]
 
 

@@ -45,7 +45,7 @@ def test_rank_0_is_killed_and_then_another(run: ReplicaRun) -> None:
         run.trained(samples)
         os.kill(run.pid(slot), KILL)
         run.pid(slot, at_least=2)
-    run.finished(states=3)
+    run.finished(2, states=3)
 
 
 def test_two_of_three_are_killed_at_once(run: ReplicaRun) -> None:
@@ -55,7 +55,7 @@ def test_two_of_three_are_killed_at_once(run: ReplicaRun) -> None:
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
     run.pid(0, at_least=2)
-    run.finished(states=1)
+    run.finished(2, states=1)
 
 
 def test_another_one_dies_while_the_group_is_built_anew(run: ReplicaRun) -> None:
@@ -66,7 +66,7 @@ def test_another_one_dies_while_the_group_is_built_anew(run: ReplicaRun) -> None
     for pid in pids[1:]:
         os.kill(pid, KILL)
         time.sleep(0.02)  # about as long as a rebuild: the next one hits it
-    run.finished(states=1)
+    run.finished(3, states=1)
 
 
 def test_a_stopped_worker_is_left_behind_and_replaced(run: ReplicaRun) -> None:
@@ -76,7 +76,7 @@ def test_a_stopped_worker_is_left_behind_and_replaced(run: ReplicaRun) -> None:
     pid = run.pid(1)
     os.kill(pid, STOP)
     run.pid(1, at_least=2)
-    run.finished(states=2)
+    run.finished(1, states=2)
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -86,7 +86,7 @@ def test_all_are_killed_at_once_and_the_job_begins_again(run: ReplicaRun) -> Non
     run.trained(500)
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
-    run.finished()
+    run.finished(2)
 
 
 def test_master_killed_twice_while_workers_train_on(run: ReplicaRun) -> None:
@@ -109,7 +109,7 @@ def test_worker_and_master_killed_at_once(run: ReplicaRun) -> None:
     run.trained(500)
     for pid in (master, run.pid(2)):
         os.kill(pid, KILL)
-    run.finished(states=2)
+    run.finished(1, states=2)
 
 
 def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
@@ -139,7 +139,7 @@ def test_below_min_workers_a_fixed_batch_waits(run: ReplicaRun) -> None:
     run.train(3, "--strategy", "fixed", "--min-workers", "3")
     run.trained(500)
     os.kill(run.pid(1), KILL)
-    run.finished(states=3)
+    run.finished(1, states=3)
 
 
 @pytest.mark.timeout(240)
@@ -155,7 +155,7 @@ def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path
             for kill in range(kills):
                 run.trained(300 + 500 * kill)
                 os.kill(run.pid(kill, at_least=1), KILL)
-            digests[name] = run.finished()
+            digests[name] = run.finished(kills)
         finally:
             run.close()
     assert len(set(digests.values())) == 1, digests
@@ -187,7 +187,7 @@ def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None
         run.alive_on(node)
         run.trained(life * 2000)
         run.kill_join(node)
-    run.finished(states=1)
+    run.finished(2, states=1)
 
 
 @pytest.fixture
@@ -225,4 +225,4 @@ def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, cable: tuple
     run.alive_on("far")
     run.trained(2000)
     subprocess.run(["ip", "-n", one, "link", "set", device, "down"], check=True)
-    run.finished(states=1)
+    run.finished(1, states=1)
