@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.allreduce.buffers import Buffers
+from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.flats import Flats, Layout, digest, join_digests
 from everstep.allreduce.logical import PartSums
 from everstep.allreduce.step import Step, Work
@@ -240,6 +241,9 @@ class Reducer:
                 self._fill_tail()
             try:
                 self._works.append(step.collective.allreduce(self._flats.flats[number]))
+            except CollectiveError as error:  # the group is broken, not the job: the step is done again
+                self._broken = error
+                return
             except EverstepError:
                 raise
             except Exception as error:
@@ -261,6 +265,8 @@ class Reducer:
             self._flats = self._parts.result()
             try:
                 self._parts.exchange(step, self._flats)
+            except CollectiveError as error:
+                self._broken = error
             except EverstepError:
                 raise
             except Exception as error:
@@ -276,6 +282,9 @@ class Reducer:
             if number < len(self._works):
                 try:
                     self._works[number].wait()
+                except CollectiveError as error:
+                    self._broken = error
+                    return None
                 except EverstepError:
                     raise
                 except Exception as error:
