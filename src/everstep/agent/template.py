@@ -75,8 +75,19 @@ def receive(conn: socket.socket) -> Packet | None:
     return _decoder.decode(data) if data else None
 
 
-# What every training script needs; `everstep.api.job` brings the library with it.
-_ALWAYS = ("torch", "numpy", "pyarrow", "pyarrow.parquet", "everstep.api.job", "everstep.api.nn", "everstep.api.worker")
+# What every training script needs; `everstep.api.job` brings the library with it. torch imports its compiler in part
+# when the first optimizer is made: seconds, that every worker would pay for itself.
+_ALWAYS = (
+    "torch",
+    "torch._dynamo",
+    "numpy",
+    "pyarrow",
+    "pyarrow.parquet",
+    "everstep.api.job",
+    "everstep.api.group_job",
+    "everstep.api.nn",
+    "everstep.api.worker",
+)
 
 
 def preload(names: list[str]) -> list[str]:

@@ -14,18 +14,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from everstep.api.seat import Listener
+from everstep.api.seat import GroupListener, Listener
 from everstep.brain import events
 from everstep.brain.brain import Brain
-from everstep.brain.events import Answer, BrainEvent, FinishJob, Note, PublishPlacement, ReleaseShards, Reply
+from everstep.brain.events import (
+    Answer,
+    BrainEvent,
+    FinishJob,
+    Note,
+    PublishGroup,
+    PublishPlacement,
+    ReleaseShards,
+    Reply,
+)
 from everstep.config.load import new_run_dir, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, InternalError, PlatformError, ScriptError, UserError, script_place
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.group import Group
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
 from everstep.net import messages
@@ -68,11 +78,12 @@ class DirectLink:
 class EmbeddedMaster:
     """A brain and its journal, driven by calls. Thread-safe."""
 
-    def __init__(self, spec: JobSpec, run_dir: Path, service: PsService) -> None:
+    def __init__(self, spec: JobSpec, run_dir: Path, service: PsService | None) -> None:
         self.spec, self.run_dir, self.service = spec, run_dir, service
         self.brain = Brain()
         self.journal = Journal(run_dir / "journal.sqlite", Incarnation(1))
         self.placed: Callable[[Placement], None] | None = None
+        self.grouped: Callable[[Group], None] | None = None
         self.finished: FinishJob | None = None
         self._lock = threading.RLock()
         self._events = (run_dir / "events.jsonl").open("ab")
@@ -86,13 +97,18 @@ class EmbeddedMaster:
             for wanted in instructions:
                 if isinstance(wanted, Reply):
                     answer = wanted.answer
+                elif isinstance(wanted, PublishGroup):
+                    if self.grouped is not None:
+                        self.grouped(wanted.group)
+                elif self.service is None:
+                    pass
                 elif isinstance(wanted, ReleaseShards):
                     self.service.release(wanted.shards)
                 elif isinstance(wanted, PublishPlacement):
                     self.service.set_placement(wanted.placement)
                     if self.placed is not None:
                         self.placed(wanted.placement)
-                elif isinstance(wanted, Note):
+                if isinstance(wanted, Note):
                     self._note(event.at, wanted)
                 elif isinstance(wanted, FinishJob):
                     self.finished = wanted
@@ -142,10 +158,12 @@ class EmbeddedSeat:
         self.slot, self.incarnation = Slot(0), Incarnation(1)
         self.arena = Arena(_ARENA_BYTES)
         self.client = PsClient(self.arena)
-        self.service = PsService.create(
-            n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
-        )
-        self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
+        self.service: PsService | None = None
+        if spec.mode == "ps":
+            self.service = PsService.create(
+                n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
+            )
+            self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
         self.master = EmbeddedMaster(spec, run_dir, self.service)
         self._began_at = time.time()
         self._listener: Listener | None = None
@@ -160,6 +178,13 @@ class EmbeddedSeat:
         name = given.get("name") or (Path(script).stem if script else "job")
         if given.get("nonfinite", "raise") not in ("raise", "skip"):
             raise ScriptError(f"es.join(nonfinite={given['nonfinite']!r}): must be 'raise' or 'skip'")
+        mode, parts = given.get("mode", "ps"), given.get("logical_workers", 0)
+        if mode not in ("ps", "allreduce"):
+            raise ScriptError(f"es.join(mode={mode!r}): must be 'ps' or 'allreduce'")
+        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 0 or (parts and mode == "ps"):
+            raise ScriptError(
+                f"es.join(logical_workers={parts!r}): must be a whole number from 1, with mode='allreduce'"
+            )
         seed = given.get("seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
             raise ScriptError(f"es.join(seed={seed!r}): must be a whole number from 0")
@@ -171,7 +196,9 @@ class EmbeddedSeat:
             script=script,
             args=tuple(sys.argv[1:]),
             workers=1,
-            ps=1,
+            ps=1 if mode == "ps" else 0,
+            mode=mode,
+            logical_workers=parts,
             seed=seed,
             nonfinite=given.get("nonfinite", "raise"),
             run_dir=str(run_dir),
@@ -188,17 +215,23 @@ class EmbeddedSeat:
         handle(events.MasterStarted(now(), Incarnation(1), self.spec))
         handle(events.NodeJoined(now(), _NODE, "", 0, 0))
         pid = os.getpid()
-        handle(events.MemberJoined(now(), Role.PS, Slot(0), Incarnation(1), _NODE, pid, address))
+        if self.service is not None:
+            handle(events.MemberJoined(now(), Role.PS, Slot(0), Incarnation(1), _NODE, pid, address))
         answer = handle(events.MemberJoined(now(), Role.WORKER, self.slot, self.incarnation, _NODE, pid))
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")
+        if self.service is None:
+            self.master.grouped = cast(GroupListener, listener).grouped
+            return
         self.service.set_placement(answer.placement)
         self.master.placed = self._placed
         self._placed(answer.placement)
 
     def _placed(self, placement: Placement) -> None:
+        service = self.service
         assert self._listener is not None
-        self.client.set_placement(placement, lambda place: DirectLink(place.slot, self.service, self.arena))
+        assert service is not None
+        self.client.set_placement(placement, lambda place: DirectLink(place.slot, service, self.arena))
         self._listener.placed(placement)
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
@@ -232,6 +265,16 @@ class EmbeddedSeat:
                 return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped)
             case messages.GiveBack(shard, lease, reason):
                 return events.ShardReturned(now, slot, incarnation, shard, lease, reason)
+            case messages.AskGroup(dataset, until, batch_samples, place, mark):
+                return events.GroupAsked(now, slot, incarnation, dataset, until, batch_samples, place, mark)
+            case messages.Synced(generation):
+                return events.GroupSynced(now, slot, incarnation, generation)
+            case messages.LeaveGroup(reason):
+                return events.GroupLeft(now, slot, incarnation, reason)
+            case messages.CommitSteps(steps):
+                return events.StepsCommitted(now, slot, incarnation, steps)
+            case messages.Stalled(generation, step, waited_s):
+                return events.GroupStalled(now, slot, incarnation, generation, step, waited_s)
             case _:
                 raise InternalError(f"the embedded master does not take {request!r}")
 
@@ -243,7 +286,8 @@ class EmbeddedSeat:
         beat = listener.beat() if listener is not None else messages.Beat()
         status = 1 if error else 0
         self.master.handle(events.ProcessExited(time.time(), Role.WORKER, self.slot, self.incarnation, status, error))
-        self.service.finish()
+        if self.service is not None:
+            self.service.finish()
         finished = self.master.finished
         wall_s = time.time() - self._began_at
         samples = int(beat.readings.get("samples", 0.0))

@@ -1,0 +1,122 @@
+"""Mode allreduce in one process: ``es.join(mode="allreduce")``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everstep as es
+from everstep.api.embedded import EmbeddedSeat
+from everstep.api.group_job import GroupJob
+from everstep.errors import ScriptError
+from everstep.monitor.audit import audit
+
+N, BATCH = 96, 8
+
+
+def data() -> dict[str, Any]:
+    x = np.random.default_rng(5).normal(size=(N, 6)).astype(np.float32)
+    return {"x": x, "y": (x.sum(1, keepdims=True) > 0).astype(np.float32)}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    one = GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "run")}, None))
+    yield one
+    one.close()
+
+
+def test_a_script_alone_computes_what_plain_pytorch_computes_and_its_audit_is_exact(job: Any, tmp_path: Path) -> None:
+    model = job.replicate(net())
+    opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 5, 0.5)
+    job.track(scheduler=scheduler)
+    loader = job.loader(data(), BATCH, epochs=2)
+    for batch in job.steps(loader):
+        opt.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        opt.step()
+        scheduler.step()
+        job.report(loss=loss)
+    assert job.step == 2 * N // BATCH
+    digest = job.digest()
+    with job.eval(), torch.no_grad():
+        model(torch.randn(4, 6))
+    assert job.digest() == digest
+
+    plain = net()
+    inner = torch.optim.Adam(plain.parameters(), lr=0.01)
+    plain_scheduler = torch.optim.lr_scheduler.StepLR(inner, 5, 0.5)
+    for epoch in range(2):
+        for lo in range(0, N, BATCH):
+            inner.zero_grad()
+            loss_of(plain, loader.read(epoch, lo, lo + BATCH)).backward()
+            inner.step()
+            plain_scheduler.step()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+    job.close()
+    report = audit(tmp_path / "run")
+    assert report.ok, report
+
+
+def test_state_dict_round_trip(job: Any, tmp_path: Path) -> None:
+    def script(of: Any, state: Any = None) -> tuple[Any, Any]:
+        model = of.replicate(net())
+        opt = of.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+        if state is not None:
+            of.load_state_dict(state)
+        for batch in of.steps(of.loader(data(), BATCH)):
+            opt.zero_grad()
+            loss_of(model, batch).backward()
+            opt.step()
+        return of.state_dict(), opt
+
+    first, _ = script(job)
+    torch.save(first, tmp_path / "state.pt")
+    job.close()
+    again = GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "again")}, None))
+    try:
+        _, opt = script(again, torch.load(tmp_path / "state.pt", weights_only=True))
+        assert {float(s["step"]) for s in opt.state.values()} == {2.0 * N / BATCH}
+        with pytest.raises(ScriptError, match=r"only before job.steps"):
+            again.load_state_dict(first)
+    finally:
+        again.close()
+
+
+def test_mistakes_are_one_clear_error(job: Any) -> None:
+    with pytest.raises(ScriptError, match=r"job.sparse in mode allreduce"):
+        job.sparse(net())
+    with pytest.raises(ScriptError, match=r"init_process_group\(\) was called"):
+        torch.distributed.init_process_group("gloo")
+    with pytest.raises(ScriptError, match="no state_dict"):
+        job.track(number=3)
+    with pytest.raises(ScriptError, match="got a DataParallel"):
+        job.replicate(nn.DataParallel(net()))
+    with pytest.raises(ScriptError, match=r"logical_workers='2'"):
+        es.join(mode="allreduce", logical_workers="2")  # type: ignore[arg-type]
+    with pytest.raises(ScriptError, match=r"mode='sync'"):
+        es.join(mode="sync")
+
+
+def test_the_ban_on_process_groups_ends_with_the_job(job: Any) -> None:
+    job.close()
+    assert torch.distributed.init_process_group.__name__ != "refuse"
