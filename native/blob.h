@@ -18,6 +18,7 @@ constexpr uint32_t kMagic = 0x42535645;  // "EVSB"
 constexpr uint16_t kVersion = 1;
 constexpr uint32_t kLast = 1;               // flag of a part: contents up to the table's end
 constexpr uint32_t kGradients = 2;          // flag of a part of a change: float64 rate, gradients; not what they made
+constexpr int kSome = 5;                    // of an outbox entry: bodies of single slots, for one peer alone
 constexpr uint32_t kNoBucket = 0xffffffff;  // contents of several buckets folded into one
 
 enum Kind : uint16_t {

@@ -17,12 +17,12 @@ struct Contents {
   blob::Writer w{nullptr};
 
   Contents(Outbox& to, uint32_t b, const Bucket& bucket, blob::Kind kind, const blob::PartHeader& part,
-           size_t record_bytes)
+           size_t record_bytes, int entry_kind)
       : outbox(to) {
     blob::Marks marks;
     marks.fingerprint = bucket.fingerprint;
     marks.clock = bucket.clock;
-    entry = outbox.reserve(b, bucket.seq, kind,
+    entry = outbox.reserve(b, bucket.seq, entry_kind,
                            sizeof(blob::Header) + marks.bytes() + blob::part_bytes(kind, part.n, 0, record_bytes));
     blob::Header head;
     head.kind = kind;
@@ -80,7 +80,7 @@ int64_t Store::emit(int64_t b, int kind, uint32_t table, int64_t lo, int64_t hi)
   part.lo = uint32_t(lo);
   part.hi = uint32_t(hi);
   part.flags = last ? blob::kLast : 0;
-  Contents out(outbox_, uint32_t(b), bucket, blob::Kind(kind), part, t.record_bytes);
+  Contents out(outbox_, uint32_t(b), bucket, blob::Kind(kind), part, t.record_bytes, kind);
   for (uint32_t s : slots) out.w.put(s);
   for (uint32_t s : slots) {
     if (kind == blob::kHeads) {
@@ -103,7 +103,7 @@ void Store::emit_slots(int64_t b, uint32_t table, const uint32_t* slots, size_t 
   blob::PartHeader part;
   part.table = table;
   part.n = uint32_t(n);
-  Contents out(outbox_, uint32_t(b), bucket, blob::kBodies, part, t.record_bytes);
+  Contents out(outbox_, uint32_t(b), bucket, blob::kBodies, part, t.record_bytes, blob::kSome);
   if (n) std::memcpy(out.w.skip(n * 4), slots, n * 4);
   for (size_t i = 0; i < n; ++i) {
     uint8_t* to = out.w.skip(t.record_bytes);

@@ -410,6 +410,24 @@ std::vector<uint32_t> Mirrors::missing(int64_t b, uint32_t table, const int64_t*
   return out;
 }
 
+std::vector<std::pair<uint32_t, uint32_t>> Mirrors::missing_all(uint32_t table, const int64_t* keys, size_t n) {
+  const Table& t = store_.table_of(table);
+  std::vector<std::pair<uint32_t, uint32_t>> out;
+  for (size_t i = 0; i < n;) {
+    const uint32_t b = bucket_of(key_hash(keys[i], t.salt), store_.n_buckets());
+    Bucket& bucket = store_.bucket(b);
+    std::lock_guard<std::mutex> hold(bucket.mutex);
+    const Rows& rows = *bucket.rows[t.index];
+    for (; i < n; ++i) {
+      const uint64_t hash = key_hash(keys[i], t.salt);
+      if (bucket_of(hash, store_.n_buckets()) != b) break;
+      const uint32_t slot = rows.recovering() ? rows.find(keys[i], hash) : Rows::kNone;
+      if (slot != Rows::kNone && rows.absent(slot)) out.emplace_back(b, slot);
+    }
+  }
+  return out;
+}
+
 size_t Mirrors::bytes() {
   size_t sum = 0;
   for (uint64_t id : ids()) {

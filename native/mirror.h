@@ -297,6 +297,8 @@ class Mirrors {
   size_t bytes();
   // Slots of those of these rows of a bucket that is being recovered that are not here yet, ascending.
   std::vector<uint32_t> missing(int64_t bucket, uint32_t table, const int64_t* keys, size_t n);
+  // The same for keys of any buckets that are here: (bucket, slot), in the order of the keys.
+  std::vector<std::pair<uint32_t, uint32_t>> missing_all(uint32_t table, const int64_t* keys, size_t n);
 
  private:
   Store& store_;

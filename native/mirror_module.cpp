@@ -176,6 +176,20 @@ nb::ndarray<nb::numpy, uint32_t> missing(Store& s, int64_t bucket, int64_t table
   return own_vector(std::move(out));
 }
 
+nb::list missing_all(Store& s, int64_t table, const Input& keys) {
+  const int64_t* k = vec<int64_t>(keys, "keys");
+  const uint32_t t = table_arg(table);
+  const size_t n = keys.shape(0);
+  std::vector<std::pair<uint32_t, uint32_t>> found;
+  {
+    nb::gil_scoped_release free;
+    found = mirrors(s).missing_all(t, k, n);
+  }
+  nb::list out;
+  for (auto& [bucket, slot] : found) out.append(nb::make_tuple(bucket, slot));
+  return out;
+}
+
 uint8_t byte_arg(int64_t c) {
   if (c < 0 || c > 255) malformed("a weight is a byte");
   return uint8_t(c);
@@ -235,6 +249,7 @@ void bind_mirror(nb::class_<Store>& store) {
            nb::arg("hi"))
       .def("emit_recovering_slots", &emit_recovering_slots, nb::arg("id"), nb::arg("table"),
            nb::arg("slots").noconvert())
+      .def("missing_all", &missing_all, nb::arg("table"), nb::arg("keys").noconvert())
       .def("missing", &missing, nb::arg("bucket"), nb::arg("table"), nb::arg("keys").noconvert());
 }
 

@@ -229,6 +229,9 @@ class ToyStore:
         slots = {s: v for s, v in rest.items() if lo <= s < lo + PIECE} if kind is Kind.BODIES else {}
         return Blob(kind, REST, 0, 0, slots, lo, lo + PIECE), lo + PIECE if lo + PIECE < SLOTS else -1
 
+    def recover_heads(self, mirror: int) -> bool:
+        return False  # all of it at once, at the end
+
     def recover_end(self, mirror: int, abort: bool) -> None:
         m = self.mirrors[mirror]
         rest, m.rest = m.rest, None

@@ -26,8 +26,21 @@ from everstep.monitor.records import AuditRecord, Gave, Took
 from everstep.native import Store, bitmap, unique_route
 from everstep.net.auth import Identity, Secret
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import DataAnswer, Declare, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.net.messages import (
+    DataAnswer,
+    Declare,
+    Moved,
+    Opened,
+    OpenShard,
+    Part,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+)
 from everstep.net.sockets import listen_unix
+from everstep.protect.machine import Machine
+from everstep.protect.streams import Kind
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -161,11 +174,15 @@ class Cluster:
     def digests(self, buckets: list[int]) -> dict[int, bytes]:
         return {b: self.ps[self.owner[b]].service.store.digest(b) for b in buckets}
 
+    def contents(self, bucket: int) -> bytes:
+        return self.ps[self.owner[bucket]].service.store.content_digest(bucket)
+
     def whole(self) -> bool:
         """Every bucket is served, every mirror is complete, nothing is on its way."""
         assert not any(p.failures for p in self.ps.values()), [p.failures for p in self.ps.values()]
         return all(
             p.service.keeper.whole
+            and not p.service.keeper.machine.lacking
             and not p.service.keeper.machine.asks()
             and {m.id for m in self.mirrors if m.at == s} - p.service.keeper.machine._used
             <= set(p.service.keeper.machine.complete)
@@ -222,6 +239,14 @@ def records(c: Cluster, slot: int, life: int = 1) -> list[AuditRecord]:
     return [msgspec.msgpack.decode(r, type=AuditRecord) for r in raw]
 
 
+def striped(c: Cluster, rows: int) -> None:
+    c.owner = [Slot(b % 4) for b in range(B)]
+    for first in (0, 4):
+        for row in range(rows):
+            c.mirror([first, first + 1, first + 2, first + 3], 4 + row, row)
+    c.begin()
+
+
 @pytest.mark.parametrize("acked", [True, False])
 def test_pushes_reach_every_mirror(cluster: Callable[..., Cluster], acked: bool) -> None:
     c = cluster(3, acked)
@@ -265,37 +290,23 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluster], rows: int) -> None:
-    c = cluster(4 + rows)
-    c.owner = [Slot(b % 4) for b in range(B)]
-    for first in (0, 4):
-        for row in range(rows):
-            c.mirror([first, first + 1, first + 2, first + 3], 4 + row, row)
-    c.begin()
+    c, twin = cluster(4 + rows), cluster(4 + rows)
+    striped(c, rows)
+    striped(twin, rows)
     c.push(25)
-    before = c.digests([1, 5])
+    twin.push(50)
     c.lose(1)
     c.owner[1] = c.owner[5] = Slot(4)
     c.publish()
     pushing = threading.Thread(target=c.push, args=(25,))  # while it is being rebuilt
-    watched: dict[int, bytes] = {}
-    machine = c.ps[Slot(4)].service.keeper.machine
-    carry_out = c.ps[Slot(4)].service.keeper._do
-
-    def watch(actions: list) -> None:  # type: ignore[type-arg]
-        for a in actions:
-            if type(a).__name__ == "Took":
-                watched[a.bucket] = c.ps[Slot(4)].service.store.digest(a.bucket)
-        carry_out(actions)
-
-    c.ps[Slot(4)].service.keeper._do = watch
     pushing.start()
-    until(lambda: not machine.lacking)
+    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking)
     pushing.join(PATIENCE_S)
     assert not pushing.is_alive()
     until(c.whole)
     c.check_mirrors()
-    for b in (1, 5):
-        assert watched.get(b, before[b]) == before[b]
+    for b in range(B):
+        assert c.contents(b) == twin.contents(b)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -334,7 +345,7 @@ def test_a_gap_in_what_is_folded_is_swept_again(
     for b in lost:
         c.owner[b] = Slot(4)
     c.publish()
-    until(lambda: c.ps[Slot(4)].service.keeper.whole or bool(c.ps[Slot(4)].failures))
+    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking or bool(c.ps[Slot(4)].failures))
     assert not c.ps[Slot(4)].failures
     assert len(left_out) >= 2 and 2 in codes
     assert c.digests(lost) == before
@@ -354,7 +365,7 @@ def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:
     for b in lost:
         c.owner[b] = Slot(4)
     c.publish()
-    until(lambda: c.ps[Slot(4)].service.keeper.whole)
+    until(lambda: not c.ps[Slot(4)].service.keeper.machine.lacking)
     assert c.digests(lost) == before
     c.open()
     c.push(10)
@@ -411,3 +422,104 @@ def test_an_unreachable_mirror_holds_acknowledgements_back_and_no_longer_than_th
     c.placement = Placement(c.version, tuple(c.owner), places, c.routing)
     p.service.set_placement(c.placement)
     assert c.push_to(p, [0], [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES])
+
+
+class Held:
+    """The sweeps' bodies stay where they are: only heads, and what is asked for out of turn, goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        sweep = Machine._sweep_bucket
+
+        def held(machine: Machine, bucket: BucketId) -> bool:
+            todo = machine._sweeps[bucket][0].todo
+            return not (self.on and todo and todo[0][0] is Kind.BODIES) and sweep(machine, bucket)
+
+        monkeypatch.setattr(Machine, "_sweep_bucket", held)
+
+
+def pull(c: Cluster, p: Ps, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
+    request = Pull(c.placement.route, (Part(spec.id, len(keys), 0, 0),), False)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        answer, buffers = p.service.handle(request, memoryview(keys.tobytes()), None)
+        if isinstance(answer, Pulled):
+            return np.array(buffers[0])
+        assert isinstance(answer, Moved) and time.monotonic() < deadline, answer
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    held = Held(monkeypatch)
+    c, twin = cluster(4 + rows), cluster(4 + rows)
+    striped(c, rows)
+    striped(twin, rows)
+    for each in (c, twin):
+        each.push(12)
+    lost = [1, 5] if rows == 1 else [1, 2, 5, 6]
+    expected = {}
+    for spec in TABLES:
+        keys = unique_route(np.arange(400), B, spec.id, np.zeros(B, np.int32))[0]
+        keys = keys[np.isin(c.buckets_of(spec, keys), lost)][:40]
+        each_at = [keys[c.buckets_of(spec, keys) == b] for b in lost]
+        expected[spec.id] = [(spec, k, pull(c, c.ps[c.owner[b]], spec, k)) for b, k in zip(lost, each_at, strict=True)]
+    held.on = True
+    c.lose(*{b % 4 for b in lost})
+    for b in lost:
+        c.owner[b] = Slot(4)
+    c.publish()
+    home = c.ps[Slot(4)]
+    for spec, keys, rows_before in [e for all_of in expected.values() for e in all_of]:
+        np.testing.assert_array_equal(pull(c, home, spec, keys), rows_before)
+    machine = home.service.keeper.machine
+    assert set(machine.lacking) == set(lost) and home.service.keeper.whole  # all answer, none is whole
+    for each in (c, twin):
+        each.push(3)
+    assert set(machine.lacking) == set(lost)
+    assert machine.ready() == []  # the master hears of it when all rows are there
+    held.on = False
+    until(lambda: not machine.lacking)
+    c.push(5)
+    twin.push(5)
+    until(c.whole)
+    c.check_mirrors()
+    for b in range(B):
+        assert c.contents(b) == twin.contents(b)
+    took = [r for r in records(c, 4) if isinstance(r, Took)]
+    assert sorted((t.bucket, t.how) for t in took) == [(b, "rebuilt") for b in lost]
+
+
+def test_a_second_loss_while_rows_are_written_on_demand(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    c, twin = cluster(6), cluster(6)
+    striped(c, 2)
+    striped(twin, 2)
+    for each in (c, twin):
+        each.push(12)
+    held.on = True
+    c.lose(1)
+    c.owner[1] = c.owner[5] = Slot(4)
+    c.publish()
+    for each in (c, twin):
+        each.push(4)
+    machine = c.ps[Slot(4)].service.keeper.machine
+    assert set(machine.lacking) == {1, 5}
+    c.lose(2)
+    c.owner[2] = c.owner[6] = Slot(4)
+    c.publish()
+    for each in (c, twin):
+        each.push(4)
+    held.on = False
+    until(lambda: not machine.lacking)
+    c.push(3)
+    twin.push(3)
+    until(c.whole)
+    c.check_mirrors()
+    for b in range(B):
+        assert c.contents(b) == twin.contents(b)
+    life = [type(r).__name__ for r in records(c, 4) if isinstance(r, Took | Gave) and r.bucket == 1]
+    assert life == ["Took", "Gave", "Took"]  # what it had was dropped, and came back with what was pushed meanwhile

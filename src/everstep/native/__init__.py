@@ -148,7 +148,8 @@ class Store(_native.Store):
       the mirror of the other row (``lo`` at a page's begin; next lo == lo and no data: not folded yet), for HEADS and
       BODIES of every declared table. ``recover_state(id) -> {bucket: (heads_done, bodies_done, slots_present,
       slots_total)}``: once the heads are done the bucket is owned, and what asks for rows that are not back is
-      Recovering; ``missing(bucket, table, keys) -> slots u32`` are those rows, to be asked for out of turn by
+      Recovering; ``missing(bucket, table, keys) -> slots u32`` (``missing_all(table, keys) -> [(bucket,
+      slot)]`` of all buckets) are those rows, to be asked for out of turn by
       ``emit_slots`` at the survivors and ``emit_recovering_slots(id, table, slots) -> data`` at the other row.
       ``recover_end(id, abort=False)``: ValueError unless all is back; aborted, what came back is dropped, half
       or whole. The mirror stays.

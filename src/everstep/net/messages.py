@@ -599,11 +599,11 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
     """From a mirror's ps to the owner of ``bucket``: send its contents into your stream to me (in order with its
-    differences). ``slots``: only these rows, int32 bytes per table in the body (on demand), else everything.
-    ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery); or "other", to the ps of the
-    stripe's other row, of which ``bucket`` and more are lost: the rest of your row when the living members are folded
-    out of it. ``sweep``: number of this wish at the sender; a wish with another number is another one. Idempotent.
-    Answer: Taken | Moved | Bad."""
+    differences). ``purpose``: "build" a mirror, or "fold" it out of mirror ``mirror`` (recovery); or "other", to the ps
+    of the stripe's other row, of which ``bucket`` and more are lost: the rest of your row when the living members are
+    folded out of it. Out of turn, because somebody waits for them: "rows", to fold these ``slots`` (uint32 bytes) of
+    ``table`` now, and "rest", the same of what was asked for by "other". ``sweep``: number of this wish at the sender;
+    a wish with another number is another one. Idempotent. Answer: Taken | Moved | Bad."""
 
     version: int
     sender: Slot
@@ -611,9 +611,10 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     mirror: int
     bucket: BucketId
     purpose: str
-    parts: tuple[tuple[TableId, int], ...] = ()  # (table, number of uint32 slots in the body), on demand
     sweep: int = 0
-    lost: tuple[BucketId, ...] = ()  # "other": all members that are lost
+    lost: tuple[BucketId, ...] = ()  # "other", "rest": all members that are lost
+    table: int = 0  # "rows", "rest"
+    slots: bytes = b""
 
 
 class Tail(msgspec.Struct, frozen=True, tag="tail"):

@@ -23,6 +23,10 @@ missed. Five rules:
 5. **Folding.** A bucket whose only mirror here has other members too is recovered from it: the living members' owners
    send their contents once more (``Want`` "fold"), which takes them out of a copy of the mirror; two lost members of
    one stripe need the rest of the other row as well (``Want`` "other" to its ps).
+6. **Early.** Which rows a folded bucket has is known long before the rows are. From then on (*early*) it answers row by
+   row, pushes too: its differences go to its mirrors like any other's, also to the one it is being folded from, where
+   they do not concern what is left of the members. Rows that somebody waits for are folded out of turn (``demand``).
+   A fold that has to begin anew drops the bucket, and waits until all mirrors have what it made: it comes back with it.
 
 Driving it
 ----------
@@ -36,6 +40,7 @@ outbox and the peers are the ``Streams``, of which the machine sets the routes.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, deque
 from collections.abc import Sequence
 from enum import StrEnum
@@ -65,6 +70,17 @@ from everstep.protect.streams import Batch, Blob, Code, Item, Kind, PeerKey, Str
 REST = BucketId(0xFFFFFFFF)
 """In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""
 
+DEMAND_SLOTS = 1 << 14
+"""Slots of one demand, at most: a Want is a header, and headers are small."""
+
+
+def _slots(packed: bytes) -> tuple[int, ...]:
+    """ValueError: not whole numbers of 32 bits, or too many."""
+    if len(packed) % 4 or len(packed) > 4 * DEMAND_SLOTS:
+        raise ValueError(f"{len(packed)} bytes of slots: at most {DEMAND_SLOTS} of 4 bytes")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
 # ---------------------------------------------------------------- what it works on
 
 
@@ -92,6 +108,9 @@ class Port(Protocol):
     def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
         """Put a piece of contents, from slot ``lo`` on, into the outbox. Where the next begins; -1: it was the last."""
 
+    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
+        """Contents of these slots alone, as one entry SOME."""
+
     def emit_marks(self, bucket: BucketId) -> None: ...
     def keep(self, blob: Blob) -> Blob:
         """A copy that outlives the message it came with."""
@@ -118,8 +137,15 @@ class Port(Protocol):
     def recover_other(self, mirror: int, blob: Blob) -> int | None:
         """As ``recover_fold``."""
 
+    def recover_heads(self, mirror: int) -> bool:
+        """Whether the buckets that are rebuilt here are in the store already, and answer for every row that is back."""
+
+    def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
+        """What is left of those of these slots that are folded, and which these are; none: nothing to send."""
+
     def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
-        """A piece of what is left of the row; where the next begins, -1: that was the last of this table."""
+        """A piece of what is left of the row; where the next begins, -1: that was the last of this table, ``lo``: it is
+        not folded yet."""
 
     def recover_end(self, mirror: int, abort: bool) -> None:
         """Not aborted: the buckets that were to be rebuilt here are owned. The mirror stays."""
@@ -133,11 +159,17 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 
 
 class Took(Action, frozen=True, gc=False):
-    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt", "loaded", "resumed"; "begun":
-    empty, after all that it had was lost."""
+    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt" (early: rows are still to come),
+    "loaded", "resumed"; "begun": empty, after all that it had was lost."""
 
     bucket: BucketId
     how: str
+
+
+class Whole(Action, frozen=True, gc=False):
+    """``bucket``, which was taken early, has all its rows."""
+
+    bucket: BucketId
 
 
 class Gave(Action, frozen=True, gc=False):
@@ -204,6 +236,14 @@ class _Fenced(msgspec.Struct):
     to: PeerKey | None
 
 
+class _Demand(msgspec.Struct):
+    """Rows to be folded out of turn. ``owed``: who was not asked for them yet; REST: the ps of the other row."""
+
+    table: int
+    slots: bytes
+    owed: set[BucketId]
+
+
 class _Recovery(msgspec.Struct):
     """The living members of a mirror being folded out of a copy of it."""
 
@@ -217,8 +257,13 @@ class _Recovery(msgspec.Struct):
     other_taken: bool = False
     other_done: bool = False
     asker: SweepTarget | None = None
-    emit: list[tuple[Kind, int]] | None = None  # what is still to be sent of the rest
+    emit: list[tuple[Kind, int]] = msgspec.field(default_factory=list)  # what is still to be sent of the rest
     emit_at: int = 0
+    all_folded: bool = False  # of the rest for ``asker``: its bodies are in ``emit``
+    early: bool = False  # the lost ones answer row by row
+    demands: list[_Demand] = msgspec.field(default_factory=list)
+    demanded: dict[int, set[int]] = msgspec.field(default_factory=dict)  # table -> slots, ever
+    promised: dict[int, set[int]] = msgspec.field(default_factory=dict)  # of these ``asker`` gets the rest out of turn
     torn: bool = False  # contents came that do not go on from those before: everything is to be swept again
 
 
@@ -255,6 +300,7 @@ class _Sweep(msgspec.Struct):
     todo: list[tuple[Kind, int]] = msgspec.field(default_factory=list)
     tables: set[int] = msgspec.field(default_factory=set)
     lo: int = 0
+    bodies: bool = False  # some are on their way
 
 
 class Machine:
@@ -270,6 +316,9 @@ class Machine:
         self.buckets: dict[BucketId, State] = {}
         self.gained: dict[BucketId, tuple[int, str]] = {}  # bucket -> version and how it came
         self.dirty = False
+        self.arrived = False  # rows that were demanded; whoever waits for them resets it
+        self._early: set[BucketId] = set()
+        self._ended: dict[BucketId, int] = {}  # were early, dropped: the outbox's ticket then
         self._mirrors: dict[int, _Held] = {}
         self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
         self._sources: dict[BucketId, _Source] = {}
@@ -300,6 +349,15 @@ class Machine:
     def serves(self, bucket: BucketId) -> bool:
         return self.buckets.get(bucket) is State.SERVING
 
+    def answers(self, bucket: BucketId) -> bool:
+        """Whether pulls and pushes of it are answered, if not for every row at once."""
+        return self.serves(bucket) or bucket in self._early
+
+    @property
+    def answering(self) -> bool:
+        """Whether all buckets that the placement gives to this ps answer."""
+        return self.placement is not None and self._gains.keys() <= self._early
+
     @property
     def serving(self) -> list[BucketId]:
         return sorted(b for b, s in self.buckets.items() if s is State.SERVING)
@@ -329,9 +387,14 @@ class Machine:
         return any(h.recovery is not None and h.recovery.here for h in self._mirrors.values())
 
     @property
+    def unheard(self) -> bool:
+        """Whether the store may own buckets whose changes no mirror hears of yet: what it does to all must wait."""
+        return any(h.recovery is not None and h.recovery.here and not h.recovery.early for h in self._mirrors.values())
+
+    @property
     def sweeping(self) -> int:
         """Buckets whose contents are on their way out, and recoveries that are under way here."""
-        return len(self._sweeps) + sum(h.recovery is not None for h in self._mirrors.values())
+        return len(self._sweeps) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
 
     def ready(self) -> list[tuple[int, str, tuple[BucketId, ...]]]:
         """(placement version, how, buckets) of all buckets that came here by a placement and are whole."""
@@ -374,7 +437,7 @@ class Machine:
         for bucket in mine:
             if not self.serves(bucket):
                 # What was done for it goes on where owners are the same; its image may be another one.
-                gain = self._gains.get(bucket) if same else None
+                gain = self._gains.get(bucket) if same or bucket in self._early else None
                 self._gains[bucket] = gain if gain is not None else _Gain(placement.version)
                 self._gains[bucket].loading = False
             elif before is not None and (placement.version > before.version + 1 or (not same and self._image(bucket))):
@@ -436,7 +499,7 @@ class Machine:
         """Differences of what is served go to all mirrors of the placement; of what is fenced, where they went."""
         assert self.placement is not None
         routes = self.streams.routes
-        peers: dict[BucketId, dict[PeerKey, None]] = {b: {} for b in self.serving}
+        peers: dict[BucketId, dict[PeerKey, None]] = {b: {} for b in sorted({*self.serving, *self._early})}
         for mirror in self.placement.mirrors:
             at = self._key(mirror.at)
             for bucket in mirror.members:
@@ -459,6 +522,10 @@ class Machine:
         for bucket in [b for b, s in self.buckets.items() if s is State.FENCED and b not in self._gains]:
             if self.placement.route > self._fenced[bucket].routing > 0 and self._flushed(bucket):
                 self._drop(bucket)
+        for bucket in [b for b in self._ended if self._settled(b)]:
+            del self._ended[bucket]
+            if bucket not in self.buckets and bucket not in self._early:
+                self.streams.routes.pop(bucket, None)
 
     # ------------------------------------------------------------ mirrors that are here
 
@@ -496,9 +563,9 @@ class Machine:
         return self._next_sweep - 1
 
     def _forget(self, mirror: int) -> None:
-        held = self._mirrors.pop(mirror)
-        if held.recovery is not None:
-            self.port.recover_end(mirror, True)
+        if self._mirrors[mirror].recovery is not None:
+            self._abort(self._mirrors[mirror])
+        del self._mirrors[mirror]
         self.port.mirror_drop(mirror)
 
     def _index(self) -> None:
@@ -594,6 +661,7 @@ class Machine:
             return Code.NO_MIRROR
         recovery = held.recovery
         if recovery is not None and entry.sweep == recovery.sweep:
+            self.arrived = self.arrived or entry.kind == Kind.SOME
             if entry.bucket in recovery.folded or entry.bucket in recovery.lost:
                 return Code.REPEAT
             if self.port.recover_fold(mirror, blob) == Code.GAP:
@@ -601,7 +669,10 @@ class Machine:
             elif entry.kind == Kind.MARKS:
                 recovery.folded.add(entry.bucket)
                 self.dirty = True
+            self._look_at_heads(mirror, recovery)
             return Code.APPLIED
+        if entry.kind == Kind.SOME:
+            return Code.REPEAT
         if held.complete or entry.sweep != held.sweep or entry.bucket in held.swept:
             return Code.REPEAT
         code = Code(self.port.mirror_apply(mirror, blob))
@@ -613,6 +684,10 @@ class Machine:
                 held.complete = True
                 self.dirty = True
         return code
+
+    def _look_at_heads(self, mirror: int, recovery: _Recovery) -> None:
+        if recovery.here and not recovery.early and self.port.recover_heads(mirror):
+            self.dirty = True
 
     def _take_rest(self, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
         held = self._mirrors.get(mirror)
@@ -626,6 +701,8 @@ class Machine:
             self.dirty = True
         elif self.port.recover_other(mirror, blob) == Code.GAP:
             recovery.torn = self.dirty = True
+        self.arrived = self.arrived or entry.kind == Kind.SOME
+        self._look_at_heads(mirror, recovery)
         return Code.APPLIED
 
     # ------------------------------------------------------------ what other ps ask
@@ -639,8 +716,12 @@ class Machine:
             return Moved(self.version)
         if request.purpose == "other":
             return self._want_rest(request, peer)
+        if request.purpose == "rest":
+            return self._want_rows_of_rest(request, peer)
         if not self.serves(request.bucket):
             return Moved(self.version)
+        if request.purpose == "rows":
+            return self._want_rows(request, peer)
         wish = (peer, request.mirror, request.sweep, request.bucket)
         if wish in self._wishes:
             return Taken()
@@ -652,8 +733,33 @@ class Machine:
         sweeps = self._sweeps.setdefault(request.bucket, deque())
         if sweeps and not sweeps[-1].begun:
             sweeps[-1].targets.append(target)
+        elif sweeps and not sweeps[-1].bodies:
+            # Two rows of a stripe that are folded at once: the few heads go out again, to both, rather than all twice.
+            sweeps[-1].targets.append(target)
+            sweeps[-1].tables.clear()
+            sweeps[-1].todo.clear()
+            sweeps[-1].lo = 0
+            self.streams.widen(request.bucket, self.port.ticket(), target)
         else:
             sweeps.append(_Sweep([target]))
+        return Taken()
+
+    def _want_rows(self, request: Want, peer: PeerKey) -> Taken | Moved:
+        if peer not in self.streams.routes.get(request.bucket, ()):
+            return Moved(self.version)
+        slots = _slots(request.slots)
+        self.streams.some(request.bucket, SweepTarget(peer, request.mirror, request.sweep))
+        self.port.emit_slots(request.bucket, request.table, slots)
+        return Taken()
+
+    def _want_rows_of_rest(self, request: Want, peer: PeerKey) -> Taken | Moved:
+        held = self._sibling(request)
+        recovery = held.recovery if held is not None else None
+        if recovery is None or recovery.asker != SweepTarget(peer, request.mirror, request.sweep):
+            return Moved(self.version)
+        slots = _slots(request.slots)
+        recovery.promised.setdefault(request.table, set()).update(slots)
+        self._demand(recovery, request.table, slots)
         return Taken()
 
     def _want_rest(self, request: Want, peer: PeerKey) -> Taken | Moved:
@@ -713,13 +819,42 @@ class Machine:
         """A mirror's ps refuses our differences of it, up to ``ticket`` of the outbox: another ps owns it, by a
         placement that did not reach us yet. By ours it is still our own, so it is lacking from now on: should ours be
         the newest placement after all, every mirror will say so under it, and it is served again."""
-        if not self.serves(bucket) or ticket < self._since.get(bucket, 0):
+        if ticket < self._since.get(bucket, 0):
             return  # (made when we had it before)
+        if bucket in self._early:
+            for held in self._mirrors.values():
+                if held.recovery is not None and held.recovery.here and bucket in held.recovery.lost:
+                    held.recovery.torn = self.dirty = True
+        if not self.serves(bucket):
+            return
         self._fence(bucket)
         assert self.placement is not None
         if self.placement.owner[bucket] == self.me[0] and self._alive(self.me):
             self._gains[bucket] = _Gain(self.version)
             self.dirty = True
+
+    # ------------------------------------------------------------ rows on demand
+
+    def demand(self, bucket: BucketId, table: int, slots: Sequence[int]) -> bool:
+        """Somebody waits for these rows of a bucket that is early. Whether there is something new to ask for."""
+        for held in self._mirrors.values():
+            recovery = held.recovery
+            if recovery is not None and recovery.here and bucket in recovery.lost:
+                return self._demand(recovery, table, slots)
+        return False
+
+    def _demand(self, recovery: _Recovery, table: int, slots: Sequence[int]) -> bool:
+        known = recovery.demanded.setdefault(table, set())
+        new = [s for s in slots if s not in known]
+        known.update(new)
+        for at in range(0, len(new), DEMAND_SLOTS):
+            owed = {b for b in recovery.owners if b not in recovery.folded}
+            if recovery.other is not None and not recovery.other_done:
+                owed.add(REST)
+            some = struct.pack(f"<{len(new[at : at + DEMAND_SLOTS])}I", *new[at : at + DEMAND_SLOTS])
+            if owed:
+                recovery.demands.append(_Demand(table, some, owed))
+        return bool(new)
 
     # ------------------------------------------------------------ what we ask
 
@@ -742,6 +877,15 @@ class Machine:
                     if bucket not in recovery.taken:
                         want = Want(v, slot, life, id_, bucket, "fold", sweep=recovery.sweep)
                         out.append(Ask(self._owner(bucket), want))
+                for d in recovery.demands:
+                    for b in sorted(d.owed - {REST}):
+                        want = Want(v, slot, life, id_, b, "rows", recovery.sweep, table=d.table, slots=d.slots)
+                        out.append(Ask(self._owner(b), want))
+                    if REST in d.owed and recovery.other is not None and recovery.other_taken:
+                        sweep, peer = recovery.other
+                        lost = recovery.lost
+                        want = Want(v, slot, life, id_, lost[0], "rest", sweep, lost, d.table, d.slots)
+                        out.append(Ask(peer, want))
                 if recovery.other is not None and not recovery.other_taken:
                     sweep, peer = recovery.other
                     lost = recovery.lost
@@ -765,9 +909,17 @@ class Machine:
             return  # about a placement that is over
         if isinstance(request, Want) and isinstance(answer, Taken):
             held = self._mirrors.get(request.mirror)
-            if held is None or (ask.peer != self._owner(request.bucket) and request.purpose != "other"):
+            if held is None or (ask.peer != self._owner(request.bucket) and request.purpose not in ("other", "rest")):
                 return
             recovery = held.recovery
+            if request.purpose in ("rows", "rest"):
+                if recovery is not None and request.sweep in (recovery.sweep, (recovery.other or (0,))[0]):
+                    asked = request.bucket if request.purpose == "rows" else REST
+                    for d in recovery.demands:
+                        if (d.table, d.slots) == (request.table, request.slots):
+                            d.owed.discard(asked)
+                    recovery.demands = [d for d in recovery.demands if d.owed]
+                return
             if request.purpose == "build" and request.sweep == held.sweep:
                 held.taken.add(request.bucket)
             elif recovery is not None and request.purpose == "fold" and request.sweep == recovery.sweep:
@@ -845,7 +997,7 @@ class Machine:
 
     def _go_on(self, bucket: BucketId, gain: _Gain) -> None:
         assert self.placement is not None
-        if bucket in self._loads:
+        if bucket in self._loads or bucket in self._early or not self._settled(bucket):
             return
         mirror = self._way(bucket)
         fenced = bucket in self._fenced
@@ -904,13 +1056,37 @@ class Machine:
 
     def _got(self, bucket: BucketId, how: str) -> None:
         self.buckets[bucket] = State.SERVING
-        self._since[bucket] = self.port.ticket()
         self._gains.pop(bucket)
         if how != "new":
             self.gained[bucket] = (self.version, how)
+        if bucket in self._early:
+            self._early.remove(bucket)
+            self._actions.append(Whole(bucket))
+            return
+        self._since[bucket] = self.port.ticket()
         self._actions.append(Took(bucket, how))
         self.streams.routes.pop(bucket, None)
         self._route()
+
+    def _got_early(self, bucket: BucketId) -> None:
+        self._early.add(bucket)
+        self._since[bucket] = self.port.ticket()
+        self._actions.append(Took(bucket, "rebuilt"))
+        self.streams.routes.pop(bucket, None)
+        self._route()
+
+    def _end_early(self, bucket: BucketId) -> None:
+        """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
+        self._early.remove(bucket)
+        self._actions.append(Gave(bucket, self.port.seq(bucket)))
+        self._ended[bucket] = self.port.ticket()
+        if bucket in self._gains:
+            self._gains[bucket] = _Gain(self.version)
+
+    def _settled(self, bucket: BucketId) -> bool:
+        """Whether all that it made while it was early, the last time, is confirmed or refused."""
+        ticket = self._ended.get(bucket)
+        return ticket is None or (self.streams.next_ticket >= ticket and not self.streams.owes(bucket))
 
     def _promote(self, bucket: BucketId, mirror: int) -> None:
         self.port.promote(mirror, bucket)
@@ -1004,6 +1180,8 @@ class Machine:
                     self._actions.append(Stuck(lost[0], why))
                 return
             recovery.other = (self._wish(), rows[0][1])
+        if asker is not None:
+            recovery.emit = [(Kind.HEADS, t) for t in self.port.tables()]
         self.port.recover_begin(mirror.id, lost, lost if asker is None else ())
         held.recovery = recovery
 
@@ -1026,6 +1204,10 @@ class Machine:
                 self._abort(held)
                 self._restart = True
                 return
+            if not recovery.early and self.port.recover_heads(id_):
+                recovery.early = True
+                for bucket in lost:
+                    self._got_early(bucket)
             if len(recovery.folded) < len(recovery.owners) or (recovery.other is not None and not recovery.other_done):
                 return
             self.port.recover_end(id_, False)
@@ -1039,10 +1221,15 @@ class Machine:
             self._abort(held)
             if self._alive(recovery.asker.peer):
                 self._recover(held, recovery.lost, recovery.asker)
+                again = held.recovery
+                assert again is not None
+                for table, slots in recovery.promised.items():
+                    again.promised[table] = slots
+                    self._demand(again, table, sorted(slots))
             return
-        if len(recovery.folded) == len(recovery.owners) and recovery.emit is None:
-            tables = self.port.tables()
-            recovery.emit = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in tables]
+        if len(recovery.folded) == len(recovery.owners) and not recovery.all_folded:
+            recovery.all_folded = True
+            recovery.emit += [(Kind.BODIES, t) for t in self.port.tables()]
 
     def _say_torn(self, held: _Held, recovery: _Recovery) -> None:
         if recovery.torn:
@@ -1051,20 +1238,31 @@ class Machine:
             self._actions.append(Torn(held.mirror.id, why))
 
     def _abort(self, held: _Held) -> None:
+        assert held.recovery is not None
+        for bucket in held.recovery.lost:
+            if bucket in self._early and held.recovery.here:
+                self._end_early(bucket)
         self.port.recover_end(held.mirror.id, True)
         held.recovery = None
 
     # ------------------------------------------------------------ contents go out
 
     def sweep(self) -> bool:
-        """Put one piece of contents into the outbox or a stream. False: there is none."""
+        """Put one piece of contents into the outbox or a stream. False: there is none. Afterwards: ``dirty``."""
+        if any(self._settled(b) for b in self._ended):
+            self.dirty = True
+        for held in self._mirrors.values():
+            recovery = held.recovery
+            asker = recovery.asker if recovery is not None else None
+            if recovery is not None and asker is not None and self._send_promised(held, recovery, asker):
+                return True
         for bucket in list(self._sweeps):
             if self._sweep_bucket(bucket):
                 return True
         for held in self._mirrors.values():
             recovery = held.recovery
-            if recovery is not None and recovery.emit is not None and recovery.asker is not None:
-                self._sweep_rest(held, recovery, recovery.asker)
+            asker = recovery.asker if recovery is not None else None
+            if recovery is not None and asker is not None and self._sweep_rest(held, recovery, asker):
                 return True
         return False
 
@@ -1083,6 +1281,7 @@ class Machine:
             sweep.todo = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in new]
         if sweep.todo:
             kind, table = sweep.todo[0]
+            sweep.bodies |= kind is Kind.BODIES
             sweep.lo = self.port.emit(bucket, kind, table, sweep.lo)
             if sweep.lo < 0:
                 sweep.todo.pop(0)
@@ -1099,22 +1298,41 @@ class Machine:
             self._sweeps[bucket] = sweeps  # behind the others: they take turns
         return True
 
-    def _sweep_rest(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> None:
-        def send(kind: Kind, blob: Blob) -> None:
-            size = self.port.size(blob)
-            self.streams.send(asker.peer, Item(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
+    def _send_rest(self, asker: SweepTarget, kind: Kind, blob: Blob) -> None:
+        size = self.port.size(blob)
+        self.streams.send(asker.peer, Item(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
 
-        assert recovery.emit is not None
+    def _send_promised(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> bool:
+        """Of the slots that are wanted out of turn, those that are folded. False: none."""
+        any_sent = False
+        for table, slots in list(recovery.promised.items()):
+            blob, sent = self.port.recover_emit_slots(held.mirror.id, table, sorted(slots))
+            if not sent:
+                continue
+            self._send_rest(asker, Kind.SOME, blob)
+            any_sent = True
+            slots.difference_update(sent)
+            if not slots:
+                del recovery.promised[table]
+        return any_sent
+
+    def _sweep_rest(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> bool:
+        """False: it has to wait for what is still to be folded."""
         if not recovery.emit:
-            send(Kind.MARKS, b"")
-            self._abort(held)
-            return
+            if recovery.all_folded:
+                self._send_rest(asker, Kind.MARKS, b"")
+                self._abort(held)
+            return recovery.all_folded
         kind, table = recovery.emit[0]
-        blob, recovery.emit_at = self.port.recover_emit(held.mirror.id, kind, table, recovery.emit_at)
-        send(kind, blob)
+        at = recovery.emit_at
+        blob, recovery.emit_at = self.port.recover_emit(held.mirror.id, kind, table, at)
+        if recovery.emit_at == at:
+            return False
+        self._send_rest(asker, kind, blob)
         if recovery.emit_at < 0:
             recovery.emit.pop(0)
             recovery.emit_at = 0
+        return True
 
     def feed_of(self, batch: Batch) -> Feed:
         """The message for a batch of the streams; its blobs are the body."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,6 +17,16 @@ PIECE_BYTES = 1 << 20
 """Contents leave in pieces of about this size, so that a push never waits long behind one."""
 
 _HEAD_BYTES = 9  # of a slot: its key, and a bit
+
+
+_REST = struct.Struct("<IHHIIIIII")  # the header of what is left of a row (native/recover.cpp), the slots' number last
+
+
+def rest_slots(blob: Blob) -> Sequence[int]:
+    """The slots whose records are in a blob of single slots of what is left of a row."""
+    count = _REST.unpack_from(blob)[-1]
+    slots: list[int] = np.frombuffer(blob, "<u4", count, _REST.size).tolist()
+    return slots
 
 
 class Body(Sequence[Blob]):
@@ -81,6 +92,9 @@ class StorePort:
     def emit_marks(self, bucket: BucketId) -> None:
         self._store.emit_marks(bucket)
 
+    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
+        self._store.emit_slots(bucket, table, np.array(slots, np.uint32))
+
     # ------------------------------------------------------------ blobs
 
     def keep(self, blob: Blob) -> Blob:
@@ -125,6 +139,14 @@ class StorePort:
 
     def recover_other(self, mirror: int, blob: Blob) -> int:
         return self._store.recover_other(mirror, blob)
+
+    def recover_heads(self, mirror: int) -> bool:
+        state = self._store.recover_state(mirror)
+        return bool(state) and all(heads for heads, _, _, _ in state.values())
+
+    def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
+        blob = self._store.emit_recovering_slots(mirror, table, np.array(slots, np.uint32))
+        return blob, rest_slots(blob) if blob else ()
 
     def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
         next_lo, blob = self._store.emit_recovering(mirror, kind, table, lo, lo + self._slots(kind, table))

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     HEADS = 2
     BODIES = 3
     MARKS = 4
+    SOME = 5  # contents (BODIES) of single slots, out of turn: a blob of that kind, but for one peer alone
 
 
 class Code(IntEnum):
@@ -118,7 +119,8 @@ class Streams:
         self._several: dict[
             int, tuple[BucketId, int]
         ] = {}  # ticket -> (bucket, seq), where more than one mirror has it
-        self._sweeps: dict[BucketId, deque[tuple[int, tuple[SweepTarget, ...]]]] = {}
+        self._sweeps: dict[BucketId, deque[list[tuple[int, SweepTarget]]]] = {}  # since which ticket, who
+        self._some: dict[BucketId, deque[SweepTarget]] = {}  # who gets the bucket's next SOME
 
     def __repr__(self) -> str:
         waiting = {f"ps:{slot}.{life}": len(s.queue) for (slot, life), s in self._streams.items()}
@@ -129,11 +131,19 @@ class Streams:
     def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
         """Contents of ``bucket`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no earlier
         sweep takes, go to ``targets``."""
-        self._sweeps.setdefault(bucket, deque()).append((from_ticket, tuple(targets)))
+        self._sweeps.setdefault(bucket, deque()).append([(from_ticket, t) for t in targets])
+
+    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None:
+        """The sweep of ``bucket`` that was begun last goes to ``target`` as well, from ``from_ticket`` on."""
+        self._sweeps[bucket][-1].append((from_ticket, target))
 
     def end_sweeps(self, bucket: BucketId) -> None:
         """Contents of this bucket that are still to come go to nobody."""
         self._sweeps.pop(bucket, None)
+
+    def some(self, bucket: BucketId, target: SweepTarget) -> None:
+        """The bucket's next entry SOME that has no target yet goes to ``target``: it is put into the outbox next."""
+        self._some.setdefault(bucket, deque()).append(target)
 
     def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
         """Deal out entries of the outbox, which must come in order. Returns the peers that got something."""
@@ -151,10 +161,15 @@ class Streams:
                 if len(peers) > 1:
                     self._several[ticket] = (e.bucket, e.seq)
                 continue
-            sweeps = self._sweeps.get(e.bucket)
-            if not sweeps or ticket < sweeps[0][0]:
+            if e.kind == Kind.SOME:
+                t = self._some[e.bucket].popleft()
+                self._put(t.peer, Item(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                told.add(t.peer)
                 continue
-            for t in sweeps[0][1]:
+            sweeps = self._sweeps.get(e.bucket)
+            if not sweeps or ticket < sweeps[0][0][0]:
+                continue
+            for t in [target for since, target in sweeps[0] if ticket >= since]:
                 self._put(t.peer, Item(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
                 told.add(t.peer)
             if e.kind == Kind.MARKS:

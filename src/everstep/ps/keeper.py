@@ -127,7 +127,7 @@ class Keeper:
         self._closing = False
         self._limit = LineLimit()
         self.whole = False
-        """Whether everything that the placement gives to this ps is served."""
+        """Whether everything that the placement gives to this ps answers, if not for every row at once."""
         self.mine: NDArray[np.int32] = np.zeros(0, np.int32)
         """What the placement gives to this ps."""
 
@@ -150,7 +150,7 @@ class Keeper:
                 raise
             finally:
                 self._do(self.machine.take_actions())
-                self.whole = self.machine.placement is not None and not self.machine.lacking
+                self.whole = self.machine.answering
                 self._asks = self.machine.asks()
                 self._wake_all()
 
@@ -163,6 +163,11 @@ class Keeper:
             *self._acks,
             *(p.work for p in self._peers.values()),
         ):
+            condition.notify_all()
+
+    def _wake_peers(self) -> None:
+        """There is something to ask, or a row to send. ``lock`` is held."""
+        for condition in (self._contents, *(p.work for p in self._peers.values())):
             condition.notify_all()
 
     def place(self, placement: Placement) -> None:
@@ -180,20 +185,34 @@ class Keeper:
                     return False
         return True
 
-    def wait_changed(self, deadline: float) -> bool:
-        """Wait for any change. False: it is too late."""
+    def wait_changed(self, deadline: float, most_s: float = _LOOK_S) -> bool:
+        """Wait for any change, ``most_s`` at most. False: it is too late."""
         with self._changed:
-            return self._pause(self._changed, deadline)
+            return self._pause(self._changed, deadline, most_s)
 
-    def _pause(self, condition: threading.Condition, deadline: float) -> bool:
+    def _pause(self, condition: threading.Condition, deadline: float, most_s: float = _LOOK_S) -> bool:
         """Wait on ``condition``, which is held, for a while. False, at once: it is too late, or this ps is ending."""
         left = deadline - time.monotonic()
         if left <= 0 or self._closing:
             return False
-        condition.wait(min(left, _LOOK_S))
+        condition.wait(min(left, most_s))
         return True
 
     # ------------------------------------------------------------ pushes
+
+    def demand(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> bool:
+        """Have the rows of these keys, by table, that are being rebuilt here folded out of turn. Returns at once.
+        False: all are here."""
+        slots: dict[tuple[BucketId, int], list[int]] = {}
+        for table, keys in wanted:
+            for bucket, slot in self._store.missing_all(table, keys):
+                slots.setdefault((BucketId(bucket), table), []).append(slot)
+        with self.lock:
+            new = [self.machine.demand(bucket, table, some) for (bucket, table), some in slots.items()]
+            if any(new):
+                self._asks = self.machine.asks()
+                self._wake_peers()
+        return bool(slots)
 
     def room(self, deadline: float) -> bool:
         """Wait until not too much is unsent; False: it still is."""
@@ -301,10 +320,21 @@ class Keeper:
         if self.machine.dirty:
             with self.transition():
                 pass
+        elif self.machine.arrived:
+            self.machine.arrived = False
+            with self._changed:
+                self._changed.notify_all()
         faults.step(self._slot, "mid_rebuild" if self.machine.rebuilding else "after_feed")
         return answer
 
     def want(self, request: Want) -> Taken | Moved:
+        """ValueError: malformed."""
+        if request.purpose in ("rows", "rest"):  # nothing that is served changes
+            with self.lock:
+                answer = self.machine.want(request)
+                self._asks = self.machine.asks()
+                self._wake_peers()
+                return answer
         with self.transition() as machine:
             return machine.want(request)
 
@@ -367,6 +397,9 @@ class Keeper:
     def _sweep_for_ever(self) -> None:
         while not self._closing:
             self.drain()
+            if self.machine.dirty:
+                with self.transition():
+                    pass
             with self._contents:
                 busy = self.machine.sweeping and self.streams.sweep_bytes < SWEEP_AHEAD_BYTES
                 if not busy or not self._sweep():

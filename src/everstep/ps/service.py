@@ -73,6 +73,7 @@ logger = logging.getLogger("everstep.ps")
 _STRIPES = 64
 _ANSWER_MAX_BYTES = 1 << 30
 _SCAN_MAX_BYTES = 64 << 20
+_ROWS_S = 0.02  # between two looks for rows that were asked for out of turn
 _REMEMBERED = 4096  # released shards
 WAIT_S = 5.0
 """How long a request waits for a bucket that is on its way here, or for mirrors, before it is answered Moved."""
@@ -188,7 +189,7 @@ class PsService:
             with self._lock:
                 self._released.extend(shards)
             # A bucket that is being rebuilt must not change before its mirrors hear of its changes.
-            if not self.keeper.machine.rebuilding:
+            if not self.keeper.machine.unheard:
                 self.store.release(list(shards))
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -218,7 +219,7 @@ class PsService:
                 case machine.Stuck(why=why) | machine.Torn(why=why):
                     logger.warning("%s", why)
         came = any(isinstance(a, machine.Took) and a.how != "new" for a in actions)
-        if came and self._released and not self.keeper.machine.rebuilding:
+        if came and self._released and not self.keeper.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
     def _log_took(self, bucket: BucketId, how: str) -> None:
@@ -403,11 +404,21 @@ class PsService:
         while request.version == self.route:
             try:
                 return self._pull_once(request, body, arena)
-            except (KeyError, Recovering):
+            except KeyError:
                 # Not here yet, or not any more: then the map is newer.
                 if not self.keeper.wait_changed(deadline):
                     break
+            except Recovering:
+                if not self._wait_for_rows(request.parts, _memory(body, arena, request.shm), deadline):
+                    break
         return Moved(self.route), []
+
+    def _wait_for_rows(self, parts: Sequence[Part], source: memoryview, deadline: float) -> bool:
+        """Have rows that are being rebuilt brought out of turn, and wait for the next change. False: it is too late."""
+        wanted = [(part.table, _keys(part, source)) for part in parts]
+        admitting = {spec.id: spec.candidates_id for spec in self.store.specs() if spec.admit_after}
+        wanted += [(admitting[table], keys) for table, keys in wanted if table in admitting]
+        return not self.keeper.demand(wanted) or self.keeper.wait_changed(deadline, _ROWS_S)
 
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
@@ -429,7 +440,7 @@ class PsService:
         """Whether all addressed buckets (a bitmap; b"": all of this ps) are served."""
         if self.keeper.whole or not buckets:
             return self.keeper.whole
-        return all(self.keeper.machine.serves(BucketId(b)) for b in bitmap_buckets(buckets))
+        return all(self.keeper.machine.answers(BucketId(b)) for b in bitmap_buckets(buckets))
 
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
         """Applied, logged, then confirmed by the mirrors; Moved: ask again, maybe with a newer map."""
@@ -445,7 +456,12 @@ class PsService:
                 break
             faults.step(self.slot, "before_apply")
             before = self.store.outbox_ticket()
-            answer = self._apply(request, body, arena)
+            try:
+                answer = self._apply(request, body, arena)
+            except Recovering:  # nothing was applied
+                if not self._wait_for_rows(request.parts, _memory(body, arena, request.shm), deadline):
+                    break
+                continue
             faults.step(self.slot, "after_apply")
             if answer is None:
                 continue
@@ -556,9 +572,12 @@ class PsService:
         with self._gate.shared():
             if request.bucket not in self._owned:
                 return Moved(self.route), []  # it left, or is not here yet: its new owner goes on from the same slot
-            keys, values, state, next_slot = self.store.scan(
-                request.table, request.bucket, request.slot, limit, request.state
-            )
+            try:
+                keys, values, state, next_slot = self.store.scan(
+                    request.table, request.bucket, request.slot, limit, request.state
+                )
+            except Recovering:
+                return Moved(self.route), []
         return Scanned(len(keys), next_slot), [keys, values] if state is None else [keys, values, state]
 
     def _stat(self) -> PsStats:

@@ -123,6 +123,11 @@ class Lineage(Truth):
             self._check(ps, bucket, how, what)
         self.holder[bucket] = ps
 
+    def whole(self, ps: PeerKey, bucket: BucketId, what: Bucket) -> None:
+        """``ps`` had taken it early; all of it is there now."""
+        if self.holder.get(bucket) == ps:
+            self._check(ps, bucket, "rebuilt row by row", what)
+
     def _undo(self, bucket: BucketId, c: _Change, ps: PeerKey) -> None:
         epoch = split_key(c.shard)[1]
         if c.lo < 0:
@@ -150,7 +155,7 @@ class Lineage(Truth):
         name = f"bucket {bucket}, which ps:{ps[0]} has {how}, at seq {what.seq}"
         if log and what.seq < log[-1].seq:
             raise Violation(f"{name}, ends before {log[-1].seq}")
-        if what.content != self.content[bucket]:
+        if not what.absent and what.content != self.content[bucket]:
             raise Violation(f"{name}, holds other samples than were applied to it")
         prints = sum(batch_fingerprint(c.shard, c.lo, c.hi) for c in log if c.lo >= 0) + self.bases.get(bucket, 0)
         if what.book.fingerprint != prints & _MASK:

@@ -24,7 +24,7 @@ from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token
 from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
-from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took
+from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took, Whole
 from everstep.protect.streams import PeerKey, Streams
 from everstep.sim.cluster import Child
 from everstep.sim.kernel import Conn
@@ -176,6 +176,8 @@ class MirrorPs(Child):
                 bucket = action.bucket  # type: ignore[attr-defined]
                 truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
                 came = came or action.how != "new"  # type: ignore[attr-defined]
+            elif kind is Whole:
+                truth.whole(self.me, action.bucket, store.buckets[action.bucket])  # type: ignore[attr-defined]
             elif kind is Gave:
                 truth.gave(self.me, action.bucket)  # type: ignore[attr-defined]
             elif kind is Load:
@@ -310,7 +312,7 @@ class MirrorPs(Child):
 
     def on_open(self, worker: Worker, lease: Lease, route: int) -> None:
         slot = self.key.slot
-        if route != self.route or self.machine.lacking:
+        if route != self.route or not self.machine.answering:
             self.net.send(self, worker, worker.on_moved, slot, self.route)
             return
         before = self.store.ticket()
@@ -333,7 +335,7 @@ class MirrorPs(Child):
     def serves(self, bitmap: bytes) -> bool:
         bits = int.from_bytes(bitmap, "little")
         if not bitmap:
-            return not self.machine.lacking and bool(self.store.ledger.buckets)
+            return self.machine.answering and bool(self.store.ledger.buckets)
         return all(b in self.store.ledger.buckets for b in range(bits.bit_length()) if bits >> b & 1)
 
     def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
@@ -344,6 +346,9 @@ class MirrorPs(Child):
             self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
             return
         store, truth = self.store, self.sim.truth
+        if store.lacks(bitmap, token.shard, token.lo, token.hi):  # as at the end of the real ps's patience
+            self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
+            return
         before = store.ticket()
         r = store.push(token.shard, token.lo, token.hi, token.lease, bitmap, skipped)
         answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)

@@ -50,13 +50,13 @@ class Blob(NamedTuple):
 
 
 class Bucket:
-    """A bucket that is here. ``content``: one bit per sample of each epoch."""
+    """A bucket that is here. ``content``: one bit per sample of each epoch. ``absent``: bits that are not back yet."""
 
-    __slots__ = ("book", "content", "seq")
+    __slots__ = ("absent", "book", "content", "seq")
 
     def __init__(self) -> None:
         self.book = BucketLedger()
-        self.content = 0
+        self.content = self.absent = 0
         self.seq = 0
 
     def copy(self) -> Bucket:
@@ -73,12 +73,13 @@ class Bucket:
 class _Member:
     """What a mirror knows of one member."""
 
-    __slots__ = ("complete", "covered", "fingerprint", "folded", "marks", "seq", "weight")
+    __slots__ = ("complete", "covered", "fingerprint", "folded", "heads", "marks", "seq", "weight")
 
     def __init__(self, weight: int) -> None:
         self.weight = weight  # power of g
         self.seq = -1
         self.covered = self.folded = 0  # masks
+        self.heads = 0  # HEADS that were folded
         self.complete = False
         self.marks: Marks = {}
         self.fingerprint = 0
@@ -95,7 +96,19 @@ class _Member:
 class Mirror:
     """The members' contents in one page."""
 
-    __slots__ = ("here", "lost", "members", "other", "page", "rest", "row")
+    __slots__ = (
+        "early",
+        "filled",
+        "here",
+        "lost",
+        "members",
+        "other",
+        "other_heads",
+        "other_mask",
+        "page",
+        "rest",
+        "row",
+    )
 
     def __init__(self, members: Sequence[BucketId], row: int) -> None:
         self.members = {b: _Member(i if row else 0) for i, b in enumerate(members)}
@@ -105,6 +118,9 @@ class Mirror:
         self.lost: tuple[BucketId, ...] = ()
         self.here: tuple[BucketId, ...] = ()
         self.other: Page = (0, 0)
+        self.other_heads = self.other_mask = 0
+        self.early = False  # the lost ones are here, as far as ``filled`` says
+        self.filled = 0
 
     @property
     def complete(self) -> bool:
@@ -138,7 +154,7 @@ class SimStore:
         """KeyError: a bucket is not served here."""
         before = self._marks_of(shard)
         result = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
-        bits = ((1 << (hi - lo)) - 1) << ((shard >> 32 & 0xFFFF) * self.epoch_samples + lo)
+        bits = self._bits(shard, lo, hi)
         applied = bitmap_buckets(result.buckets) if result.buckets else list(self.ledger.buckets)
         self._changed(shard, before, bits if result.applied else 0, set(map(BucketId, applied)))
         return result
@@ -245,6 +261,12 @@ class SimStore:
         self._out(Blob(kind, bucket, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
         return lo + self.piece if lo + self.piece < self.samples else -1
 
+    def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
+        raise AssertionError("nobody waits for single rows here")
+
+    def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
+        raise AssertionError("nobody waits for single rows here")
+
     def emit_marks(self, bucket: BucketId) -> None:
         b = self.buckets[bucket]
         self._out(Blob(Kind.MARKS, bucket, b.seq, b.book.fingerprint, b.marks()))
@@ -336,8 +358,51 @@ class SimStore:
         if any(b in self.buckets or b in self._loading for b in here):
             raise AssertionError(f"buckets {here} are to be rebuilt here, and one of them is here")
         m.rest, m.lost, m.here, m.other = m.page, tuple(lost), tuple(here), (0, 0)
+        m.other_heads = m.other_mask = m.filled = 0
+        m.early = False
         for who in m.members.values():
-            who.folded = 0
+            who.folded = who.heads = 0
+
+    def recover_heads(self, mirror: int) -> bool:
+        m = self.mirrors[mirror]
+        if m.rest is None or not m.here:
+            return False
+        rest = [who for bucket, who in m.members.items() if bucket not in m.lost]
+        if any(who.heads < len(TABLES) for who in rest) or (len(m.lost) > 1 and m.other_heads < len(TABLES)):
+            return False
+        if not m.early:
+            m.early = True
+            for bucket in m.here:
+                made = self._rebuilt(m.members[bucket], (0, 0))
+                made.absent = (1 << self.samples) - 1
+                self.install(bucket, made)
+            self._fill(m)
+        return True
+
+    def _fill(self, m: Mirror) -> None:
+        """Bits that are folded now are back in the buckets that are early."""
+        if not m.early:
+            return
+        new = ((1 << self.samples) - 1) & ~m.filled
+        for bucket, who in m.members.items():
+            new &= who.folded if bucket not in m.lost else new
+        if len(m.lost) > 1:
+            new &= m.other_mask
+        m.filled |= new
+        for bucket, page in self._solved(m).items():
+            if page[1] & new:
+                raise AssertionError("what was decoded is no contents")
+            self.buckets[bucket].content ^= page[0] & new
+            self.buckets[bucket].absent &= ~new
+
+    def lacks(self, bitmap: bytes, shard: int, lo: int, hi: int) -> bool:
+        """Whether rows that this range changes are still to come back in a bucket that is addressed."""
+        bits = self._bits(shard, lo, hi)
+        named = bitmap_buckets(bitmap) if bitmap else list(self.ledger.buckets)
+        return any(self.buckets[BucketId(b)].absent & bits for b in named if b in self.ledger.buckets)
+
+    def _bits(self, shard: int, lo: int, hi: int) -> int:
+        return ((1 << (hi - lo)) - 1) << ((shard >> 32 & 0xFFFF) * self.epoch_samples + lo)
 
     def recover_fold(self, mirror: int, blob: Blob) -> None:
         m, who = self.mirrors[mirror], self.mirrors[mirror].members[blob.bucket]
@@ -345,10 +410,15 @@ class SimStore:
             raise AssertionError(f"{blob} folded out of order")
         m.rest = plus(m.rest, times(blob.bits, who.weight))
         who.folded |= blob.mask
+        who.heads += blob.kind is Kind.HEADS
+        self._fill(m)
 
     def recover_other(self, mirror: int, blob: Blob) -> None:
         m = self.mirrors[mirror]
         m.other = plus(m.other, blob.bits)
+        m.other_mask |= blob.mask
+        m.other_heads += blob.kind is Kind.HEADS
+        self._fill(m)
 
     def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
         rest = self.mirrors[mirror].rest
@@ -362,20 +432,32 @@ class SimStore:
 
     def recover_end(self, mirror: int, abort: bool) -> None:
         m = self.mirrors[mirror]
-        rest, m.rest = m.rest, None
-        if abort or rest is None:
+        early, solved = m.early, self._solved(m) if not abort else {}
+        m.rest, m.early = None, False
+        if early:
+            for bucket in m.here:
+                if abort:
+                    self.fenced.add(bucket)
+                    self.drop(bucket)
+                elif self.buckets[bucket].absent:
+                    raise AssertionError(f"bucket {bucket} is not whole")
             return
-        if len(m.lost) == 1:
-            who = m.members[m.lost[0]]
-            solved = {m.lost[0]: times(rest, 3 - who.weight)}
-        else:
-            i, j = (list(m.members).index(b) for b in m.lost)
-            # r0 = x + y, r1 = g**i x + g**j y; g**i + g**j = g**(3 - i - j)
-            r0, r1 = (rest, m.other) if not m.row else (m.other, rest)
-            x = times(plus(r1, times(r0, j)), i + j)
-            solved = {m.lost[0]: x, m.lost[1]: plus(r0, x)}
         for bucket, page in solved.items():
             self.install(bucket, self._rebuilt(m.members[bucket], page))
+
+    def _solved(self, m: Mirror) -> dict[BucketId, Page]:
+        """The lost members, as far as what is left of the rows has them."""
+        rest = m.rest
+        if rest is None:
+            return {}
+        if len(m.lost) == 1:
+            who = m.members[m.lost[0]]
+            return {m.lost[0]: times(rest, 3 - who.weight)}
+        i, j = (list(m.members).index(b) for b in m.lost)
+        # r0 = x + y, r1 = g**i x + g**j y; g**i + g**j = g**(3 - i - j)
+        r0, r1 = (rest, m.other) if not m.row else (m.other, rest)
+        x = times(plus(r1, times(r0, j)), i + j)
+        return {m.lost[0]: x, m.lost[1]: plus(r0, x)}
 
 
 __all__ = ["Blob", "Bucket", "Mirror", "Page", "SimStore", "plus", "times"]
