@@ -20,6 +20,7 @@ from everstep.model.member import Role
 from everstep.model.placement import MirrorKind
 from everstep.model.shard import Lease, ShardState, split_key
 from everstep.native.ledger import Ledger, batch_fingerprint
+from everstep.policies.draft import How
 from everstep.policies.recovery import recover
 from everstep.protect.machine import Machine
 from everstep.protect.streams import PeerKey
@@ -271,6 +272,8 @@ class Simulation:
             if switched:
                 moves = [m for m in draft.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
                 away |= {b for m in moves for b in m.members}
+                # ... or a bucket's: then who handed it over has dropped it when the loss is noticed.
+                draft.missing = {b: p for b, p in draft.missing.items() if p.how is not How.HAND_OVER}
             draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
             if not draft.living or (recover(draft, keeper._image_of).lost and not self.may_begin_again()):
                 return False
