@@ -266,6 +266,8 @@ class Session:
             end = time.monotonic() + _CLOSE_S
         while not failed and self._entered and self.commits.waiting and time.monotonic() < end:
             self._tell(everybody=True)
+            if not self._telling and not self.commits.to_tell():
+                break  # who was there before us has to tell first
             time.sleep(0.01)
         if not failed and self._entered and not self._leave_said:
             with contextlib.suppress(EverstepError):

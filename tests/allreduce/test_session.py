@@ -1,0 +1,392 @@
+"""Sessions of several members in one process, over real gloo groups; the test says the master's words."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.allreduce.group_hub import Hub
+
+from everstep.allreduce import session as session_module
+from everstep.allreduce.collective import CollectiveError, GlooCollective
+from everstep.allreduce.session import Session
+from everstep.allreduce.step import LeaveJob, Outcome
+from everstep.brain.events import Answer, Grouped, Ok
+from everstep.config.spec import JobSpec
+from everstep.errors import EverstepError, InternalError, NonFiniteGradientError
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.shard import Plan
+from everstep.net.messages import AskGroup, CommitSteps, LeaveGroup, RequestType, Stalled
+from everstep.storage.chain import read_chain
+
+BATCH = 4
+WAIT_S = 60.0
+
+
+class State:
+    def __init__(self) -> None:
+        self.mark = Mark()
+        self.sum = 0  # the "model": how many samples it has seen
+
+
+class Keeper:
+    """Agrees as the real one does: who is new or behind takes the newest state of another member."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.address = None
+        self.has_state = False
+        self.on_synced: Callable[[], None] | None = None
+        self.on_error: Callable[[EverstepError], None] | None = None
+
+    def follow(self, group: Group) -> None: ...
+
+    def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark:
+        mark = self.state.mark
+        step = mark.step if self.has_state else -1
+        step, dataset, epoch, position, total = max(
+            gather([step, mark.dataset, mark.epoch, mark.position, self.state.sum])
+        )
+        self.has_state = True
+        if step < 0:
+            return group.begin
+        self.state.sum = total
+        return Mark(step, dataset, epoch, position)
+
+    def boundary(self) -> None: ...
+
+    def idle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Seat:
+    embedded = False
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.world, self.slot, self.incarnation = world, Slot(slot), Incarnation(1)
+        self.spec, self.run_dir = world.spec, world.folder
+        self.asked: list[RequestType] = []
+
+    def ask(self, request: RequestType, then: Callable[[Any], None]) -> None:
+        self.asked.append(request)
+        if isinstance(request, AskGroup):
+            then(Grouped(None))
+        else:
+            if isinstance(request, CommitSteps):
+                self.world.told(request.steps)
+            self.world.hub.ask(request, then)
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer:
+        self.asked.append(request)
+        return Ok()
+
+    def said(self, kind: type) -> list[Any]:
+        return [r for r in self.asked if isinstance(r, kind)]
+
+
+class Member:
+    """A process: its session, and a thread that trains."""
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.seat = Seat(world, slot)
+        self.state = State()
+        self.session = Session(self.seat, self.state, Keeper(self.state))
+        self.world = world
+        self.outcomes: list[tuple[int, Outcome | None]] = []  # None: its reduction failed
+        self.ended = ""
+        self.error: BaseException | None = None
+        self.digest: Callable[[int], int] = lambda step: 1000 + step
+        self.nonfinite: Callable[[int], bool] = lambda step: False
+        self.hold_at = -1  # do not vote on this step until ``go``
+        self.go = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        ended = "end"
+        try:
+            self._loop()
+        except LeaveJob as left:
+            ended = f"left {left.status}"
+        except BaseException as error:
+            self.error, ended = error, "error"
+        self.session.close("error" if self.error else "")
+        self.ended = ended
+
+    def _loop(self) -> None:
+        session = self.session
+        for until in range(1, self.world.epochs + 1):
+            session.enter(0, until, self.world.plan, BATCH)
+            while (step := session.begin()) is not None:
+                if step.number == self.hold_at:
+                    assert self.go.wait(WAIT_S)
+                try:
+                    samples = torch.tensor([float(sum(m.hi - m.lo for m in step.micros))])
+                    step.collective.allreduce(samples).wait()
+                except CollectiveError:
+                    self.outcomes.append((step.number, None))
+                    session.broken(step)
+                    continue
+                assert int(samples) == step.total
+                outcome = session.vote(step, self.digest(step.number), self.nonfinite(step.number))
+                self.outcomes.append((step.number, outcome))
+                if outcome is not Outcome.REDO:
+                    self.state.sum += step.total
+                    session.done(step)
+
+    def die(self) -> None:
+        """As a SIGKILL: no word to anybody, the sockets are gone."""
+        self.session.fail(InternalError("killed"))
+        self.go.set()
+        self.thread.join(WAIT_S)
+
+    @property
+    def committed(self) -> list[int]:
+        return [step for step, outcome in self.outcomes if outcome in (Outcome.COMMITTED, Outcome.SKIPPED)]
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.hub = folder, Hub()
+        self.spec = JobSpec(mode="allreduce", workers=3, ps=0)
+        self.plan = Plan(name="data", samples=400, shard_samples=100, seed=0)
+        self.epochs = 1
+        self.members: dict[int, Member] = {}
+        self.generation = 0
+        self.lost: list[tuple[Slot, Incarnation]] = []
+        self.steps: list[Committed] = []
+        self._lock = threading.Lock()
+
+    def start(self, *slots: int) -> list[Member]:
+        for slot in slots:
+            self.members[slot] = Member(self, slot)
+        return [self.members[s] for s in slots]
+
+    def publish(self, *slots: int, lost: int | None = None, hold: str = "") -> Group:
+        self.generation += 1
+        if lost is not None:
+            self.lost.append((Slot(lost), Incarnation(1)))
+        members = tuple(GroupMember(Slot(s), Incarnation(1), NodeId("node0")) for s in slots)
+        group = Group(generation=self.generation, members=members, lost=tuple(self.lost), hold=hold, origin=1)
+        for member in self.members.values():
+            member.session.grouped(group)
+        return group
+
+    def told(self, steps: tuple[Committed, ...]) -> None:
+        with self._lock:
+            self.steps += steps
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not what():
+            for member in self.members.values():
+                if member.error is not None and not isinstance(member.error, InternalError):
+                    raise member.error
+            assert time.monotonic() < end, {s: (m.session, m.outcomes[-3:], m.ended) for s, m in self.members.items()}
+            time.sleep(0.005)
+
+    def reached(self, step: int, *slots: int) -> None:
+        self.wait(lambda: all(self.members[s].state.mark.step >= step for s in slots))
+
+    def end(self, *slots: int, samples: int | None = None) -> None:
+        """These end well, with the same state; what was told tiles the data exactly once."""
+        self.wait(lambda: all(self.members[s].ended for s in slots))
+        for slot in slots:
+            member = self.members[slot]
+            assert member.ended == "end", (slot, member.error)
+            assert member.state.sum == (self.plan.samples * self.epochs if samples is None else samples)
+        at: dict[int, int] = {}
+        place, step = {}, 0
+        for c in self.steps:
+            at[c.first], at[c.last + 1] = place[c.first], place[c.last + 1] = c.lo, c.hi
+            assert c.first <= step, f"a gap before {c}"
+            step = max(step, c.last + 1)
+        assert self.steps[0].lo == 0 and step == self.members[slots[0]].state.mark.step
+        assert max(c.hi for c in self.steps) == self.plan.samples
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for member in world.members.values():
+        member.go.set()
+        member.session.fail(InternalError("the test is over"))
+        member.thread.join(10.0)
+
+
+def test_members_train_every_sample_once_and_end_together(world: World) -> None:
+    world.epochs = 2
+    world.start(0, 1, 2)
+    world.publish(0, 1, 2)
+    world.end(0, 1, 2)
+    steps = world.members[0].committed
+    assert steps == list(range(len(steps)))
+    assert [m.committed for m in world.members.values()] == [steps] * 3
+    for slot in range(3):
+        header, records, problem = read_chain(world.folder / "audit" / f"worker-{slot}.1.log")
+        assert problem is None and header["kind"] == "steps"
+        mine = [msgspec.msgpack.decode(r, type=Committed) for r in records]
+        assert mine[0].first == 0 and mine[-1].last == steps[-1]
+    assert [r.reason for r in world.members[1].seat.said(LeaveGroup)] == ["done"]
+
+
+def test_survivors_of_a_loss_do_the_step_again_among_themselves(world: World) -> None:
+    a, b, c = world.start(0, 1, 2)
+    c.hold_at = 5
+    world.publish(0, 1, 2)
+    world.reached(5, 0, 1)
+    c.die()
+    world.publish(0, 1, lost=2)
+    world.end(0, 1)
+    assert (5, None) in a.outcomes or (5, Outcome.REDO) in a.outcomes
+    assert a.committed == b.committed == list(range(len(a.committed)))
+    assert {s.generation for s in world.steps} == {1, 2}
+
+
+def test_a_vote_that_only_one_saw_through_is_committed_everywhere(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """worker:0 has the result, worker:1 does not: the sockets broke in between (worker:2 died)."""
+    a, b, c = world.start(0, 1, 2)
+    whole = GlooCollective.allreduce
+    broke = threading.Event()
+
+    def allreduce(self: GlooCollective, tensor: torch.Tensor, op: str = "sum") -> Any:
+        work = whole(self, tensor, op)
+        vote = op == "max" and int(tensor[0]) == 6
+        if vote and threading.current_thread() is b.thread and not broke.is_set():
+            work.wait()
+            broke.set()
+            raise CollectiveError("the result did not come")
+        return work
+
+    monkeypatch.setattr(GlooCollective, "allreduce", allreduce)
+    world.publish(0, 1, 2)
+    world.wait(broke.is_set)
+    world.wait(lambda: 6 in a.committed)
+    c.die()
+    world.publish(0, 1, lost=2)
+    world.end(0, 1)
+    assert [o for s, o in b.outcomes if s == 6] == [Outcome.COMMITTED]
+    assert a.committed == b.committed == list(range(len(a.committed)))
+
+
+def test_a_newcomer_enters_at_a_vote_and_nothing_is_done_again(world: World) -> None:
+    a, b = world.start(0, 1)
+    for m in (a, b):
+        m.hold_at = 8
+    world.publish(0, 1)
+    world.reached(8, 0, 1)
+    (c,) = world.start(2)
+    world.publish(0, 1, 2)
+    for m in (a, b):
+        m.go.set()
+    world.end(0, 1, 2)
+    assert a.committed == list(range(len(a.committed))) and len(a.outcomes) == len(a.committed)
+    assert c.committed[0] > 8 and c.committed == a.committed[c.committed[0] :]
+    assert {s.generation for s in world.steps} == {1, 2}
+
+
+def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
+    a, b, c = world.start(0, 1, 2)
+    for m in (a, b, c):
+        m.hold_at = 4
+    world.publish(0, 1, 2)
+    world.reached(4, 0, 1, 2)
+    assert c.session.leave_soon(143)
+    world.wait(lambda: bool(c.seat.said(LeaveGroup)))
+    world.publish(0, 1)
+    for m in (a, b, c):
+        m.go.set()
+    world.end(0, 1)
+    assert c.ended == "left 143"
+    assert len(a.outcomes) == len(a.committed)
+    assert c.committed == a.committed[: len(c.committed)]
+    assert max(s.last for r in c.seat.said(CommitSteps) for s in r.steps) == c.committed[-1]  # told before it went
+
+
+def test_a_connection_that_failed_without_a_loss_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "AGAIN_S", 0.05)
+    a, b = world.start(0, 1)
+    a.hold_at = 3
+    world.publish(0, 1)
+    world.reached(3, 0, 1)
+    assert isinstance(b.session._present, GlooCollective)
+    b.session._present.abort("a cable was pulled")
+    a.go.set()
+    world.end(0, 1)
+    assert a.committed == b.committed
+    assert {s.generation for s in world.steps} == {1}
+
+
+def test_a_group_on_hold_waits_and_alone_one_goes_on(world: World) -> None:
+    a, b = world.start(0, 1)
+    b.hold_at = 3
+    world.publish(0, 1)
+    world.reached(3, 0)
+    b.die()
+    world.publish(0, lost=1, hold="1 of at least 2 workers")
+    world.wait(lambda: a.session.machine.present is not None and a.session.machine.present.generation == 2)
+    assert a.state.mark.step == 3
+    world.publish(0)
+    world.end(0)
+    assert a.committed == list(range(len(a.committed)))
+
+
+def test_different_gradients_are_an_error_at_all_and_nothing_is_committed(world: World) -> None:
+    a, b = world.start(0, 1)
+    b.digest = lambda step: 1000 + step + (step == 7)
+    world.publish(0, 1)
+    world.wait(lambda: bool(a.ended and b.ended))
+    for member in (a, b):
+        assert isinstance(member.error, InternalError)
+        assert "silent corruption" in str(member.error) and "step 7" in str(member.error)
+        assert member.committed == list(range(7))
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_gradients_that_are_not_finite(world: World, policy: str) -> None:
+    world.spec = msgspec.structs.replace(world.spec, nonfinite=policy)
+    a, b = world.start(0, 1)
+    b.nonfinite = lambda step: step == 5
+    world.publish(0, 1)
+    if policy == "skip":
+        world.end(0, 1)
+        assert (5, Outcome.SKIPPED) in a.outcomes
+        assert {r for s in world.steps for r in s.skipped} == {(5 * 2 * BATCH, 6 * 2 * BATCH)}
+    else:
+        world.wait(lambda: bool(a.ended and b.ended) or isinstance(a.error, NonFiniteGradientError))
+        assert isinstance(a.error, NonFiniteGradientError) and "step 5" in str(a.error)
+
+
+def test_who_waits_for_long_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "STALL_S", 0.05)
+    a, b = world.start(0, 1)
+    b.hold_at = 3
+    world.publish(0, 1)
+    world.wait(lambda: any(r.step == 3 and r.generation == 1 for r in a.seat.said(Stalled)))
+    assert a.seat.said(Stalled)[-1].waited_s >= 0.05
+    b.go.set()
+    world.end(0, 1)
+
+
+def test_a_step_is_told_only_when_everybody_has_it(world: World) -> None:
+    a, b = world.start(0, 1)
+    for m in (a, b):
+        m.hold_at = 9
+    world.publish(0, 1)
+    world.reached(9, 0, 1)
+    world.wait(lambda: any(s.last == 7 for s in world.steps))
+    assert max(s.last for s in world.steps) == 7  # of 8 it is not known before the vote on 9
+    for m in (a, b):
+        m.go.set()
+    world.end(0, 1)
