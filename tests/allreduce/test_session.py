@@ -111,15 +111,13 @@ class Member:
         self.thread.start()
 
     def _run(self) -> None:
-        ended = "end"
         try:
             self._loop()
+            self.ended = "end"
         except LeaveJob as left:
-            ended = f"left {left.status}"
+            self.ended = f"left {left.status}"
         except BaseException as error:
-            self.error, ended = error, "error"
-        self.session.close("error" if self.error else "")
-        self.ended = ended
+            self.error, self.ended = error, "error"
 
     def _loop(self) -> None:
         session = self.session
@@ -199,6 +197,9 @@ class World:
     def end(self, *slots: int, samples: int | None = None) -> None:
         """These end well, with the same state; what was told tiles the data exactly once."""
         self.wait(lambda: all(self.members[s].ended for s in slots))
+        # Not sooner: in one process, who closes cuts also the others' ends of its connections, with what is in them.
+        for member in self.members.values():
+            member.session.close("error" if member.error else "")
         for slot in slots:
             member = self.members[slot]
             assert member.ended == "end", (slot, member.error)
