@@ -109,10 +109,10 @@ class Chaos:
     def died(self, slot: Slot, incarnation: Incarnation) -> bool:
         """Killed; who left by itself had changed over before."""
         seat = self.brain.members.workers[slot]
-        return any(
-            isinstance(e, ProcessExited) and (e.slot, e.incarnation, e.status) == (slot, incarnation, -9)
-            for e in self.said[-60:]
-        ) and (seat.member.incarnation > incarnation or not seat.running)
+        if seat.member.incarnation == incarnation and seat.running:
+            return False
+        ends = [e for e in self.said if isinstance(e, ProcessExited) and (e.slot, e.incarnation) == (slot, incarnation)]
+        return bool(ends) and ends[0].status == -9
 
     def worker(self) -> tuple[Slot, Incarnation]:
         slot = Slot(self.rng.randrange(5))
@@ -200,7 +200,7 @@ class Chaos:
         self.say(NodeJoined(self.at, NODES[0], "", 0, 0, self.running(NODES[0])))
         self.say(NodeJoined(self.at, NODES[1], "", 4, 0, self.running(NODES[1])))  # some slots are at home there
         self.say(ScaleAsked(self.at, Role.WORKER, 3))
-        for _ in range(400):
+        for _ in range(80):
             if self.brain.job.over:
                 return
             self.at += 1.0

@@ -586,6 +586,12 @@ class Brain:
             return self._ps_gone(seat, at, reason, inputs)
         member = seat.member
         trained = self.replicated and self.groups.member(seat)
+        if self.replicated and self.groups.said_done(seat):  # its exit status was lost with its agent
+            self.groups.ended(seat, clean=True)
+            set_state(seat, MemberState.LEFT, at)
+            seat.finished, seat.stopping = True, False
+            why = Decision("left", f"it had said that its script ran to the end; then {reason}", inputs)
+            return [Note(str(member.key), why), *self._finish_if_all_left(at)]
         self.groups.ended(seat, clean=False)
         if seat.stopping:
             return self._stopped(seat, at)

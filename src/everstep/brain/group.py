@@ -41,6 +41,7 @@ from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_
 
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
 LOST_REMEMBERED = 256
+DONE = "done"  # the reason of who leaves since its script came to its end
 STOP_AFTER_S = 10.0  # for a worker that has left the group to end its script
 
 Inputs = dict[str, str | int | float | bool]
@@ -60,14 +61,12 @@ class Asker(msgspec.Struct):
 
 
 class Leaver(msgspec.Struct, array_like=True):
-    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them.
-    ``alone``: nobody else was in the group: what it committed it has told when it ends by itself."""
+    """Left out of ``generation`` on purpose; until the members have changed over to that, it trains on with them."""
 
     slot: Slot
     incarnation: Incarnation
     generation: int
     member: GroupMember
-    alone: bool = False
 
 
 class Gone(msgspec.Struct, array_like=True):
@@ -111,6 +110,7 @@ class Groups(msgspec.Struct, kw_only=True):
     ``confirmed``: the newest generation of which a step was told. ``due_at``: when those who wait for a first group
     begin without the others, or a change waits to be published with others (not before ``quiet_until``); 0: nothing
     waits. ``force``: why to publish even if the members stay the same.
+    ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
     ``blamed``: losses in a row without getting further than ``furthest``."""
 
@@ -120,6 +120,7 @@ class Groups(msgspec.Struct, kw_only=True):
     asked: dict[Slot, Asker] = {}
     gone: list[Gone] = []
     leavers: list[Leaver] = []
+    dismissed: list[list[int]] = []
     entered: dict[Slot, tuple[Incarnation, int]] = {}
     step: int = 0
     cursors: dict[int, tuple[int, int]] = {}
@@ -176,7 +177,7 @@ class GroupKeeper:
         life, generation = books.entered.get(m.slot, (Incarnation(0), 0))
         if life != m.incarnation or self.living(m.slot, m.incarnation) is None:
             return False
-        return generation == books.origin or generation <= books.confirmed or self.data_done()
+        return generation == books.origin or generation <= books.confirmed
 
     def joining(self) -> tuple[GroupMember, ...]:
         """Living workers that asked and are not in the group, by slot."""
@@ -258,14 +259,27 @@ class GroupKeeper:
         return Reply(Grouped(self.view(), self.books.cursor(dataset)))
 
     def over_for(self, seat: Seat, e: GroupAsked) -> bool:
-        """Whether the loop of an asker that has a state, and is in no group, is over."""
-        return e.mark is not None and not self.member(seat) and self.books.cursor(e.dataset).epoch >= e.until_epoch
+        """Whether the loop of an asker that has the newest state, and is in no group, is over."""
+        newest = self.books.cursor(e.dataset)
+        has_it = e.mark is not None and e.mark.step >= newest.step
+        return has_it and not self.member(seat) and newest.epoch >= e.until_epoch
 
     def synced(self, seat: Seat, generation: int) -> None:
         """A newcomer follows the group of ``generation``."""
         ask = self.books.asked.get(seat.member.slot)
         if ask is not None and ask.incarnation == seat.member.incarnation and generation >= self.books.origin:
             ask.synced = max(ask.synced, generation)
+
+    def said_done(self, seat: Seat) -> bool:
+        """Whether this process told that its script came to its end, with all data trained."""
+        ask = self.books.asked.get(seat.member.slot)
+        return (
+            ask is not None
+            and ask.incarnation == seat.member.incarnation
+            and ask.leaving == DONE
+            and self.data_done()
+            and self.living(seat.member.slot, ask.incarnation) is not None
+        )
 
     def leaves(self, seat: Seat, reason: str) -> None:
         ask = self.books.asked.get(seat.member.slot)
@@ -292,8 +306,6 @@ class GroupKeeper:
             del books.asked[m.slot]
         for x in [x for x in books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)]:
             books.leavers.remove(x)
-            if clean and x.alone:
-                books.confirmed = max(books.confirmed, x.generation)
             if not clean:
                 self._lose(x.slot, x.incarnation)
                 self.books.force = f"{m.key} was lost before it had left"
@@ -330,7 +342,8 @@ class GroupKeeper:
         staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
         lost = [m for m in members if self.living(m.slot, m.incarnation) is None]
         synced = self._newcomers(True)
-        if not force and not synced and self._all_over(members):
+        held = group is not None and bool(group.hold)
+        if not force and not synced and not held and self._all_over(members):
             return self._send_home() if not staying else []
         for m in lost:
             self._lose(m.slot, m.incarnation)
@@ -341,10 +354,14 @@ class GroupKeeper:
             staying += [m for m in leavers if self.holds(m)]  # they have the only state
         synced = [m for m in synced if m not in staying]
         wanted = [m for m in staying if not self._leaves(m)]
-        if not wanted and not synced and self._awaited():
-            wanted = staying  # they have the only state: until somebody else has it
+        if not any(map(self.holds, wanted)) and (wanted or synced or self._awaited()):
+            # One who has the state stays until somebody else has it for certain.
+            keeper = next((m for m in staying if self.holds(m)), None)
+            wanted = [m for m in staying if m is keeper or not self._leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)
         hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
+        if wanted and self.data_done():
+            hold = ""  # nothing is left to wait for
         assert group is not None
         if tuple(wanted) == members and hold == group.hold and not force:
             books.due_at = 0.0
@@ -391,7 +408,7 @@ class GroupKeeper:
             if m not in returned:
                 books.entered[m.slot] = (m.incarnation, generation)
         for m in left:
-            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m, old.size == 1))
+            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m))
             if (ask := books.asked.get(m.slot)) is not None:
                 ask.synced = 0  # should it want to come back
         group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
@@ -434,24 +451,24 @@ class GroupKeeper:
         """Nobody has a state: begin a group with those who are there, once they are enough."""
         books, job = self.books, self.job
         there = self._newcomers(False, members=True)
+        out = self._dismiss()
         if not there:
             books.due_at = 0.0
-            return []
+            return out
         if self.data_done() and any(s.finished for s in self.members.workers.values()):
-            return self._send_home()
+            return out + self._send_home()
         seats = self.members.workers.values()
         expected = sum(s.running and not s.stopping and not self._has_left(s) for s in seats)
         now, books.due_at = ready_to_form(len(there), expected, job.spec.min_workers, at, books.due_at)
         if not now:
-            return []
+            return out
         first = books.group is None
         begin, restore = self.start
-        out = self._void(begin, restore)
+        out += self._void(begin, restore)
         if job.phase is Phase.STARTING:
             job.phase = Phase.TRAINING
         for ask in books.asked.values():
             ask.synced = 0
-        books.leavers.clear()
         members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
         books.origin = books.generations + 1
         books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
@@ -462,6 +479,19 @@ class GroupKeeper:
         if not first:
             words = f"nobody of the last group is left: {words}"
         return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
+
+    def _dismiss(self) -> list[InstructionType]:
+        """Whoever was to leave the last group has nothing to leave any more."""
+        books = self.books
+        books.leavers.clear()
+        going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
+        out: list[InstructionType] = []
+        for m in going:
+            if [m.slot, m.incarnation] not in books.dismissed:
+                why = Decision("stop", "the group that it was to leave is no more")
+                out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
+        books.dismissed = [[m.slot, m.incarnation] for m in going]
+        return out
 
     def _has_left(self, seat: Seat) -> bool:
         ask = self.books.asked.get(seat.member.slot)
@@ -512,7 +542,7 @@ class GroupKeeper:
         for slot in sorted(self.books.asked):
             ask = self.books.asked[slot]
             seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping or self.trains(seat):
+            if seat is None or seat.stopping:
                 continue
             seat.stopping = True
             m = seat.member
@@ -526,7 +556,7 @@ class GroupKeeper:
         """Take committed steps in. Returns what follows, and the error if they cannot be."""
         out: list[InstructionType] = []
         books = self.books
-        before = books.step
+        before, confirmed = books.step, books.confirmed
         for steps in e.steps:
             if steps.generation < books.origin:
                 continue  # of a line that has ended
@@ -539,6 +569,8 @@ class GroupKeeper:
             group = books.group
             if group is not None and group.generation == books.confirmed and books.step > books.furthest:
                 books.blamed = 0
+        if books.confirmed != confirmed:  # newcomers have the state for certain now
+            out += self.settle(e.at)
         return out, ""
 
     def _commit(self, c: Committed, out: list[InstructionType]) -> str:

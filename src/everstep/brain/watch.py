@@ -19,12 +19,14 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import LeaseExpired, MemberHeard, MemberSilent, NodeLost
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import MemberKey, MemberState
 
 WatchEvent = MemberSilent | MemberHeard | NodeLost | LeaseExpired
 
 TICK_S = 0.25  # how often the shell ticks
+STALL_S = 1.5  # silence of a worker for which its group waits; they beat every 0.5 s (mode allreduce)
+STALL_TOO_S = 1.1  # of more, once there is one
 PAUSE_S = 1.5  # ticks farther apart than this: the time was lost by us, not by them
 
 
@@ -116,12 +118,20 @@ class Watch:
         known = self._leases.get(no)
         return known.position if known is not None else default
 
-    def silent(self, key: MemberKey, incarnation: Incarnation, at: float, limit_s: float) -> bool:
-        """Whether a member was not heard for longer than ``limit_s``; never by our own fault: not after a pause."""
-        ear = self._members.get(key)
-        if ear is None or ear.incarnation != incarnation or ear.starting:
-            return False
-        return self._ticked is not None and at - self._ticked <= PAUSE_S and at - ear.at > limit_s
+    def stalled(self, brain: Brain, at: float) -> tuple[Slot, ...]:
+        """Workers that a stalled group need not wait for: not heard for ``STALL_S``; where there is one, also those
+        that missed two beats: what took it (a node, a switch) may have taken them. Never by our own fault: not after
+        a pause of ours."""
+        if self._ticked is None or at - self._ticked > PAUSE_S:
+            return ()
+        silent_s: dict[Slot, float] = {}
+        for seat in brain.members.workers.values():
+            ear = self._members.get(seat.member.key)
+            if seat.running and ear is not None and ear.incarnation == seat.member.incarnation and not ear.starting:
+                silent_s[seat.member.slot] = at - ear.at
+        if max(silent_s.values(), default=0.0) <= STALL_S:
+            return ()
+        return tuple(sorted(slot for slot, s in silent_s.items() if s > STALL_TOO_S))
 
     def forget(self, key: MemberKey, incarnation: Incarnation | None = None) -> None:
         """This process is known to be gone (any incarnation if None)."""

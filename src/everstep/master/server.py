@@ -91,7 +91,6 @@ logger = logging.getLogger("everstep.master")
 METRICS_S = 2.0
 PS_LEAVE_S = 12.0  # how long the end of the job waits for the ps to write their final cuts
 LAST_WORDS_S = 0.2  # for the last orders to leave
-STALL_SILENT_S = 1.5  # a member of a stalled group that is not heard for longer (it beats every 0.5 s) is lost
 
 Answer = wire.Answered
 _OK = Ok()
@@ -498,11 +497,7 @@ class Master:
 
     def _stalled(self, peer: Peer, r: wire.Stalled) -> Any:
         who, at = peer.identity, self.clock.now()
-        silent = tuple(
-            seat.member.slot
-            for seat in self.brain.members.workers.values()
-            if seat.running and self.watch.silent(seat.member.key, seat.member.incarnation, at, STALL_SILENT_S)
-        )
+        silent = self.watch.stalled(self.brain, at)
         return self._submit(GroupStalled(at, who.slot, who.incarnation, r.generation, r.step, r.waited_s, silent))
 
     def _exited(self, peer: Peer, r: wire.Exited) -> Any:

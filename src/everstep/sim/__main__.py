@@ -3,6 +3,7 @@
 --seed 17 [--trace]    one run; a readable trace of everything that happened
 --seeds 0..3000        many (also A..B:STEP); stops at the first failure, prints the command that repeats it
 --mutations            plant each bug and say which seed finds it
+--mix group            runs of mode allreduce: workers, masters and nodes are lost, stopped, cut off, scaled, drained
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
@@ -15,16 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
+from typing import Any
 
+from everstep.sim.group import group_scenario, simulate_group
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
+from everstep.sim.mutations_group import GROUP_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.run import Outcome, Parts, simulate
-from everstep.sim.scenario import Scenario, random_scenario, storm_scenario
+from everstep.sim.scenario import random_scenario, storm_scenario
 
 CHUNK = 100
-MIXES: dict[str, tuple[Callable[[int], Scenario], tuple[Mutation, ...]]] = {
-    "jobs": (random_scenario, MUTATIONS),
-    "ps": (storm_scenario, PS_MUTATIONS),
+MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[..., Outcome]]] = {
+    "jobs": (random_scenario, MUTATIONS, simulate),
+    "ps": (storm_scenario, PS_MUTATIONS, simulate),
+    "group": (group_scenario, GROUP_MUTATIONS, simulate_group),
 }
 
 
@@ -40,10 +45,10 @@ def chunk(seeds: range, mix: str = "jobs") -> tuple[list[Outcome], tuple[int, st
     began = time.process_time()
     done: list[Outcome] = []
     failure = None
-    scenario_of, _ = MIXES[mix]
+    scenario_of, _, run = MIXES[mix]
     for seed in seeds:
         try:
-            done.append(simulate(seed, scenario_of(seed)))
+            done.append(run(seed, scenario_of(seed)))
         except Exception as error:  # whatever it is, the seed that shows it must be told
             failure = seed, f"{type(error).__name__}: {error}"
             break
@@ -88,7 +93,7 @@ def run_seeds(seeds: range, jobs: int, mix: str) -> int:
 
 def run_one(seed: int, trace: bool, mutation: str, mix: str) -> int:
     lines: list[str] = []
-    scenario_of, mutations = MIXES[mix]
+    scenario_of, mutations, run = MIXES[mix]
     chosen = [m for m in mutations if m.name == mutation]
     if mutation and not chosen:
         print(f"no mutation is called {mutation!r}; there are: {', '.join(m.name for m in mutations)}", file=sys.stderr)
@@ -97,9 +102,9 @@ def run_one(seed: int, trace: bool, mutation: str, mix: str) -> int:
     try:
         if chosen:
             with planted(chosen[0]) as parts:
-                outcome = simulate(seed, scenario_of(seed), parts, lines)
+                outcome = run(seed, scenario_of(seed), parts, lines)
         else:
-            outcome = simulate(seed, scenario_of(seed), trace=lines)
+            outcome = run(seed, scenario_of(seed), trace=lines)
     except Exception as caught:
         error = caught
     if trace:
@@ -114,10 +119,10 @@ def run_one(seed: int, trace: bool, mutation: str, mix: str) -> int:
 
 def run_mutations(seeds: range, mix: str) -> int:
     missed = 0
-    scenario_of, mutations = MIXES[mix]
+    scenario_of, mutations, simulation = MIXES[mix]
 
     def run(seed: int, parts: Parts) -> Outcome:
-        return simulate(seed, scenario_of(seed), parts)
+        return simulation(seed, scenario_of(seed), parts)
 
     for mutation in mutations:
         found = catch(mutation, seeds, run)

@@ -1,0 +1,940 @@
+"""Mode allreduce under virtual time: the real brain, watch, journal rules, machine of a group and books of committed
+steps; the shells and the collectives are modelled.
+
+A collective completes when every member has come and all links between them work; its result reaches each member on
+its own, so that a death in between leaves some with it and some without. What each worker's state went through is one
+number, which two states share only if the same steps made them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+from everstep.allreduce.commits import Commits
+from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    AnswerType,
+    DrainAsked,
+    EndOfData,
+    Fenced,
+    GroupAsked,
+    GroupDue,
+    Grouped,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    InstructionType,
+    PlanRegistered,
+    PublishGroup,
+    Registered,
+    Reply,
+    StepsCommitted,
+    Welcome,
+)
+from everstep.brain.watch import Watch
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.group import Committed, Group, Mark
+from everstep.model.member import MemberKey, Role
+from everstep.monitor.steps import StepFacts, StepLog, check_steps
+from everstep.policies.split import Cut as StepCut
+from everstep.policies.split import cut_step
+from everstep.sim.cluster import Agent, Child, Disk, Master
+from everstep.sim.kernel import Conn, Kernel, Network, Process, Violation
+from everstep.sim.run import Outcome, Parts, Simulation
+from everstep.sim.scenario import Scenario
+
+STALL_S = 1.0
+NEWS_EVERY_S = 2.0
+TELL_S = 0.05
+TELL_ANYWAY_S = 2.0
+CONNECT_S = 5.0
+LEAVE_S = 15.0
+CLOSE_S = 60.0  # for the last reports, when the script is over
+BATCH = 2
+
+
+class GroupScenario(Scenario, frozen=True, kw_only=True):
+    """As :class:`Scenario`; ``batch_s`` is the time of a step."""
+
+    strategy: Literal["elastic", "fixed"] = "elastic"
+    min_workers: int = 1
+    logical: int = 0
+    patient: bool = False  # max_restarts and the like never end the job
+
+    def spec(self) -> JobSpec:
+        return JobSpec(
+            name="sim",
+            mode="allreduce",
+            workers=self.workers,
+            ps=0,
+            strategy=self.strategy,
+            min_workers=self.min_workers,
+            logical_workers=self.logical,
+            suspect_after_s=1.2,
+            lost_after_s=2.5,
+            max_restarts=100_000,
+            quarantine_after=0,
+        )
+
+
+FAULTS = {
+    "kill worker": 8,
+    "kill two workers": 3,
+    "kill all workers": 1,
+    "kill worker and master": 2,
+    "kill master": 4,
+    "stop worker": 4,
+    "stop master": 1,
+    "stop agent": 1,
+    "cut worker from master": 2,
+    "cut worker from worker": 2,
+    "cut worker off": 3,
+    "cut node": 2,
+    "kill node": 2,
+    "second master": 1,
+    "scale": 3,
+    "term worker": 3,
+    "drain": 2,
+    "sever": 2,
+    "lossy": 1,
+}
+
+
+def group_scenario(seed: int) -> GroupScenario:
+    """The scenario of ``seed``."""
+    rng = random.Random(f"group {seed}")
+    second = rng.random() < 0.4
+    names = [n for n in FAULTS if second or n not in ("cut node", "kill node")]
+    weights = [FAULTS[n] for n in names]
+    if rng.random() < 0.35:
+        chosen = rng.sample(range(len(names)), 2)
+        weights = [w if i in chosen else 0 for i, w in enumerate(weights)]
+    chaos_s = rng.uniform(1.0, 8.0)
+    count = rng.randint(0, 12)
+    faults = sorted((round(rng.uniform(0.1, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    workers = rng.randint(1, 4)
+    logical = rng.choice([0, 0, 0, 6])
+    return GroupScenario(
+        workers=workers,
+        ps=0,
+        samples=rng.randint(20, 150),
+        shard_samples=rng.choice([8, 15, 20]),
+        epochs=rng.choice([1, 2, 3]),
+        batch_s=rng.choice([0.02, 0.06, 0.15]),
+        second_node=second,
+        loss=rng.choice([0.0, 0.0, 0.01]),
+        duplicate=rng.choice([0.0, 0.02, 0.1]),
+        fsync_s=rng.choice([0.001, 0.004, 0.03]),
+        restart_s=rng.choice([0.01, 0.05, 0.5]),
+        snapshot_every=rng.choice([10, 40, 10_000]),
+        chaos_s=chaos_s,
+        heal_s=60.0,
+        faults=tuple(faults),
+        strategy="elastic" if logical else rng.choice(["elastic", "elastic", "fixed"]),
+        min_workers=rng.choice([1, 1, min(2, workers)]),
+        logical=logical,
+    )
+
+
+MASK = (1 << 64) - 1
+
+
+def prints(epoch: int, lo: int, hi: int) -> int:
+    """What training these positions adds to a state's print, in whatever steps."""
+    return sum(hash((epoch, position)) & MASK for position in range(lo, hi))
+
+
+# ---------------------------------------------------------------- collectives
+
+
+class Ring:
+    """One attempt to connect one generation, and the collectives on it."""
+
+    def __init__(self, sim: GroupSimulation, group: Group) -> None:
+        self.sim, self.group = sim, group
+        self.there: dict[int, GroupWorker] = {}
+        self.connected = self.broken = False
+        self.posted: dict[tuple[str, int], dict[int, Any]] = {}
+        self.numbers: dict[tuple[int, str], int] = {}
+
+    def join(self, rank: int, worker: GroupWorker, attempt: int) -> None:
+        if self.broken:
+            worker.later(0.01, worker.connect_failed, self, attempt)
+            return
+        self.there[rank] = worker
+        worker.later(CONNECT_S, worker.connect_failed, self, attempt)
+        if len(self.there) == self.group.size:
+            self._connect(attempt)
+
+    def _connect(self, attempt: int) -> None:
+        if self.broken:
+            return
+        if not self._whole():
+            self.sim.kernel.after(0.05, self._connect, attempt)
+            return
+        self.connected = True
+        for worker in self.there.values():
+            worker.later(0.005 + 0.02 * self.sim.kernel.random(), worker.connect_done, self, attempt)
+
+    def _whole(self) -> bool:
+        """Every link between two members works."""
+        if not self.sim.net.cut:
+            return True
+        reaches, there = self.sim.net.reaches, list(self.there.values())
+        return all(reaches(a, b) for a in there for b in there if a is not b)
+
+    def post(self, kind: str, rank: int, value: Any) -> None:
+        """One member comes to its next collective of this kind; ``on_result`` brings all values by rank."""
+        number = self.numbers.get((rank, kind), 0)
+        self.numbers[rank, kind] = number + 1
+        op = self.posted.setdefault((kind, number), {})
+        op[rank] = value
+        if len(op) == self.group.size:
+            self._complete(kind, number)
+
+    def _complete(self, kind: str, number: int) -> None:
+        if self.broken:
+            return
+        if not self._whole():
+            self.sim.kernel.after(0.05, self._complete, kind, number)
+            return
+        op = self.posted.pop((kind, number))
+        values = [op[rank] for rank in range(self.group.size)]
+        spread = self.sim.kernel.random
+        for worker in self.there.values():
+            worker.later(0.0005 + 0.003 * spread(), worker.on_result, self, kind, values)
+
+    def fail(self, by: GroupWorker | None) -> None:
+        """A member died or cut it: nothing of it comes any more, and everybody it reaches notices."""
+        self.broken = True
+        for worker in self.there.values():
+            if worker is not by:
+                self._notice(worker, by)
+
+    def _notice(self, worker: GroupWorker, by: GroupWorker | None) -> None:
+        if by is not None and not self.sim.net.reaches(by, worker):
+            self.sim.kernel.after(0.2, self._notice, worker, by)
+            return
+        worker.later(0.001 + 0.014 * self.sim.kernel.random(), worker.on_failed, self)
+
+
+# ---------------------------------------------------------------- the master
+
+
+class GroupMaster(Master):
+    """Besides: groups go to every worker, a stall is looked into, and what is due is said."""
+
+    def carry_out(
+        self, instructions: list[InstructionType], conn: Conn | None, handler: Any, args: tuple[Any, ...], event: Any
+    ) -> None:
+        super().carry_out(instructions, conn, handler, args, event)
+        for i in instructions:
+            if isinstance(i, PublishGroup):
+                for other in list(self.conns.values()):
+                    if isinstance(other.client, GroupWorker):
+                        self.net.to_client(other, other.client.on_group, other, i.group)
+
+    def tick(self) -> None:
+        super().tick()
+        if self.alive and 0 < self.brain.state.groups.due_at <= self.now():
+            self.record(GroupDue(self.now()))
+
+    def on_stalled(
+        self, conn: Conn, worker: Slot, life: Incarnation, generation: int, step: int, waited: float
+    ) -> None:
+        now = self.now()
+        silent = self.watch.stalled(self.brain, now)
+        client: Any = conn.client
+        self.record(GroupStalled(now, worker, life, generation, step, waited, silent), conn, client.on_grouped, ())
+
+
+class GroupAgent(Agent):
+    def spawn(self, role: Role, slot: Slot, incarnation: Incarnation) -> None:
+        if self.starting.get((role, slot)) != incarnation:
+            return
+        del self.starting[role, slot]
+        sim: Any = self.sim
+        child = sim.worker_class(sim, slot, incarnation, self.node)
+        self.children[role, slot] = child
+        sim.processes.append(child)
+        self.kernel.say(self, f"started {child.name}")
+        child.start()
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class GroupWorker(Child):
+    """What ``allreduce.session`` does, driven by events. ``chain``, ``print``: of the state: of the steps that made
+    it, and of the samples that are in it, whatever the steps."""
+
+    def __init__(self, sim: GroupSimulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
+        super().__init__(sim, f"worker:{slot}.{incarnation}", node)
+        self.gsim = sim
+        self.key = MemberKey(Role.WORKER, slot)
+        self.incarnation = incarnation
+        self.machine = sim.machine_class(slot, incarnation)
+        self.commits = Commits()
+        self.mark, self.chain, self.print, self.has_state = Mark(), 0, 0, False
+        self.origin: int | None = None
+        self.rings: dict[int, Ring] = {}  # ready, by generation
+        self.building: Ring | None = None
+        self.ring: Ring | None = None  # of the present group
+        self.phase = "out"
+        self.resolved = self.met = self.formed = False
+        self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
+        self.ready = self.entered = self.over = self.closing = False
+        self.leaving_since = -1.0
+        self.synced = 0
+        self.waits_since = self.broke_at = self.stalled_at = self.connecting_since = 0.0
+        self.asked_at = self.telling = self.untold_since = 0.0
+        self.log: list[Committed] = sim.logs.setdefault((slot, incarnation), [])
+        self.follows = 0
+        self.later(0.05 + 0.2 * sim.kernel.random(), self.attend)
+
+    # ------------------------------------------------------------ the master
+
+    def hello(self, conn: Conn) -> None:
+        server: Any = conn.server
+        node = NodeId(self.node)
+        self.net.to_server(conn, server.on_hello_member, conn, self.key, self.incarnation, node, None, ())
+
+    def send_beat(self, conn: Conn) -> None:
+        server: Any = conn.server
+        self.net.to_server(conn, server.on_beat, conn, self.key, self.incarnation, ())
+
+    def on_welcome(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        elif isinstance(answer, Welcome) and self.welcomed(conn):
+            self.telling = 0.0
+            if not self.entered:
+                self.call(PlanRegistered, self.on_registered, (), *self.me, self.sim.plan)
+            else:
+                self.ask()
+                self.say_synced()
+
+    @property
+    def me(self) -> tuple[Slot, Incarnation]:
+        return self.key.slot, self.incarnation
+
+    def on_registered(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Registered):
+            self.entered = True
+            self.ask()
+        elif isinstance(answer, Fenced):
+            self.exit(4)
+
+    def ask(self) -> None:
+        self.asked_at = self.kernel.now
+        mark = self.mark if self.has_state else None
+        self.call(GroupAsked, self.on_grouped, (), *self.me, 0, self.sim.scenario.epochs, BATCH, None, mark)
+
+    def again(self) -> None:
+        if not self.entered:
+            self.call(PlanRegistered, self.on_registered, (), *self.me, self.sim.plan)
+        elif self.machine.newest is None:
+            self.ask()
+
+    def on_grouped(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        elif isinstance(answer, Grouped) and answer.group is not None:
+            if answer.group.origin == self.origin:  # what is in the journal, whoever told it
+                self.commits.confirm(answer.cursor.step - 1)
+            self.on_group(conn, answer.group)
+        elif isinstance(answer, EndOfData):
+            self.over = True
+            self.pump()
+
+    def on_group(self, conn: Conn, group: Group) -> None:
+        if self.closing:
+            return
+        self.do(self.machine.told(group))
+        self.pump()
+
+    def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
+        pass
+
+    def terminate(self) -> None:
+        """SIGTERM: leave the group first; without one, end."""
+        if self.leaving_since < 0 and self.entered and not self.closing:
+            self.leaving_since = self.kernel.now
+            self.call(GroupLeft, self.on_grouped, (), *self.me, "asked")
+            self.pump()
+        elif not self.closing and not self.entered:
+            self.exit(143)
+
+    # ------------------------------------------------------------ what the machine wants
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Connect):
+                self.connect_to(action.group, action.attempt)
+            elif isinstance(action, Cut):
+                self.cut(action.generation)
+            elif isinstance(action, Follow):
+                self.synced = 0
+                self.follows += 1
+                self.later(0.02 + 0.2 * self.kernel.random(), self.fetch, action.group, self.follows)
+
+    def connect_to(self, group: Group, attempt: int) -> None:
+        ring = self.gsim.ring(group, attempt)
+        if not self.machine.whole:
+            self.connecting_since = self.connecting_since or self.kernel.now
+        if group.size == 1:
+            ring.there[0] = self
+            self.rings[group.generation] = ring
+            self.do(self.machine.connected(group.generation, attempt))
+            return
+        self.building = ring
+        ring.join(group.rank(*self.me), self, attempt)
+
+    def connect_done(self, ring: Ring, attempt: int) -> None:
+        if self.building is not ring or ring.broken:
+            return
+        self.building = None
+        self.rings[ring.group.generation] = ring
+        self.do(self.machine.connected(ring.group.generation, attempt))
+        self.pump()
+
+    def connect_failed(self, ring: Ring, attempt: int) -> None:
+        if self.building is not ring:
+            return
+        self.building = None
+        ring.fail(self)
+        self.do(self.machine.failed(ring.group.generation, attempt))
+
+    def cut(self, generation: int) -> None:
+        for ring in (self.building, self.rings.get(generation), self.ring):
+            if ring is not None and ring.group.generation == generation and not ring.broken:
+                ring.fail(self)
+        if self.building is not None and self.building.group.generation == generation:
+            self.building = None
+        self.rings.pop(generation, None)
+        if self.ring is not None and self.ring.group.generation == generation:
+            self.interrupted()
+
+    def on_failed(self, ring: Ring) -> None:
+        """A collective, or an attempt to connect, fails."""
+        if ring is self.building:
+            self.building = None
+            attempt = next(a for (g, a), r in self.gsim.rings.items() if r is ring)
+            self.do(self.machine.failed(ring.group.generation, attempt))
+        elif ring is self.ring:
+            if ring.group.generation == (self.machine.present.generation if self.machine.present else 0):
+                self.broke_at = self.broke_at or self.kernel.now
+                self.do(self.machine.broke())
+            self.interrupted()
+        self.pump()
+
+    def interrupted(self) -> None:
+        """Out of the collective in flight; a computation goes on, for nothing."""
+        if self.phase not in ("computing", "out"):
+            self.phase = "out"
+            self.waits_since = 0.0
+            self.later(0.0, self.pump)
+
+    # ------------------------------------------------------------ the copy of a newcomer
+
+    def fetch(self, group: Group, number: int) -> None:
+        """The state of a member, as of now; what it misses meanwhile it gets when it enters."""
+        if number != self.follows or self.machine.present is not None or self.closing:
+            return
+        for m in group.members:
+            source = self.gsim.worker(m.slot, m.incarnation)
+            if source is not None and source.has_state and self.net.reaches(self, source):
+                if source.paused_until > self.kernel.now:
+                    continue
+                self.mark, self.chain, self.print = source.mark, source.chain, source.print
+                self.has_state, self.origin = True, source.origin
+                self.synced = self.machine.newest.generation if self.machine.newest is not None else 0
+                if self.next_cut(1) is None:
+                    self.finish()  # its loop is over, and it has the trained state
+                else:
+                    self.say_synced()
+                return
+        self.later(0.2, self.fetch, group, number)
+
+    def say_synced(self) -> None:
+        if self.synced and self.machine.present is None and not self.closing:
+            self.call(GroupSynced, self.on_grouped, (), *self.me, self.synced)
+
+    # ------------------------------------------------------------ the loop
+
+    def next_cut(self, size: int) -> StepCut | None:
+        return cut_step(self.mark, self.sim.plan, self.sim.scenario.epochs, BATCH, self.sim.spec, size)
+
+    def pump(self) -> None:
+        """Go on as far as possible without waiting."""
+        m = self.machine
+        if self.phase != "out" or self.closing or not self.alive:
+            return
+        if m.pending is not None and m.excluded and not m.whole and m.entry is None:
+            m.pending = None  # the others decide without us
+            self.step = None
+        entry = m.entry
+        if entry is not None:
+            m.enter(entry)
+            self.ring = self.rings.pop(entry.generation)
+            self.resolved = self.met = False
+            self.broke_at = self.connecting_since = 0.0
+        leaving = self.leaving_since >= 0
+        if m.let_go and entry is None:
+            self.leave()
+            return
+        if m.present is None or not m.whole or (m.outside and entry is None):
+            if leaving and (m.outside or m.present is None):
+                self.leave()
+            elif self.over and not m.member_of(m.newest):
+                self.finish()
+            return
+        group, ring = m.present, self.ring
+        assert ring is not None
+        late = leaving and self.kernel.now - self.leaving_since > LEAVE_S
+        if leaving and (group.size == 1 or late):
+            self.leave()
+            return
+        if not self.resolved:
+            void = self.origin is not None and self.origin != group.origin
+            self.post("resolve", m.word(self.mark.step if self.has_state and not void else -1, 0, 0))
+        elif not self.met:
+            if self.origin is not None and self.origin != group.origin:
+                self.has_state = False
+            self.post("agree", (self.mark if self.has_state else None, self.chain, self.print))
+        elif not group.hold:
+            cut = self.next_cut(group.size)
+            if cut is None:
+                self.post("farewell", m.ballot(self.mark.step, 0, False, self.commits.confirmed))
+                return
+            new = Committed(group.generation, self.mark.step, self.mark.step, 0, cut.epoch, cut.lo, cut.hi)
+            self.step = new, cut
+            self.phase = "computing"
+            self.later(self.sim.scenario.batch_s * (0.7 + 0.6 * self.kernel.random()), self.computed, ring)
+
+    def post(self, phase: str, value: Any) -> None:
+        assert self.ring is not None and self.machine.present is not None
+        self.phase, self.waits_since = phase, self.kernel.now
+        self.ring.post(phase, self.machine.present.rank(*self.me), value)
+
+    def computed(self, ring: Ring) -> None:
+        self.phase = "out"
+        if ring is not self.ring or not self.machine.whole or ring.broken:
+            self.step = None  # it will be done again
+            self.pump()
+            return
+        assert self.step is not None
+        self.post("reduce", self.step[0])
+
+    def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
+        if ring is not self.ring or self.phase != kind or not self.machine.whole:
+            return
+        self.waits_since = 0.0
+        self.phase = "out"
+        m = self.machine
+        if kind == "resolve":
+            self.resolved = True
+            self.formed = all(word[0] < 0 for word in values)
+            void = self.origin is not None and m.present is not None and self.origin != m.present.origin
+            if m.resolve(values) and not void:
+                self.apply()
+            self.step = None
+        elif kind == "agree":
+            self.agree(values)
+        elif kind == "reduce":
+            assert self.step is not None
+            if any(
+                (v.first, v.epoch, v.lo, v.hi) != (values[0].first, values[0].epoch, values[0].lo, values[0].hi)
+                for v in values
+            ):
+                raise Violation(f"members reduce different steps: {values}")
+            if not m.whole:
+                self.step = None
+            else:
+                self.post("vote", m.ballot(self.step[0].first, self.step[0].hi, False, self.commits.confirmed))
+                return
+        else:
+            tally, actions = m.count([max(v[i] for v in values) for i in range(len(values[0]))])
+            if tally.counted is not Counted.AGREED:
+                raise Violation(f"a vote without agreement: {tally}")
+            self.commits.confirm(tally.confirmed)
+            if kind == "farewell":
+                self.do(actions)
+                self.commits.settle(self.mark.step)
+                self.finish()
+                return
+            assert self.step is not None
+            self.commits.settle(self.step[0].first)
+            self.apply()
+            self.do(actions)
+        self.pump()
+
+    def apply(self) -> None:
+        """The step is committed here."""
+        assert self.step is not None and self.origin is not None
+        c = self.step[0]
+        self.step = None
+        if not self.has_state or self.mark.step != c.first:
+            raise Violation(f"{self} applies step {c.first} to a state at {self.mark}")
+        self.gsim.applies(self.origin, c)
+        self.chain = hash((self.chain, c.first, c.epoch, c.lo, c.hi))
+        self.print = (self.print + prints(c.epoch, c.lo, c.hi)) & MASK
+        self.mark = Mark(c.first + 1, 0, c.epoch, c.hi)
+        self.commits.done(c)
+        if self.machine.present is not None and self.machine.present.size == 1:
+            self.commits.settle(c.first + 1)
+
+    def agree(self, values: list[Any]) -> None:
+        group = self.machine.present
+        assert group is not None
+        states = [state for state in values if state[0] is not None]
+        if not states:
+            self.mark, self.chain, self.print, self.has_state = group.begin, 0, 0, True
+            if group.begin != Mark():
+                raise Violation(f"{group} begins at {group.begin}, and there is no checkpoint")
+        else:
+            newest = max(states, key=lambda s: s[0].step)
+            if len({state[1:] for state in states if state[0].step == newest[0].step}) > 1:
+                raise Violation(f"states of one step differ: {states}")
+            self.mark, self.chain, self.print = newest
+            self.has_state = True
+        if self.origin != group.origin:
+            self.commits.begin(self.mark.step if self.formed else 0)
+        self.origin, self.met, self.synced = group.origin, True, 0
+        self.commits.settle(self.mark.step)
+
+    # ------------------------------------------------------------ the ends
+
+    def leave(self) -> None:
+        self.closing = True
+        self.later(0.01, self.end, 143, self.kernel.now)
+
+    def finish(self) -> None:
+        self.closing = True
+        self.later(0.01, self.end, 0, self.kernel.now)
+
+    def end(self, status: int, since: float) -> None:
+        """Tell what is untold, then go."""
+        if self.commits.waiting and self.kernel.now - since < CLOSE_S:
+            self.tell(True)
+            self.later(0.02, self.end, status, since)
+            return
+        if status == 0:
+            self.call(GroupLeft, self.on_grouped, (), *self.me, "done")
+            self.gsim.finished(self)
+        self.exit(status)
+
+    def exit(self, status: int) -> None:
+        if self.alive:
+            super().exit(status)
+            for ring in (self.building, self.ring, *self.rings.values()):
+                if ring is not None and not ring.broken:
+                    ring.fail(None)
+
+    # ------------------------------------------------------------ beside the loop
+
+    def attend(self) -> None:
+        now = self.kernel.now
+        self.later(TELL_S if self.commits.waiting else 0.25, self.attend)
+        if self.closing:
+            return
+        self.tell(False)
+        m = self.machine
+        lost = m.present is not None and not m.whole
+        if lost and self.broke_at and now - self.broke_at > NEWS_EVERY_S:
+            self.do(m.reconnect())
+        if self.entered and not m.member_of(m.newest) and now - self.asked_at > NEWS_EVERY_S:
+            self.ask()
+            self.say_synced()
+        if self.leaving_since >= 0 and now - self.asked_at > NEWS_EVERY_S:
+            self.asked_at = now
+            self.call(GroupLeft, self.on_grouped, (), *self.me, "asked")
+        self.stall(now, lost)
+        self.pump()
+
+    def stall(self, now: float, lost: bool) -> None:
+        m = self.machine
+        group = m.newest if lost or m.present is None else m.present
+        since = self.waits_since if self.phase not in ("out", "computing") else self.broke_at if lost else 0.0
+        since = since or (self.connecting_since if not m.whole and self.building is not None else 0.0)
+        if group is None or not since or now - since < STALL_S or now - self.stalled_at < STALL_S:
+            return
+        self.stalled_at = now
+        conn = self.conn
+        if conn is not None and self.welcome:
+            server: Any = conn.server
+            waited = now - since
+            self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.mark.step, waited)
+
+    def tell(self, everybody: bool) -> None:
+        now = self.kernel.now
+        self.log += self.commits.to_log()
+        steps = self.commits.to_tell()
+        if not steps:
+            if self.commits.waiting and now - self.asked_at > 1.0:
+                self.ask()  # is there a gap before ours? whoever has those steps may be gone, and have told them
+            self.untold_since = 0.0
+            return
+        self.untold_since = self.untold_since or now
+        present = self.machine.present
+        first = present is not None and present.rank(*self.me) == 0
+        if now - self.telling < 1.0 or not (first or everybody or now - self.untold_since > TELL_ANYWAY_S):
+            return
+        self.telling = now
+        self.call(StepsCommitted, self.on_told, (steps[-1].last,), *self.me, steps)
+
+    def on_told(self, conn: Conn, last: int, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+            return
+        self.telling = 0.0
+        self.commits.confirm(last)
+
+
+# ---------------------------------------------------------------- one run
+
+
+class GroupSimulation(Simulation):
+    """See ``sim.run.Simulation``."""
+
+    def __init__(
+        self,
+        seed: int,
+        scenario: GroupScenario,
+        parts: Parts = Parts(),
+        trace: bool = False,
+        validate: bool = True,
+        worker: type[GroupWorker] = GroupWorker,
+        machine: type[GroupMachine] = GroupMachine,
+    ) -> None:
+        self.seed, self.scenario, self.parts, self.validate = seed, scenario, parts, validate
+        self.worker_class, self.machine_class = worker, machine
+        self.kernel = Kernel(seed, trace)
+        self.net = Network(self.kernel)
+        self.spec, self.plan = scenario.spec(), scenario.plan()
+        self.disk = Disk()
+        self.processes = []
+        self.rings: dict[tuple[int, int], Ring] = {}
+        self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
+        self.applied = 0
+        self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
+        self.over = None
+        self.healed = False
+        self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
+        self.master = self.new_master()
+        self.home = GroupAgent(self, "node0", 0, 0)
+        self.agents = {"node0": self.home}
+        self.home.start()
+        if scenario.second_node:
+            self.new_agent("node1")
+
+    # ------------------------------------------------------------ what happens
+
+    def new_master(self) -> Master:
+        self.masters += 1
+        master = self.master = GroupMaster(self, self.masters)
+        return master
+
+    def new_agent(self, node: str) -> None:
+        agent = self.agents[node] = GroupAgent(self, node, 2, 0)
+        agent.start()
+
+    def process_ended(self, process: Any, status: int) -> None:
+        self.kernel.say(process, f"ended with {status}")
+        if isinstance(process, Agent):
+            return
+        self.deaths += status not in (0, 143)
+        if process in self.processes:
+            self.processes.remove(process)
+        agent = self.agents.get(process.node)
+        if agent is not None and agent.alive:
+            agent.fire(agent.child_ended, (process, status))
+
+    def ring(self, group: Group, attempt: int) -> Ring:
+        key = group.generation, attempt
+        if key not in self.rings:
+            self.rings[key] = Ring(self, group)
+        return self.rings[key]
+
+    def worker(self, slot: Slot, incarnation: Incarnation) -> GroupWorker | None:
+        for process in self.processes:
+            if isinstance(process, GroupWorker) and process.me == (slot, incarnation):
+                return process
+        return None
+
+    def applies(self, origin: int, c: Committed) -> None:
+        """A worker committed a step. (Not all who do are survived by somebody who knows.)"""
+        self.applied += 1
+
+    def finished(self, worker: GroupWorker) -> None:
+        if worker.has_state and worker.origin is not None:
+            self.ended_well.append((worker.origin, worker.mark.step, worker.print))
+
+    # ------------------------------------------------------------ faults
+
+    def strike(self, fault: str) -> None:
+        rng = self.kernel.rng
+        if self.over is not None:
+            return
+        self.kernel.say("FAULT", fault)
+        self.faults += 1
+        workers = [p for p in self.processes if isinstance(p, GroupWorker)]
+        worker = rng.choice(workers) if workers else None
+        if fault in ("kill master", "kill worker and master"):
+            self.kill_master()
+        if fault in ("kill worker", "kill worker and master", "kill two workers") and worker is not None:
+            worker.exit(-9)
+            others = [w for w in workers if w is not worker]
+            if fault == "kill two workers" and others:
+                self.kernel.after(rng.choice([0.0, 0.05, 0.3]) * rng.random(), rng.choice(others).exit, -9)
+        elif fault == "kill all workers":
+            for w in workers:
+                w.exit(-9)
+        elif fault == "stop worker" and worker is not None:
+            worker.pause(rng.choice([0.3, 1.5, 4.0, 9.0]))
+        elif fault == "stop master":
+            self.master.pause(rng.choice([0.2, 2.0]))
+        elif fault == "stop agent":
+            rng.choice(list(self.agents.values())).pause(rng.choice([0.3, 4.0]))
+        elif fault == "cut worker from master" and worker is not None:
+            self.cut(worker.name, self.master.name, rng.random() < 0.7, rng.uniform(0.2, 4.0))
+        elif fault == "cut worker from worker" and len(workers) > 1:
+            a, b = rng.sample(workers, 2)
+            self.cut(a.name, b.name, rng.random() < 0.5, rng.uniform(0.2, 3.0))
+        elif fault == "cut worker off" and worker is not None:
+            seconds = rng.uniform(0.3, 6.0)
+            for other in [w for w in workers if w is not worker] + [self.master]:
+                self.cut(worker.name, other.name, True, seconds)
+        elif fault == "cut node":
+            self.cut("node1", "node0", rng.random() < 0.7, rng.uniform(0.3, 4.0))
+        elif fault == "kill node":
+            self.kill_node("node1", rng.uniform(0.1, 4.0) if rng.random() < 0.7 else -1.0)
+        elif fault == "second master":
+            self.kernel.say(self.new_master(), "started beside the old one")
+        elif fault == "scale":
+            most = self.spec.logical_workers or 5
+            self.scale(rng.randint(1, min(most, 5)))
+        elif fault == "term worker" and worker is not None:
+            worker.fire(worker.terminate, ())
+        elif fault == "drain" and worker is not None:
+            self.record(DrainAsked(self.master.now(), f"worker:{worker.key.slot}", rng.choice([1.0, 30.0])))
+        elif fault == "sever":
+            conns = [c.conn for c in (*self.agents.values(), *self.processes) if c.conn is not None]
+            if conns:
+                self.net.sever(rng.choice(conns), 0.3)
+        elif fault == "lossy":
+            self.net.loss = min(0.2, self.net.loss + 0.05)
+
+    def heal(self) -> None:
+        super().heal()
+        if self.over is None and not self.agents["node0"].alive:
+            self.node_back("node0")
+        for node, agent in list(self.agents.items()):
+            if not agent.alive:
+                self.node_back(node)
+        self.wanted()
+
+    def wanted(self) -> None:
+        """Whoever healed the job asks for the workers that it needs."""
+        if self.over is not None:
+            return
+        if not self.master.alive or self.kernel.now < self.master.paused_until:
+            self.kernel.after(0.5, self.wanted)
+            return
+        self.scale(max(self.spec.workers, self.spec.min_workers))
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Outcome:
+        kernel, scenario, net = self.kernel, self.scenario, self.net
+        net.loss, net.duplicate = scenario.loss, scenario.duplicate
+        for when, fault in scenario.faults:
+            kernel.at(when, self.strike, fault)
+        kernel.at(scenario.chaos_s, self.heal)
+        kernel.run(scenario.chaos_s + scenario.deadline_s)
+        if self.over is None:
+            raise Violation(f"not finished {scenario.deadline_s:g} s after the last fault: {self.where()}")
+        if self.over[0] != 0:
+            raise Violation(f"the job failed: {self.over[1]}")
+        self.check()
+        self.replay()
+        books = self.master.brain.state.groups
+        return Outcome(
+            self.seed,
+            kernel.crc,
+            kernel.events,
+            self.brain_events,
+            kernel.now,
+            self.faults,
+            self.masters,
+            self.failovers,
+            self.replayed,
+            self.deaths,
+            books.step,
+            sum(v.last + 1 - v.first for v in books.voids),
+        )
+
+    def check(self) -> None:
+        """Every sample exactly once, by the journal, by the workers' logs, and in the states of those that ended."""
+        brain, scenario = self.master.brain, self.scenario
+        books = brain.state.groups
+        if brain.shards.samples_done != scenario.epochs * scenario.samples:
+            raise Violation(f"{brain.shards.samples_done} samples done of {scenario.epochs} x {scenario.samples}")
+        facts, fresh = StepFacts(), Brain()
+        for event, _ in self.disk.log:
+            out = fresh.handle(event)
+            if isinstance(event, StepsCommitted) and not isinstance(getattr(out[0], "answer", None), Fenced):
+                facts.told(event.steps)
+            for i in out:
+                if isinstance(i, PublishGroup):
+                    facts.published(i.group)
+        logs = [StepLog(slot, life, steps) for (slot, life), steps in self.logs.items()]
+        report = check_steps(facts, [self.plan], logs, "", True)
+        if not report.ok:
+            raise Violation(report.text())
+        whole = sum(prints(epoch, 0, scenario.samples) for epoch in range(scenario.epochs)) & MASK
+        ended = [(step, found) for origin, step, found in self.ended_well if origin == books.origin]
+        if not ended:  # (of a line before: its end was lost with its agent)
+            raise Violation("nobody ended with the trained state")
+        for step, found in ended:
+            if (step, found) != (books.step, whole):
+                raise Violation(f"a script ended with the state of step {step}, not {books!r}")
+
+    def where(self) -> str:
+        brain = self.master.brain
+        workers = [
+            f"{p} {p.phase} at {p.mark.step} {p.machine!r}{' leaving' if p.leaving_since >= 0 else ''}"
+            for p in self.processes
+            if isinstance(p, GroupWorker)
+        ]
+        return f"{brain.state.groups!r} {brain.state.groups.group} {workers}"
+
+    def say_event(self, master: Process, event: Any, instructions: list[Any]) -> None:
+        self.kernel.say(master, f"{event!r:.160}")
+        for i in instructions:
+            text = repr(i.answer) if isinstance(i, Reply) else repr(i)
+            self.kernel.say(master, f"   -> {text:.240}")
+
+
+def simulate_group(
+    seed: int,
+    scenario: GroupScenario | None = None,
+    parts: Parts = Parts(),
+    trace: list[str] | None = None,
+    validate: bool = True,
+    worker: type[GroupWorker] = GroupWorker,
+    machine: type[GroupMachine] = GroupMachine,
+) -> Outcome:
+    """One whole run, as ``sim.run.simulate``."""
+    sim = GroupSimulation(seed, scenario or group_scenario(seed), parts, trace is not None, validate, worker, machine)
+    try:
+        return sim.run()
+    finally:
+        if trace is not None:
+            trace += sim.kernel.lines or []
+
+
+__all__ = ["GroupScenario", "GroupSimulation", "Watch", "group_scenario", "simulate_group"]

@@ -1,0 +1,182 @@
+"""Bugs of groups (mode allreduce): planted on purpose, to see that the simulator finds them.
+
+Each is what somebody could really get wrong: in the brain's books of groups, in a worker's machine, in its books of
+committed steps, or in the master's shell. Not in the list, because nothing is lost by them: a newcomer that enters
+without a copy (it gets the state when the group agrees), a step that is done again though others committed it (they
+have the newer state, which all take), a leaver whose death is not told (who waits for it stalls, which is looked into).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.allreduce.commits import Commits
+from everstep.allreduce.protocol import Action, GroupMachine, Tally
+from everstep.brain import group as group_module
+from everstep.brain.brain import Brain
+from everstep.brain.group import GroupKeeper
+from everstep.brain.members import Members, Seat
+from everstep.brain.shards import Shards
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.member import Role
+from everstep.sim.cluster import Disk, Master
+from everstep.sim.mutations import Mutation
+from everstep.sim.run import Parts
+
+_told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
+_settle, _to_tell, _reach = Commits.settle, Commits.to_tell, Shards.reach
+
+# ---------------------------------------------------------------- the brain
+
+
+def _loss_not_told(self: GroupKeeper, slot: Slot, incarnation: Incarnation) -> None: ...
+
+
+def _copies_count(self: GroupKeeper, m: GroupMember) -> bool:
+    return self.living(m.slot, m.incarnation) is not None
+
+
+def _nothing_void(self: GroupKeeper, begin: Mark) -> None: ...
+
+
+def _one_line(
+    self: GroupKeeper, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+) -> Group:
+    return _next(self, members, hold, begin, restore, 1)
+
+
+def _any_mark_is_the_end(self: GroupKeeper, seat: Seat, e: Any) -> bool:
+    at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
+    return e.mark is not None and not self.member(seat) and at_end
+
+
+def _dismisses_nobody(self: GroupKeeper) -> list[Any]:
+    self.books.leavers.clear()
+    return []
+
+
+def _never_stalled(self: GroupKeeper, generation: int) -> None: ...
+
+
+def _hold_forgotten(members: int, least: int) -> str:
+    return f"{members} of at least {least} workers" if least > 1 else ""
+
+
+def _counts_repeats(self: Shards, number: int, epoch_number: int, position: int, samples: int) -> bool:
+    return _reach(self, number, epoch_number, position, samples + (samples > 4))
+
+
+def _forget_incarnation(self: Members, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+    seat = self.of(role).get(slot)
+    return seat if seat is not None and seat.running else None
+
+
+def _never_validate(self: Brain) -> None:
+    """Blind: the simulator must find it by itself."""
+
+
+_BLIND = (Brain, "validate", _never_validate)
+
+# ---------------------------------------------------------------- a worker
+
+
+def _trusts_itself(self: GroupMachine, words: list[list[int]]) -> bool:
+    pending, self.pending = self.pending, None
+    return pending is not None
+
+
+def _goes_over_alone(self: GroupMachine, votes: list[int]) -> tuple[Tally, list[Action]]:
+    said = self._said
+    out = _count(self, votes)
+    if said in self._ready:
+        self._change = said
+    return out
+
+
+def _obeys_old_groups(self: GroupMachine, group: Group) -> list[Action]:
+    if self.newest is not None and group.generation < self.newest.generation:
+        self.newest = None
+    return _told(self, group)
+
+
+def _tells_at_once(self: Commits, committed: Committed) -> None:
+    with self._lock:
+        self._settled.append(committed)
+
+
+def _settles_too_early(self: Commits, before: int) -> bool:
+    return _settle(self, before + 1)
+
+
+def _tells_once(self: Commits) -> tuple[Committed, ...]:
+    told = _to_tell(self)
+    with self._lock:
+        self._untold.clear()
+    return told
+
+
+def _tells_behind_a_gap(self: Commits) -> tuple[Committed, ...]:
+    with self._lock:
+        while self._untold and self._untold[0].last <= self.confirmed:
+            self._untold.popleft()
+        return tuple(self._untold)
+
+
+# ---------------------------------------------------------------- the master's shell
+
+
+def _keep_snapshots(self: Disk) -> None:
+    del self.log[self.durable :]
+
+
+def _never_outdated(self: Master) -> bool:
+    return False
+
+
+def _patch(name: str, what: str, owner: object, attribute: str, value: object, *more: Any) -> Mutation:
+    return Mutation(name, what, Parts(), ((owner, attribute, value), *more))
+
+
+GROUP_MUTATIONS: tuple[Mutation, ...] = (
+    _patch("loss-not-told", "a group does not name the lost", GroupKeeper, "_lose", _loss_not_told, _BLIND),
+    _patch("copies-count", "a copy counts as the state before a step was told", GroupKeeper, "holds", _copies_count),
+    _patch(
+        "nothing-void",
+        "the journal stays where it was when all states are lost",
+        GroupKeeper,
+        "fall_back",
+        _nothing_void,
+    ),
+    _patch(
+        "one-line", "a new line keeps the old one's number: void states count", GroupKeeper, "_next", _one_line, _BLIND
+    ),
+    _patch(
+        "any-mark-ends", "a stale state is told that the data is over", GroupKeeper, "over_for", _any_mark_is_the_end
+    ),
+    _patch(
+        "dismisses-nobody",
+        "who was to leave a group that is no more is forgotten",
+        GroupKeeper,
+        "_dismiss",
+        _dismisses_nobody,
+    ),
+    _patch(
+        "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
+    ),
+    _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
+    _patch("counts-too-much", "samples are counted beyond what was told", Shards, "reach", _counts_repeats),
+    _patch("zombies-welcome", "what an older incarnation says counts", Members, "current", _forget_incarnation, _BLIND),
+    _patch("trusts-itself", "an entered vote counts as committed", GroupMachine, "resolve", _trusts_itself),
+    _patch("goes-over-alone", "a member goes over without the others", GroupMachine, "count", _goes_over_alone),
+    _patch("obeys-old-groups", "an older group is taken for the newest", GroupMachine, "told", _obeys_old_groups),
+    _patch("tells-at-once", "steps are told before everybody has them", Commits, "done", _tells_at_once),
+    _patch("settles-too-early", "the step in the vote counts as settled", Commits, "settle", _settles_too_early),
+    _patch("tells-once", "a report that was lost is not said again", Commits, "to_tell", _tells_once),
+    _patch(
+        "tells-behind-a-gap", "a newcomer tells before those in front of it", Commits, "to_tell", _tells_behind_a_gap
+    ),
+    Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
+    _patch("snapshot-ahead", "a snapshot of unsynced events is used", Disk, "crash", _keep_snapshots),
+    _patch("two-masters", "the journal takes an older master's events", Master, "outdated", _never_outdated),
+)
