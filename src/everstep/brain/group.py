@@ -546,6 +546,7 @@ class GroupKeeper:
                 continue
             seat.stopping = True
             m = seat.member
+            self.books.dismissed.append([m.slot, m.incarnation])
             why = Decision("stop", "all steps are committed and nobody is left to give it the state")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
         return out

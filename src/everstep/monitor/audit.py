@@ -312,7 +312,7 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
             step_logs = [read_step_log(p) for p in sorted((run_dir / "audit").glob("worker-*.log"))]
             journal.advance()
             facts = journal.facts
-            return check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.over)
+            return check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.done_well)
         done = journal.facts.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()

@@ -23,6 +23,7 @@ from everstep.brain.events import (
     ShardDone,
     StepsCommitted,
 )
+from everstep.brain.job import Phase
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
@@ -59,6 +60,7 @@ class JobFacts:
                 self.steps.told(event.steps)
         elif isinstance(event, JobResumed):
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
+            self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(event.manifest.datasets)}
         elif isinstance(event, MemberJoined):
             for lease in event.leases:  # adopted: granted by a master whose journal lost its tail
                 held = self.brain.leases.get(lease.shard)
@@ -100,6 +102,11 @@ class JobFacts:
     @property
     def buckets(self) -> int:
         return len(self.owner)
+
+    @property
+    def done_well(self) -> bool:
+        """Every script ran to its end."""
+        return self.brain.job.phase is Phase.DONE
 
     @property
     def over(self) -> bool:

@@ -48,11 +48,13 @@ class Line(msgspec.Struct):
 
 
 class StepFacts:
-    """What the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation."""
+    """What the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation. ``before``: by
+    dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's begin)."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
+        self.before: dict[int, tuple[int, int]] = {}
 
     def published(self, group: Group) -> None:
         self.members[group.generation] = {(m.slot, m.incarnation) for m in group.members}
@@ -110,7 +112,7 @@ class StepCheck:
     def run(self, logs: Sequence[StepLog]) -> None:
         lines = self.facts.lines
         for i, line in enumerate(lines):
-            cursors: dict[int, tuple[int, int]] = {}
+            cursors = dict(self.facts.before)
             for earlier in range(i):
                 for p in self._kept(lines[earlier], self._until(earlier, i)):
                     cursors[p.dataset] = self._turned(p.epoch, p.hi, self.plans[p.dataset].samples)

@@ -284,7 +284,7 @@ class GroupWorker(Child):
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
-        self.resolved = self.met = self.formed = False
+        self.resolved = self.met = self.formed = self.parted = False
         self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
         self.ready = self.entered = self.over = self.closing = False
         self.leaving_since = -1.0
@@ -476,8 +476,12 @@ class GroupWorker(Child):
         if m.pending is not None and m.excluded and not m.whole and m.entry is None:
             m.pending = None  # the others decide without us
             self.step = None
+        if m.parting and self.ring is not None and not self.ring.broken and not self.parted:
+            self.post("part", self.mark.step)  # so that who goes can tell the last step
+            return
         entry = m.entry
         if entry is not None:
+            self.parted = False
             m.enter(entry)
             self.ring = self.rings.pop(entry.generation)
             self.resolved = self.met = False
@@ -542,6 +546,9 @@ class GroupWorker(Child):
             if m.resolve(values) and not void:
                 self.apply()
             self.step = None
+        elif kind == "part":
+            self.commits.settle(self.mark.step)
+            self.parted = True
         elif kind == "agree":
             self.agree(values)
         elif kind == "reduce":

@@ -89,7 +89,7 @@ def _trusts_itself(self: GroupMachine, words: list[list[int]]) -> bool:
 def _goes_over_alone(self: GroupMachine, votes: list[int]) -> tuple[Tally, list[Action]]:
     said = self._said
     out = _count(self, votes)
-    if said in self._ready:
+    if said is not None and said.generation in self._ready:
         self._change = said
     return out
 
