@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,18 @@ SCRIPT = ROOT / "examples" / "01_flights_dlrm.py"
 class Job:
     """One everstep process in ``home``; ``close`` kills whatever is left of it."""
 
-    def __init__(self, home: Path, verb: list[str], script: list[str], limit_s: float, name: str = "run") -> None:
+    def __init__(
+        self,
+        home: Path,
+        verb: list[str],
+        script: list[str],
+        limit_s: float,
+        name: str = "run",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.run_dir = home / name
         self.log = home / f"{name}.log"
-        self.main = Child(everstep(*verb, "--run-dir", self.run_dir, *script), log=self.log)
+        self.main = Child(everstep(*verb, "--run-dir", self.run_dir, *script), env, self.log)
         self.until = time.monotonic() + limit_s
 
     @classmethod

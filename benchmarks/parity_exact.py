@@ -1,11 +1,16 @@
-"""Members are killed at random moments under parity 4+1 and 4+2: the rows must be those of a run without a loss.
+"""Members are killed at random moments and at named steps under 4+1 and 4+2: the rows must be those of a calm run.
 
 6 ps, 2 workers, the flights data (``twins/exact_flights.py``: whole-number gradients, so the right bytes are known).
-Every kind of victim in turn, ``kill -9`` at random moments: a ps; a worker; the master; a ps with a worker; a ps with
-the master; a second ps in the middle of the first recovery (4+2). Between losses of ps the run is left alone until
-every bucket is protected again: what lies beyond the level is the business of checkpoints. Each run's rows are compared
-with those of a twin in which nobody was killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS:
-how many moments for each code (50; --quick 3); EVERSTEP_EXACT_SEED.
+Every kind of victim in turn, ``kill -9`` at random moments: a ps (each keeps parity of others too); a worker; the
+master; a ps with a worker; a ps with the master; the agent of a second node, with the worker that it started; a second
+ps in the middle of the first recovery (4+2). Each run has a named step besides at which one ps dies in its first life:
+before and after it applies a push, sends a difference, takes one, acknowledges; in the middle of an image of a
+checkpoint; the master before and after a manifest; and, under 4+2, in the middle of another ps's rebuild and of moving
+buckets back, where a second loss is within the level. Between losses of ps the run is left alone until every bucket is
+protected again: what lies beyond the level is the business of checkpoints. Each run's rows are compared with those of
+a twin in which nobody was killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS: how many
+moments for each code (50; --quick 3); EVERSTEP_EXACT_CODES ("4+1,4+2"); EVERSTEP_EXACT_SEED; EVERSTEP_EXACT_KEEP: a
+folder for the run directories of runs that went wrong.
 """
 
 from __future__ import annotations
@@ -14,39 +19,100 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks._jobs import Job
-from benchmarks._measure import ROOT, Result, say
+from benchmarks._measure import ROOT, Child, Result, everstep, say
+from benchmarks.throughput import free_port
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
 
 SCRIPT = ROOT / "benchmarks" / "twins" / "exact_flights.py"
-CODES = ("4+1", "4+2")
-LIMIT_S = 240.0
-KILLS_A_RUN = 3
+LIMIT_S = 900.0  # a loaded machine; a run takes half a minute
+KILLS_A_RUN = 4
+FAULTED = 1  # the ps that dies at a named step; others are the victims of the moments before it did
+STEPS = (
+    "before_apply",
+    "after_apply",
+    "before_send",
+    "after_send",
+    "before_feed",
+    "after_feed",
+    "before_ack",
+    "after_ack",
+    "mid_image",
+    "before_manifest",
+    "after_manifest",
+)
+SECOND_LOSS = ("mid_rebuild", "mid_move", "before_hand_over")
+"""Steps that come while another ps's loss is dealt with."""
 
 
-def begin(home: Path, flags: list[str], quick: bool) -> tuple[Job, Path]:
-    out = home / "out.json"
-    script = ["--", str(SCRIPT), "--epochs", "4", "--batch-size", "256", "--out", str(out)]
-    return Job(home, ["run", "--workers", "2", "--ps", "6", *flags], script, LIMIT_S), out
+class Cluster:
+    """A job of 6 ps and 2 workers; ``node1``: one of them is at a second node. ``step``: where a member dies, or ""."""
+
+    def __init__(self, home: Path, flags: list[str], quick: bool, step: str = "", times: int = 1, node1: bool = False):
+        self.home, self.out, self.step = home, home / "out.json", step
+        member = "master:1" if step.endswith("_manifest") else f"ps:{FAULTED}.1"
+        self.fault = f"{member}:{step}:{times}" if step else ""
+        epochs = ["--epochs", "3" if quick else "4"]
+        script = ["--", str(SCRIPT), *epochs, "--batch-size", "256", "--out", str(self.out)]
+        if step.startswith(("mid_image", "before_man", "after_man")):
+            flags = [*flags, "--checkpoint-every", "2s"]
+        self.port = free_port() if node1 else 0
+        if node1:
+            (home / "job.yaml").write_text("tls: control\n")
+            flags = [*flags, "-c", str(home / "job.yaml"), "--bind", f"127.0.0.1:{self.port}"]
+        flags = ["--workers", "1" if node1 else "2", "--ps", "6", *flags]
+        self.job = Job(home, ["run", *flags], script, LIMIT_S, env={"EVERSTEP_FAULT": self.fault})
+        self.agents: list[Child] = []
+        if node1:
+            self.join()
+
+    def join(self) -> None:
+        self.job.wait_for((self.job.run_dir / "master.json").exists)
+        name = f"node1-{len(self.agents)}"
+        secret: list[str | Path] = [
+            "--secret-file",
+            self.job.run_dir / "secret",
+            "--run-dir",
+            self.home / name,
+            "--node",
+            name,
+        ]
+        command = everstep("agent", "--join", f"127.0.0.1:{self.port}", "--workers", "1", *secret)
+        self.agents.append(Child(command, log=self.home / f"{name}.log"))
+
+    def died(self) -> bool:
+        """Whether the member that is to die at the step did."""
+        status = self.job.status()
+        if self.step.endswith("_manifest"):
+            return status is not None and status.master_incarnation > 1
+        return status is not None and any(
+            (m.role, m.slot) == (Role.PS, FAULTED) and m.incarnation > 1 for m in status.members
+        )
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+        self.job.close()
 
 
 def twin(quick: bool) -> tuple[str, float]:
     """Digest of the rows of a run in which nothing happens, and the seconds it took."""
     with tempfile.TemporaryDirectory(prefix="everstep-exact-") as folder:
         began = time.monotonic()
-        job, out = begin(Path(folder), [], quick)
+        cluster = Cluster(Path(folder), [], quick)
         try:
-            job.finish()
-            job.check()
-            return str(json.loads(out.read_text())["digest"]), time.monotonic() - began
+            cluster.job.finish()
+            cluster.job.check()
+            return str(json.loads(cluster.out.read_text())["digest"]), time.monotonic() - began
         finally:
-            job.close()
+            cluster.close()
 
 
 def victims(code: str) -> list[tuple[str, ...]]:
@@ -59,19 +125,25 @@ def pids_of(job: Job, role: Role) -> dict[int, int]:
     return {m.slot: m.pid for m in status.members if m.role is role and m.pid} if status is not None else {}
 
 
-def kill(job: Job, kinds: tuple[str, ...], rng: random.Random) -> bool:
-    """kill -9 now; of two ps the second a moment later, in the middle of the first one's recovery. False: the job is
-    over, or they are not there."""
-    ps, workers = list(pids_of(job, Role.PS).values()), list(pids_of(job, Role.WORKER).values())
+def kill(cluster: Cluster, kinds: tuple[str, ...], rng: random.Random, spare: bool) -> bool:
+    """kill -9 now; of two ps the second a moment later, in the middle of the first one's recovery. ``spare``: not the
+    ps that is still to die at its step. False: the job is over, or they are not there."""
+    job = cluster.job
+    ps, workers = pids_of(job, Role.PS), list(pids_of(job, Role.WORKER).values())
     if len(ps) < 6 or not workers or job.over:
         return False
-    rng.shuffle(ps)
+    if spare:
+        del ps[FAULTED]
+    left = list(ps.values())
+    rng.shuffle(left)
     pids: list[int] = []
     for kind in kinds:
         if kind == "ps":
-            pids.append(ps.pop())
+            pids.append(left.pop())
         elif kind == "worker":
             pids.append(rng.choice(workers))
+        elif kind == "agent":
+            pids.append(cluster.agents[-1].pid)
         else:
             pids.append(int(json.loads((job.run_dir / "master.json").read_text())["pid"]))
     for i, pid in enumerate(pids):
@@ -79,6 +151,9 @@ def kill(job: Job, kinds: tuple[str, ...], rng: random.Random) -> bool:
             time.sleep(rng.uniform(0.0, 0.5))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    if "agent" in kinds:
+        cluster.agents[-1].kill()
+        cluster.join()
     return True
 
 
@@ -88,60 +163,88 @@ class Outcome:
     def __init__(self) -> None:
         self.kills: list[tuple[str, ...]] = []
         self.same = self.exact = self.finished = False
+        self.stepped = ""  # the step at which a member died
         self.why = ""
 
 
-def one_run(code: str, kinds: list[tuple[str, ...]], want: str, quick: bool, rng: random.Random) -> Outcome:
+def one_run(
+    code: str, kinds: list[tuple[str, ...]], step: str, want: str, quick: bool, rng: random.Random, keep: Path | None
+) -> Outcome:
+    """``keep``: where the run directory goes if something is wrong with it."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="everstep-exact-") as folder:
-        job, out = begin(Path(folder), ["--parity", code], quick)
+        times = 1 if step.startswith("mid_") or step.endswith("_manifest") else rng.randrange(1, 200)
+        node1 = ("agent",) in kinds
+        cluster = Cluster(Path(folder), ["--parity", code], quick, step, times, node1)
+        job = cluster.job
         try:
-            for kind in kinds:
+            second = step in SECOND_LOSS
+            for n, kind in enumerate(kinds):
                 while not job.over and not (job.samples_done() > 0 and job.safe()):
                     if time.monotonic() > job.until:
                         raise RuntimeError(f"not protected again in time:\n{job.words()}")
                     time.sleep(0.05)
+                if step and not outcome.stepped and cluster.died():
+                    outcome.stepped = step
+                if step and not second and not outcome.stepped:
+                    # Its own loss, alone: the moments come after it.
+                    job.wait_for(cluster.died)
+                    outcome.stepped = step
+                    job.wait_for(job.safe)
                 time.sleep(rng.uniform(0.0, 1.0))
-                if kill(job, kind, rng):
-                    outcome.kills.append(kind)
+                # The first loss of a ps sets off a step that comes while it is dealt with.
+                now = ("ps",) if second and n == 0 else kind
+                if kill(cluster, now, rng, spare=second and not outcome.stepped):
+                    outcome.kills.append(now)
             job.finish()
             outcome.finished = True
-            outcome.same = json.loads(out.read_text())["digest"] == want
+            outcome.same = json.loads(cluster.out.read_text())["digest"] == want
             report = audit(job.run_dir)
             outcome.exact = report.ok
             outcome.why = "" if report.ok else report.text()
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
             outcome.why = str(error)
         finally:
-            job.close()
+            cluster.close()
+        if keep is not None and not (outcome.same and outcome.exact):
+            shutil.copytree(folder, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sock"))
     return outcome
 
 
 def run(quick: bool) -> Result:
-    rng = random.Random(int(os.environ.get("EVERSTEP_EXACT_SEED", "1")))
+    seed = int(os.environ.get("EVERSTEP_EXACT_SEED", "1"))
+    rng = random.Random(seed)
     moments = int(os.environ.get("EVERSTEP_EXACT_MOMENTS", "3" if quick else "50"))
+    kept = os.environ.get("EVERSTEP_EXACT_KEEP", "")  # a folder for runs that went wrong
     want, took_s = twin(quick)
     say(f"twin: rows {want}, {took_s:.1f} s")
     figures: dict[str, float] = {}
     aims: dict[str, str] = {}
     holds: dict[str, bool] = {}
-    spreads: dict[str, tuple[float, float]] = {}
-    for code in CODES:
+    for code in os.environ.get("EVERSTEP_EXACT_CODES", "4+1,4+2").split(","):
         kinds = victims(code)
+        steps = [*STEPS, *(SECOND_LOSS if code == "4+2" else ())]
         outcomes: list[Outcome] = []
-        turn = misses = 0
-        while sum(len(o.kills) for o in outcomes) < moments and misses < 3:
-            some = [kinds[(turn + i) % len(kinds)] for i in range(KILLS_A_RUN)]
-            outcome = one_run(code, some, want, quick, rng)
+        misses = 0
+        while (
+            sum(len(o.kills) for o in outcomes) < moments or (not quick and len(outcomes) < len(steps))
+        ) and misses < 3:
+            n = len(outcomes)
+            some = [kinds[(n * KILLS_A_RUN + i + rng.randrange(2)) % len(kinds)] for i in range(KILLS_A_RUN)]
+            if n % 4 == 3:
+                some[1:3] = [("agent",), ("ps", "agent")]
+            keep = Path(kept) / f"{code}-{seed}-{n}" if kept else None
+            outcome = one_run(code, some, "" if quick and n else steps[n % len(steps)], want, quick, rng, keep)
             outcomes.append(outcome)
-            turn += len(outcome.kills)
             misses = 0 if outcome.kills else misses + 1
             killed = ", ".join("+".join(kind) for kind in outcome.kills)
             say(
-                f"{code}: killed {killed or 'nobody'}; rows equal {outcome.same}, audit exact {outcome.exact}"
-                f" {outcome.why}"
+                f"{code} run {n + 1}: died at {outcome.stepped or 'no step'}, killed {killed or 'nobody'};"
+                f" rows equal {outcome.same}, audit exact {outcome.exact} {outcome.why}"
             )
+        stepped = {o.stepped for o in outcomes} - {""}
         figures[f"{code}.kills"] = float(sum(len(o.kills) for o in outcomes))
+        figures[f"{code}.steps"] = float(len(stepped))
         figures[f"{code}.runs"] = float(len(outcomes))
         for name, good in (
             ("finished", [o.finished for o in outcomes]),
@@ -151,4 +254,7 @@ def run(quick: bool) -> Result:
             figures[f"{code}.{name}"] = sum(good) / len(good)
             aims[f"{code}.{name}"], holds[f"{code}.{name}"] = "= 1", all(good)
         aims[f"{code}.kills"], holds[f"{code}.kills"] = f">= {moments}", figures[f"{code}.kills"] >= moments
-    return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}
+        if not quick:
+            aims[f"{code}.steps"], holds[f"{code}.steps"] = f"= {len(steps)}", len(stepped) == len(steps)
+            say(f"{code}: steps not met: {', '.join(sorted(set(steps) - stepped)) or 'none'}")
+    return {"figures": figures, "aims": aims, "holds": holds, "spread": {}}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ps import faults
 from everstep.ps.process import PsProcess, die_with_parent
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
+    faults.begin(args.incarnation)
     try:
         ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
         signal.signal(signal.SIGTERM, lambda *_: ps.leave())

@@ -1,5 +1,6 @@
 """Named steps at which a test can have this process killed: ``EVERSTEP_FAULT="ps:1:before_apply:3"`` is SIGKILL when
-ps:1 comes to ``before_apply`` for the third time. Without the variable, a step is one comparison.
+ps:1 comes to ``before_apply`` for the third time, in every life; ``ps:1.1:before_apply:3``: in its first life only.
+Without the variable, a step is one comparison.
 
 Steps: before_apply, after_apply, before_send and after_send (differences to another ps), before_feed, after_feed,
 before_ack, after_ack, mid_rebuild, mid_move, before_hand_over, mid_image.
@@ -18,6 +19,14 @@ _member = _step = ""
 if _wanted:
     _member, _step, _times = _wanted.rsplit(":", 2)
     _left = int(_times)
+
+
+def begin(incarnation: int) -> None:
+    """This process is that life of its slot."""
+    global _member
+    slot, dot, life = _member.partition(".")
+    if dot:
+        _member = slot if int(life) == incarnation else ""
 
 
 def step(slot: int, name: str) -> None:
