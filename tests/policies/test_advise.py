@@ -13,6 +13,8 @@ from everstep.policies.advise import (
     checkpoints,
     coded,
     options,
+    partial_rollback,
+    updates_lost,
     young_interval,
 )
 
@@ -82,3 +84,15 @@ def test_what_a_person_reads() -> None:
     hopeless = case._replace(bandwidth=1e3, parity=0.9, replica=0.9, together=0.5)
     assert "nothing works" in "\n".join(lines(hopeless, options(hopeless)))
     assert [span(s) for s in (90, 1080, 9720, 3e6)] == ["90 s", "18 min", "2.7 h", "34.7 d"]
+
+
+def test_a_lossy_rollback_trains_nothing_again_and_says_what_it_loses() -> None:
+    case = Case(table_bytes=1e11, bandwidth=1e9, mtbf_s=HOUR, ps=8, stall=1.0, may_lose=0.02)
+    lossy = partial_rollback(case)
+    assert "trained again" not in lossy.parts
+    assert updates_lost(case, lossy.interval_s) == pytest.approx(0.02)
+    assert lossy not in options(case), "it is not exact: not one of the ways to choose from"
+    slow = case._replace(bandwidth=1e7)
+    assert partial_rollback(slow).interval_s == 1e4, "no checkpoint is faster than its bytes"
+    assert updates_lost(slow, 1e4) > 0.02
+    assert any("not exact" in line for line in lines(case, options(case)))

@@ -8,10 +8,18 @@ import math
 import click
 
 from everstep.errors import ConfigError
-from everstep.policies.advise import Case, Option, break_even_bytes, break_even_mtbf_s, options
+from everstep.policies.advise import (
+    Case,
+    Option,
+    break_even_bytes,
+    break_even_mtbf_s,
+    options,
+    partial_rollback,
+    updates_lost,
+)
 from everstep.units import human_bytes
 
-_SHARES = ("stall", "changed", "parity", "replica", "rebuilding", "together")
+_SHARES = ("stall", "changed", "parity", "replica", "rebuilding", "together", "may_lose")
 
 
 def advise(case: Case, as_json: bool) -> None:
@@ -19,7 +27,15 @@ def advise(case: Case, as_json: bool) -> None:
     check(case)
     found = options(case)
     if as_json:
-        click.echo(json.dumps({"case": case._asdict(), "options": [o._asdict() for o in found]}))
+        click.echo(
+            json.dumps(
+                {
+                    "case": case._asdict(),
+                    "options": [o._asdict() for o in found],
+                    "lossy": [partial_rollback(case)._asdict()],
+                }
+            )
+        )
         return
     for line in lines(case, found):
         click.echo(line)
@@ -31,7 +47,7 @@ def check(case: Case) -> None:
             raise ConfigError(f"{name} = {getattr(case, name):g}: must be above 0")
     for name in _SHARES:
         if not 0 <= getattr(case, name) <= 1:
-            raise ConfigError(f"--{name} {getattr(case, name):g}: a share, from 0 to 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(case, name):g}: a share, from 0 to 1")
     if case.ps < 1 or case.base_every < 0 or case.restart_s < 0 or case.step_s < 0:
         raise ConfigError("--ps must be at least 1; --base-every, --restart and --step must not be negative")
 
@@ -58,6 +74,12 @@ def lines(case: Case, found: list[Option]) -> list[str]:
         if k + m <= case.ps:
             name = f"{'replica' if k == 1 else 'parity'} {k}+{m}"
             out.append(f"  {name} {turning(break_even_mtbf_s(case, k, m), break_even_bytes(case, k, m))}")
+    lossy = partial_rollback(case)
+    lost = updates_lost(case, lossy.interval_s)
+    out.append(
+        f"  not exact: rolling a lost ps back alone, a checkpoint every {span(lossy.interval_s)}: {lossy.loss:.1%}; "
+        f"{lost:.2%} of all updates are lost for good"
+    )
     out.append("  (first-order: Young's interval sqrt(2 C MTBF), C = stall share x bytes / bandwidth)")
     return out
 

@@ -17,6 +17,14 @@ loses, mean time between losses of a ps ``M``, restart time ``R`` and read time 
   traces of reclaimed machines 0.22 to 0.5). So parity costs ``m o + (1 - r) B / M`` plus the checkpoints' cost at
   ``M / p**m``.
 
+* *Partial rollback* (CPR, MLSys 2021) restores a lost ps's rows alone from the newest checkpoint and trains nothing
+  again: it loses the updates since then. It is not exact, so it stands apart. With ``p`` the share of all updates that
+  may be lost, ``p = T / 2 / M / ps`` gives its interval ``T = 2 p ps M``; everstep itself, where a ps is lost without
+  parity, reads the same rows but trains what they lack again.
+
+The defaults are measured where docs/benchmarks.md measures them (2 cores shared by workers and ps, the worst case for
+parity); a job with a core to spare for its ps should give its own ``parity``.
+
 What a first-order formula leaves out: losses while a checkpoint is being read, and intervals not small against ``M``; a
 loss above a half only says "does not work".
 """
@@ -34,16 +42,17 @@ class Case(NamedTuple):
     bandwidth: float  # of the storage, for the whole job
     mtbf_s: float  # between two losses of any ps of the job
     ps: int = 4
-    stall: float = 0.1  # share of the writing time that training loses (1: it stops while it writes)
-    changed: float = 0.1  # share of the bytes that change between two checkpoints
+    stall: float = 0.02  # share of the writing time that training loses (1: it stops while it writes)
+    changed: float = 0.4  # share of the bytes that change between two checkpoints
     base_every: int = 8  # increments, then a base
     restart_s: float = 10.0  # from a loss until training goes on, reading not counted
     network: float = 1e9  # of one ps
-    parity: float = 0.05  # share of the throughput that parity costs
-    replica: float = 0.05
-    rebuilding: float = 0.9  # throughput while a ps is rebuilt
+    parity: float = 0.2  # share of the throughput that parity costs
+    replica: float = 0.18
+    rebuilding: float = 0.5  # throughput while a ps is rebuilt
     together: float = 0.2  # share of losses that take more than one ps at once
     step_s: float = 0.0  # 0: not known
+    may_lose: float = 0.02  # share of all updates that a partial rollback may lose
 
 
 class Option(NamedTuple):
@@ -106,6 +115,22 @@ def coded(case: Case, k: int, m: int) -> Option:
         parts["checkpoints beyond it"] = second.loss
     name = f"replica {k}+{m}" if k == 1 else f"parity {k}+{m}"
     return Option(name, sum(parts.values()), interval_s, (k + m) / k, parts)
+
+
+def partial_rollback(case: Case) -> Option:
+    """Full checkpoints as often as ``may_lose`` asks for; the updates since the newest one are lost with a ps."""
+    write_s = case.table_bytes / case.bandwidth
+    interval_s = max(2.0 * case.may_lose * case.ps * case.mtbf_s, write_s, 1e-9)
+    parts = {
+        "writing": case.stall * write_s / interval_s,
+        "restoring": (case.restart_s + write_s / case.ps) / case.mtbf_s,
+    }
+    return Option("partial rollback", sum(parts.values()), interval_s, 1.0, parts)
+
+
+def updates_lost(case: Case, interval_s: float) -> float:
+    """Share of all updates that partial rollbacks lose at this interval between checkpoints."""
+    return min(1.0, interval_s / 2.0 / case.mtbf_s / case.ps)
 
 
 def options(case: Case, codes: tuple[tuple[int, int], ...] = ((1, 1), (4, 1), (4, 2))) -> list[Option]:
