@@ -38,6 +38,7 @@ from everstep.brain.events import (
     GroupLeft,
     GroupStalled,
     GroupSynced,
+    HotBuckets,
     ImagesWritten,
     InstructionType,
     JobResumed,
@@ -81,6 +82,7 @@ from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
+from everstep.policies.hot import HotMove
 
 
 def parse_member(text: str) -> tuple[Role, Slot, Incarnation]:
@@ -203,6 +205,10 @@ class Story:
                 return ScaleAsked(at, Role(plain[0]), int(plain[1]), also)
             case "drain":
                 return DrainAsked(at, plain[0], float(plain[1]), "again" in plain)
+            case "hot":
+                found = [text.replace(">", ":").split(":") for text in plain]
+                moves = tuple(HotMove(BucketId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
+                return HotBuckets(at, moves, ((Slot(0), 900), (Slot(1), 100)))
             case "mirrors":
                 _, slot, incarnation = parse_member(plain[0])
                 return MirrorsReady(at, slot, incarnation, tuple(int(m) for m in plain[1].split(",")))

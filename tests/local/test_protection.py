@@ -182,6 +182,44 @@ def test_a_ps_that_is_told_to_end_is_emptied_first(run: Run) -> None:
     assert report.counts.get("rebuilt", 0) == report.counts.get("loaded", 0) == 0
 
 
+HOT = """
+import numpy as np, torch
+import everstep as es
+from everstep.native import unique_route
+from everstep.model.table import table_id
+
+BUCKETS = 64
+job = es.join()
+model = job.sparse(es.nn.EmbeddingBag("hot", 16), optimizer=es.Adagrad(lr=0.1))
+keys = np.arange(400_000)
+at, wanted = np.arange(BUCKETS, dtype=np.int32), []
+for key in keys.reshape(-1, 4000):  # a few buckets, all of one ps, have all that is asked for
+    routed, _, counts = unique_route(key, BUCKETS, table_id("hot"), at, BUCKETS)
+    ends = np.cumsum(counts)
+    wanted += [routed[ends[b] - counts[b] : ends[b]] for b in (0, 3, 6, 9)]
+hot = np.concatenate(wanted)
+ids = hot[np.random.default_rng(0).integers(0, len(hot), (60_000, 64))]
+for batch in job.steps(job.loader({"ids": ids}, batch_size=256, epochs=40)):
+    model(batch["ids"]).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_hot_buckets_move_away_from_the_ps_that_has_too_much_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_HOT_BUSY", "0.01")  # here it has to share two cores
+    run.script.write_text(HOT)
+    run.start("--workers", "1", "--ps", "3")
+    events = run.run_dir / "events.jsonl"
+    until(lambda: events.exists() and "move hot buckets" in events.read_text(), 120, run.story)
+    until(lambda: "switch buckets" in events.read_text(), 60, run.story)
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert code == 0 and run.wait() == 0, out
+    code, out = run.everstep("explain", str(run.run_dir))
+    assert "move hot buckets" in out, out
+    report = audit(run.run_dir)
+    assert report.ok and report.counts["promoted"] > 0, report.text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step",

@@ -40,6 +40,7 @@ from everstep.brain.events import (
     GroupLeft,
     GroupStalled,
     GroupSynced,
+    HotBuckets,
     ImagesWritten,
     InstructionType,
     JobResumed,
@@ -164,6 +165,7 @@ class Brain:
             ScaleAsked: self._scale_asked,
             StopAsked: self._stop_asked,
             DrainAsked: self._drain_asked,
+            HotBuckets: self._hot_buckets,
             MirrorsReady: self._ps_told,
             BucketsReady: self._ps_told,
             CheckpointAsked: self._checkpoint_asked,
@@ -1185,6 +1187,19 @@ class Brain:
         if e.again:
             self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
         return out + self._settle(f"{e.target} is to be emptied")
+
+    def _hot_buckets(self, e: HotBuckets) -> list[InstructionType]:
+        """Move them, if nothing else is on its way."""
+        if self.job.over or not self.keeper.at_rest():
+            return []
+        moved = self.keeper.spread(e.moves)
+        if not moved:
+            return []
+        loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)
+        words = f"ps:{moved[0].source} has too much to do ({loads} rows a second)"
+        inputs: dict[str, str | int | float | bool] = {f"bucket {m.bucket}": f"to ps:{m.target}" for m in moved}
+        rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
+        return [Note("", Decision("move hot buckets", words, inputs, rejected)), *self._settle("buckets are hot")]
 
     def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
         if self.job.over:

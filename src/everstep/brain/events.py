@@ -18,6 +18,7 @@ from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan
 from everstep.model.table import TableSpec
+from everstep.policies.hot import HotMove
 
 # ---------------------------------------------------------------- events
 
@@ -282,6 +283,13 @@ class GroupDue(Event, frozen=True, tag="group_due"):
     """The time is over that workers who are there already waited for the others (``Groups.due_at``)."""
 
 
+class HotBuckets(Event, frozen=True, tag="hot_buckets"):
+    """Buckets that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
+
+    moves: tuple[HotMove, ...]
+    loads: tuple[tuple[Slot, int], ...] = ()
+
+
 class StopAsked(Event, frozen=True, tag="stop_asked"):
     reason: str
     checkpoint: bool = False
@@ -311,6 +319,7 @@ BrainEvent = (
     | JobResumed
     | ShardsConfirmed
     | DrainAsked
+    | HotBuckets
     | GroupAsked
     | GroupSynced
     | GroupLeft

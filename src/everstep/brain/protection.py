@@ -29,6 +29,7 @@ from everstep.model.image import Holdings
 from everstep.model.member import Member, MemberState
 from everstep.model.placement import MirrorKind, Placement, PsPlace
 from everstep.policies.draft import Draft, How, Pending, level_counts
+from everstep.policies.hot import HotMove
 from everstep.policies.moves import Steps, advance, under_way
 from everstep.policies.recovery import Recovered, begin_again, recover
 from everstep.policies.stripes import Layout, arrange
@@ -390,6 +391,35 @@ class Keeper:
         words = "; ".join(part for part in (why, recovered.words(), steps.words(), gone) if part)
         inputs: Inputs = {"buckets_missing": len(draft.missing), "moving": len(under_way(draft))}
         out.append(PublishPlacement(new, Decision(action, words or "what was needed for a step is there", inputs)))
+
+    # ------------------------------------------------------------ hot buckets
+
+    def at_rest(self) -> bool:
+        """Whether everything is where it shall be."""
+        books = self.books
+        if books.placement is None or books.layout is None or books.missing or books.leaving or self._early():
+            return False
+        return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.draft())
+
+    def may_move(self, bucket: BucketId, slot: Slot) -> bool:
+        """Whether this ps may have the bucket: it serves, and has nothing else of its stripe."""
+        layout, code = self.books.layout, self.code
+        if layout is None or slot not in self.books.over or not 0 <= bucket < len(layout.owner):
+            return False
+        return slot not in (layout.stripe(code, bucket // code.k) if code.m else (layout.owner[bucket],))
+
+    def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
+        """Want these buckets elsewhere; those for which it is possible."""
+        done: list[HotMove] = []
+        for move in moves:
+            layout = self.books.layout
+            assert layout is not None
+            if self.may_move(move.bucket, move.target) and layout.owner[move.bucket] == move.source:
+                owner = list(layout.owner)
+                owner[move.bucket] = move.target
+                self.books.layout = Layout(tuple(owner), layout.sites)
+                done.append(move)
+        return done
 
     # ------------------------------------------------------------ which acknowledgements count
 

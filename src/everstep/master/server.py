@@ -73,6 +73,7 @@ from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
+from everstep.master.hot import HotKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
@@ -165,6 +166,7 @@ class Master:
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
         self.stalls = Stalls()
+        self.hot = HotKeeper(self.brain, self.readings, self._tell)
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -552,6 +554,7 @@ class Master:
                 self._tell(GroupDue(at))
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
+            self.hot.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()

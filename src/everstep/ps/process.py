@@ -329,6 +329,7 @@ class PsProcess:
                 "outbox_ticket": float(self.service.store.outbox_ticket()),
                 "unconfirmed_bytes": float(streams.waiting_bytes + self.service.store.outbox_bytes()),
                 "image_bytes": float(self.images.bytes_written),
+                **self.service.load_of.readings(machine.serving),
             }
         )
 

@@ -66,6 +66,7 @@ from everstep.protect.machine import Action
 from everstep.ps import faults
 from everstep.ps.gate import Gate
 from everstep.ps.keeper import Keeper
+from everstep.ps.load import BucketLoad
 from everstep.storage.chain import ChainWriter
 
 logger = logging.getLogger("everstep.ps")
@@ -129,6 +130,7 @@ class PsService:
         self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
         self._limit = LineLimit()
+        self.load_of = BucketLoad(store.n_buckets)
         self.keeper = Keeper(store, slot, incarnation, self._gate, self._carry_out, self._fail)
 
     @classmethod
@@ -423,6 +425,9 @@ class PsService:
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
         work = [(part, _keys(part, source), self.store.dim(part.table)) for part in request.parts]
+        if self.load_of.request():
+            for part, keys, _ in work:
+                self.load_of.count(part.table, keys)
         if request.shm:
             for part, keys, dim in work:
                 self.store.pull(part.table, keys, _rows(part, source, dim))
@@ -495,6 +500,9 @@ class PsService:
             (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
             for part in request.parts
         ]
+        if self.load_of.request():
+            for table, keys, _, _ in parts:
+                self.load_of.count(table, keys)
         stripe = self._stripes[hash(token.shard) % _STRIPES]
         with self._gate.shared(), stripe:
             if self._finished:

@@ -1,0 +1,76 @@
+"""Hot buckets: they move only when one ps has far too much to do, and only where that helps."""
+
+from __future__ import annotations
+
+import random
+
+from everstep.ids import BucketId, Slot
+from everstep.policies.hot import BUDGET, BUSY, COOLDOWN_S, LOOKS, HotMove, Patience, PsLoad, choose_moves, overloaded
+
+
+def loads(*ps: dict[int, float], busy: float = 1.0) -> dict[Slot, PsLoad]:
+    """By ps the rows a second of its buckets."""
+    return {
+        Slot(i): PsLoad(sum(buckets.values()), busy, {BucketId(b): rows for b, rows in buckets.items()})
+        for i, buckets in enumerate(ps)
+    }
+
+
+def anywhere(bucket: BucketId, slot: Slot) -> bool:
+    return True
+
+
+def test_an_even_load_moves_nothing() -> None:
+    even = loads({0: 100.0, 1: 110.0}, {2: 105.0, 3: 90.0}, {4: 100.0, 5: 120.0})
+    assert overloaded(even) is None and choose_moves(even, anywhere) == []
+
+
+def test_two_hot_buckets_of_one_ps_part() -> None:
+    hot = loads({0: 900.0, 1: 800.0, 2: 10.0}, {3: 100.0}, {4: 50.0})
+    moves = choose_moves(hot, anywhere)
+    assert moves[0] == HotMove(BucketId(0), Slot(0), Slot(2))
+    assert len(moves) <= BUDGET
+
+
+def test_one_bucket_that_is_all_of_the_load_stays() -> None:
+    """Wherever it is, there is the load."""
+    assert choose_moves(loads({0: 1000.0}, {1: 10.0}), anywhere) == []
+
+
+def test_a_ps_that_is_not_busy_has_time() -> None:
+    idle = loads({0: 900.0, 1: 800.0}, {2: 10.0}, {3: 10.0}, busy=BUSY / 2)
+    assert overloaded(idle) is None
+
+
+def test_moves_go_only_where_they_may() -> None:
+    hot = loads({0: 900.0, 1: 800.0}, {2: 100.0}, {3: 50.0})
+    moves = choose_moves(hot, lambda bucket, slot: slot == 1)
+    assert {m.target for m in moves} == {Slot(1)}
+    assert choose_moves(hot, lambda bucket, slot: False) == []
+
+
+def test_random_loads_get_better_by_every_plan() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        n = rng.randint(2, 6)
+        ps = [{10 * i + b: rng.paretovariate(0.6) for b in range(rng.randint(1, 8))} for i in range(n)]
+        before = loads(*ps)
+        moves = choose_moves(before, anywhere)
+        after = [dict(buckets) for buckets in ps]
+        for move in moves:
+            after[move.target][move.bucket] = after[move.source].pop(move.bucket)
+        if moves:
+            top = max(load.rows_per_s for load in before.values())
+            touched = {moves[0].source, *(m.target for m in moves)}
+            assert max(sum(after[slot].values()) for slot in touched) < 0.95 * top
+            assert len({m.bucket for m in moves}) == len(moves) <= BUDGET
+
+
+def test_patience_needs_several_looks_that_agree_and_rests_after_moves() -> None:
+    patience = Patience()
+    assert [patience.due(Slot(1), at) for at in range(LOOKS)] == [False] * (LOOKS - 1) + [True]
+    patience.moved(10.0)
+    assert not any(patience.due(Slot(1), 10.0 + s) for s in range(LOOKS + 2))
+    assert patience.due(Slot(1), 10.0 + COOLDOWN_S)
+    assert not patience.due(Slot(2), 11.0 + COOLDOWN_S)  # another one: anew
+    assert not patience.due(None, 12.0 + COOLDOWN_S)
