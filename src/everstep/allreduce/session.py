@@ -259,16 +259,11 @@ class Session:
         """The script is over: tell what is untold, leave the group. Harmless when repeated."""
         if self._closed.is_set():
             return
-        end = time.monotonic() + _CLOSE_S
         failed = bool(error) or self.failure is not None
-        if not failed and self._entered and self._leaving is None:
-            self.keeper.finish()
-            end = time.monotonic() + _CLOSE_S
-        while not failed and self._entered and self.commits.waiting and time.monotonic() < end:
-            self._tell(everybody=True)
-            if not self._telling and not self.commits.to_tell():
-                break  # who was there before us has to tell first
-            time.sleep(0.01)
+        if not failed and self._entered:
+            if self._leaving is None:
+                self.keeper.finish()
+            self._tell_rest()
         if not failed and self._entered and not self._leave_said:
             with contextlib.suppress(EverstepError):
                 self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
@@ -291,6 +286,20 @@ class Session:
             with contextlib.suppress(PlatformError):
                 self._log.close()
         self.keeper.close()
+
+    def _tell_rest(self) -> None:
+        """Nobody else may be left to tell the last steps: until the master has them, be it away for a while. What was
+        committed before we came is told by those who were there; so long we wait for less."""
+        begun = time.monotonic()
+        while self.commits.waiting and self.failure is None:
+            now = time.monotonic()
+            mine = bool(self._telling or self.commits.to_tell())
+            if now - begun > (NEWS_S if mine else _CLOSE_S):
+                return
+            self._tell(everybody=True)
+            if not mine and now - self._asked_at > _ASK_S / 4:
+                self._ask()  # the answer says what the master has
+            time.sleep(0.01)
 
     # ------------------------------------------------------------ from other threads
 
@@ -683,6 +692,8 @@ class Session:
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
             if answer.group is not None:
+                if answer.group.origin == self._origin:
+                    self.commits.confirm(answer.cursor.step - 1)
                 self.grouped(answer.group)
         elif isinstance(answer, EndOfData):
             self.finish()
@@ -737,10 +748,14 @@ class Session:
             self._log_settled()
         now = time.monotonic()
         steps = self.commits.to_tell()
-        if not steps:
+        if not self.commits.waiting:
             self._untold_since = 0.0
             return
         self._untold_since = self._untold_since or now
+        if not steps:  # it has to be told first what came before we were here: has the master that?
+            if now - self._untold_since > 1.0 and now - self._asked_at > _ASK_S and not everybody:
+                self._ask()
+            return
         present = self.machine.present
         first = present is not None and present.rank(self.seat.slot, self.seat.incarnation) == 0
         if self._telling or not (first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
