@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from everstep.allreduce import faults
 from everstep.allreduce.packed import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.brain.events import Answer, Refused
@@ -117,6 +118,7 @@ class ReplicaWriter:
                 try:
                     file = self._write(order, packed, mark)
                     image = ReplicaImage(mark=mark, file=file, origin=self.origin, parameters=numbers)
+                    faults.step("checkpoint")
                     took_s = time.monotonic() - began
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
                 except EverstepError as failed:

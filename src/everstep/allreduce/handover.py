@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from everstep.allreduce import faults
 from everstep.allreduce.packed import BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import replay
@@ -128,6 +129,7 @@ def read_parts(
         if zlib.crc32(piece) != answer.crc32:
             raise WireError(f"bytes [{got}, {got + size}) of the state were changed on their way")
         got += size
+        faults.step("load_state")
     return Packed(bytes(header), body)
 
 
@@ -317,6 +319,7 @@ class Follower:
             client.request(EndFollow(*self._me), timeout_s=1.0)
 
     def _apply(self, did: StepDid, body: memoryview, source: GroupMember) -> None:
+        faults.step("follow")
         if zlib.crc32(body) != did.crc32:
             raise WireError("a step was changed on its way")
         parts = []

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from everstep.allreduce import faults
 from everstep.allreduce.checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.handover import Connect, Follower, fetch
 from everstep.allreduce.packed import Packed
@@ -81,6 +82,7 @@ class ReplicaKeeper:
         self._server: DataServer | None = None
         self._secret: Secret | None = None
         if not seat.embedded:
+            faults.arm(seat.slot, seat.incarnation)
             orders: Any = seat  # a WorkerSeat: the embedded one has no master that would order anything
             orders.on_replica = self.order
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
@@ -224,6 +226,7 @@ class ReplicaKeeper:
         has = self.has_state and origin == group.origin
         joins = has and follower is not None
         words = gather([has, joins, *_numbers(self._state.mark)])
+        faults.step("agree")
         marks = [Mark(*w[2:]) for w in words]
         holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
         if not holders:
