@@ -7,6 +7,7 @@ import os
 import pytest
 
 from everstep.sim.group import GroupScenario, group_scenario, simulate_group
+from everstep.sim.large import measure
 from everstep.sim.mutations import catch
 from everstep.sim.mutations_group import GROUP_MUTATIONS, Mutation
 from everstep.sim.run import Outcome, Parts
@@ -57,6 +58,13 @@ def test_a_calm_run_loses_no_step() -> None:
     outcome = simulate_group(1, scenario)
     assert outcome.applied == 20  # steps, of 6 samples
     assert outcome.retried == 0  # steps, void
+
+
+def test_a_larger_group_loses_a_step_a_loss_and_nothing_more() -> None:
+    found = measure(40, 30.0, 10.0, 0.2)
+    assert found["losses"] == 3 and found["void"] == 0
+    assert found["goodput"] > 0.8
+    assert found["events_per_s"] < 60
 
 
 @pytest.mark.timeout(300)

@@ -216,9 +216,11 @@ class GroupKeeper:
         """Living workers that asked and do not want to leave. ``synced``: only those that have followed the group;
         ``members``: also those in the group."""
         out: list[GroupMember] = []
+        group = self.books.group
+        inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
         for slot, ask in sorted(self.books.asked.items()):
             seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping or ask.leaving or (self.member(seat) and not members):
+            if seat is None or seat.stopping or ask.leaving or (slot, ask.incarnation) in inside:
                 continue
             if not synced or (ask.synced and ask.synced >= self.books.origin):
                 out.append(self._as_member(seat, ask))

@@ -150,6 +150,21 @@ def prints(epoch: int, lo: int, hi: int) -> int:
 # ---------------------------------------------------------------- collectives
 
 
+def reduced(kind: str, values: list[Any]) -> list[Any]:
+    """What every member computes from all values, once."""
+    if kind in ("vote", "farewell"):
+        return [max(column) for column in zip(*values, strict=True)]
+    if kind == "reduce" and len({(v.first, v.epoch, v.lo, v.hi) for v in values}) > 1:
+        raise Violation(f"members reduce different steps: {values}")
+    if kind == "agree":
+        states = [state for state in values if state[0] is not None]
+        newest = max(states, key=lambda s: s[0].step, default=None)
+        if newest is not None and len({s[1:] for s in states if s[0].step == newest[0].step}) > 1:
+            raise Violation(f"states of one step differ: {states}")
+        return [newest]
+    return values
+
+
 class Ring:
     """One attempt to connect one generation, and the collectives on it."""
 
@@ -202,7 +217,7 @@ class Ring:
             self.sim.kernel.after(0.05, self._complete, kind, number)
             return
         op = self.posted.pop((kind, number))
-        values = [op[rank] for rank in range(self.group.size)]
+        values = reduced(kind, [op[rank] for rank in range(self.group.size)])
         spread = self.sim.kernel.random
         for worker in self.there.values():
             worker.later(0.0005 + 0.003 * spread(), worker.on_result, self, kind, values)
@@ -281,6 +296,7 @@ class GroupWorker(Child):
         self.mark, self.chain, self.print, self.has_state = Mark(), 0, 0, False
         self.origin: int | None = None
         self.rings: dict[int, Ring] = {}  # ready, by generation
+        self.rank = -1
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
@@ -466,7 +482,7 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ the loop
 
     def next_cut(self, size: int) -> StepCut | None:
-        return cut_step(self.mark, self.sim.plan, self.sim.scenario.epochs, BATCH, self.sim.spec, size)
+        return self.gsim.cut_of(self.mark, size)
 
     def pump(self) -> None:
         """Go on as far as possible without waiting."""
@@ -483,6 +499,7 @@ class GroupWorker(Child):
         if entry is not None:
             self.parted = False
             m.enter(entry)
+            self.rank = entry.rank(*self.me)
             self.ring = self.rings.pop(entry.generation)
             self.resolved = self.met = False
             self.broke_at = self.connecting_since = 0.0
@@ -522,7 +539,7 @@ class GroupWorker(Child):
     def post(self, phase: str, value: Any) -> None:
         assert self.ring is not None and self.machine.present is not None
         self.phase, self.waits_since = phase, self.kernel.now
-        self.ring.post(phase, self.machine.present.rank(*self.me), value)
+        self.ring.post(phase, self.rank, value)
 
     def computed(self, ring: Ring) -> None:
         self.phase = "out"
@@ -553,18 +570,13 @@ class GroupWorker(Child):
             self.agree(values)
         elif kind == "reduce":
             assert self.step is not None
-            if any(
-                (v.first, v.epoch, v.lo, v.hi) != (values[0].first, values[0].epoch, values[0].lo, values[0].hi)
-                for v in values
-            ):
-                raise Violation(f"members reduce different steps: {values}")
             if not m.whole:
                 self.step = None
             else:
                 self.post("vote", m.ballot(self.step[0].first, self.step[0].hi, False, self.commits.confirmed))
                 return
         else:
-            tally, actions = m.count([max(v[i] for v in values) for i in range(len(values[0]))])
+            tally, actions = m.count(values)
             if tally.counted is not Counted.AGREED:
                 raise Violation(f"a vote without agreement: {tally}")
             self.commits.confirm(tally.confirmed)
@@ -597,16 +609,12 @@ class GroupWorker(Child):
     def agree(self, values: list[Any]) -> None:
         group = self.machine.present
         assert group is not None
-        states = [state for state in values if state[0] is not None]
-        if not states:
+        if values[0] is None:
             self.mark, self.chain, self.print, self.has_state = group.begin, 0, 0, True
             if group.begin != Mark():
                 raise Violation(f"{group} begins at {group.begin}, and there is no checkpoint")
         else:
-            newest = max(states, key=lambda s: s[0].step)
-            if len({state[1:] for state in states if state[0].step == newest[0].step}) > 1:
-                raise Violation(f"states of one step differ: {states}")
-            self.mark, self.chain, self.print = newest
+            self.mark, self.chain, self.print = values[0]
             self.has_state = True
         if self.origin != group.origin:
             self.commits.begin(self.mark.step if self.formed else 0)
@@ -687,7 +695,7 @@ class GroupWorker(Child):
             return
         self.untold_since = self.untold_since or now
         present = self.machine.present
-        first = present is not None and present.rank(*self.me) == 0
+        first = present is not None and self.rank == 0
         if now - self.telling < 1.0 or not (first or everybody or now - self.untold_since > TELL_ANYWAY_S):
             return
         self.telling = now
@@ -727,6 +735,7 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
+        self.last_cut: tuple[tuple[Mark, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.over = None
         self.healed = False
@@ -765,6 +774,13 @@ class GroupSimulation(Simulation):
         if key not in self.rings:
             self.rings[key] = Ring(self, group)
         return self.rings[key]
+
+    def cut_of(self, mark: Mark, size: int) -> StepCut | None:
+        """As every member computes it, once."""
+        if self.last_cut is None or self.last_cut[0] != (mark, size):
+            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size)
+            self.last_cut = (mark, size), cut
+        return self.last_cut[1]
 
     def worker(self, slot: Slot, incarnation: Incarnation) -> GroupWorker | None:
         for process in self.processes:
