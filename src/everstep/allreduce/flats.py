@@ -16,7 +16,7 @@ from torch import Tensor, nn
 FIRST_BYTES: Final = 1 << 20
 """Of the first bucket: small, so that the network has work early (as in torch's DDP)."""
 BUCKET_BYTES: Final = 25 << 20
-_CHUNK_BYTES: Final = 1 << 19  # of what is summed and checked at once: stays in the cache between the two
+_CHUNK_BYTES: Final = 1 << 20  # of what is summed and checked at once: stays in the cache between the two
 _DIGEST_MASK: Final = (1 << 62) - 1
 
 

@@ -38,7 +38,6 @@ class Reduced:
 
     digest: int
     finite: bool
-    backward: bool  # whether there was a backward pass
 
 
 class Reducer:
@@ -117,6 +116,7 @@ class Reducer:
         self._pending = [len(b) for b in self._layout.buckets]
         if self._parts is not None and micro.part >= 0:
             self._flats = self._parts.take()
+            self._flats.tail[: len(self.params) + _FLAGS].zero_()  # of parts only the last one says something
             self._touched = [False] * len(self.params)
             self._fresh = True
 
@@ -296,8 +296,7 @@ class Reducer:
         if self._broken is not None:
             return None
         self._check_flags()
-        some = float(self._flags()[_SOME_BACKWARD]) > 0
-        return Reduced(join_digests(digests), finite, some)
+        return Reduced(join_digests(digests), finite)
 
     @property
     def error(self) -> Exception | None:
@@ -308,8 +307,8 @@ class Reducer:
         """After the vote: ``p.grad`` of every parameter is the reduced gradient (plus what the script accumulates).
 
         Not committed: zeros, for the script's code up to the end of the iteration; nothing of it will stay."""
-        used = self._flats.tail[: len(self.params)].cpu()
-        all_used = bool((used > 0).all())
+        used = self._flats.tail[: len(self.params)].tolist()
+        all_used = min(used) > 0
         for i, p in enumerate(self.params):
             view = self._flats.views[i]
             before = self.carried.get(i)
@@ -317,7 +316,7 @@ class Reducer:
             if not committed:
                 view.zero_()
                 p.grad = view
-            elif not all_used and not float(used[i]):
+            elif not all_used and not used[i]:
                 p.grad = before
             elif before is not None:
                 p.grad = before.add_(view)
@@ -338,9 +337,10 @@ class Reducer:
 
     # ------------------------------------------------------------ the tail
 
-    def _flags(self) -> Tensor:
+    def _flags(self) -> list[float]:
         n = len(self.params)
-        return self._flats.tail[n : n + _FLAGS].cpu()
+        flags: list[float] = self._flats.tail[n : n + _FLAGS].tolist()
+        return flags
 
     def _buffer_tail(self) -> Tensor:
         return self._flats.tail[len(self.params) + _FLAGS :]
@@ -348,8 +348,8 @@ class Reducer:
     def _collect_buffers(self) -> None:
         assert self._step is not None
         assert self._micro is not None
-        if self._fresh:
-            self._flats.tail.zero_()
+        if self._fresh and self.buffers.tail:
+            self._buffer_tail().zero_()
         first = self._micro.lo == self._step.lo and self._micro.hi > self._micro.lo
         self.buffers.collect(self._buffer_tail(), self._weight, first)
         self._fresh = False
@@ -367,7 +367,7 @@ class Reducer:
 
     def _check_flags(self) -> None:
         assert self._step is not None
-        backward, none, stepped, not_stepped = (float(x) for x in self._flags())
+        backward, none, stepped, not_stepped = self._flags()
         if backward and none:
             raise ScriptError(
                 f"step {self._step.number}: {none:.0f} of {self._step.size} workers left the iteration without "
