@@ -91,6 +91,10 @@ class Seat:
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
         self.asked.append(request)
+        if isinstance(request, AskGroup):
+            done = [c for c in self.world.steps if c.dataset == request.dataset]
+            epoch, position = (done[-1].epoch, done[-1].hi) if done else (0, 0)
+            return Grouped(self.world.newest, Mark(0, request.dataset, epoch, position))
         return Ok()
 
     def said(self, kind: type) -> list[Any]:
@@ -126,8 +130,8 @@ class Member:
 
     def _loop(self) -> None:
         session = self.session
-        for until in range(1, self.world.epochs + 1):
-            session.enter(0, until, self.world.plan, BATCH)
+        for dataset, until in self.world.loops:
+            session.enter(dataset, until, self.world.plan, BATCH)
             while (step := session.begin()) is not None:
                 if step.number == self.hold_at:
                     assert self.go.wait(WAIT_S)
@@ -161,7 +165,7 @@ class World:
         self.folder, self.hub = folder, Hub()
         self.spec = JobSpec(mode="allreduce", workers=3, ps=0)
         self.plan = Plan(name="data", samples=400, shard_samples=100, seed=0)
-        self.epochs = 1
+        self.loops = [(0, 1)]
         self.members: dict[int, Member] = {}
         self.generation = 0
         self.lost: list[tuple[Slot, Incarnation]] = []
@@ -210,7 +214,7 @@ class World:
         for slot in slots:
             member = self.members[slot]
             assert member.ended == "end", (slot, member.error)
-            assert member.state.sum == (self.plan.samples * self.epochs if samples is None else samples)
+            assert member.state.sum == (self.plan.samples * len(self.loops) if samples is None else samples)
         at: dict[int, int] = {}
         place, step = {}, 0
         for c in self.steps:
@@ -232,7 +236,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def test_members_train_every_sample_once_and_end_together(world: World) -> None:
-    world.epochs = 2
+    world.loops = [(0, 1), (0, 2)]
     world.start(0, 1, 2)
     world.publish(0, 1, 2)
     world.end(0, 1, 2)
@@ -245,6 +249,15 @@ def test_members_train_every_sample_once_and_end_together(world: World) -> None:
         mine = [msgspec.msgpack.decode(r, type=Committed) for r in records]
         assert mine[0].first == 0 and mine[-1].last == steps[-1]
     assert [r.reason for r in world.members[1].seat.said(LeaveGroup)] == ["done"]
+
+
+def test_two_datasets_in_turn_each_where_it_was_left(world: World) -> None:
+    world.loops = [(0, 1), (1, 1), (0, 2), (1, 2)]
+    world.start(0, 1)
+    world.publish(0, 1)
+    world.end(0, 1)
+    places = sorted({(c.dataset, c.epoch) for c in world.steps})
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_survivors_of_a_loss_do_the_step_again_among_themselves(world: World) -> None:

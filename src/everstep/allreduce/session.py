@@ -145,6 +145,7 @@ class Session:
         self._stalled_at = 0.0
         self._log: ChainWriter | None = None
         self._warned = False
+        self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.plan: Plan | None = None
         keeper.on_synced = self._on_synced
@@ -246,6 +247,7 @@ class Session:
             raise InternalError(f"done({step.number}) without its vote")
         self.commits.done(voted)
         self.state.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
+        self._places[step.dataset] = step.epoch, step.hi
         if step.size == 1:
             self._settle(step.number + 1)
         self.keeper.boundary()
@@ -393,7 +395,7 @@ class Session:
             self._met = True
             self._synced = 0
             self.state.mark = mark
-            self._turn_to(self.dataset)
+        self._turn_to(self.dataset)
         self._settle(mark.step)
         return True
 
@@ -509,10 +511,17 @@ class Session:
         return mark.dataset != self.dataset or epoch >= self.until_epoch
 
     def _turn_to(self, dataset: int) -> None:
-        """Members begin another dataset at its beginning, all at the same mark."""
+        """Members go on with another dataset where they left it, all after the same step. Takes no lock: it may ask."""
         mark = self.state.mark
-        if self.keeper.has_state and mark.dataset != dataset and self.machine.present is not None:
-            self.state.mark = Mark(mark.step, dataset, 0, 0)
+        if not self.keeper.has_state or mark.dataset == dataset or self.machine.present is None:
+            return
+        place = self._places.get(dataset)
+        if place is None and mark.step:  # we came later: the journal has it since long
+            answer = self.seat.call(self._question(), NEWS_S)
+            if isinstance(answer, Grouped) and answer.cursor.dataset == dataset:
+                place = answer.cursor.epoch, answer.cursor.position
+        epoch, position = place or (0, 0)
+        self.state.mark = Mark(mark.step, dataset, epoch, position)
 
     def _farewell(self, collective: Connected) -> bool:
         """The loop is over for all: one more vote, so that nobody goes before everybody has the last step."""
@@ -683,11 +692,11 @@ class Session:
 
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
+        self.seat.ask(self._question(), self._answered)
+
+    def _question(self) -> messages.AskGroup:
         mark = self.state.mark if self.keeper.has_state else None
-        self.seat.ask(
-            messages.AskGroup(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark),
-            self._answered,
-        )
+        return messages.AskGroup(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
