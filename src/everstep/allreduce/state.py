@@ -206,7 +206,7 @@ class ReplicaState:
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns, as an int64."""
+    """The sum of the bit patterns, as an int64: eight bytes at a time where they lie so."""
     if not tensor.numel():
         return 0
     ints = _INTS.get(tensor.element_size())
@@ -214,7 +214,15 @@ def bit_sum(tensor: torch.Tensor) -> int:
         return bit_sum(torch.view_as_real(tensor))
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return int(tensor.detach().view(ints).sum(dtype=torch.int64))
+    tensor = tensor.detach()
+    if not tensor.is_contiguous() or tensor.storage_offset() * tensor.element_size() % 8:
+        tensor = tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+    flat = tensor.view(-1)
+    whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+    total = int(flat[:whole].view(torch.int64).sum()) if whole else 0
+    if whole < flat.numel():
+        total += int(flat[whole:].view(ints).sum(dtype=torch.int64))
+    return (total + _HALF) % (2 * _HALF) - _HALF
 
 
 def _signed(hashed: hashlib.blake2b) -> int:
