@@ -74,7 +74,6 @@ def test_a_joiner_follows_and_enters_with_nothing_left_to_copy(hire) -> None:
     before = [w.step for w in old]
     marks = agree(2, [*old, new])
     assert [m.step for m in marks] == [before[0]] * 3
-    assert not any(w.keeper.source._snapshots for w in old if w.keeper.source._newest < 0)
     assert len(digests([*old, new])) == 1
     for w in (*old, new):
         w.train(5)
