@@ -219,3 +219,20 @@ def test_state_dicts_are_plain(tmp_path: Path) -> None:
     run = trained()
     found = state_dicts(run.state.snapshot(), "it")
     assert list(found["model"]) == [n for n, _ in (*run.model.named_parameters(), *run.model.named_buffers())]
+
+
+def test_an_object_store_takes_it_too(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    run = trained()
+    seat = Seat(tmp_path)
+    writer = ReplicaWriter(run.state, seat)
+    writer.order(TakeReplica(1, url))
+    writer.boundary()
+    writer.settled(3)
+    wait(lambda: writer.saved)
+    image = seat.told[-1].replica
+    place = open_place(url)
+    write_manifest(place, Manifest(job="toy", checkpoint=1, at=1.0, seed=0, buckets=1, images=(), replica=image))
+    other = Run(5)
+    other.state.load(read_replica(place, latest_intact(place)))
+    assert other.state.digest() == run.state.digest()
