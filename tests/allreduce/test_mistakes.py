@@ -172,6 +172,21 @@ def test_learning_rates_that_differ_between_workers_are_found() -> None:
         run_group(2, JobSpec(workers=2), script)
 
 
+def test_a_parameter_thawed_before_backward() -> None:
+    def script(member: Member) -> None:
+        model: Any = member.replicate(net())
+        model[0].weight.requires_grad_(False)
+        opt = member.optimizer(adam(model))
+        for one in member.steps(ListLoader(data(), 8)):
+            model[0].weight.requires_grad_(True)
+            opt.zero_grad()
+            loss_of(model, one).backward()
+            opt.step()
+
+    with pytest.raises(ScriptError, match=r"requires_grad .* do it after opt.step"):
+        run_one(script)
+
+
 class Big(nn.Module):
     def __init__(self) -> None:
         super().__init__()

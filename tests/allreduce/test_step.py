@@ -272,6 +272,50 @@ def test_iterations_that_all_workers_skip_commit_without_a_change() -> None:
     assert one[1] == 3
 
 
+def test_leaving_the_loop_early_keeps_what_is_committed() -> None:
+    def script(member: Member) -> State:
+        model = member.replicate(net())
+        opt = member.optimizer(adam(model))
+        loader = ListLoader(data(), 8, 2)
+        for one in member.steps(loader):
+            opt.zero_grad()
+            loss_of(model, one).backward()
+            opt.step()
+            if member.engine.step_number == 1:
+                break
+        for one in member.steps(loader):
+            opt.zero_grad()
+            if member.engine.step_number == 3:
+                break  # nothing is committed of this one
+            loss_of(model, one).backward()
+            opt.step()
+        for one in member.steps(loader):
+            opt.zero_grad()
+            loss_of(model, one).backward()
+            opt.step()
+        assert [entry[0] for entry in member.session.log] == list(range(6))
+        return values(model)
+
+    for state in run_group(2, JobSpec(workers=2), script):
+        close(state, plain(16))
+
+
+def test_parameters_frozen_and_thawed_in_mid_loop_stay_the_same_on_all() -> None:
+    def script(member: Member) -> State:
+        model: Any = member.replicate(net())
+        opt = member.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for one in member.steps(ListLoader(data(), 8 * 2 // member.size, 2)):
+            opt.zero_grad()
+            loss_of(model, one).backward()
+            opt.step()
+            model[0].weight.requires_grad_(member.engine.step_number % 3 != 0)
+        return values(model)
+
+    one, two = run_group(2, JobSpec(workers=2), script)
+    same(one, two)
+    close(one, alone(JobSpec(), script))
+
+
 def test_leaving_ends_the_script_with_the_status() -> None:
     def script(member: Member) -> int:
         member.session.leave_at = 2

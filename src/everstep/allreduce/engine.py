@@ -95,6 +95,8 @@ class GroupEngine:
         self._outcome: Outcome | None = None
         self._scaler_checked = False
         self._replicated: set[int] = set()
+        self._params: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
         self._busy_s = self._wait_s = 0.0
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
@@ -195,6 +197,8 @@ class GroupEngine:
             for name, p in model.named_parameters():
                 names.setdefault(id(p), (f"{i}.{name}" if len(self.models) > 1 else name, p))
         self._replicated = set(names)
+        self._params = [p for _, p in names.values()]
+        self._trainable = [p.requires_grad for p in self._params]
         for optimizer in self.optimizers:
             self._check_optimizer(optimizer)
         params = [(name, p) for name, p in names.values() if p.requires_grad]
@@ -267,14 +271,15 @@ class GroupEngine:
         except LeaveJob as leave:
             raise SystemExit(leave.status) from None
         finally:
-            self._in_script = False
             reader.close()
+            if self._in_script:
+                self._break_off(session)
             if self._reducer is not None:
                 self._reducer.close_micro()
 
     def _begin(self, step: Step) -> None:
         assert self._reducer is not None
-        if any(not p.requires_grad for p in self._reducer.params):
+        if [p.requires_grad for p in self._params] != self._trainable:  # the script froze or thawed some
             self._prepare()
         self._step = step
         self.step_number = step.number
@@ -334,6 +339,19 @@ class GroupEngine:
             self.state.carried = carried
         session.done(step)
 
+    def _break_off(self, session: GroupSession) -> None:
+        """The script left the loop inside an iteration: what is committed is done, all else is as before the step."""
+        self._in_script = False
+        reducer, step = self._reducer, self._step
+        if reducer is None or step is None or self.failure is not None:
+            return
+        if self._last and self._outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
+            self._close(session, step)
+            return
+        reducer.buffers.restore()
+        reducer.put_back()
+        self._saved.restore()
+
     # ------------------------------------------------------------ the vote
 
     def _backward_over(self) -> None:
@@ -349,6 +367,11 @@ class GroupEngine:
         assert step is not None
         assert session is not None
         begin = time.perf_counter()
+        if any(p.requires_grad and not was for p, was in zip(self._params, self._trainable, strict=True)):
+            raise ScriptError(
+                "requires_grad of a parameter was turned on between the begin of an iteration and the end of its "
+                "backward(): do it after opt.step(), then it is reduced from the next step on"
+            )
         reduced = reducer.finish()
         if reduced is None:
             session.broken(step)
