@@ -38,7 +38,7 @@ def one_job(rounds: int) -> dict[str, list[float]]:
                 time.sleep(SETTLE_S)
                 before = job.stepping()
                 begin = time.time()
-                scale(job.run_dir, workers=3)
+                scale(job.run_dir, workers=3, ps=None)
                 job.wait_for(lambda before=before: job.stepping() - before)
                 (pid,) = job.stepping() - before
                 time.sleep(SETTLE_S)
@@ -46,7 +46,7 @@ def one_job(rounds: int) -> dict[str, list[float]]:
                 first = next(float(s.at[0]) for s in read_steps(job.steps) if s.pid == pid)
                 _measure(out, "up", _of(job.steps, before), begin, middle, first - begin)
                 begin = time.time()
-                scale(job.run_dir, workers=2)
+                scale(job.run_dir, workers=2, ps=None)
                 job.wait_for(lambda pid=pid: not psutil.pid_exists(pid))
                 gone = time.time()
                 time.sleep(SETTLE_S)

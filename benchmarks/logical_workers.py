@@ -63,7 +63,7 @@ def run(quick: bool) -> Result:
                 job.wait_for(lambda i=i: job.samples_done() >= total * 0.9 * i / len(plan) and living_workers(job))
                 if what == "scale":
                     size = rng.choice([n for n in (1, 2, 3, 4) if n != size])
-                    scale(job.run_dir, workers=size)
+                    scale(job.run_dir, workers=size, ps=None)
                 else:
                     os.kill(rng.choice(list(living_workers(job).values())), 9)
                 done[what] += 1

@@ -116,10 +116,10 @@ def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
     run.write(epochs=7)
     run.train(2)
     run.trained(500)
-    scale(run.run_dir, workers=3)
+    scale(run.run_dir, workers=3, ps=None)
     until(lambda: "worker 2 begins" in run.workers_said(), why=run.story)
     run.trained(3500)
-    scale(run.run_dir, workers=2)
+    scale(run.run_dir, workers=2, ps=None)
     until(lambda: (m := run.member(Role.WORKER, 2)) is None or m.state != "alive", why=run.story)
     run.finished(states=2)
     assert "killed" not in run.text(), run.text()
@@ -131,7 +131,8 @@ def test_a_worker_told_to_end_leaves_and_is_replaced(run: ReplicaRun) -> None:
     run.trained(500)
     os.kill(run.pid(1), signal.SIGTERM)
     run.pid(1, at_least=2)
-    run.finished(states=2)
+    run.finished(1, states=2)
+    assert "batches retried: 0" in run.text(), run.text()  # it left between two steps
 
 
 def test_below_min_workers_a_fixed_batch_waits(run: ReplicaRun) -> None:
