@@ -35,18 +35,18 @@ def main() -> None:
     opt = job.optimizer(optimizer(model))
     log = StepLog(args.record, f"w{job.slot}") if args.record else None
     witness = model[-1].bias  # changes in every committed step, and in no other
-    before, step, ends = float(witness[0]), 0, []
+    before, step, ends = float(witness.detach()[0]), 0, []
     for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
         loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
         opt.zero_grad()
         loss.backward()
         opt.step()
-        if log is None:
-            ends.append(time.perf_counter())
-            continue
         now = float(witness.detach()[0])
         step += now != before
-        log.step(step, "-" if now != before else "again")
+        if log is None and now != before:  # with logical workers an iteration is not always a step
+            ends.append(time.perf_counter())
+        elif log is not None:
+            log.step(step, "-" if now != before else "again")
         before = now
     if job.chief and ends:
         say_times(ends[: args.steps or None])
