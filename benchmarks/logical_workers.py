@@ -31,8 +31,11 @@ class Gpt(Job):
         super().__init__(home, verb, script, 900.0, name)
 
     def result(self) -> tuple[set[str], set[str]]:
-        """Digests of the final state of all workers, and the test losses that were printed."""
-        text = self.log.read_text(errors="replace")
+        """Digests of the final state of all workers, and the test losses that were printed. RuntimeError: none."""
+        logs = sorted((self.run_dir / "logs").glob("worker-*.log"))
+        text = "".join(log.read_text(errors="replace") for log in logs)
+        if not re.search(r"state [0-9a-f]{32}", text) or "test loss" not in text:
+            raise RuntimeError(f"no state or no test loss was printed:\n{self.words()}")
         return set(re.findall(r"state ([0-9a-f]{32})", text)), set(re.findall(r"test loss ([\d.]+)", text))
 
 

@@ -118,6 +118,19 @@ def test_a_picture_file_that_is_not_there_says_how_to_get_it(module: Any, tmp_pa
 
 
 @pytest.mark.processes
+def test_pictures_are_told_apart_alone(tmp_path: Path) -> None:
+    found = re.search(r"test accuracy ([\d.]+) .*?([\d.]+) \(nearest", output("04_fashion_mnist.py", tmp_path))
+    assert found and float(found[1]) > 0.78 > 0.7 > float(found[2]) > 0.65
+
+
+@pytest.mark.processes
+def test_a_piece_of_shakespeare_alone(tmp_path: Path) -> None:
+    args = ("--rows", "640", "--length", "32", "--width", "32", "--layers", "1", "--lr", "0.01")
+    found = re.search(r"test loss ([\d.]+) .*?([\d.]+) \(last", output("05_gpt.py", tmp_path, *args))
+    assert found and float(found[1]) < 3.3 and 2.4 < float(found[2]) < 2.5
+
+
+@pytest.mark.processes
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     for args, words in [
         (("--batch-size", "0"), "batch_size=0"),
