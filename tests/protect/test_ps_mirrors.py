@@ -424,6 +424,42 @@ def test_an_unreachable_mirror_holds_acknowledgements_back_and_no_longer_than_th
     assert c.push_to(p, [0], [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES])
 
 
+def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_names_it(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = cluster(3)
+    c.mirror([0], 1)
+    c.begin()
+    c.push(3)
+    until(c.whole)
+    p, stuck = c.ps[Slot(0)], c.ps[Slot(1)]
+    p.service.wait_s = 10 * PATIENCE_S
+    reached, go_on = threading.Event(), threading.Event()
+    feed = stuck.service.keeper.feed
+
+    def held(*args: Any) -> Any:
+        reached.set()
+        go_on.wait(PATIENCE_S)
+        return feed(*args)
+
+    monkeypatch.setattr(stuck.service.keeper, "feed", held)
+    batch = [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES]
+    push = threading.Thread(target=c.push_to, args=(p, [0], batch))
+    push.start()
+    assert reached.wait(PATIENCE_S)
+    c.ps.pop(Slot(1))
+    c.mirrors.clear()
+    c.owner = [s if s != 1 else Slot(2) for s in c.owner]
+    c.publish()
+    push.join(PATIENCE_S / 4)
+    ended = not push.is_alive()
+    go_on.set()
+    stuck.end()
+    push.join(PATIENCE_S)
+    assert ended
+    assert c.push_to(p, [0], batch), "applied before, vouched for now"
+
+
 class Held:
     """The sweeps' bodies stay where they are: only heads, and what is asked for out of turn, goes on."""
 

@@ -374,10 +374,6 @@ class Keeper:
             if self._connect is None or placement is None or self._closing:
                 return
             self._threads = {k: t for k, t in self._threads.items() if t.is_alive()}
-            placed = {(place.slot, place.incarnation) for place in placement.servers}
-            for key, peer in self._peers.items():
-                if key not in placed and peer.link is not None:
-                    peer.link.close()  # nobody may wait for it any longer
             self._peers = {k: p for k, p in self._peers.items() if k in self._threads}
             for place in placement.servers:
                 key = (place.slot, place.incarnation)
@@ -464,7 +460,7 @@ class Keeper:
             self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
         finally:
             if peer.link is not None:
-                peer.link.close()
+                peer.link.close()  # a push that waits for an answer from there waits no longer
 
     def _next(self, peer: _Peer, ask_at: float) -> tuple[Batch | None, list[Ask]]:
         if peer.busy or self._closing or not self._is_placed(peer.key):
