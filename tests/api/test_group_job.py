@@ -107,6 +107,8 @@ def test_mistakes_are_one_clear_error(job: Any) -> None:
         job.sparse(net())
     with pytest.raises(ScriptError, match=r"init_process_group\(\) was called"):
         torch.distributed.init_process_group("gloo")
+    with pytest.raises(ScriptError, match="LBFGS runs backward several times"):
+        job.optimizer(torch.optim.LBFGS(net().parameters()))
     with pytest.raises(ScriptError, match="no state_dict"):
         job.track(number=3)
     with pytest.raises(ScriptError, match="got a DataParallel"):

@@ -69,6 +69,11 @@ class GroupJob(Job):
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ScriptError(f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ScriptError(
+                "torch.optim.LBFGS runs backward several times in one step, which a group cannot commit as one: use "
+                "another optimizer"
+            )
         return self._engine.add_optimizer(optimizer)
 
     def track(self, **objects: Any) -> None:
