@@ -83,7 +83,6 @@ def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
         written = checkpoint_bytes(run_dir)
         if written:
             # The first one writes all rows, also where increments follow.
-            measured["first_bytes"] = written[0]
             measured["bytes"] = median(written[1:] or written)
             measured["checkpoints"] = float(len(written))
         return measured
@@ -131,16 +130,16 @@ def run(quick: bool) -> Result:
                 figures[f"{name}.bytes"], spreads[f"{name}.bytes"] = median(written), spread(written)
                 for mb_per_s in BANDWIDTHS:
                     figures[f"{name}.interval_s_at_{mb_per_s}"] = median(written) / (mb_per_s * 1e6)
-    figures |= crossover(figures, measured)
+    figures |= crossover(figures)
     figures |= lossy(quick)
     for name, least in (("parity_acked_of_none", 0.9), ("spare_parity_acked_of_none", 0.95)):
         aims[name], holds[name] = f">= {least}", figures[name] >= least
     return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}
 
 
-def crossover(figures: dict[str, float], measured: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Where parity begins to cost less than exact checkpoints, with what was measured."""
-    full = median([m["first_bytes"] for m in measured["checkpoint_full"] if "first_bytes" in m])
+def crossover(figures: dict[str, float]) -> dict[str, float]:
+    """By storage bandwidth: where parity begins to cost less than exact checkpoints, with what was measured."""
+    full = figures["checkpoint_full.bytes"]
     out = {"turn.table_bytes": full}
     for mb_per_s in BANDWIDTHS:
         case = Case(
