@@ -193,7 +193,8 @@ class Story:
                 skipped = tuple(
                     (int(lo), int(hi)) for lo, hi in (r.split("-") for r in named.get("skipped", "").split(",") if r)
                 )
-                return ShardDone(at, slot, incarnation, parse_shard(plain[1]), parse_lease(plain[2]), servers, skipped)
+                shard, no, route = parse_shard(plain[1]), parse_lease(plain[2]), int(named.get("route", 0))
+                return ShardDone(at, slot, incarnation, shard, no, servers, skipped, route)
             case "return":
                 _, slot, incarnation = parse_member(plain[0])
                 reason = " ".join(plain[3:])

@@ -149,7 +149,7 @@ def test_a_shard_from_ask_to_done_and_the_end_of_the_data() -> None:
     assert [(w.lo, w.hi) for w in works] == [(100, 110), (110, 120), (120, 130)]
     assert all(w.buckets == {0: b"", 1: b""} for w in works)
     (done,) = only(out, SendDone)
-    assert done == SendDone(lease(), ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))))
+    assert done == SendDone(lease(), ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))), route=1)
     assert len(only(out, Settled)) == 3
     (ask,) = m.done_answered(LeaseNo(1), Ok())
     assert ask == AskShard(0, 1, 2)

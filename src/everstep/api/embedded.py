@@ -261,8 +261,8 @@ class EmbeddedSeat:
                 return events.PlanRegistered(now, slot, incarnation, plan)
             case messages.AskShard(dataset, until, ask):
                 return events.ShardAsked(now, slot, incarnation, dataset, until, ask)
-            case messages.Done(shard, lease, servers, skipped):
-                return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped)
+            case messages.Done(shard, lease, servers, skipped, route):
+                return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped, route)
             case messages.GiveBack(shard, lease, reason):
                 return events.ShardReturned(now, slot, incarnation, shard, lease, reason)
             case messages.AskGroup(dataset, until, batch_samples, place, mark):

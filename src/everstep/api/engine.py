@@ -239,7 +239,7 @@ class Engine:
             self._send_open(action)
         elif isinstance(action, SendDone):
             lease = action.lease
-            done = messages.Done(lease.shard, lease.no, action.servers, action.skipped)
+            done = messages.Done(lease.shard, lease.no, action.servers, action.skipped, action.route)
             self.seat.ask(done, lambda answer: self._done_answered(lease, answer))
         elif isinstance(action, SendGiveBack):
             lease = action.lease

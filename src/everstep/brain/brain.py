@@ -855,7 +855,7 @@ class Brain:
             if e.lease in seat.done:
                 return [_OK]
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
-        dead = self.keeper.unacknowledged(e.servers)
+        dead = self.keeper.unacknowledged(e.servers, e.route)
         if dead:
             self._release_hold(seat, held, settled=True)
             self.shards.take_back(e.shard, 0)

@@ -192,7 +192,8 @@ class ShardAsked(Event, frozen=True, tag="shard_asked"):
 
 class ShardDone(Event, frozen=True, tag="shard_done"):
     """Every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an
-    acknowledgement of a dead incarnation does not count, and the shard is reopened."""
+    acknowledgement of a dead incarnation does not count, and the shard is reopened. ``route``: of the map by which
+    they did, 0: not told; one from before a loss that cost something does not count either."""
 
     worker: Slot
     incarnation: Incarnation
@@ -200,6 +201,7 @@ class ShardDone(Event, frozen=True, tag="shard_done"):
     lease: LeaseNo
     servers: tuple[tuple[Slot, Incarnation], ...]
     skipped: tuple[tuple[int, int], ...] = ()  # [lo, hi) whose gradients were not finite (policy: skip)
+    route: int = 0
 
 
 class ShardReturned(Event, frozen=True, tag="shard_returned"):

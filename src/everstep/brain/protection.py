@@ -46,9 +46,9 @@ class Protection(msgspec.Struct, kw_only=True):
     mirrors that have everything. ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
     everything away and are not filled again, but for ``refill``: where another ps is started then. ``wave``: slots of
     ps that were started together: they get something when all of them have joined, by one plan. ``maps``:
-    acknowledgements that count, newest last. ``gone``: buckets of which nothing is left, and which begin empty again
-    once the workers ``ending`` have ended: they have the tables' first rows no more, and must not see these buckets
-    without them.
+    acknowledgements that count, newest last, none by a map from before ``counts_from``. ``gone``: buckets of which
+    nothing is left, and which begin empty again once the workers ``ending`` have ended: they have the tables' first
+    rows no more, and must not see these buckets without them.
     """
 
     placement: Placement | None = None
@@ -59,6 +59,7 @@ class Protection(msgspec.Struct, kw_only=True):
     missing: dict[BucketId, Pending] = {}
     leaving: list[Slot] = []
     maps: list[Acks] = []
+    counts_from: int = 0
     refill: list[Slot] = []
     wave: list[Slot] = []
     gone: list[BucketId] = []
@@ -239,7 +240,7 @@ class Keeper:
         joined = {(m.slot, m.incarnation) for m in self.servers()}
         dead = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         if trusted and dead & {slot for slot, _ in joined}:
-            books.maps.clear()  # also where the map itself has to wait for somebody
+            self._cost()  # also where the map itself has to wait for somebody
         if any(self._on_its_way_back(p) for p in placement.servers):
             return []
         draft = self.draft()
@@ -285,6 +286,13 @@ class Keeper:
             if (seat := workers.get(slot)) is not None and seat.running and seat.member.incarnation == incarnation
         ]
         return bool(books.ending)
+
+    def _cost(self) -> None:
+        """A loss cost something: no acknowledgement by a map from before it counts, whoever gave it. (A bucket may have
+        been where it is now, and back, and lack what it had then.)"""
+        assert self.books.placement is not None
+        self.books.maps.clear()
+        self.books.counts_from = self.books.placement.version + 1
 
     def _on_its_way_back(self, place: PsPlace) -> bool:
         """A later life of a ps of the map is there, its loss was never told (its agent says it runs, or a journal's
@@ -333,7 +341,7 @@ class Keeper:
             keys = list(self.shards.lacking(images))
         if not (recovered.behind or eager):
             return []
-        self.books.maps.clear()
+        self._cost()
         samples = self.shards.reopen_done(keys)
         out = self.checkpoints.disown(recovered.buckets if eager else recovered.behind)
         inputs: Inputs = {"buckets": len(recovered.behind), "shards": len(keys), "samples": samples}
@@ -364,7 +372,7 @@ class Keeper:
         places = places_of(m for m in self.servers() if m.slot not in away or m.slot in still)
         images = {b: c for b, c in draft.images.items() if c == 0 or draft.missing}  # all of them in one placement
         books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
-        same_route = tuple(draft.owner) == old.owner and places == old.servers
+        same_route = tuple(draft.owner) == old.owner and places == old.servers and not recovered.behind
         new = Placement(
             draft.version,
             tuple(draft.owner),
@@ -433,9 +441,12 @@ class Keeper:
             maps.append(acks)
             del maps[:-MAPS_REMEMBERED]
 
-    def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...]) -> str:
-        """ "" if these acknowledgements count; else what is wrong with them, in words."""
+    def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...], route: int = 0) -> str:
+        """ "" if these acknowledgements, by the map with this ``route`` (0: not told), count; else what is wrong with
+        them, in words."""
         maps = self.books.maps
+        if 0 < route < self.books.counts_from:
+            return f"it was acknowledged by map v{route}, from before a loss that cost something"
         if not maps:
             return "no ps has joined"
         if any(known.by(acks) == "" for known in reversed(maps)):

@@ -472,7 +472,7 @@ class Master:
     def _done(self, peer: Peer, r: wire.Done) -> Any:
         who = peer.identity
         return self._submit(
-            ShardDone(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.servers, r.skipped)
+            ShardDone(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.servers, r.skipped, r.route)
         )
 
     def _give_back(self, peer: Peer, r: wire.GiveBack) -> Any:

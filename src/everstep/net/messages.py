@@ -144,12 +144,14 @@ class AskShard(Request, frozen=True, tag="ask_shard"):
 
 
 class Done(Request, frozen=True, tag="done"):
-    """Answer: Ok (taken, or taken before) | Refused (the lease is not current) | Fenced."""
+    """``route``: of the map by which all ``servers`` acknowledged. Answer: Ok (taken, or taken before) | Refused (the
+    lease is not current) | Fenced."""
 
     shard: ShardKey
     lease: LeaseNo
     servers: tuple[tuple[Slot, Incarnation], ...]
     skipped: tuple[tuple[int, int], ...] = ()
+    route: int = 0
 
 
 class GiveBack(Request, frozen=True, tag="give_back"):

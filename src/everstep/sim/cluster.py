@@ -831,7 +831,7 @@ class Worker(Child):
             elif kind is SendDone:
                 self.master_stamp = now
                 key = (a.lease.no,)  # type: ignore[attr-defined]
-                self.call(ShardDone, self.on_done, key, *me, a.lease.shard, a.lease.no, a.servers, a.skipped)  # type: ignore[attr-defined]
+                self.call(ShardDone, self.on_done, key, *me, a.lease.shard, a.lease.no, a.servers, a.skipped, a.route)  # type: ignore[attr-defined]
             elif kind is SendGiveBack:
                 key = (a.lease.no,)  # type: ignore[attr-defined]
                 self.call(ShardReturned, self.on_given_back, key, *me, a.lease.shard, a.lease.no, a.reason)  # type: ignore[attr-defined]

@@ -145,6 +145,7 @@ class SendDone(Action, frozen=True):
     lease: Lease
     servers: tuple[tuple[Slot, Incarnation], ...]
     skipped: tuple[tuple[int, int], ...] = ()
+    route: int = 0  # of the map by which they acknowledged
 
 
 class SendGiveBack(Action, frozen=True, gc=False):
@@ -209,6 +210,7 @@ class _Held:
         "opened",
         "position",
         "ragged",
+        "route",
         "sent",
         "skipped",
         "state",
@@ -218,6 +220,7 @@ class _Held:
         self.lease = lease
         self.state = _State.OPENING
         self.life = 0
+        self.route = 0  # of the map by which it was opened last
         self.opened: dict[Slot, tuple[Incarnation, Sequence[int], Sequence[int]]] = {}
         self.everyone: dict[Slot, bytes] = {}
         self.ragged: list[tuple[int, int, dict[Slot, bytes]]] = []  # last one is next
@@ -629,6 +632,7 @@ class WorkerProtocol:
     def _open(self, held: _Held, out: list[Action]) -> None:
         """Forget all positions of this lease and open it (again) everywhere; ``_keep`` will see what still fits."""
         held.state = _State.OPENING
+        held.route = self._route
         held.life += 1
         held.opened.clear()
         held.ragged = []
@@ -705,7 +709,7 @@ class WorkerProtocol:
 
     def _done(self, held: _Held) -> SendDone:
         servers = tuple(sorted((ps, opened[0]) for ps, opened in held.opened.items()))
-        return SendDone(held.lease, servers, tuple(sorted(held.skipped)))
+        return SendDone(held.lease, servers, tuple(sorted(held.skipped)), held.route)
 
     def _over(self, lease: LeaseNo, reason: str) -> list[Action]:
         out: list[Action] = []
