@@ -105,6 +105,8 @@ class GroupMachine:
         if self._building is not None:
             actions.append(Cut(self._building[0]))
             self._building = None
+        if self._change is not None and self._change.broken_by(group):
+            self._change = None
         # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
         # whoever entered it already and waits there for us.
         for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
@@ -203,7 +205,9 @@ class GroupMachine:
         if self.present is None or not self.whole:
             return []
         self.whole = False
-        self._change = None
+        # What everybody agreed to go over to stands: some are there already, and wait for us. Unless it is broken too.
+        if self._change is not None and self.newest is not None and self._change.broken_by(self.newest):
+            self._change = None
         return [Cut(self.present.generation)]
 
     # ------------------------------------------------------------ votes

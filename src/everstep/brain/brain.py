@@ -941,6 +941,9 @@ class Brain:
         if refused is not None:
             return [Reply(refused)]
         out = self.groups.settle(e.at)
+        if seat.stopping and not self.groups.trains(seat):
+            m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
         return [self.groups.grouped(e.dataset), *out]
 
     def _group_synced(self, e: GroupSynced) -> list[InstructionType]:

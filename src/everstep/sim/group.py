@@ -136,6 +136,7 @@ def group_scenario(seed: int) -> GroupScenario:
         strategy="elastic" if logical else rng.choice(["elastic", "elastic", "fixed"]),
         min_workers=rng.choice([1, 1, min(2, workers)]),
         logical=logical,
+        straggle=0.2 if seed % 9 == 8 else 0.0,
     )
 
 
@@ -218,9 +219,12 @@ class Ring:
             return
         op = self.posted.pop((kind, number))
         values = reduced(kind, [op[rank] for rank in range(self.group.size)])
-        spread = self.sim.kernel.random
+        spread, straggle = self.sim.kernel.random, self.sim.scenario.straggle
         for worker in self.there.values():
-            worker.later(0.0005 + 0.003 * spread(), worker.on_result, self, kind, values)
+            delay_s = 0.0005 + 0.003 * spread()
+            if straggle and spread() < straggle:
+                delay_s += 0.6 * spread()  # sent again and again; what the others know meanwhile, they may tell
+            worker.later(delay_s, worker.on_result, self, kind, values)
 
     def fail(self, by: GroupWorker | None) -> None:
         """A member died or cut it: nothing of it comes any more, and everybody it reaches notices."""

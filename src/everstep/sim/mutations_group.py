@@ -20,12 +20,12 @@ from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.member import Role
-from everstep.sim.cluster import Disk, Master
+from everstep.sim.cluster import Master
 from everstep.sim.mutations import Mutation
 from everstep.sim.run import Parts
 
 _told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
-_settle, _to_tell, _reach = Commits.settle, Commits.to_tell, Shards.reach
+_to_tell, _reach = Commits.to_tell, Shards.reach
 
 # ---------------------------------------------------------------- the brain
 
@@ -49,11 +49,6 @@ def _one_line(
 def _any_mark_is_the_end(self: GroupKeeper, seat: Seat, e: Any) -> bool:
     at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
     return e.mark is not None and not self.member(seat) and at_end
-
-
-def _dismisses_nobody(self: GroupKeeper) -> list[Any]:
-    self.books.leavers.clear()
-    return []
 
 
 def _never_stalled(self: GroupKeeper, generation: int) -> None: ...
@@ -100,15 +95,6 @@ def _obeys_old_groups(self: GroupMachine, group: Group) -> list[Action]:
     return _told(self, group)
 
 
-def _tells_at_once(self: Commits, committed: Committed) -> None:
-    with self._lock:
-        self._settled.append(committed)
-
-
-def _settles_too_early(self: Commits, before: int) -> bool:
-    return _settle(self, before + 1)
-
-
 def _tells_once(self: Commits) -> tuple[Committed, ...]:
     told = _to_tell(self)
     with self._lock:
@@ -124,10 +110,6 @@ def _tells_behind_a_gap(self: Commits) -> tuple[Committed, ...]:
 
 
 # ---------------------------------------------------------------- the master's shell
-
-
-def _keep_snapshots(self: Disk) -> None:
-    del self.log[self.durable :]
 
 
 def _never_outdated(self: Master) -> bool:
@@ -155,13 +137,6 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         "any-mark-ends", "a stale state is told that the data is over", GroupKeeper, "over_for", _any_mark_is_the_end
     ),
     _patch(
-        "dismisses-nobody",
-        "who was to leave a group that is no more is forgotten",
-        GroupKeeper,
-        "_dismiss",
-        _dismisses_nobody,
-    ),
-    _patch(
         "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
     ),
     _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
@@ -170,13 +145,10 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch("trusts-itself", "an entered vote counts as committed", GroupMachine, "resolve", _trusts_itself),
     _patch("goes-over-alone", "a member goes over without the others", GroupMachine, "count", _goes_over_alone),
     _patch("obeys-old-groups", "an older group is taken for the newest", GroupMachine, "told", _obeys_old_groups),
-    _patch("tells-at-once", "steps are told before everybody has them", Commits, "done", _tells_at_once),
-    _patch("settles-too-early", "the step in the vote counts as settled", Commits, "settle", _settles_too_early),
     _patch("tells-once", "a report that was lost is not said again", Commits, "to_tell", _tells_once),
     _patch(
         "tells-behind-a-gap", "a newcomer tells before those in front of it", Commits, "to_tell", _tells_behind_a_gap
     ),
     Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
-    _patch("snapshot-ahead", "a snapshot of unsynced events is used", Disk, "crash", _keep_snapshots),
     _patch("two-masters", "the journal takes an older master's events", Master, "outdated", _never_outdated),
 )
