@@ -9,13 +9,14 @@
 #include <string>
 #include <vector>
 
+#include "crc32c.h"
 #include "table.h"
 
 namespace everstep {
 namespace blob {
 
 constexpr uint32_t kMagic = 0x42535645;  // "EVSB"
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
 constexpr uint32_t kLast = 1;               // flag of a part: contents up to the table's end
 constexpr uint32_t kGradients = 2;          // flag of a part of a change: float64 rate, gradients; not what they made
 constexpr int kSome = 5;                    // of an outbox entry: bodies of single slots, for one peer alone
@@ -34,9 +35,25 @@ struct Header {
   uint32_t bucket = 0, n_parts = 0;
   int64_t seq = 0;
   uint32_t marks_bytes = 0;
-  uint32_t crc = 0;  // crc32 (zlib) of all but this field; 0: not computed
+  uint32_t crc = 0;  // crc32c of all but this field
 };
 static_assert(sizeof(Header) == 32, "packed");
+
+// The checksum of whatever has it in the four bytes from `at` on.
+inline uint32_t checksum(const uint8_t* data, size_t size, size_t at) {
+  return crc32c(data + at + 4, size - at - 4, crc32c(data, at));
+}
+inline void seal(uint8_t* data, size_t size, size_t at = offsetof(Header, crc)) {
+  const uint32_t crc = checksum(data, size, at);
+  std::memcpy(data + at, &crc, 4);
+}
+// Throws Malformed: it is not what was sealed.
+inline void check_seal(const uint8_t* data, size_t size, size_t at = offsetof(Header, crc)) {
+  uint32_t crc;
+  if (size < at + 4) throw Malformed("a blob ends too early");
+  std::memcpy(&crc, data + at, 4);
+  if (crc != checksum(data, size, at)) throw Malformed("a blob is damaged: its checksum is wrong");
+}
 
 struct Mark {
   int64_t shard, watermark, fence;  // watermark -1: the shard's mark is gone
@@ -149,13 +166,14 @@ inline std::vector<uint8_t> marks_blob(uint32_t bucket, int64_t seq, const Marks
   Writer w(out.data());
   w.put(head);
   w.put_marks(marks);
+  seal(out.data(), out.size());
   return out;
 }
 
 // Reads a blob whose memory outlives the answer. `table_of(id)` gives the Table, or throws Malformed. Throws Malformed
-// on anything that a Writer would not write.
+// on anything that a Writer would not write, and on a wrong checksum unless that was `checked` before.
 template <class TableOf>
-Blob parse(const uint8_t* data, size_t size, TableOf&& table_of) {
+Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = false) {
   size_t left = size;
   const uint8_t* at = data;
   auto wrong = [](const std::string& what) { throw Malformed("a blob " + what); };
@@ -170,6 +188,7 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of) {
   std::memcpy(&out.head, take(sizeof(Header)), sizeof(Header));
   const Header& head = out.head;
   if (head.magic != kMagic || head.version != kVersion) wrong("does not begin as one of this version");
+  if (!checked) check_seal(data, size);
   if (head.kind < kChange || head.kind > kMarks) wrong("is of no known kind");
   if (head.seq < 0) wrong("has a negative seq");
   const Kind kind = Kind(head.kind);

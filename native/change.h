@@ -74,7 +74,7 @@ class Change {
     std::memcpy(place.records + sizeof(head), grads, n * table.dim * sizeof(float));
   }
   Place& place(size_t part) { return places_[part]; }
-  void commit() { outbox_.commit(entry_.ticket); }
+  void commit() { outbox_.commit(entry_); }
 
  private:
   Outbox& outbox_;

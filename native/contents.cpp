@@ -35,7 +35,7 @@ struct Contents {
     w.put_marks(marks);
     w.put(part);
   }
-  ~Contents() { outbox.commit(entry.ticket); }
+  ~Contents() { outbox.commit(entry); }
 };
 
 // Sums over the items of a set: the order of the items does not matter, that of the words in an item does.
@@ -121,7 +121,7 @@ void Store::emit_marks(int64_t b) {
   const auto blob = blob::marks_blob(uint32_t(b), bucket.seq, readable(bucket, b).marks());
   Outbox::Slot entry = outbox_.reserve(uint32_t(b), bucket.seq, blob::kMarks, blob.size());
   std::memcpy(entry.at, blob.data(), blob.size());
-  outbox_.commit(entry.ticket);
+  outbox_.commit(entry);
 }
 
 std::vector<uint8_t> Store::marks(int64_t b) {

@@ -127,8 +127,8 @@ void Mirror::check_slots(size_t index, const Blob& b) {
   }
 }
 
-ApplyResult Mirror::apply(const uint8_t* data, size_t size) {
-  const Blob b = blob::parse(data, size, [&](uint32_t id) { return &store_.table_of(id); });
+ApplyResult Mirror::apply(const uint8_t* data, size_t size, bool checked) {
+  const Blob b = blob::parse(data, size, [&](uint32_t id) { return &store_.table_of(id); }, checked);
   std::lock_guard<std::mutex> hold(mutex_);
   size_t index = 0;
   Member* m = member(b.head.bucket, &index);

@@ -154,7 +154,8 @@ class Mirror {
   Mirror(Store& store, uint64_t id, const std::vector<uint32_t>& members, int row);
 
   // One blob of a member's stream. Throws Malformed (or std::bad_alloc) with nothing changed.
-  ApplyResult apply(const uint8_t* data, size_t size);
+  // `checked`: the caller did, and the bytes are as they were sealed.
+  ApplyResult apply(const uint8_t* data, size_t size, bool checked = false);
   std::vector<MemberState> state();
   std::vector<uint8_t> marks(uint32_t bucket);
   size_t bytes();

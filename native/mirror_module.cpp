@@ -80,11 +80,16 @@ nb::ndarray<nb::numpy, int32_t> apply_many(Store& s, const Input& ids, const Inp
       if (at[i] < 0 || length[i] < 0 || at[i] > size || length[i] > size - at[i])
         malformed("blob " + std::to_string(i) + " lies outside of the message");
     }
+    // All before the first: a message with a damaged blob changes nothing, and is taken whole when it comes again.
+    for (size_t i = 0; i < n; ++i) {
+      if (!i || at[i] != at[i - 1] || length[i] != length[i - 1])
+        blob::check_seal(bytes.data() + at[i], size_t(length[i]));
+    }
     Mirrors& all = mirrors(s);
     std::shared_ptr<Mirror> mirror;
     for (size_t i = 0; i < n; ++i) {
       if (!mirror || id[i] != id[i - 1]) mirror = all.get(uint64_t(id[i]));
-      out[i] = mirror->apply(bytes.data() + at[i], size_t(length[i]));
+      out[i] = mirror->apply(bytes.data() + at[i], size_t(length[i]), true);
     }
   }
   return own_vector(std::move(out));

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "arrays.h"
+#include "crc32c.h"
 #include "mirror_module.h"
 #include "route.h"
 #include "rows.h"
@@ -364,5 +365,18 @@ NB_MODULE(_native, m) {
         nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(), nb::arg("u"),
         nb::arg("out").noconvert());
   m.def("isfinite_all", &isfinite_all, nb::arg("x").noconvert());
+  m.def("crc32c", [](nb::handle data, uint32_t crc) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+    if (view.len < 4096) {  // the GIL costs more than that
+      crc = crc32c(view.buf, size_t(view.len), crc);
+    } else {
+      nb::gil_scoped_release free;
+      crc = crc32c(view.buf, size_t(view.len), crc);
+    }
+    PyBuffer_Release(&view);
+    return crc;
+  }, nb::arg("data"), nb::arg("crc") = 0);
+  m.def("crc32c_isa", []() { return crc32c_isa(); });
   m.def("isa", []() { return row_kernels().name; });
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "blob.h"
+
 namespace everstep {
 
 std::shared_ptr<Outbox::Chunk> Outbox::fresh(size_t bytes) {
@@ -25,10 +27,12 @@ Outbox::Slot Outbox::reserve(uint32_t bucket, int64_t seq, int kind, size_t byte
   uint8_t* at = open_->data.get() + open_->used;
   open_->used += bytes;
   bytes_ += bytes;
-  return Slot{first_ticket_ + entries_.size() - 1, at};
+  return Slot{first_ticket_ + entries_.size() - 1, at, bytes};
 }
 
-void Outbox::commit(uint64_t ticket) {
+void Outbox::commit(const Slot& slot) {
+  const uint64_t ticket = slot.ticket;
+  blob::seal(slot.at, slot.bytes);
   bool front;
   {
     std::lock_guard<std::mutex> hold(mutex_);

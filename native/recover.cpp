@@ -20,10 +20,11 @@ bool bit(const std::vector<uint64_t>& bits, uint64_t i) { return bits[i >> 6] >>
 // slots; those of [lo, hi) that are not listed are zero.
 struct RemainderHeader {
   uint32_t magic = 0x52535645;  // "EVSR"
-  uint16_t version = 1, kind = 0;
+  uint16_t version = 2, kind = 0;
   uint32_t row = 0, table = 0, lo = 0, hi = 0, flags = 0, n = 0;
+  uint32_t crc = 0;  // crc32c of all but this field
 };
-static_assert(sizeof(RemainderHeader) == 32, "packed");
+static_assert(sizeof(RemainderHeader) == 36, "packed");
 constexpr uint32_t kListed = 2;  // exactly these slots
 
 }  // namespace
@@ -343,7 +344,8 @@ ApplyResult Mirror::recover_other(const uint8_t* data, size_t size) {
   auto wrong = [](const char* what) { throw Malformed(std::string("contents of a mirror ") + what); };
   if (size < sizeof(h)) wrong("end too early");
   std::memcpy(&h, data, sizeof(h));
-  if (h.magic != RemainderHeader().magic || h.version != 1) wrong("do not begin as such");
+  if (h.magic != RemainderHeader().magic || h.version != RemainderHeader().version) wrong("do not begin as such");
+  blob::check_seal(data, size, offsetof(RemainderHeader, crc));
   if (h.kind != blob::kHeads && h.kind != blob::kBodies) wrong("are of no known kind");
   const bool heads = h.kind == blob::kHeads, listed = h.flags & kListed, last = h.flags & blob::kLast;
   if (h.flags & ~(kListed | blob::kLast) || h.lo > h.hi || (listed && (heads || last))) wrong("have a wrong range");
@@ -585,6 +587,7 @@ int64_t Mirror::recover_emit(int kind, uint32_t id, int64_t from, int64_t until,
     uint8_t* at = w.skip(bytes);
     if (from) std::memcpy(at, from, bytes);
   }
+  blob::seal(out.data(), out.size(), offsetof(RemainderHeader, crc));
   return listed || to >= slots ? -1 : int64_t(to);
 }
 

@@ -103,7 +103,7 @@ void Store::log_marks(uint32_t b, Bucket& bucket, blob::Marks&& changed) {
     blob::Writer w(slot.at);
     w.put(head);
     w.put_marks(changed);
-    outbox_.commit(slot.ticket);
+    outbox_.commit(slot);
   }
   ++bucket.seq;
 }

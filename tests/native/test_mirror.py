@@ -15,7 +15,7 @@ from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of, 
 
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, mirror_twin, twin
-from everstep.native.blob import parse
+from everstep.native.blob import parse, seal
 from everstep.native.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
 
 
@@ -208,7 +208,7 @@ def test_damaged_blobs_are_refused_and_change_nothing() -> None:
                 bad = bytearray(blob)
                 bad[at] ^= 1 << int(rng.integers(8))
                 try:
-                    Probe(home, cluster, 1).apply(bytes(bad))
+                    Probe(home, cluster, 1).apply(seal(bytes(bad)))  # the checksum would notice all
                 except ValueError:
                     refused += 1
             assert held() == before
@@ -246,7 +246,7 @@ def far_away(cluster: Cluster) -> bytes:
     part = 32 + 24
     blob[8:12] = (0).to_bytes(4, "little")
     blob[part + 24 : part + 28] = (1 << 31).to_bytes(4, "little")
-    return bytes(blob)
+    return seal(bytes(blob))
 
 
 def test_many_blobs_in_one_call() -> None:

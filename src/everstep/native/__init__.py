@@ -36,12 +36,13 @@ from everstep.native._native import (
     Recovering,
     bag_backward,
     bag_forward,
+    crc32c,
     gather_rows,
     isa,
     isfinite_all,
     unique_route,
 )
-from everstep.native.blob import Kind, check_seal, seal
+from everstep.native.blob import Kind, check_seal
 from everstep.native.ledger import Ledger, PushResult, batch_fingerprint, bitmap, bitmap_buckets, mix64
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "bitmap",
     "bitmap_buckets",
     "check_spec",
+    "crc32c",
     "gather_rows",
     "isa",
     "isfinite_all",
@@ -259,7 +261,7 @@ class Store(_native.Store):
 
     def marks(self, bucket: int) -> bytes:
         """All marks of the bucket, as a sealed blob."""
-        return seal(super()._marks(bucket))
+        return super()._marks(bucket)
 
     def snapshot_begin(self, bucket: int, since: int = -1) -> tuple[int, bytes]:
         """Begin to read the bucket's pages as they are now, while it goes on changing: (generation, its marks).
@@ -268,7 +270,7 @@ class Store(_native.Store):
         after it; -1: all. One at a time, until ``snapshot_end``.
         """
         generation, marks = super()._snapshot_begin(bucket, since)
-        return generation, seal(marks)
+        return generation, marks
 
     def load_end(self, bucket: int, marks: bytes) -> None:
         """Check what was loaded and own it. ValueError: it is no image of this bucket; then it is empty, not owned."""

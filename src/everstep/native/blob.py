@@ -7,7 +7,6 @@ C++ only; here they are read for tests, and their checksums are made and checked
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -15,8 +14,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.native._native import crc32c
+
 MAGIC = 0x42535645  # "EVSB"
-VERSION = 1
+VERSION = 2
 LAST = 1  # flag of a part: contents up to the table's end
 GRADIENTS = 2  # flag of a part of a change: a rate and gradients, not what they made of the rows
 NO_BUCKET = 0xFFFFFFFF
@@ -73,7 +74,7 @@ class Blob:
 
 
 def build(blob: Blob) -> bytes:
-    """The bytes of a blob, checksum not computed."""
+    """The bytes of a blob, sealed."""
     marks = _MARKS.pack(blob.marks.fingerprint, blob.marks.clock, len(blob.marks.shards), len(blob.marks.initialised))
     marks += b"".join(_MARK.pack(*mark) for mark in blob.marks.shards)
     marks += np.array(blob.marks.initialised, "<u4").tobytes()
@@ -92,7 +93,7 @@ def build(blob: Blob) -> bytes:
             out.append(_GRADIENTS.pack(part.rate, part.gradients.shape[1], 0) + part.gradients.astype("<f4").tobytes())
         if part.records is not None and blob.kind is not Kind.HEADS:
             out.append(part.records.tobytes())
-    return b"".join(out)
+    return seal(b"".join(out))
 
 
 def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob:
@@ -145,18 +146,18 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
 
 
 def _crc(data: bytes) -> int:
-    return zlib.crc32(data[_HEADER.size :], zlib.crc32(data[:28])) or 1
+    return crc32c(data[_HEADER.size :], crc32c(data[:28]))
 
 
 def seal(data: bytes) -> bytes:
-    """The blob with its checksum (crc32 of all but the checksum) written into its header."""
+    """The blob with its checksum (crc32c of all but the checksum) written into its header."""
     return data[:28] + struct.pack("<I", _crc(data)) + data[_HEADER.size :]
 
 
 def check_seal(data: bytes) -> None:
-    """ValueError: the blob has a checksum, and it is wrong."""
+    """ValueError: the blob's checksum is wrong."""
     if len(data) < _HEADER.size:
         raise ValueError("a blob ends too early")
     (crc,) = struct.unpack_from("<I", data, 28)
-    if crc and crc != _crc(data):
+    if crc != _crc(data):
         raise ValueError("a blob's checksum is wrong: it is damaged")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_spec
-from everstep.native.blob import Blob, Kind, Marks, Part, build, seal
+from everstep.native.blob import Blob, Kind, Marks, Part, build
 from everstep.native.ledger import Ledger, PushResult, bitmap_buckets
 from everstep.native.ledger import mix64 as mix64_int
 
@@ -407,7 +407,7 @@ class TwinStore:
         ledger, held = self.ledger.buckets[bucket], self._held[bucket]
         shards = [(shard, *mark) for shard, mark in sorted(self._marks(bucket).items())]
         marks = Marks(ledger.fingerprint, held.clock, shards, held.initialised)
-        return seal(build(Blob(Kind.MARKS, bucket, held.seq, marks)))
+        return build(Blob(Kind.MARKS, bucket, held.seq, marks))
 
     def seq(self, bucket: int) -> int:
         return self._held[bucket].seq

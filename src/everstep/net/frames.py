@@ -1,8 +1,14 @@
 """Frames: the one framing of every connection.
 
-A frame is a preamble of 20 bytes ``<4sBBHIQ`` (magic ``ESF1``, kind, flags, 0, header length, body length), a header
-(msgpack of a struct of ``messages.py``) and a raw body (arrays; data plane only). Every size is checked against
-``Limits`` before a byte is reserved for it: a peer that announces 4 GiB gets its connection closed.
+A frame is a preamble of 24 bytes ``<4sBBHIQI`` (magic ``ESF2``, kind, flags, check of the preamble, header length,
+body length, checksum of the frame), a header (msgpack of a struct of ``messages.py``) and a raw body (arrays; data
+plane only). Every size is checked against ``Limits`` before a byte is reserved for it: a peer that announces 4 GiB gets
+its connection closed.
+
+Frames of the data plane (REQUEST, ANSWER) have a checksum, crc32c of all their bytes but its own: what TCP's sixteen
+bits let through, or a bad cable, switch or memory did on the way, ends the connection and is asked for again. The check
+is the low half of the lengths' own crc32c: with a wrong length nobody waits for bytes that never come. Of other kinds
+both are 0. What requests point to in shared memory is not covered: docs/decisions/0022.
 
 ``FrameDecoder`` is sans-io (bytes in, frames out), for asyncio and tests. ``FrameSocket`` is for blocking sockets:
 bodies are received straight into their place and sent by gather, without a copy in Python.
@@ -12,6 +18,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import os
 import select
 import socket
@@ -32,8 +39,9 @@ T = TypeVar("T")
 Buffer: TypeAlias = Any
 """Anything C-contiguous with the buffer protocol: bytes, memoryview, ndarray (collections.abc.Buffer is 3.12's)."""
 
-MAGIC = b"ESF1"
-_PREAMBLE = struct.Struct("<4sBBHIQ")
+MAGIC = b"ESF2"
+_PREAMBLE = struct.Struct("<4sBBHIQI")
+_CRC = struct.Struct("<I")
 PREAMBLE_BYTES = _PREAMBLE.size
 
 _CHUNK_BYTES = 64 * 1024  # a read-ahead of this size fetches a small frame in one system call
@@ -53,6 +61,7 @@ class Kind(IntEnum):
 
 
 _KINDS = frozenset(int(k) for k in Kind)
+_CHECKED_KINDS = frozenset((int(Kind.REQUEST), int(Kind.ANSWER)))
 
 
 class Limits(NamedTuple):
@@ -79,23 +88,64 @@ class Frame(NamedTuple):
 
 
 def preamble(kind: int, header_bytes: int, body_bytes: int = 0, flags: int = 0) -> bytes:
-    return _PREAMBLE.pack(MAGIC, kind, flags, 0, header_bytes, body_bytes)
+    """Of a frame without a checksum; of one of the data plane that is still to be put in (``_head``)."""
+    start = _PREAMBLE.pack(MAGIC, kind, flags, 0, header_bytes, body_bytes, 0)
+    if kind in _CHECKED_KINDS:
+        return _PREAMBLE.pack(MAGIC, kind, flags, _check(start), header_bytes, body_bytes, 0)
+    return start
+
+
+@functools.cache
+def _crc32c() -> Callable[..., int]:
+    from everstep.native import crc32c  # only who speaks on the data plane needs the compiled module
+
+    return crc32c
+
+
+def _check(preamble: bytes) -> int:
+    crc32c = _crc32c()
+    return crc32c(preamble[8:20], crc32c(preamble[:6])) & 0xFFFF
+
+
+def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
+    crc32c = _crc32c()
+    crc = crc32c(header, crc32c(preamble[: PREAMBLE_BYTES - _CRC.size]))
+    for buffer in body:
+        crc = crc32c(buffer, crc)
+    return crc
+
+
+def _head(kind: int, header: bytes, body: Sequence[Buffer], body_bytes: int, flags: int) -> bytes:
+    """Preamble and header of a frame."""
+    start = preamble(kind, len(header), body_bytes, flags)
+    if kind in _CHECKED_KINDS:
+        start = start[: -_CRC.size] + _CRC.pack(_crc(start, header, body))
+    return start + header
+
+
+def _verify(preamble: bytes, header: Buffer, body: Buffer) -> None:
+    """Raises WireError: bytes changed on their way."""
+    (crc,) = _CRC.unpack_from(preamble, PREAMBLE_BYTES - _CRC.size)
+    if crc != (_crc(preamble, header, (body,)) if preamble[4] in _CHECKED_KINDS else 0):
+        raise WireError("a frame is damaged: its checksum is wrong")
 
 
 def encode_frame(kind: int, header: bytes, body: bytes = b"", flags: int = 0) -> bytes:
     """A whole frame as bytes, for frames without large bodies."""
-    return _PREAMBLE.pack(MAGIC, kind, flags, 0, len(header), len(body)) + header + body
+    return _head(kind, header, (body,), len(body), flags) + body
 
 
 def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) -> tuple[int, int, int, int]:
     """(kind, flags, header length, body length) of the preamble at ``at``; raises WireError."""
-    magic, kind, flags, zero, header_bytes, body_bytes = _PREAMBLE.unpack_from(buffer, at)
-    if magic != MAGIC or kind not in _KINDS or zero != 0:
+    magic, kind, flags, check, header_bytes, body_bytes, _ = _PREAMBLE.unpack_from(buffer, at)
+    if magic != MAGIC or kind not in _KINDS or (check and kind not in _CHECKED_KINDS):
         raise WireError(f"not an everstep frame: it begins with {bytes(buffer[at : at + 8])!r}")
     if header_bytes > limits.header_bytes:
         raise WireError(f"frame header of {header_bytes} bytes announced, at most {limits.header_bytes} allowed")
     if body_bytes > limits.body_bytes:
         raise WireError(f"frame body of {body_bytes} bytes announced, at most {limits.body_bytes} allowed")
+    if kind in _CHECKED_KINDS and check != _check(bytes(buffer[at : at + PREAMBLE_BYTES])):
+        raise WireError("a frame is damaged: the check of its lengths is wrong")
     return kind, flags, header_bytes, body_bytes
 
 
@@ -137,9 +187,9 @@ class FrameDecoder:
                 body_at = header_at + header_bytes
                 if end < body_at + body_bytes:
                     break
-                frames.append(
-                    Frame(kind, flags, bytes(source[header_at:body_at]), bytes(source[body_at : body_at + body_bytes]))
-                )
+                header, body = bytes(source[header_at:body_at]), bytes(source[body_at : body_at + body_bytes])
+                _verify(bytes(source[at:header_at]), header, body)
+                frames.append(Frame(kind, flags, header, body))
                 at = body_at + body_bytes
         except WireError as error:
             self._error = error
@@ -227,7 +277,7 @@ class FrameSocket:
         """
         views = [view for view in map(_flat, buffers) if view.nbytes]
         body_bytes = sum(view.nbytes for view in views)
-        views.insert(0, memoryview(preamble(kind, len(header), body_bytes, flags) + header))
+        views.insert(0, memoryview(_head(kind, header, views, body_bytes, flags)))
         try:
             if fds and self._plain is not None:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -275,6 +325,7 @@ class FrameSocket:
         try:
             self._fill(PREAMBLE_BYTES, deadline, boundary=True)
             kind, flags, header_bytes, body_bytes = _checked(self._in, self._start, self.limits)
+            start = bytes(self._in[self._start : self._start + PREAMBLE_BYTES])
             self._start += PREAMBLE_BYTES
             if header_bytes <= _CHUNK_BYTES:
                 self._fill(header_bytes, deadline)
@@ -285,9 +336,11 @@ class FrameSocket:
                 self._read(memoryview(big), deadline)
                 header = bytes(big)
             if not body_bytes:
+                _verify(start, header, b"")
                 return Frame(kind, flags, header, b"")
             body = self._place(body_bytes, into)
             self._read(body, deadline)
+            _verify(start, header, body)
             return Frame(kind, flags, header, body)
         except OSError as error:
             raise WireError(f"the peer is gone: {_reason(error)}") from error

@@ -24,6 +24,7 @@ from everstep.errors import EverstepError, InternalError, StorageError
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.table import TableSpec
+from everstep.native.blob import MAGIC, VERSION, Kind
 from everstep.net.messages import ImagesWritten
 from everstep.net.retry import backoff
 from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
@@ -65,7 +66,7 @@ def marks_facts(blob: bytes) -> MarksFacts:
     try:
         magic, version, kind, _, _, seq, _, _ = struct.unpack_from("<IHHIIqII", blob)
         fingerprint, _, n_shards, _ = struct.unpack_from("<QqII", blob, 32)
-        if (magic, version, kind) != (0x42535645, 1, 4):
+        if (magic, version, kind) != (MAGIC, VERSION, Kind.MARKS):
             raise ValueError("these are not a bucket's marks")
         shards = np.frombuffer(blob, "<i8", 3 * n_shards, 56).reshape(n_shards, 3)
     except struct.error:

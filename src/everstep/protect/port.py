@@ -19,12 +19,14 @@ PIECE_BYTES = 1 << 20
 _HEAD_BYTES = 9  # of a slot: its key, and a bit
 
 
-_REST = struct.Struct("<IHHIIIIII")  # the header of what is left of a row (native/recover.cpp), the slots' number last
+_REST = struct.Struct(
+    "<IHHIIIIIII"
+)  # the header of what is left of a row (native/recover.cpp), the slots' number, a checksum
 
 
 def rest_slots(blob: Blob) -> Sequence[int]:
     """The slots whose records are in a blob of single slots of what is left of a row."""
-    count = _REST.unpack_from(blob)[-1]
+    count = _REST.unpack_from(blob)[-2]
     slots: list[int] = np.frombuffer(blob, "<u4", count, _REST.size).tolist()
     return slots
 
