@@ -104,6 +104,11 @@ def test_a_fold_that_lost_its_second_row_goes_back_to_an_image() -> None:
     assert storm(982).faults > 0
 
 
+def test_a_ps_that_ends_a_rebuild_by_an_old_map_changes_nothing() -> None:
+    """Seed 1439: its bucket had begun empty elsewhere meanwhile."""
+    assert storm(1439).faults > 0
+
+
 def test_elements_of_the_simulated_parity_are_a_field() -> None:
     page = (0b1010, 0b0110)
     assert times(page, 3) == page == times(times(page, 1), 2)

@@ -46,6 +46,7 @@ class Lineage(Truth):
         self.promised = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
         self.bases: dict[BucketId, int] = {}  # fingerprint of the image under the log
         self.undone = self.loaded = self.moved = self.begun = 0
+        self.restarted: set[BucketId] = set()  # went on from an image, or began again
 
     def _bits(self, shard: ShardKey, lo: int, hi: int) -> int:
         return ((1 << (hi - lo)) - 1) << (split_key(shard)[1] * self.plan.samples + lo)
@@ -173,6 +174,7 @@ class Lineage(Truth):
 
     def _loaded(self, bucket: BucketId, what: Bucket) -> None:
         """From now on what the image has is the truth; the rest is undone, and must be trained again."""
+        self.restarted.add(bucket)
         n = self.plan.samples
         total = 0
         for epoch in range(self.epochs):

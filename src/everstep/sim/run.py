@@ -281,6 +281,13 @@ class Simulation:
         self.doomed_lives[ps.key.slot] = ps.incarnation
         return True
 
+    def outlived(self, life: PeerKey, bucket: BucketId) -> bool:
+        """Whether the map does not name this life of a ps, which still runs, as the owner of ``bucket``."""
+        placement = self.master.brain.placement
+        if placement is None:
+            return False
+        return placement.owner[bucket] != life[0] or life not in {(p.slot, p.incarnation) for p in placement.servers}
+
     def may_begin_again(self) -> bool:
         """Whether nothing was released, and nothing is about to be: then what is lost may begin empty."""
         shards = self.master.brain.shards

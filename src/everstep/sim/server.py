@@ -174,6 +174,8 @@ class MirrorPs(Child):
             kind = type(action)
             if kind is Took:
                 bucket = action.bucket  # type: ignore[attr-defined]
+                if bucket in truth.restarted and self.sim.outlived(self.me, bucket):
+                    continue  # it ends, by an old map, what is over for everybody else: nothing of it counts
                 truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
                 came = came or action.how != "new"  # type: ignore[attr-defined]
             elif kind is Whole:
