@@ -142,6 +142,7 @@ class Session:
         self._ballot: torch.Tensor | None = None
         self._telling = 0.0  # since when an answer to CommitSteps is awaited; 0.0: none is
         self._untold_since = 0.0
+        self._told_to = -1  # of the master's journal, when that was noted
         self._stalled_at = 0.0
         self._log: ChainWriter | None = None
         self._warned = False
@@ -760,6 +761,8 @@ class Session:
         if not self.commits.waiting:
             self._untold_since = 0.0
             return
+        if self.commits.confirmed != self._told_to:  # somebody's reports get there
+            self._told_to, self._untold_since = self.commits.confirmed, now
         self._untold_since = self._untold_since or now
         if not steps:  # it has to be told first what came before we were here: has the master that?
             if now - self._untold_since > 1.0 and now - self._asked_at > _ASK_S and not everybody:

@@ -300,7 +300,7 @@ class GroupWorker(Child):
         self.mark, self.chain, self.print, self.has_state = Mark(), 0, 0, False
         self.origin: int | None = None
         self.rings: dict[int, Ring] = {}  # ready, by generation
-        self.rank = -1
+        self.rank = self.told_to = -1
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
@@ -697,6 +697,8 @@ class GroupWorker(Child):
                 self.ask()  # is there a gap before ours? whoever has those steps may be gone, and have told them
             self.untold_since = 0.0
             return
+        if self.commits.confirmed != self.told_to:
+            self.told_to, self.untold_since = self.commits.confirmed, now
         self.untold_since = self.untold_since or now
         present = self.machine.present
         first = present is not None and self.rank == 0
