@@ -8,7 +8,7 @@ its connection closed.
 Frames of the data plane (REQUEST, ANSWER) have a checksum, crc32c of all their bytes but its own: what TCP's sixteen
 bits let through, or a bad cable, switch or memory did on the way, ends the connection and is asked for again. The check
 is the low half of the lengths' own crc32c: with a wrong length nobody waits for bytes that never come. Of other kinds
-both are 0. What requests point to in shared memory is not covered: docs/decisions/0022.
+both are 0. What requests point to in shared memory is not covered: docs/decisions/0021.
 
 ``FrameDecoder`` is sans-io (bytes in, frames out), for asyncio and tests. ``FrameSocket`` is for blocking sockets:
 bodies are received straight into their place and sent by gather, without a copy in Python.
