@@ -346,7 +346,7 @@ class GroupKeeper:
         synced = self._newcomers(True)
         held = group is not None and bool(group.hold)
         if not force and not synced and not held and self._all_over(members):
-            return self._send_home() if not staying else []
+            return [*self._dismiss(), *self._send_home()] if not staying else []
         for m in lost:
             self._lose(m.slot, m.incarnation)
         leavers = [x.member for x in books.leavers]
