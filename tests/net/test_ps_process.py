@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from masters import Master
 
-from everstep.brain.events import Fenced, Ok, Welcome
+from everstep.brain.events import Fenced, Ok, Refused, Welcome
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
@@ -77,6 +77,8 @@ class Job:
                 return Welcome(Incarnation(1), Placement(1, (Slot(0),) * 8, (place,)))
             case wire.Beat():
                 self.beats.append(request)
+            case wire.Drain():  # there is no other ps
+                return Refused(f"{request.target}: nobody else could take its buckets")
         return Ok()
 
     def order(self, order: wire.OrderType) -> None:

@@ -28,7 +28,7 @@ def streams() -> Streams:
 def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: Streams) -> None:
     streams.append(0, [change(B0, 1), change(B1, 1), change(BucketId(5), 1)])
     assert streams.done_ticket == 0 and streams.waiting_bytes == 30
-    assert streams.answered(A, 0, [Code.APPLIED, Code.APPLIED]) == set()
+    assert streams.answered(A, 0, [Code.APPLIED, Code.APPLIED]) == {}
     assert streams.done_ticket == 0  # C lacks the first
     streams.answered(C, 0, [Code.REPEAT])
     assert streams.done_ticket == 3 and streams.waiting_bytes == 0
@@ -60,7 +60,7 @@ def test_a_peer_that_is_gone_is_owed_nothing(streams: Streams) -> None:
 
 def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: Streams) -> None:
     streams.append(0, [change(B0, 1), change(B0, 2)])
-    assert streams.answered(C, 0, [Code.REFUSED, Code.APPLIED]) == {B0}
+    assert streams.answered(C, 0, [Code.REFUSED, Code.APPLIED]) == {B0: 0}
     streams.answered(A, 0, [0, 0])
     assert (streams.done_ticket, streams.refused_ticket) == (2, 0)
     streams.append(2, [change(B0, 3)])

@@ -47,7 +47,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, Token
+from everstep.model.shard import Lease, ShardState, Token
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Client, Conn, Process
@@ -163,7 +163,9 @@ class Master(Process):
         done = None
         if type(event) is ShardDone:
             for i in instructions:
-                if type(i) is Reply and type(i.answer) is Ok and event.shard not in sim.truth.done:
+                if type(i) is not Reply or type(i.answer) is not Ok or event.shard in sim.truth.done:
+                    continue
+                if self.brain.shards.state(event.shard) >= ShardState.DONE:  # Ok also to a repeat of one reopened since
                     done = event
         elif type(event) is ShardAsked:
             for i in instructions:
