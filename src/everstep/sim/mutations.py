@@ -137,7 +137,7 @@ class DoneOfDeadPs(Brain):
         placement = self.state.placement
         if placement is not None:
             now = tuple((p.slot, p.incarnation) for p in placement.servers)
-            e = ShardDone(e.at, e.worker, e.incarnation, e.shard, e.lease, now, e.skipped, e.route)
+            e = ShardDone(e.at, e.worker, e.incarnation, e.shard, e.lease, now, e.skipped)  # nor by which map
         return super()._shard_done(e)
 
 
