@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.allreduce.group_hub import Hub
+from group_hub import Hub
 
 from everstep.allreduce.collective import Alone, CollectiveError, GlooCollective, cut_sockets, port_in
 from everstep.allreduce.store import GroupStore

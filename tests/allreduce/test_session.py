@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.allreduce.group_hub import Hub
+from group_hub import Hub
 
 from everstep.allreduce import session as session_module
 from everstep.allreduce.collective import CollectiveError, GlooCollective

@@ -8,6 +8,7 @@ from everstep.brain.events import (
     InstructionType,
     MasterStarted,
     MemberJoined,
+    MirrorsReady,
     NodeJoined,
     PlanRegistered,
     ReleaseShards,
@@ -35,6 +36,10 @@ class Shell:
             where = Address(NODE, f"sock/ps-{slot}.sock")
             self.tell(MemberJoined(0.0, Role.PS, Slot(slot), ONE, NODE, 1, where))
         self.tell(MemberJoined(0.0, Role.WORKER, Slot(0), ONE, NODE, 2))
+        placement = self.brain.placement
+        assert placement is not None
+        for mirror in placement.mirrors:  # before each was whole once, nothing is released
+            self.tell(MirrorsReady(0.0, mirror.at, ONE, (mirror.id,)))
         self.tell(PlanRegistered(0.0, Slot(0), ONE, Plan(name="d", samples=40, shard_samples=10, seed=0)))
 
     def tell(self, event: BrainEvent) -> None:

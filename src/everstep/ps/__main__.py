@@ -30,10 +30,14 @@ def main() -> int:
         die_with_parent()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
     faults.begin(args.incarnation)
+    early: list[int] = []  # SIGTERM while the ps is being made; it may be known to others before it is whole here
+    signal.signal(signal.SIGTERM, lambda signo, _: early.append(signo))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
     try:
         ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
         signal.signal(signal.SIGTERM, lambda *_: ps.leave())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
+        if early:
+            ps.leave()
         ps.run()
     except EverstepError as error:
         with contextlib.suppress(OSError):  # the log may lie on the very disk that is full
