@@ -203,16 +203,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
     not that ``expected``: what was handed out before must not be used then. StorageError: it cannot be read.
     """
     reader = Reader(file, name)
-    start = reader.take(_FILE.size, "its beginning")
-    magic, version, _, crc = _FILE.unpack(start)
-    if magic != MAGIC:
-        raise CheckpointError(f"{name} is not an image of a bucket, or its beginning was changed")
-    if crc != zlib.crc32(start[:12]):
-        raise CheckpointError(f"{name} was changed: the checksum of its beginning is wrong")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{name} is of version {version}, this everstep reads version {VERSION}: install a newer one"
-        )
+    reader.begin(MAGIC, VERSION, "an image of a bucket")
     number, kind = 0, 0
     while kind != _Kind.END:
         kind, payload = reader.section(number)
@@ -243,6 +234,19 @@ class Reader:
         self._file, self._name = file, name
         self.hash = checksum()
         self.size_bytes = 0
+
+    def begin(self, magic: bytes, version: int, what: str) -> None:
+        """The first bytes of the file. Raises CheckpointError if it is not ``what``, or of another version."""
+        start = self.take(_FILE.size, "its beginning")
+        found, other, _, crc = _FILE.unpack(start)
+        if found != magic:
+            raise CheckpointError(f"{self._name} is not {what}, or its beginning was changed")
+        if crc != zlib.crc32(start[:12]):
+            raise CheckpointError(f"{self._name} was changed: the checksum of its beginning is wrong")
+        if other != version:
+            raise CheckpointError(
+                f"{self._name} is of version {other}, this everstep reads version {version}: install a newer one"
+            )
 
     def some(self, n: int) -> bytes:
         try:

@@ -83,16 +83,7 @@ def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = No
     Raises CheckpointError, one line that names the file and what is wrong, also at the end if it is not the file that
     is ``expected``: what was handed out must not be used then. StorageError: it cannot be read."""
     reader = Reader(file, name)
-    start = reader.take(_FILE.size, "its beginning")
-    magic, version, _, crc = _FILE.unpack(start)
-    if magic != MAGIC:
-        raise CheckpointError(f"{name} is not the state of a replica, or its beginning was changed")
-    if crc != zlib.crc32(start[:12]):
-        raise CheckpointError(f"{name} was changed: the checksum of its beginning is wrong")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{name} is of version {version}, this everstep reads version {VERSION}: install a newer one"
-        )
+    reader.begin(MAGIC, VERSION, "the state of a replica")
     kind, payload = reader.section(0)
     if kind != _Kind.HEAD:
         raise CheckpointError(f"{name}: section 0 is of kind {kind}, which cannot stand there")

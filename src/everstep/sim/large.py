@@ -58,8 +58,8 @@ class Metered(GroupMaster):
         super().carry_out(instructions, conn, handler, args, event)
 
 
-def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: int = 1) -> dict[str, float]:
-    """Run for ``seconds`` (virtual) after everybody is there, losing a worker every ``every_s``."""
+def formed(workers: int, step_s: float, seed: int) -> Large:
+    """A calm job in which everybody is there."""
     scenario = GroupScenario(
         workers=workers,
         ps=0,
@@ -72,6 +72,12 @@ def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: i
     )
     sim = Large(seed, scenario)
     sim.kernel.run(2.0)
+    return sim
+
+
+def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: int = 1) -> dict[str, float]:
+    """Run for ``seconds`` (virtual) after everybody is there, losing a worker every ``every_s``."""
+    sim = formed(workers, step_s, seed)
     books = sim.master.brain.state.groups
     before, cpu, events, started = books.step, sim.cpu_s, sim.brain_events, sim.kernel.now
     sim.kernel.after(every_s / 2, sim.kill_one, every_s)
@@ -95,18 +101,7 @@ def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: i
 
 def measure_calm(workers: int, step_s: float, seed: int) -> float:
     """Steps per second without losses."""
-    scenario = GroupScenario(
-        workers=workers,
-        ps=0,
-        samples=10**9,
-        shard_samples=10**6,
-        epochs=1,
-        batch_s=step_s,
-        chaos_s=0.0,
-        snapshot_every=10**9,
-    )
-    sim = Large(seed, scenario)
-    sim.kernel.run(2.0)
+    sim = formed(workers, step_s, seed)
     before = sim.master.brain.state.groups.step
     sim.kernel.run(12.0)
     return (sim.master.brain.state.groups.step - before) / 10.0
