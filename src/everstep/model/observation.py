@@ -1,0 +1,81 @@
+"""What the master has seen of its members' speed, at one moment: the input of every policy of stragglers.
+
+A worker is judged by seconds per sample of its *own* compute (in a synchronous job everybody's step lasts as long as
+the slowest one's), a ps by its service time and queue. Times are seconds of the master's clock; a reading that nobody
+has yet is 0, never NaN or negative.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Role
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker over one window of time."""
+
+    samples: int = 0  # trained in the window
+    compute_s: float = 0.0  # own compute of those, summed
+    per_sample_s: float = 0.0  # median of own compute per sample; 0.0: no reading
+    phases: dict[str, float] = {}  # seconds of the window by phase of a step: data, pull, forward, backward, push, ...
+
+
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker that is up. ``history``: see :class:`ServerSeen`, of ``per_sample_s``."""
+
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    hardware: str = ""  # the class of its machine; "": unknown. Members of one class should be equally fast
+    since: float = 0.0  # when this incarnation came up
+    batch: int = 0  # samples per micro-batch; 0: unknown
+    accum: int = 1  # micro-batches per step
+    memory_batch: int = 0  # largest micro-batch that fits; 0: unknown
+    short: Pace = Pace()
+    long: Pace = Pace()
+    history: tuple[float, ...] = ()
+    cpu_share: float = 0.0  # processors that it used, in the short window
+    rss_bytes: int = 0
+    throttled_share: float = 0.0  # of the short window, in which its cgroup was kept from running: 0..1
+
+    def __str__(self) -> str:
+        return f"{Role.WORKER}:{self.slot}"
+
+
+class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One ps that is up."""
+
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    hardware: str = ""
+    since: float = 0.0
+    service_s: float = 0.0  # median per request in the short window; 0.0: no reading
+    queue: float = 0.0  # mean number of waiting requests
+    bytes_per_s: float = 0.0  # in and out
+    buckets: int = 0
+    history: tuple[float, ...] = ()  # medians of consecutive short windows, newest last; 0.0: no reading in that one
+    cpu_share: float = 0.0
+    rss_bytes: int = 0
+    throttled_share: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{Role.PS}:{self.slot}"
+
+
+class Observations(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole job, at ``at``. Only members that are up are in it, by slot."""
+
+    at: float
+    mode: str = "ps"  # ps, allreduce (or what else ``config.spec`` names)
+    consistency: str = "async"  # of mode ps: async, sync, bounded; of mode allreduce: sync
+    step: int = 0  # committed steps; 0 in mode ps
+    global_batch: int = 0  # samples of one step of the whole group; 0: there is no such thing (mode ps, async)
+    wanted_workers: int = 0
+    pending: int = 0  # members that were started and are not up yet
+    remaining_s: float = 0.0  # estimate of what is left of the job at today's speed; 0.0: unknown
+    places: tuple[NodeId, ...] = ()  # nodes that would take another process (may be the ones in use)
+    workers: tuple[WorkerSeen, ...] = ()
+    servers: tuple[ServerSeen, ...] = ()

@@ -1,0 +1,70 @@
+"""Plans: what a policy wants done about the job, as versioned sets of actions.
+
+(How a *dataset* is cut is ``model.shard.Plan``; where buckets lie is ``model.placement``.) A policy returns a
+:class:`Plan` whose version is 0; the brain checks it, numbers it and turns its actions into instructions. The same
+plan twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.ids import BucketId, Incarnation, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Role
+
+
+class AdjustBatch(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ADJUST_BS"):
+    """Samples that each worker takes of one step; those not named keep theirs. The sum is the global batch."""
+
+    batch: dict[Slot, int]
+
+
+class AdjustAccum(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ADJUST_ACCUM"):
+    """Passes in which each worker computes its samples of one step: more passes, less memory, same gradient."""
+
+    accum: dict[Slot, int]
+
+
+class AdjustRate(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ADJUST_LR"):
+    """Multiply the learning rate that the script asked for; only where the global batch has changed."""
+
+    factor: float  # > 0, of the script's own rate: not of what an earlier plan made of it
+
+
+class BackupWorkers(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="BACKUP_WORKERS"):
+    """A step waits for all but the slowest ``backup`` workers; what those computed is done again by whoever is free."""
+
+    backup: int
+
+
+class KillRestart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="KILL_RESTART"):
+    """End one process and fill its slot anew, elsewhere where there is an elsewhere."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation  # a later one is left alone: the order was meant for this one
+
+
+class MoveBuckets(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="MOVE_BUCKETS"):
+    """Who shall own these buckets."""
+
+    owners: dict[BucketId, Slot]
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCALE"):
+    """How many workers the job shall have."""
+
+    workers: int
+
+
+Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | MoveBuckets | Scale
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do, all of it or none. A larger ``version`` replaces a smaller one."""
+
+    actions: tuple[Action, ...]
+    decision: Decision
+    version: int = 0  # 0: not the brain's yet
+    effective_step: int = 0  # the step that is the first to be done by it; 0: at once
