@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroupGloo
 from everstep.allreduce.engine import GroupEngine
 from everstep.allreduce.step import LeaveJob, Outcome, Step
 from everstep.config.spec import JobSpec
-from everstep.model.group import Group, Mark
+from everstep.model.group import Group, Mark, Split
 from everstep.model.shard import Plan
 from everstep.policies.split import cut_step
 
@@ -72,7 +72,7 @@ class ScriptedSession:
     def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
         self.spec, self.collective = spec, collective
         self.mark = Mark()
-        self.shares: tuple[int, ...] = ()
+        self.split = Split()
         self.redo = set(redo)
         self.break_at: set[int] = set()
         self.log: list[tuple[int, int, int, str]] = []
@@ -86,7 +86,7 @@ class ScriptedSession:
         if self.mark.step == self.leave_at:
             raise LeaveJob(143)
         c = self.collective
-        cut = cut_step(self.mark, self.plan, self.until, self.batch, self.spec, c.size, self.shares)
+        cut = cut_step(self.mark, self.plan, self.until, self.batch, self.spec, c.size, self.split)
         if cut is None:
             return None
         if self.mark.step in self.break_at:

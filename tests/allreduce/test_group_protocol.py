@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from everstep.allreduce.protocol import BALLOT, Action, Connect, Counted, Cut, Follow, GroupMachine
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Group, GroupMember
+from everstep.model.group import Group, GroupMember, Split
 
 
 def member(slot: int, incarnation: int = 1) -> GroupMember:
@@ -173,7 +174,7 @@ def test_a_vote_that_broke_is_decided_by_who_committed(others: list[int], commit
     m.told(second)
     m.connected(2, 0)
     m.enter(second)
-    words = [m.word(5, 0, 1), *([o, -1, 0, 1] for o in others)]
+    words = [m.word(5, 0, 1), *([o, -1, 0, 1, 0] for o in others)]
     assert m.resolve(words) is committed
     assert m.pending is None
 
@@ -226,6 +227,7 @@ class World:
         self.inbox: list[tuple[int, Group]] = []
         self.connecting: dict[tuple[int, int], set[int]] = {}
         self.next_slot = 0
+        self.splits = 0
         self.committed: dict[int, int] = {}  # step -> generation of whoever survived it
 
     def start(self, slot: int, step: int) -> None:
@@ -236,6 +238,13 @@ class World:
     def publish(self) -> None:
         self.generation += 1
         self.newest = group(self.generation, *self.wanted, lost=tuple(self.lost))
+        self.divide()
+
+    def divide(self) -> None:
+        assert self.newest is not None
+        self.splits += 1
+        shares = tuple(self.rng.randint(1, 9) for _ in self.newest.members)
+        self.newest = msgspec.structs.replace(self.newest, split=Split(self.splits, shares))
         self.inbox += [(slot, self.newest) for slot in self.machines]
 
     def act(self, slot: int, actions: list[Action]) -> None:
@@ -257,7 +266,7 @@ class World:
     def deliver(self) -> None:
         """Orders come late, and each member's in order; then who can connect does."""
         self.rng.shuffle(self.inbox)
-        self.inbox.sort(key=lambda item: item[1].generation)
+        self.inbox.sort(key=lambda item: (item[1].generation, item[1].split.version))
         keep = []
         for slot, told in self.inbox:
             if slot not in self.machines:
@@ -320,6 +329,7 @@ class World:
     def vote(self, generation: int, slots: list[int]) -> None:
         step = self.step[slots[0]]
         assert {self.step[s] for s in slots} == {step}
+        assert len({self.machines[s].split for s in slots}) == 1, "they would divide the step differently"
         ballots = [self.machines[s].ballot(step, 1000 + step, False, -1) for s in slots]
         victim = self.rng.choice(slots) if self.rng.random() < 0.15 and len(self.wanted) > 1 else None
         if victim in self.wanted:
@@ -368,6 +378,8 @@ def test_no_step_is_lost_or_done_twice_whatever_is_killed_in_mid_vote(block: int
                 goes = world.rng.choice(world.wanted)
                 world.wanted.remove(goes)
                 world.publish()
+            elif chance < 0.2:
+                world.divide()
             world.deliver()
             world.turn()
         for slot, steps in world.history.items():
@@ -375,5 +387,44 @@ def test_no_step_is_lost_or_done_twice_whatever_is_killed_in_mid_vote(block: int
         for _ in range(300):  # left alone, they get on
             world.deliver()
             world.turn()
+        assert {world.machines[s].split.version for s in world.wanted} == {world.splits}, f"seed {seed}"
         steps = [world.step[s] for s in world.wanted]
         assert len(set(steps)) == 1 and steps[0] > 50, f"seed {seed}: {steps}, {list(world.machines.values())}"
+
+
+def test_a_new_split_holds_once_everybody_has_it() -> None:
+    first = group(1, 0, 1)
+    members = a, b = [inside(first, slot) for slot in range(2)]
+
+    def vote(step: int) -> None:
+        votes = maximum([m.ballot(step, 1, False, -1) for m in members])
+        assert [m.count(votes)[0].counted for m in members] == [Counted.AGREED] * 2
+
+    split = Split(4, (30, 10), (3, 1), 0.5)
+    assert a.told(msgspec.structs.replace(first, split=split)) == []
+    vote(0)
+    assert [m.split for m in members] == [Split(), Split()], "b has not heard of it"
+    assert b.told(msgspec.structs.replace(first, split=split)) == []
+    vote(1)
+    assert [m.split for m in members] == [split, split]
+    assert a.told(first) == [], "old news"
+    vote(2)
+    assert a.split == split
+    wrong = Split(5, (1, 2, 3))
+    for m in members:
+        m.told(msgspec.structs.replace(first, split=wrong))
+    vote(3)
+    assert a.split == split, "shares for three, and we are two"
+
+
+def test_a_broken_group_begins_with_equal_shares_unless_all_know_the_split() -> None:
+    split = Split(2, (3, 1))
+    for known, holds in ((2, split), (1, Split())):
+        first = group(1, 0, 1)
+        members = [inside(first, slot) for slot in range(2)]
+        for m in members[:known]:
+            m.told(msgspec.structs.replace(first, split=split))
+        words = [m.word(0, 0, 1) for m in members]
+        for m in members:
+            m.resolve(words)
+        assert [m.split for m in members] == [holds] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from scripts import State, adam, close, data, loss_of, net, plain, same, trained
 from torch import nn
 
 from everstep.config.spec import JobSpec
-from everstep.model.group import Mark
+from everstep.model.group import Mark, Split
 
 
 def test_alone_it_is_bit_for_bit_plain_pytorch() -> None:
@@ -28,13 +29,14 @@ def test_a_group_computes_what_one_process_computes_on_the_whole_batch(n: int) -
 
 
 def test_shares_and_micro_batches_change_nothing() -> None:
-    def uneven(member: Member) -> State:
-        member.session.shares = (3, 1)
+    def uneven(member: Member, split: Split) -> State:
+        member.session.split = split
         return trained(member)
 
-    results = run_group(2, JobSpec(workers=2), uneven)
-    same(*results)
-    close(results[0], plain(16))
+    for split in (Split(1, (3, 1)), Split(1, (5, 11), (5, 2)), Split(1, (16, 0), (1, 0))):
+        results = run_group(2, JobSpec(workers=2), partial(uneven, split=split))
+        same(*results)
+        close(results[0], plain(16))
 
 
 def test_the_last_step_of_an_epoch_takes_what_is_left() -> None:

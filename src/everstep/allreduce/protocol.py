@@ -7,6 +7,9 @@ The shell (``session``) tells the machine what happened, and does the ``Action``
   broken for everybody, and enters the newest group as soon as that is connected.
 - A group that is not broken is left at a vote only, when everybody says that the same newer generation is connected;
   or where no votes are (on hold, alone) at once.
+- How a step is divided (``Split``) changes within a generation, without connecting anew: each vote says the newest
+  split that one has of it, and if all say the same, it holds from the next step on. In a group just entered it holds at
+  once where the first words agree on it; else all begin with equal shares.
 - Whoever entered a vote and did not get its result asks the others of the next group: has anybody committed that
   step, it is committed; has nobody, it is done again. A dead one may have committed it: nobody hears of that, since a
   step is told to the journal only when everybody is known to have it (``settled``).
@@ -17,13 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from everstep.ids import Incarnation, Slot
-from everstep.model.group import Group
+import msgspec
 
-BALLOT = 8
-"""int64 of one vote, reduced with MAX: step, digest and newest connected generation, each with its negative (equal
-everywhere iff the largest is minus the largest negative), whether gradients are not finite, and the last step that the
-master confirmed to anybody."""
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Group, Split
+
+BALLOT = 10
+"""int64 of one vote, reduced with MAX: step, digest, newest connected generation and newest split of the present one,
+each with its negative (equal everywhere iff the largest is minus the largest negative), whether gradients are not
+finite, and the last step that the master confirmed to anybody."""
 
 _DIGEST_MASK = (1 << 62) - 1
 """A digest's negative must be an int64 too."""
@@ -83,6 +88,9 @@ class GroupMachine:
         self._attempt = 0  # of the present group
         self._said: Group | None = None  # in the vote in flight
         self._change: Group | None = None  # everybody goes over to this group now
+        self.split = Split()  # by which the present group divides its next step
+        self._newest_split = Split()  # of the present generation, by the master's word
+        self._said_split = Split()  # in the vote, or the first words, in flight
 
     def __repr__(self) -> str:
         present = "no group" if self.present is None else f"generation {self.present.generation}"
@@ -96,10 +104,16 @@ class GroupMachine:
         """The master published ``group``. Old news and repeats change nothing."""
         if self.newest is not None and group.generation <= self.newest.generation:
             # who is joining may change without a new generation
-            if group.generation < self.newest.generation or not self._joining(group):
+            old = self.newest
+            if group.generation < old.generation:
                 return []
+            if group.split.version < old.split.version:
+                group = msgspec.structs.replace(group, split=old.split)
             self.newest = group
-            return [Follow(group)]
+            if self.present is not None and self.present.generation == group.generation:
+                self._newest_split = group.split
+            divided = group.split != old.split and msgspec.structs.replace(group, split=old.split) == old
+            return [Follow(group)] if self._joining(group) and not divided else []
         self.newest = group
         actions: list[Action] = []
         if self._building is not None:
@@ -198,6 +212,10 @@ class GroupMachine:
         """This process is in ``group`` now; the one that is left is cut once the new one has met."""
         del self._ready[group.generation]
         self.present, self.whole = group, True
+        newest = self.newest
+        same = newest is not None and newest.generation == group.generation
+        self._newest_split = newest.split if newest is not None and same else group.split
+        self.split = Split()
         self._change = self._said = None
 
     def broke(self) -> list[Action]:
@@ -223,18 +241,23 @@ class GroupMachine:
         if self.excluded:
             self._said = self.newest  # nothing to connect: we are let go
         said = self._said.generation if self._said is not None else 0
-        return [step, -step, digest, -digest, int(nonfinite), said, -said, confirmed]
+        self._said_split = self._newest_split
+        version = self._said_split.version
+        return [step, -step, digest, -digest, int(nonfinite), said, -said, version, -version, confirmed]
 
     def count(self, votes: list[int]) -> tuple[Tally, list[Action]]:
         """The vote's result came: the step is committed (or all know why not), and perhaps everybody goes over."""
-        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, confirmed = votes
+        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, split, minus_split, confirmed = votes
         self.pending = None
         actions: list[Action] = []
         mine, self._said = self._said, None
         if mine is not None and said == -minus_said == mine.generation:
             self._change = mine
+        if split == -minus_split:
+            self._divide()
         # what was said and not taken, and is not the newest any more, is over
-        for generation in [g for g, ready in self._ready.items() if ready not in (self._change, self.newest)]:
+        stay = {group.generation for group in (self._change, self.newest) if group is not None}
+        for generation in [g for g in self._ready if g not in stay]:
             del self._ready[generation]
             actions.append(Cut(generation))
         counted = Counted.AGREED
@@ -248,12 +271,22 @@ class GroupMachine:
 
     def word(self, mark_step: int, dataset: int, until_epoch: int) -> list[int]:
         """What to gather first in a group that was entered: our state's step (-1: no state), the step of which we have
-        the reduced gradients without knowing whether it is committed (-1: none), and the loop that our script is in."""
-        return [mark_step, -1 if self.pending is None else self.pending, dataset, until_epoch]
+        the reduced gradients without knowing whether it is committed (-1: none), the loop that our script is in, and
+        the version of the newest split that we have."""
+        self._said_split = self._newest_split
+        pending = -1 if self.pending is None else self.pending
+        return [mark_step, pending, dataset, until_epoch, self._said_split.version]
 
     def resolve(self, words: list[list[int]]) -> bool:
         """Everybody's words: whether the pending step is committed. Clears it."""
+        if len({word[4] for word in words}) == 1:
+            self._divide()
         if self.pending is None:
             return False
         step, self.pending = self.pending, None
         return any(word[0] > step for word in words)
+
+    def _divide(self) -> None:
+        """Everybody has the split that we said."""
+        if self.present is not None and self._said_split.fits(self.present.size):
+            self.split = self._said_split

@@ -202,7 +202,7 @@ class Session:
             mark = self.state.mark
             assert self.plan is not None
             cut = cut_step(
-                mark, self.plan, self.until_epoch, self.batch_samples, self.seat.spec, group.size, group.shares
+                mark, self.plan, self.until_epoch, self.batch_samples, self.seat.spec, group.size, self.machine.split
             )
             if cut is None:
                 if self._others_left or self._farewell(collective):
@@ -453,7 +453,7 @@ class Session:
         with self._changed:
             self._resolved = True
             self._formed = all(w[0] < 0 for w in words)
-            self._others_left = any(w[0] >= 0 and w[2:] != word[2:] for w in words)
+            self._others_left = any(w[0] >= 0 and w[2:4] != word[2:4] for w in words)
             return self.machine.resolve(words) and not void
 
     def _resolve_vote(self) -> bool:

@@ -35,7 +35,7 @@ from everstep.brain.members import Members, Seat
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.member import Address, Role
 from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_s, ready_to_form
 
@@ -112,7 +112,7 @@ class Groups(msgspec.Struct, kw_only=True):
     waits. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
-    ``blamed``: losses in a row without getting further than ``furthest``."""
+    ``blamed``: losses in a row without getting further than ``furthest``. ``splits``: counts versions of splits."""
 
     group: Group | None = None
     generations: int = 0
@@ -135,6 +135,7 @@ class Groups(msgspec.Struct, kw_only=True):
     blamed: int = 0
     blamed_at: float = 0.0
     furthest: int = 0
+    splits: int = 0
 
     def __repr__(self) -> str:
         size = self.group.size if self.group is not None else 0
@@ -432,6 +433,7 @@ class GroupKeeper:
 
     def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
         books = self.books
+        split = self._carried(members)
         books.generations += 1
         books.due_at, books.force = 0.0, ""
         books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
@@ -443,9 +445,56 @@ class GroupKeeper:
             begin=begin,
             restore=restore,
             origin=origin,
+            split=split,
         )
         books.group = msgspec.structs.replace(books.group, joining=self.joining())
         return books.group
+
+    # ------------------------------------------------------------ how a step is divided
+
+    def divide(
+        self, shares: dict[Slot, int], passes: dict[Slot, int], rate: float, why: Decision
+    ) -> PublishGroup | None:
+        """The members of the group are to divide its steps so. Whoever is not named takes what it takes now; None:
+        that is how it is already."""
+        books, group = self.books, self.books.group
+        assert group is not None
+        old, slots = group.split, [m.slot for m in group.members]
+        before = old.shares or (self._even(),) * group.size
+        told = old.passes or (0,) * group.size
+        split = Split(
+            old.version,
+            tuple(shares.get(slot, share) for slot, share in zip(slots, before, strict=True)),
+            tuple(passes.get(slot, n) for slot, n in zip(slots, told, strict=True)),
+            rate,
+        )
+        if split == Split(old.version, before, told, old.rate):
+            return None
+        books.splits += 1
+        books.group = msgspec.structs.replace(group, split=msgspec.structs.replace(split, version=books.splits))
+        return PublishGroup(msgspec.structs.replace(books.group, joining=self.joining()), why)
+
+    def _even(self) -> int:
+        """Samples of one worker in a step of which all take the same."""
+        return max((ask.batch_samples for ask in self.books.asked.values()), default=1)
+
+    def _carried(self, members: tuple[GroupMember, ...]) -> Split:
+        """The split of the group published last, for ``members``: who stays keeps its share, who comes takes a middle
+        one, in as many passes as the batch size asks for."""
+        books = self.books
+        old = books.group
+        if old is None or old.split == Split():
+            return Split()
+        rank = {m: r for r, m in enumerate(old.members)}
+        shares, passes = old.split.shares, old.split.passes
+        books.splits += 1
+        middle = max(1, sum(shares) // max(1, len(shares)))
+        return Split(
+            books.splits,
+            tuple(shares[rank[m]] if m in rank else middle for m in members) if shares else (),
+            tuple(passes[rank[m]] if m in rank else 0 for m in members) if passes else (),
+            old.split.rate,
+        )
 
     # ------------------------------------------------------------ a new line of states
 

@@ -1,6 +1,6 @@
 """Groups: the workers that train one replicated model together, step by step (mode allreduce).
 
-A *generation* numbers the group: every change of who is in it, or of how a step is divided among them, makes a new one.
+A *generation* numbers the group: every change of who is in it makes a new one.
 A *step* trains the positions ``[lo, hi)`` of one epoch (positions as in ``model.shard``), divided among the members; it
 is committed at all survivors or at none, and only then does the next one begin. So the committed steps of an epoch
 tile its positions, and where the group is, is one :class:`Mark`.
@@ -35,6 +35,23 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
         return f"worker:{self.slot} #{self.incarnation}"
 
 
+class Split(msgspec.Struct, frozen=True, array_like=True):
+    """How the members of one generation divide a step. A larger ``version`` replaces a smaller one: at the first vote
+    in which everybody says that it has it, so all divide the step behind that vote by it, and nobody waits.
+
+    ``shares``: samples that each takes of every sum(shares), by rank; () is all alike. ``passes``: micro-batches in
+    which each computes them, by rank; 0, or (): as few as the loader's batch size allows. ``rate``: what the learning
+    rate is multiplied by, besides what ``lr_rule`` says."""
+
+    version: int = 0
+    shares: tuple[int, ...] = ()
+    passes: tuple[int, ...] = ()
+    rate: float = 1.0
+
+    def fits(self, members: int) -> bool:
+        return all(len(by_rank) in (0, members) for by_rank in (self.shares, self.passes))
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
 
@@ -45,7 +62,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     generation: int
     members: tuple[GroupMember, ...]  # in order of rank; ranks are 0..n-1
-    shares: tuple[int, ...] = ()  # samples that each member takes of every sum(shares); () is all alike
+    split: Split = Split()  # the only thing that a generation is told anew of, besides who is joining
     lost: tuple[tuple[Slot, Incarnation], ...] = ()  # of the last generations
     joining: tuple[GroupMember, ...] = ()  # they copy the state of a member meanwhile, and are not in the group yet
     hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on

@@ -15,8 +15,10 @@ import msgspec
 
 from everstep.config.spec import JobSpec
 from everstep.errors import DataError
-from everstep.model.group import Mark, Micro
+from everstep.model.group import Mark, Micro, Split
 from everstep.model.shard import Plan
+
+_EVEN = Split()
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -35,7 +37,7 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 def cut_step(
-    mark: Mark, plan: Plan, until_epoch: int, batch_samples: int, spec: JobSpec, size: int, shares: tuple[int, ...] = ()
+    mark: Mark, plan: Plan, until_epoch: int, batch_samples: int, spec: JobSpec, size: int, split: Split = _EVEN
 ) -> Cut | None:
     """The step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done.
 
@@ -53,12 +55,12 @@ def cut_step(
             f"{'logical workers' if parts else 'workers'} that share it: use fewer, or more data"
         )
     lo, hi = step_range(mark.position, plan.samples, total, need)
-    shares = shares or (1,) * size
+    shares = split.shares or (1,) * size
     if parts:
         micros = divide_parts(lo, hi, parts, shares)
     else:
-        micros = divide(lo, hi, shares, batch_samples, total)
-    return Cut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers))
+        micros = divide(lo, hi, shares, batch_samples, total, split.passes)
+    return Cut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers) * split.rate)
 
 
 def step_range(position: int, samples: int, total: int, need: int) -> tuple[int, int]:
@@ -68,16 +70,23 @@ def step_range(position: int, samples: int, total: int, need: int) -> tuple[int,
     return (position, samples) if samples - hi < 2 * need else (position, hi)
 
 
-def divide(lo: int, hi: int, shares: tuple[int, ...], limit: int, total: int) -> tuple[tuple[Micro, ...], ...]:
+def divide(
+    lo: int, hi: int, shares: tuple[int, ...], limit: int, total: int, passes: tuple[int, ...] = ()
+) -> tuple[tuple[Micro, ...], ...]:
     """By rank: the micro-batches of ``[lo, hi)``, contiguous in order of rank, in proportion to ``shares``.
 
     Each has at most ``limit`` samples; the samples that a last step has more than ``total`` (see the top) make a
     micro-batch larger instead of adding one. With fewer samples than members some ranks have one empty micro-batch:
-    they compute a neighbour's sample with weight 0, so that they go through the step like everybody else."""
+    they compute a neighbour's sample with weight 0, so that they go through the step like everybody else. ``passes``
+    (see ``model.group.Split``): a rank that has a number there has so many micro-batches, whatever ``limit`` says."""
     counts = apportion(hi - lo, shares)
     extra = max(0, hi - lo - total)
     bounds = _running(lo, counts)
-    return tuple(_equal(a, b, max(1, -(-max(1, b - a - extra) // limit)), part=-1) for a, b in pairwise(bounds))
+    told = passes or (0,) * len(shares)
+    return tuple(
+        _equal(a, b, min(n, max(1, b - a)) if n > 0 else max(1, -(-max(1, b - a - extra) // limit)), part=-1)
+        for (a, b), n in zip(pairwise(bounds), told, strict=True)
+    )
 
 
 def divide_parts(lo: int, hi: int, parts: int, shares: tuple[int, ...]) -> tuple[tuple[Micro, ...], ...]:

@@ -36,7 +36,7 @@ from everstep.brain.events import (
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, Mark
+from everstep.model.group import Committed, Group, Mark, Split
 from everstep.model.member import MemberKey, Role
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
 from everstep.policies.split import Cut as StepCut
@@ -155,7 +155,7 @@ def reduced(kind: str, values: list[Any]) -> list[Any]:
     """What every member computes from all values, once."""
     if kind in ("vote", "farewell"):
         return [max(column) for column in zip(*values, strict=True)]
-    if kind == "reduce" and len({(v.first, v.epoch, v.lo, v.hi) for v in values}) > 1:
+    if kind == "reduce" and len({(c.first, c.epoch, c.lo, c.hi, cut.micros) for c, cut in values}) > 1:
         raise Violation(f"members reduce different steps: {values}")
     if kind == "agree":
         states = [state for state in values if state[0] is not None]
@@ -486,7 +486,7 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ the loop
 
     def next_cut(self, size: int) -> StepCut | None:
-        return self.gsim.cut_of(self.mark, size)
+        return self.gsim.cut_of(self.mark, size, self.machine.split)
 
     def pump(self) -> None:
         """Go on as far as possible without waiting."""
@@ -552,7 +552,7 @@ class GroupWorker(Child):
             self.pump()
             return
         assert self.step is not None
-        self.post("reduce", self.step[0])
+        self.post("reduce", self.step)
 
     def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
         if ring is not self.ring or self.phase != kind or not self.machine.whole:
@@ -741,7 +741,7 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
-        self.last_cut: tuple[tuple[Mark, int], StepCut | None] | None = None
+        self.last_cut: tuple[tuple[Mark, int, Split], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.over = None
         self.healed = False
@@ -781,11 +781,12 @@ class GroupSimulation(Simulation):
             self.rings[key] = Ring(self, group)
         return self.rings[key]
 
-    def cut_of(self, mark: Mark, size: int) -> StepCut | None:
+    def cut_of(self, mark: Mark, size: int, split: Split) -> StepCut | None:
         """As every member computes it, once."""
-        if self.last_cut is None or self.last_cut[0] != (mark, size):
-            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size)
-            self.last_cut = (mark, size), cut
+        key = mark, size, split
+        if self.last_cut is None or self.last_cut[0] != key:
+            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size, split)
+            self.last_cut = key, cut
         return self.last_cut[1]
 
     def worker(self, slot: Slot, incarnation: Incarnation) -> GroupWorker | None:
