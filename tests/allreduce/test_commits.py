@@ -70,3 +70,16 @@ def test_a_new_beginning_forgets_what_is_void() -> None:
     c.to_log()
     c.begin(0)
     assert c.to_tell() == () and c.waiting == 0 and c.confirmed == -1
+
+
+def test_nothing_is_told_across_a_gap() -> None:
+    """Others went on without us, and we came back: step 3 is theirs to tell."""
+    c = commits(0, 2)
+    c.done(step(4, generation=3))
+    assert c.settle(5)
+    c.to_log()
+    assert [(r.first, r.last) for r in c.to_tell()] == [(0, 2)]
+    c.confirm(2)
+    assert c.to_tell() == () and c.waiting == 1
+    c.confirm(3)
+    assert [(r.first, r.last) for r in c.to_tell()] == [(4, 4)]

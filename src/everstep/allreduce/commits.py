@@ -61,8 +61,8 @@ class Commits:
             return ranges
 
     def to_tell(self) -> tuple[Committed, ...]:
-        """What the master has not confirmed, oldest first; nothing where it would leave a gap behind what the master
-        has: then somebody who has been in the group for longer tells."""
+        """What the master has not confirmed, oldest first, up to the first gap: before us, or where others went on
+        without us for a while. Then somebody who has those steps tells."""
         with self._lock:
             while self._untold and self._untold[0].last <= self.confirmed:
                 self._untold.popleft()
@@ -70,6 +70,8 @@ class Commits:
                 return ()
             ranges: list[Committed] = []
             for committed in self._untold:
+                if ranges and committed.first != ranges[-1].last + 1:
+                    break
                 merge(ranges, committed)
                 if len(ranges) == TELL_MAX:
                     break

@@ -621,7 +621,9 @@ class GroupKeeper:
             group = books.group
             if group is not None and group.generation == books.confirmed and books.step > books.furthest:
                 books.blamed = 0
-        if books.confirmed != confirmed:  # newcomers have the state for certain now
+        held = books.step > before and books.group is not None and bool(books.group.hold)
+        if books.confirmed != confirmed or (held and self.data_done()):
+            # newcomers have the state for certain now; a group on hold waits for nothing any more
             out += self.settle(e.at)
         return out, ""
 

@@ -26,6 +26,7 @@ from everstep.brain.events import (
     GroupStalled,
     GroupSynced,
     InstructionType,
+    Note,
     PlanRegistered,
     PublishGroup,
     Registered,
@@ -173,6 +174,7 @@ class Ring:
         self.sim, self.group = sim, group
         self.there: dict[int, GroupWorker] = {}
         self.connected = self.broken = False
+        self.broken_by: GroupWorker | None = None
         self.posted: dict[tuple[str, int], dict[int, Any]] = {}
         self.numbers: dict[tuple[int, str], int] = {}
 
@@ -208,6 +210,8 @@ class Ring:
         self.numbers[rank, kind] = number + 1
         op = self.posted.setdefault((kind, number), {})
         op[rank] = value
+        if self.broken and rank in self.there:  # it broke while we were not in it yet: nobody would tell us again
+            self._notice(self.there[rank], self.broken_by)
         if len(op) == self.group.size:
             self._complete(kind, number)
 
@@ -228,7 +232,7 @@ class Ring:
 
     def fail(self, by: GroupWorker | None) -> None:
         """A member died or cut it: nothing of it comes any more, and everybody it reaches notices."""
-        self.broken = True
+        self.broken, self.broken_by = True, by
         for worker in self.there.values():
             if worker is not by:
                 self._notice(worker, by)
@@ -251,6 +255,10 @@ class GroupMaster(Master):
     ) -> None:
         super().carry_out(instructions, conn, handler, args, event)
         for i in instructions:
+            if isinstance(i, Note) and i.decision.action == "lost" and i.member.startswith("worker:"):
+                sim: Any = self.sim
+                before = self.brain.state.groups.generations - any(isinstance(j, PublishGroup) for j in instructions)
+                sim.lost[int(i.member.removeprefix("worker:")), i.decision.inputs["incarnation"]] = before
             if isinstance(i, PublishGroup):
                 for other in list(self.conns.values()):
                     if isinstance(other.client, GroupWorker):
@@ -682,6 +690,9 @@ class GroupWorker(Child):
         if group is None or not since or now - since < STALL_S or now - self.stalled_at < STALL_S:
             return
         self.stalled_at = now
+        known = m.newest.generation if m.newest is not None and not lost else 0
+        if any(self.gsim.lost.get((x.slot, x.incarnation), known) < known for x in group.members):
+            raise Violation(f"{self} was told {m.newest}, and waits in {group} for one that is lost")
         conn = self.conn
         if conn is not None and self.welcome:
             server: Any = conn.server
@@ -741,6 +752,7 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
+        self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
         self.last_cut: tuple[tuple[Mark, int, Split], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.over = None
