@@ -16,6 +16,7 @@ from everstep.brain.events import (
     Fenced,
     FinishJob,
     GroupAsked,
+    GroupLeft,
     InstructionType,
     JobResumed,
     MasterStarted,
@@ -31,6 +32,7 @@ from everstep.brain.events import (
     ReplicaWritten,
     Reply,
     StepsCommitted,
+    StopAsked,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
@@ -197,6 +199,50 @@ def test_a_reclaim_notice_saves_the_state() -> None:
     job.commit(0, 5, 0, 0, 100)
     out = job.say(DrainAsked(0.0, "worker:1", 30.0))
     assert any(isinstance(i, OrderImages) for i in out)
+
+
+def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
+    job = Script()
+    stop = StopAsked(0.0, "everstep stop", True)
+    job.commit(0, 2, 0, 0, 60)
+    out = job.say(stop)
+    assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
+    assert job.say(stop) == [Reply(Ok())]
+    job.written(Mark(3, 0, 0, 60))
+    out = job.say(CheckpointCommitted(0.0, 1))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
+def test_a_job_that_is_stopped_with_nothing_new_to_save_ends_at_once() -> None:
+    job = Script()
+    assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
+    job = Script()
+    job.commit(0, 2, 0, 0, 60)
+    job.save(Mark(3, 0, 0, 60))
+    assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
+
+
+def test_a_last_checkpoint_is_waited_for_until_nobody_can_write_it() -> None:
+    job = Script()
+    job.commit(0, 2, 0, 0, 60)
+    job.say(StopAsked(0.0, "everstep stop", True))
+    job.kill(0)
+    job.kill(1)
+    job.hire(0)  # there is no state any more, but a worker may come to it again: no checkpoint of nothing
+    job.at += 61.0
+    out = job.say(CheckpointAsked(0.0, "late"))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
+def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 11, 1, 0, 100)
+    job.say(StopAsked(0.0, "everstep stop", True))
+    for slot in (0, 1):
+        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "done"))
+        out = job.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(1), 0, ""))
+    assert any(isinstance(i, FinishJob) for i in out)
 
 
 def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:

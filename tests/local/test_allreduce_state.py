@@ -68,7 +68,7 @@ def test_the_leader_dies_before_it_tells_of_its_file(run: ReplicaRun, monkeypatc
 
 
 def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: ReplicaRun, tmp_path: Path) -> None:
-    """With logical workers: to the bits of a run that was never stopped."""
+    """Saved by hand, and once more as it is stopped. With logical workers: to the bits of a run that never was."""
     folder = tmp_path / "whole"
     folder.mkdir()
     whole = ReplicaRun(folder)
@@ -79,10 +79,14 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     finally:
         whole.close()
     run.write(rows=640, epochs=4, pause_s=0.05, batch=8)
-    run.train(2, "--logical-workers", "4", "--checkpoint-every", "10batches")
-    until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
-    assert run.everstep("stop", str(run.run_dir))[0] == 0
+    run.train(2, "--logical-workers", "4", "--checkpoint-every", "1h")
+    run.trained(200)
+    code, out = run.everstep("checkpoint", str(run.run_dir))  # by hand, while it trains
+    assert code == 0 and "checkpoint 1: base" in out, out
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert code == 0 and "after a last checkpoint" in out, out
     assert run.wait(60.0) == 0, run.story()
+    assert "checkpoint 2 (stop)" in run.text(), run.text()
     run.write(rows=640, epochs=4, pause_s=0.0, batch=8)
     again = tmp_path / "again"
     code, out = run.everstep("resume", str(run.run_dir), "--workers", "1", "--run-dir", str(again), "--no-display")

@@ -1208,7 +1208,10 @@ class Brain:
         if self.job.over:
             return [_OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
         trained = any(dataset.epochs for dataset in self.shards.datasets)
-        if e.checkpoint and has_checkpoints(self.job.spec) and trained and not self.replicated:
+        if self.replicated:  # something that is in no checkpoint yet, and somebody to write it
+            begun = replica_start(self.checkpoints)[0].step
+            trained = self.groups.view() is not None and self.state.groups.step > begun
+        if e.checkpoint and has_checkpoints(self.job.spec) and trained:
             if self.checkpoints.stopping:
                 return [_OK]
             self.checkpoints.stopping = e.reason
@@ -1243,7 +1246,8 @@ class Brain:
     def _finish_if_all_left(self, at: float) -> list[InstructionType]:
         """The job is done when every script ran to its end and nobody is left who could still train."""
         seats = self.members.workers.values()
-        if self.checkpoints.stopping and not self.job.over:
+        writers = not self.replicated or any(s.running for s in seats)  # (a state goes with its last process)
+        if self.checkpoints.stopping and not self.job.over and (writers or self.checkpoints.stopped):
             return self._stop_when_saved(at)
         if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
             return []
