@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.member import Role
 
 
@@ -32,6 +32,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0  # when this incarnation came up
     batch: int = 0  # samples per micro-batch; 0: unknown
     accum: int = 1  # micro-batches per step
+    share: int = 0  # samples that it takes of one step now; 0: unknown, or there are no common steps
     memory_batch: int = 0  # largest micro-batch that fits; 0: unknown
     short: Pace = Pace()
     long: Pace = Pace()
@@ -56,6 +57,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     queue: float = 0.0  # mean number of waiting requests
     bytes_per_s: float = 0.0  # in and out
     buckets: int = 0
+    owned: tuple[BucketId, ...] = ()  # those
     history: tuple[float, ...] = ()  # medians of consecutive short windows, newest last; 0.0: no reading in that one
     cpu_share: float = 0.0
     rss_bytes: int = 0
@@ -66,16 +68,23 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observations(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole job, at ``at``. Only members that are up are in it, by slot."""
+    """The whole job, at ``at``. Only members that are up are in it, by slot.
+
+    A policy is asked once per short window, and no reading is in two short windows: so what it proposes at one look
+    can be judged by the readings of the next."""
 
     at: float
+    window_s: float = 0.0  # length of a short window; 0.0: unknown
     mode: str = "ps"  # ps, allreduce (or what else ``config.spec`` names)
     consistency: str = "async"  # of mode ps: async, sync, bounded; of mode allreduce: sync
     step: int = 0  # committed steps; 0 in mode ps
     global_batch: int = 0  # samples of one step of the whole group; 0: there is no such thing (mode ps, async)
+    loader_batch: int = 0  # samples of a micro-batch by the script: so much fits everywhere; 0: unknown
     wanted_workers: int = 0
     pending: int = 0  # members that were started and are not up yet
     remaining_s: float = 0.0  # estimate of what is left of the job at today's speed; 0.0: unknown
     places: tuple[NodeId, ...] = ()  # nodes that would take another process (may be the ones in use)
+    restarts: int = 0  # by policies, in the whole job
+    restarted_at: float = 0.0  # the last of them
     workers: tuple[WorkerSeen, ...] = ()
     servers: tuple[ServerSeen, ...] = ()

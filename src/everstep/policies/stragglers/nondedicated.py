@@ -1,0 +1,222 @@
+"""``nondedicated``: machines that others use too. Slow for moments, for long, or always; workers and ps.
+
+Theory. Dividing a step by the speeds of the last window is right as long as the next window is like the last. Where
+slow spells are about as long as a window it is wrong both times: nothing is done while somebody is slow, and when
+something is done, that one is fast again. So each look first judges what the *last* look proposed by *this* window's
+readings: would the step have been faster so than with equal shares? The sum of these (``score``, in windows of healthy
+work, old ones fading) says whether reacting pays here, and while it does not, shares stay equal. What is tried costs
+nothing: the proposal is judged whether it was in force or not.
+
+Workers: shares by speed where steps are common; nothing for moments where each takes shards at its own pace. A worker
+that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that is slow
+in most of its windows gives buckets away until its time is everybody's; if it still is slow, it is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Role
+from everstep.model.observation import Observations, ServerSeen
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, MoveBuckets, Plan
+from everstep.policies.stragglers.payoff import restart_pays
+from everstep.policies.stragglers.shares import even, proportional
+from everstep.policies.stragglers.slow import Verdict, judge, judge_servers
+
+Inputs = dict[str, str | int | float | bool]
+Key = tuple[Slot, Incarnation]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds and ratios; what a policy's own callable may choose differently."""
+
+    worth: float = 1.05  # a split must make the step so many times faster than equal shares, as the readings say
+    better: float = 1.03  # and so many times faster than the one in force, or it is left alone
+    fade: float = 0.97  # of the score, a window
+    bound: float = 2.0  # of the score, both ways: what counts is what happened lately
+    restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
+    cooldown_s: float = 300.0  # between two restarts, of any role
+    budget: int = 8  # restarts by this policy in the whole job
+    move_cooldown_s: float = 60.0
+    move_most: int = 8  # buckets at once
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then."""
+
+    score: float = 0.0
+    proposed: dict[Key, int] = {}
+    slow: frozenset[Slot] = frozenset()
+    slow_ps: frozenset[Slot] = frozenset()
+    moved_at: float = float("-inf")
+
+
+DEFAULT = Settings()
+
+
+def nondedicated(
+    seen: Observations, state: State | None, settings: Settings = DEFAULT
+) -> tuple[Plan | None, State | None]:
+    """See the top of this file."""
+    state = state or State()
+    workers = judge(seen.workers, state.slow)
+    servers = judge_servers(seen.servers, state.slow_ps)
+    state = msgspec.structs.replace(
+        state,
+        slow=frozenset(v.slot for v in workers if v.slow),
+        slow_ps=frozenset(v.slot for v in servers if v.slow),
+    )
+    for choose in (_restart_worker, _relieve_server, _divide):
+        verdicts = servers if choose is _relieve_server else workers
+        plan, state = choose(seen, state, verdicts, settings)
+        if plan is not None:
+            return plan, state
+    return None, state
+
+
+# ---------------------------------------------------------------- shares
+
+
+def _divide(
+    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
+) -> tuple[Plan | None, State]:
+    """Shares by speed, where reacting has paid lately; equal ones else."""
+    workers, total = seen.workers, seen.global_batch
+    if len(verdicts) < len(workers) or not 2 <= len(workers) <= total or any(w.share <= 0 for w in workers):
+        return None, msgspec.structs.replace(state, proposed={})  # somebody has no reading yet
+    pace = [v.pace_s for v in verdicts]
+    level = even(total, len(workers))
+    keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
+    best_s = total / sum(1 / p for p in pace)
+    score = state.score * settings.fade
+    if set(state.proposed) == set(keys) and sum(state.proposed.values()) == total:
+        proposed_s = step_s([state.proposed[key] for key in keys], pace)
+        score += best_s / proposed_s - best_s / step_s(level, pace)
+    score = max(-settings.bound, min(settings.bound, score))
+    # who is not slow has its class's pace: noise is not followed
+    speeds = [1 / (v.pace_s if v.slow else v.normal_s) for v in verdicts]
+    wanted = proportional(total, speeds)
+    gain = step_s(level, pace) / step_s(wanted, pace)
+    if gain < settings.worth:
+        wanted = level
+    state = msgspec.structs.replace(state, score=score, proposed=dict(zip(keys, wanted, strict=True)))
+    target = wanted if score > 0 else level
+    now = [w.share for w in workers]
+    faster = step_s(now, pace) / step_s(target, pace)
+    back = target == level and max(now) > max(level)
+    if now == target or (faster < settings.better and not back):
+        return None, state
+    slow = ", ".join(f"worker:{v.slot} {v.slowness:.1f}x" for v in verdicts if v.slow)
+    reason = f"slow: {slow}" if slow else "speeds differ by hardware"
+    if target == level:
+        reason = "all are about equally fast" if wanted == level else "slow spells are too short to react to"
+    inputs: Inputs = {
+        f"worker:{w.slot}": f"{p * 1e3:.3g} ms, {n}" for w, p, n in zip(workers, pace, target, strict=True)
+    }
+    inputs |= {"global_batch": total, "faster": round(faster, 3), "score": round(score, 3)}
+    batch = {w.slot: n for w, n in zip(workers, target, strict=True)}
+    actions: list[Action] = [AdjustBatch(batch=batch)]
+    passes = {w.slot: -(-batch[w.slot] // w.memory_batch) for w in workers if w.memory_batch > 0}
+    if passes:
+        actions.append(AdjustAccum(accum=passes))
+    rejected = () if target == level else ("equal shares: everybody waits for the slowest",)
+    return Plan(actions=tuple(actions), decision=Decision("adjust batches", reason, inputs, rejected)), state
+
+
+def step_s(shares: Sequence[int], pace_s: Sequence[float]) -> float:
+    """Seconds that a step takes whose members have these shares and seconds per sample."""
+    return max(n * p for n, p in zip(shares, pace_s, strict=True))
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def _restart_worker(
+    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
+) -> tuple[Plan | None, State]:
+    worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
+    if worst is None or not _may_restart(seen, settings):
+        return None, state
+    innocent = {w.node for w in seen.workers if any(v.slot == w.slot and not v.slow for v in verdicts)}
+    place = _place(seen.places, worst.node, innocent)
+    if not place or not restart_pays(len(seen.workers), worst.slowness, settings.restart_s, seen.remaining_s):
+        return None, state
+    return _restart(seen, worst, Role.WORKER, place, len(seen.workers), settings), state
+
+
+def _may_restart(seen: Observations, settings: Settings) -> bool:
+    if seen.pending or seen.restarts >= settings.budget:
+        return False
+    return not seen.restarts or seen.at >= seen.restarted_at + settings.cooldown_s
+
+
+def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str:
+    """Where another process would be better off: another node, or its own where others are well; "": nowhere."""
+    others = [other for other in places if other != node]
+    return others[0] if others else (node if node in innocent and node in places else "")
+
+
+def _restart(seen: Observations, v: Verdict, role: Role, place: str, members: int, settings: Settings) -> Plan:
+    inputs: Inputs = {
+        "slowness": round(v.slowness, 2),
+        "slow_share": round(v.slow_share, 2),
+        "windows": v.looks,
+        "members": members,
+        "restart_s": settings.restart_s,
+        "remaining_s": round(seen.remaining_s, 1),
+        "place": place,
+        "restarts_before": seen.restarts,
+    }
+    words = f"{role}:{v.slot} takes {v.slowness:.1f} times as long as its peers in {v.slow_share:.0%} of its windows"
+    why = Decision("restart", words, inputs, ("keep it: the rest of the job is longer than a restart pays back in",))
+    return Plan(actions=(KillRestart(role=role, slot=v.slot, incarnation=v.incarnation),), decision=why)
+
+
+# ---------------------------------------------------------------- servers
+
+
+def _relieve_server(
+    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
+) -> tuple[Plan | None, State]:
+    worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
+    if worst is None or len(verdicts) < 2:
+        return None, state
+    speeds = {v.slot: 1 / (v.pace_s if v.slow else v.normal_s) for v in verdicts}
+    servers = {s.slot: s for s in seen.servers if s.slot in speeds}
+    owners = relief(worst.slot, servers, speeds, settings.move_most)
+    if owners and seen.at >= state.moved_at + settings.move_cooldown_s:
+        inputs: Inputs = {f"ps:{v.slot}": f"{v.pace_s * 1e3:.3g} ms, {servers[v.slot].buckets}" for v in verdicts}
+        inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
+        words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
+        why = Decision("relieve the ps", words, inputs, ("restart it: it keeps training while buckets move",))
+        plan = Plan(actions=(MoveBuckets(owners=owners),), decision=why)
+        return plan, msgspec.structs.replace(state, moved_at=seen.at)
+    if owners or not _may_restart(seen, settings):
+        return None, state
+    innocent = {s.node for s in seen.servers if any(v.slot == s.slot and not v.slow for v in verdicts)}
+    place = _place(seen.places, worst.node, innocent)
+    if not place or not restart_pays(len(verdicts), worst.slowness, settings.restart_s, seen.remaining_s):
+        return None, state
+    return _restart(seen, worst, Role.PS, place, len(verdicts), settings), state
+
+
+def relief(
+    slow: Slot, servers: Mapping[Slot, ServerSeen], speeds: Mapping[Slot, float], most: int
+) -> dict[BucketId, Slot]:
+    """Buckets of the slow ps that others should have, at most so many: each to who has the least for its speed."""
+    owned = {slot: s.buckets for slot, s in servers.items()}
+    total, weight = sum(owned.values()), sum(speeds.values())
+    keep = max(1, round(total * speeds[slow] / weight))
+    out: dict[BucketId, Slot] = {}
+    for bucket in servers[slow].owned:
+        if len(out) == most or owned[slow] <= keep:
+            break
+        target = min((s for s in owned if s != slow), key=lambda s: (owned[s] / speeds[s], s))
+        out[bucket] = target
+        owned[slow] -= 1
+        owned[target] += 1
+    return out

@@ -1,0 +1,184 @@
+"""What the policies of stragglers do: transcripts, properties, and nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from straggler_jobs import NODES, job, server, worker
+
+from everstep.ids import Incarnation, Slot
+from everstep.model.member import Role
+from everstep.model.observation import Observations
+from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, MoveBuckets, Plan
+from everstep.policies.stragglers.dedicated import dedicated
+from everstep.policies.stragglers.nondedicated import State, nondedicated
+from everstep.policies.stragglers.payoff import restart_pays
+from everstep.policies.stragglers.policy import SHIPPED, is_name
+from everstep.policies.stragglers.shares import even, proportional
+
+
+def batches(plan: Plan | None) -> dict[Slot, int]:
+    assert plan is not None and isinstance(plan.actions[0], AdjustBatch), plan
+    return plan.actions[0].batch
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(1, 4), st.integers(4, 60)), min_size=1, max_size=9),
+    st.integers(1, 400),
+)
+@settings(max_examples=60)
+def test_shares_sum_up_within_their_limits(members: list[tuple[float, int, int]], total: int) -> None:
+    speeds, least, most = map(list, zip(*members, strict=True))
+    if not sum(least) <= total <= sum(most):
+        with pytest.raises(ValueError, match=f"{total} samples"):
+            proportional(total, speeds, least, most)
+        return
+    counts = proportional(total, speeds, least, most)
+    assert sum(counts) == total
+    assert all(low <= n <= high for low, n, high in zip(least, counts, most, strict=True))
+    assert proportional(total, speeds, least, most) == counts
+
+
+def test_shares_are_in_proportion_and_equal_speeds_give_equal_ones() -> None:
+    assert sorted(proportional(130, [4, 4, 4, 1])) == [10, 40, 40, 40]
+    assert sorted(proportional(10, [2.0, 2.0, 2.0])) == sorted(even(10, 3)) == [3, 3, 4]
+
+
+@pytest.mark.parametrize(("slowness", "share"), [(2, 0.14), (4, 0.23), (8, 0.28)])
+def test_a_restart_pays_below_a_share_of_what_is_left(slowness: float, share: float) -> None:
+    assert restart_pays(4, slowness, (share - 0.01) * 1000, 1000)
+    assert not restart_pays(4, slowness, (share + 0.01) * 1000, 1000)
+    assert not restart_pays(4, 1.0, 0.0, 1000) and not restart_pays(4, slowness, 1.0, 0.0)
+
+
+def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:
+    slow = job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0)
+    plan, state = nondedicated(slow, None)
+    assert plan is None, "nobody knows yet whether the next window is like this one"
+    plan, state = nondedicated(slow, state)
+    assert batches(plan) == {0: 40, 1: 39, 2: 39, 3: 10}
+    shares = [batches(plan)[Slot(i)] for i in range(4)]
+    assert sum(shares) == 128
+    again, state = nondedicated(job([0.01, 0.01, 0.01, 0.04], shares, remaining_s=0.0), state)
+    assert again is None, "the same plan again"
+    back, state = nondedicated(job([0.01] * 4, shares, remaining_s=0.0), state)
+    assert set(batches(back).values()) == {32}, "it is fast again"
+
+
+def test_spells_as_short_as_a_window_are_left_alone() -> None:
+    state: State | None = None
+    for look in range(60):
+        paces = [0.01] * 4
+        if look % 4 == 0:
+            paces[look // 4 % 4] = 0.04
+        plan, state = nondedicated(job(paces, at=2.0 * look, remaining_s=0.0), state)
+        assert plan is None, f"look {look}: {plan}"
+
+
+def test_a_worker_that_stays_slow_is_restarted_if_there_is_a_place_and_nothing_pends() -> None:
+    slow = job([0.01, 0.01, 0.01, 0.04])
+    plan, _ = nondedicated(slow, None)
+    assert plan is not None and plan.actions == (
+        KillRestart(role=Role.WORKER, slot=Slot(3), incarnation=Incarnation(1)),
+    )
+    assert plan.decision.inputs["slowness"] == 4.0 and plan.decision.inputs["place"] == NODES[0]
+    for change in (
+        {"pending": 1},
+        {"places": ()},
+        {"remaining_s": 60.0},
+        {"remaining_s": 0.0},
+        {"restarts": 8},
+        {"restarts": 1, "restarted_at": 50.0},
+    ):
+        plan, _ = nondedicated(msgspec.structs.replace(slow, **change), None)
+        assert plan is None or not any(isinstance(a, KillRestart) for a in plan.actions), change
+
+
+def test_a_worker_that_was_slow_for_a_moment_is_not_restarted() -> None:
+    seen = job([0.01] * 4)
+    short = worker(3, 0.04, 32, (0.01,) * 7 + (0.04,) * 3)
+    seen = msgspec.structs.replace(seen, workers=(*seen.workers[:3], short))
+    plan, _ = nondedicated(seen, None)
+    assert plan is None
+
+
+def test_hardware_of_two_kinds_is_nobodys_fault() -> None:
+    old = job([0.01, 0.01, 0.01, 0.04])
+    seen = msgspec.structs.replace(old, workers=(*old.workers[:3], worker(3, 0.04, 32, hardware="old")))
+    plan, state = nondedicated(seen, None)
+    assert plan is None
+    plan, state = nondedicated(seen, state)
+    assert batches(plan)[Slot(3)] == 10
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4), st.integers(2, 6))
+@settings(max_examples=40)
+def test_calm_workers_are_left_alone(factors: list[float], looks: int) -> None:
+    state: State | None = None
+    for look in range(looks):
+        paces = [0.01 * f for f in factors[look % 4 :] + factors[: look % 4]]
+        plan, state = nondedicated(job(paces, at=2.0 * look), state)
+        assert plan is None
+
+
+def test_a_slow_ps_gives_buckets_away_and_is_replaced_only_when_that_does_not_help() -> None:
+    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
+    seen = Observations(
+        at=100.0,
+        places=NODES,
+        remaining_s=36_000.0,
+        servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.008, owned[2])),
+    )
+    plan, state = nondedicated(seen, None)
+    assert plan is not None and isinstance(plan.actions[0], MoveBuckets)
+    moved = plan.actions[0].owners
+    assert len(moved) == 8 and set(moved) <= set(owned[2]) and set(moved.values()) == {0, 1}
+    soon, state = nondedicated(msgspec.structs.replace(seen, at=110.0), state)
+    assert soon is None, "buckets are on their way"
+    few = msgspec.structs.replace(
+        seen, at=200.0, servers=(*seen.servers[:2], server(2, 0.002, owned[2][:4]))
+    )  # its time is everybody's now, for a quarter of the work
+    plan, state = nondedicated(few, state)
+    assert plan is not None
+    assert plan.actions == (KillRestart(role=Role.PS, slot=Slot(2), incarnation=Incarnation(1)),)
+
+
+def test_the_exact_split_is_asked_for_once() -> None:
+    seen = job([0.01, 0.01, 0.02, 0.04], hardware="") if False else job([0.01, 0.01, 0.02, 0.04])
+    plan, state = dedicated(seen, None)
+    assert plan is not None
+    batch, accum = plan.actions
+    assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
+    assert sum(batch.batch.values()) == 128 and batch.batch[Slot(0)] > batch.batch[Slot(2)] > batch.batch[Slot(3)]
+    assert all(-(-batch.batch[s] // accum.accum[s]) <= 32 for s in batch.batch), "no more than the loader's batch"
+    workers = tuple(
+        msgspec.structs.replace(
+            w, share=batch.batch[w.slot], accum=accum.accum[w.slot], batch=batch.batch[w.slot] // accum.accum[w.slot]
+        )
+        for w in seen.workers
+    )
+    again, state = dedicated(msgspec.structs.replace(seen, workers=workers), state)
+    assert again is None
+
+
+def test_backup_follows_how_many_are_slow() -> None:
+    plan, state = SHIPPED["backup"](job([0.01] * 7 + [0.05]), None)
+    assert plan is not None and plan.actions == (BackupWorkers(backup=1),)
+    assert SHIPPED["backup"](job([0.01] * 7 + [0.05]), state)[0] is None
+    plan, _ = SHIPPED["backup"](job([0.01] * 8), state)
+    assert plan is not None and plan.actions == (BackupWorkers(backup=0),)
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+@pytest.mark.parametrize("paces", [[], [0.0, 0.0], [0.01, 0.0, 0.01], [0.01]])
+def test_without_readings_nothing_is_done(name: str, paces: list[float]) -> None:
+    plan, state = SHIPPED[name](job(paces), None)
+    assert plan is None
+    assert SHIPPED[name](job(paces), state)[0] is None
+
+
+def test_names_of_policies() -> None:
+    assert all(map(is_name, [*SHIPPED, "mine:choose", "my.own:choose"]))
+    assert not any(map(is_name, ["", "nondedicatd", "mine", ":choose", "mine:", "a b:c", "mine:a.b"]))
