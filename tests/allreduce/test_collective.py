@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from group_hub import Hub
 
-from everstep.allreduce.collective import Alone, CollectiveError, GlooCollective, cut_sockets, port_in
+from everstep.allreduce.collective import (
+    Alone,
+    CollectiveError,
+    GlooCollective,
+    GlooWork,
+    cut_sockets,
+    find_sockets,
+    port_in,
+    silence,
+)
 from everstep.allreduce.store import GroupStore
 from everstep.errors import InternalError
 
@@ -89,6 +100,55 @@ def test_abort_frees_a_member_that_waits_for_one_that_never_comes() -> None:
         group[1].allreduce(tensor).wait(LONG_S)  # its connection to the one that aborted is gone: no word is needed
     for c in group:
         c.close()
+
+
+def test_who_waits_for_what_gloo_forgot_is_freed() -> None:
+    """Gloo forgets to wake who waits for a message that was half read."""
+    group, _ = connected(2)
+
+    class Forgotten:
+        """A work that never ends, whatever happens to its sockets."""
+
+        def __init__(self) -> None:
+            self.waits = 0
+
+        def wait(self, timeout: Any) -> None:
+            self.waits += 1
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    work = group[0].allreduce(torch.ones(4))
+    group[1].allreduce(torch.ones(4)).wait()
+    work.wait()
+    stuck = GlooWork(group[0], Forgotten(), None)
+    group[0]._flying[id(stuck)] = (stuck._work, None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stuck.wait)
+        group[0].abort("a member is lost")
+        with pytest.raises(CollectiveError, match="a member is lost"):
+            waiting.result(LONG_S)
+    for c in group:
+        c.close()
+
+
+def test_a_socket_that_nobody_reads_is_taken_out_of_the_loop() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server, select.epoll() as poll, select.epoll() as other:
+        client = socket.create_connection(server.getsockname())
+        accepted = server.accept()[0]
+        poll.register(client, select.EPOLLIN)
+        other.register(accepted, select.EPOLLIN)
+        inodes = find_sockets(("", 0), [server.getsockname()])
+        assert inodes == {os.fstat(client.fileno()).st_ino}
+        accepted.sendall(b"x")
+        client.sendall(b"x")
+        assert poll.poll(LONG_S) and other.poll(LONG_S)
+        assert silence(inodes) == 1
+        assert poll.poll(0) == []
+        assert other.poll(LONG_S)
+        client.close()
+        accepted.close()
 
 
 def test_connecting_ends_at_once_when_it_is_given_up() -> None:
@@ -168,11 +228,11 @@ def test_only_connections_of_the_group_are_cut() -> None:
         to_one = socket.create_connection(one.getsockname())
         to_other = socket.create_connection(other.getsockname())
         at_one, at_other = one.accept()[0], other.accept()[0]
-        assert cut_sockets(one.getsockname(), []) == 1
+        assert cut_sockets(find_sockets(one.getsockname(), [])) == 1
         assert to_one.recv(1) == b""
         at_other.sendall(b"x")
         assert to_other.recv(1) == b"x"
-        assert cut_sockets((LOOPBACK, 1), [other.getsockname()]) == 1
+        assert cut_sockets(find_sockets((LOOPBACK, 1), [other.getsockname()])) == 1
         for sock in (to_one, to_other, at_one, at_other):
             sock.close()
 

@@ -233,6 +233,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         member.go.set()
         member.session.fail(InternalError("the test is over"))
         member.thread.join(10.0)
+        member.session.close("the test is over")
 
 
 def test_members_train_every_sample_once_and_end_together(world: World) -> None:
@@ -286,6 +287,7 @@ def test_a_vote_that_only_one_saw_through_is_committed_everywhere(
         vote = op == "max" and int(tensor[0]) == 6
         if vote and threading.current_thread() is b.thread and not broke.is_set():
             work.wait()
+            world.wait(lambda: 6 in a.committed)  # in one process our end would break the others' too
             broke.set()
             raise CollectiveError("the result did not come")
         return work
@@ -293,7 +295,6 @@ def test_a_vote_that_only_one_saw_through_is_committed_everywhere(
     monkeypatch.setattr(GlooCollective, "allreduce", allreduce)
     world.publish(0, 1, 2)
     world.wait(broke.is_set)
-    world.wait(lambda: 6 in a.committed)
     c.die()
     world.publish(0, 1, lost=2)
     world.end(0, 1)
@@ -325,6 +326,7 @@ def test_a_newcomer_that_is_the_last_one_left_tells_its_steps(world: World) -> N
     world.reached(20, 0, 1)
     (c,) = world.start(2)
     world.publish(0, 1, 2)
+    world.wait(lambda: all(2 in m.session._ready for m in (a, b)))
     for m in (a, b):
         m.go.set()
     world.wait(lambda: any(s.generation == 2 for s in world.steps))

@@ -4,18 +4,24 @@ Gloo's own ``abort`` does nothing on the CPU: whoever waits for a stopped peer, 
 until gloo's time-out. What gets everybody out at once is the end of the sockets, so ``abort`` finds the sockets of
 this group (by the address that its device listens on) and shuts them down; gloo then reports each peer as gone. It
 also reaches the peers: a group that is given up by one member is broken for all, without a word from the master.
+
+Nearly always, that is: where a connection ends while a message is half written or half read, gloo may forget to wake
+who waits for it, for ever, and its loop then spins on the dead socket. So nobody waits for gloo alone (see
+``GlooWork.wait``), and of a group that was forgotten the sockets are taken out of the loop (``park``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +37,12 @@ CONNECT_S = 20.0
 
 COLLECTIVE_S = 24 * 3600.0
 """Gloo's own time-out: members that wait are freed by ``abort``, long before it."""
+
+_LOOK_S = 0.1
+"""Who waits in a collective looks so often whether its group was broken meanwhile."""
+
+_FORGOTTEN_S = 0.2
+"""So long after its group broke gloo may take to end a collective; then it has forgotten it."""
 
 _THREADS = 2
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
@@ -86,18 +98,35 @@ class GlooWork:
         self._collective, self._work, self._tensors = collective, work, tensors
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Raises CollectiveError where it failed, was aborted, or took longer than ``timeout_s`` seconds."""
+        """Raises CollectiveError where it failed, was aborted, or took longer than ``timeout_s`` seconds. After that
+        nobody may use its tensors any more: gloo may still write into them."""
         collective = self._collective
-        collective.waiting_since = time.monotonic()
+        now = time.monotonic()
+        end = now + (COLLECTIVE_S if timeout_s is None else timeout_s)
+        collective.waiting_since = now
         try:
-            if timeout_s is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout_s))
+            while not self._ended(min(_LOOK_S, end - now)):
+                now = time.monotonic()
+                if collective.forgotten(now):
+                    collective.park()
+                    raise collective.error(None)
+                if now >= end:
+                    raise collective.error(None)
         except RuntimeError as error:
             raise collective.error(error) from None
         finally:
             collective.waiting_since = 0.0
+
+    def _ended(self, wait_s: float) -> bool:
+        """Wait so long. Raises RuntimeError where it failed."""
+        try:
+            self._work.wait(timedelta(seconds=max(wait_s, 0.001)))
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # in the last moment: its own error, if it has one
+        self._collective.landed(self._work)
+        return True
 
 
 class GlooCollective:
@@ -110,6 +139,9 @@ class GlooCollective:
         self.rank, self.size, self.host, self.name = rank, size, host, name
         self.waiting_since = 0.0
         self.broken = ""  # why it is; "": it is not, as far as known
+        self._broken_at = 0.0
+        self._flying: dict[int, tuple[Any, Any]] = {}  # works that nobody saw the end of, and their tensors
+        self._sockets: frozenset[int] = frozenset()  # inodes
         self._ip = resolve(host)
         self._store: GroupStore | None = None
         self._group: Any = None
@@ -120,6 +152,11 @@ class GlooCollective:
     def __repr__(self) -> str:
         state = f" broken: {self.broken}" if self.broken else ""
         return f"<GlooCollective {self.name} rank {self.rank} of {self.size}{state}>"
+
+    def __del__(self) -> None:
+        # Not by its own end: that would wait, in whichever thread collects garbage, for works that gloo has forgotten.
+        if getattr(self, "_group", None) is not None:
+            self.close()
 
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
         """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
@@ -133,6 +170,8 @@ class GlooCollective:
             store.locate = lambda blob: port_in(blob, self._ip)
             group = ProcessGroupGloo(store, self.rank, self.size, options)
             group.set_timeout(timedelta(seconds=COLLECTIVE_S))
+            if store.address is not None:
+                self._sockets = find_sockets((self._ip, store.address[1]), store.peer_addresses)
         except EverstepError:
             raise
         except Exception as error:  # torch passes on whatever the store raised
@@ -166,34 +205,67 @@ class GlooCollective:
     def abort(self, why: str = "given up") -> None:
         """Get everybody out of every collective of this group, here and at the peers. From any thread; harmless when
         repeated."""
-        with self._lock:
-            self.broken = self.broken or why
-            store = self._store
-        if store is not None:
-            store.cancel()
-            if store.address is not None:
-                cut_sockets((self._ip, store.address[1]), store.peer_addresses)
+        self._break(why)
+        store = self._store
+        if store is None:
+            return
+        store.cancel()
+        if store.address is not None:
+            # While it connects, its sockets come and go; later they are known: a port may be another's by then.
+            cut_sockets(self._sockets or find_sockets((self._ip, store.address[1]), store.peer_addresses))
 
     def close(self) -> None:
         """Give the connections back. Nobody may use this group any more."""
         self.abort("closed")
         with self._lock:
-            self._group = None
+            group, self._group = self._group, None
+            flying = [work for work, _ in self._flying.values()]
+        if group is not None and not _all_end(flying):
+            # Its threads wait for what gloo forgot, and its end would wait for them: it stays, until the process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))
+            self.park()
 
     def error(self, error: Exception | None) -> CollectiveError:
         """What to raise for gloo's ``error``."""
+        self._break("it failed" if error is None else _first_line(error))
+        return CollectiveError(f"the group of generation {self.name} is broken: {self.broken}")
+
+    def forgotten(self, now: float) -> bool:
+        """Whether gloo had time enough to end what was in flight when the group broke."""
+        return bool(self.broken) and now - self._broken_at > _FORGOTTEN_S
+
+    def park(self) -> None:
+        """Gloo has forgotten what was in flight: its loop is not to spin on sockets that nobody reads any more."""
+        silence(self._sockets)
+
+    def landed(self, work: Any) -> None:
+        self._flying.pop(id(work), None)
+
+    def _break(self, why: str) -> None:
         with self._lock:
-            self.broken = self.broken or ("it failed" if error is None else _first_line(error))
-            return CollectiveError(f"the group of generation {self.name} is broken: {self.broken}")
+            if not self.broken:
+                self.broken, self._broken_at = why or "given up", time.monotonic()
 
     def _launch(self, start: Any, tensors: Any) -> GlooWork:
         group = self._group
         if self.broken or group is None:
             raise self.error(None)
         try:
-            return GlooWork(self, start(group), tensors)
+            work = start(group)
         except RuntimeError as error:
             raise self.error(error) from None
+        self._flying[id(work)] = work, tensors
+        return GlooWork(self, work, tensors)
+
+
+def _all_end(works: Sequence[Any]) -> bool:
+    """Whether gloo ends them all, now that their group is broken."""
+    end = time.monotonic() + _FORGOTTEN_S
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _first_line(error: Exception) -> str:
@@ -230,20 +302,66 @@ def port_in(blob: bytes, ip: str) -> int:
     )
 
 
-def cut_sockets(mine: tuple[str, int], peers: Sequence[tuple[str, int]]) -> int:
-    """Shut down this process's TCP connections that were accepted at ``mine`` or go to one of ``peers``; how many."""
+def find_sockets(mine: tuple[str, int], peers: Sequence[tuple[str, int]]) -> frozenset[int]:
+    """Inodes of this process's TCP connections that were accepted at ``mine`` or go to one of ``peers``."""
     others = set(peers)
-    cut = 0
+
+    def ours(sock: socket.socket) -> bool:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            return False
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False  # gloo's listener: its thread does not expect an end
+        return sock.getsockname()[:2] == mine or sock.getpeername()[:2] in others
+
+    return frozenset(_with_sockets(None, ours))
+
+
+def cut_sockets(inodes: frozenset[int]) -> int:
+    """Shut down these of this process's connections; how many."""
+
+    def cut(sock: socket.socket) -> bool:
+        sock.shutdown(socket.SHUT_RDWR)
+        return True
+
+    return len(_with_sockets(inodes, cut))
+
+
+def silence(inodes: frozenset[int]) -> int:
+    """Take these sockets out of every epoll of this process; how many were in one."""
+    done = 0
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            if not str(path.readlink()).startswith("socket:"):
+            if str(path.readlink()) != "anon_inode:[eventpoll]":
+                continue
+            with select.epoll.fromfd(os.dup(int(path.name))) as poll:
+                for fd in _polled(Path(f"/proc/self/fdinfo/{path.name}").read_text(), inodes):
+                    with contextlib.suppress(OSError):  # closed by now
+                        poll.unregister(fd)
+                        done += 1
+    return done
+
+
+def _polled(fdinfo: str, inodes: frozenset[int]) -> list[int]:
+    """The descriptors of these inodes in what the kernel says of an epoll: "tfd: 13 events: 19 data: 0 ino:190d7f"."""
+    found = []
+    for line in fdinfo.splitlines():
+        if line.startswith("tfd:") and "ino:" in line:
+            fd, inode = int(line.split()[1]), int(line.partition("ino:")[2].split()[0], 16)
+            if inode in inodes:
+                found.append(fd)
+    return found
+
+
+def _with_sockets(inodes: frozenset[int] | None, do: Callable[[socket.socket], bool]) -> list[int]:
+    """``do`` something with each of these sockets (None: with all of this process): inodes where it said yes."""
+    done = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            link = str(path.readlink())
+            if not link.startswith("socket:") or (inodes is not None and int(link[8:-1]) not in inodes):
                 continue
             with socket.socket(fileno=os.dup(int(path.name))) as sock:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-                    continue
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue  # gloo's listener: its thread does not expect an end
-                if sock.getsockname()[:2] == mine or sock.getpeername()[:2] in others:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-    return cut
+                inode = os.fstat(sock.fileno()).st_ino  # the descriptor may be another's by now
+                if (inodes is None or inode in inodes) and do(sock):
+                    done.append(inode)
+    return done
