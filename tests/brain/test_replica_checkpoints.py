@@ -245,6 +245,31 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
     assert any(isinstance(i, FinishJob) for i in out)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) -> None:
+    job = Script()
+    job.commit(0, 2, 0, 0, 60)
+    out = job.say(GroupLeft(0.0, Slot(0), Incarnation(1), "asked"))
+    assert not any(isinstance(i, OrderImages) for i in out)  # worker:1 has it
+    out = job.say(GroupLeft(0.0, Slot(1), Incarnation(1), "asked"))
+    assert any(isinstance(i, OrderImages) for i in out)
+    group = job.brain.state.groups.group
+    assert group is not None and [m.slot for m in group.members] == [1]
+    job.commit(3, 3, 0, 60, 68)
+    job.say(GroupLeft(0.0, Slot(1), Incarnation(1), "asked"))  # a repeat
+    if saved:
+        image = ReplicaImage(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
+        job.say(ReplicaWritten(0.0, Slot(1), Incarnation(1), 1, image))
+        job.say(CheckpointCommitted(0.0, 1))
+    else:
+        for _ in range(3):
+            job.say(ReplicaWritten(0.0, Slot(1), Incarnation(1), 1, None, "no space"))
+    group = job.brain.state.groups.group
+    assert group is not None and group.size == 0  # it is let go
+    job.say(ProcessExited(0.0, Role.WORKER, Slot(1), Incarnation(1), 143, ""))
+    assert job.brain.groups.start == ((Mark(4, 0, 0, 68), 1) if saved else (Mark(), 0))
+
+
 def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)

@@ -4,6 +4,7 @@ a checkpoint: every sample once, and the same bits on everybody."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> N
     assert "from checkpoint" in run.text() and "from nothing" not in run.text(), run.text()
     code, out = run.everstep("ckpt", "verify", str(run.run_dir))
     assert code == 0 and "intact, 1 files" in out, out
+
+
+def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
+    """One of two is killed: the other one saves it. Both are told to go: so does the last one, and stays for it."""
+    run.write(epochs=3, pause_s=0.03)
+    run.train(2, "--checkpoint-every", "1h")
+    run.trained(200)
+    os.kill(run.pid(1), KILL)
+    until(lambda: "checkpoint committed: checkpoint 1 " in run.text(), why=run.story)
+    assert "checkpoint 1 (one healthy replica is left)" in run.text(), run.story()
+    pids = run.pid(0), run.pid(1, at_least=2)
+    until(lambda: "worker:1 entered" in run.text(), why=run.story)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
+    assert "checkpoint 2 (reclaim)" in run.text(), run.story()
+    run.finished(3)
+    assert "from the beginning" not in run.text(), run.text()
 
 
 def test_the_leader_dies_before_it_tells_of_its_file(run: ReplicaRun, monkeypatch: pytest.MonkeyPatch) -> None:

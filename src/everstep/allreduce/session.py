@@ -368,10 +368,8 @@ class Session:
                 continue
             if not group.hold:
                 return group, collective, rank
-            with self._changed:
+            with self._changed:  # (who is to leave may have the only state: it is let go as soon as it is not)
                 self._check()
-                if self._leaving is not None:
-                    self._leave()
                 if self.machine.entry is None and self.machine.whole:
                     self._changed.wait(_WAIT_S)
             self.keeper.idle()

@@ -78,7 +78,7 @@ from everstep.brain.group import GroupKeeper, Groups
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
-from everstep.brain.replicas import replica_start, resume_replica, save_in_time, take_replica
+from everstep.brain.replicas import replica_start, resume_replica, save_in_time, take_replica, why_save
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
@@ -194,10 +194,15 @@ class Brain:
     def handle(self, event: BrainEvent) -> list[InstructionType]:
         """Take one event in; return what to do, a ``Reply`` (if any) first."""
         self.groups.start = self._start_of_line()
+        self.groups.saving = self.checkpoints.writing is not None
+        grouped = self.replicated and type(event) is not StepsCommitted
+        left = grouped and self.groups.last_ones_leave()
         out = self._handlers[type(event)](event)
-        if self.replicated and type(event) is not StepsCommitted:
+        if grouped:
+            out += self._save_for_leavers(left, event.at)
             out += self.groups.settle(event.at)
-            out += save_in_time(self.checkpoints, self.job, self.state.groups, event, event.at, out)
+            if (why := why_save(event, out, self.job)) != "":
+                out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
         return out
@@ -957,9 +962,19 @@ class Brain:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
         if seat is None:
             return [self._fence(e.worker, e.incarnation)]
+        before = self.groups.last_ones_leave()
         self.groups.leaves(seat, e.reason)
-        out = self.groups.settle(e.at)
+        out = self._save_for_leavers(before, e.at)
+        out += self.groups.settle(e.at)
         return [self.groups.grouped(0), *out]
+
+    def _save_for_leavers(self, before: bool, at: float) -> list[InstructionType]:
+        """A checkpoint if the last ones that have the state were asked to go just now (``before``: they had been)."""
+        out: list[InstructionType] = []
+        if not before and self.groups.last_ones_leave():
+            out = save_in_time(self.checkpoints, self.job, self.state.groups, "reclaim", at)
+        self.groups.saving = self.checkpoints.writing is not None
+        return out
 
     def _group_stalled(self, e: GroupStalled) -> list[InstructionType]:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)

@@ -148,13 +148,15 @@ class Groups(msgspec.Struct, kw_only=True):
 
 
 class GroupKeeper:
-    """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint)."""
+    """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint);
+    ``saving``: a checkpoint is being written, and who has the only state stays for it."""
 
-    __slots__ = ("books", "job", "members", "shards", "start")
+    __slots__ = ("books", "job", "members", "saving", "shards", "start")
 
     def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
         self.job, self.members, self.shards, self.books = job, members, shards, books
         self.start: tuple[Mark, int] = (Mark(), 0)
+        self.saving = False
 
     # ------------------------------------------------------------ views
 
@@ -183,6 +185,12 @@ class GroupKeeper:
     def joining(self) -> tuple[GroupMember, ...]:
         """Living workers that asked and are not in the group, by slot."""
         return tuple(self._newcomers(False))
+
+    def last_ones_leave(self) -> bool:
+        """Whether everybody who has the state was asked to go, before the data is done."""
+        group = self.books.group
+        holders = [m for m in group.members if self.holds(m)] if group is not None else []
+        return bool(holders) and all(map(self._leaves, holders)) and not self.data_done()
 
     def view(self) -> Group | None:
         """The group published last, with who is joining now; None: nobody of it is left."""
@@ -357,8 +365,8 @@ class GroupKeeper:
             staying += [m for m in leavers if self.holds(m)]  # they have the only state
         synced = [m for m in synced if m not in staying]
         wanted = [m for m in staying if not self._leaves(m)]
-        if not any(map(self.holds, wanted)) and (wanted or synced or self._awaited()):
-            # One who has the state stays until somebody else has it for certain.
+        if not any(map(self.holds, wanted)) and (wanted or synced or self._awaited() or self.saving):
+            # One who has the state stays until somebody else has it for certain, or a checkpoint.
             keeper = next((m for m in staying if self.holds(m)), None)
             wanted = [m for m in staying if m is keeper or not self._leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)

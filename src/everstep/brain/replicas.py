@@ -132,19 +132,20 @@ def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
     return _turned(newest.replica.mark, newest), newest.checkpoint
 
 
-def save_in_time(
-    checkpoints: Checkpoints, job: Job, groups: Groups, event: object, at: float, out: Sequence[InstructionType]
-) -> list[InstructionType]:
-    """A checkpoint while there is still somebody who can write it: one member is left, or a node is taken away."""
-    if job.over or not has_checkpoints(job.spec) or groups.group is None:
-        return []
-    reason = ""
+def why_save(event: object, out: Sequence[InstructionType], job: Job) -> str:
+    """Why to save the state while there is still somebody who can: one member is left, or a node is taken away; "": no
+    reason."""
     for one in out:
         if isinstance(one, PublishGroup) and one.group.size == 1 and one.group.lost and job.workers_wanted > 1:
-            reason = "one healthy replica is left"
-    if isinstance(event, DrainAsked) and len(out) > 1:
-        reason = "reclaim"
+            return "one healthy replica is left"
+    return "reclaim" if isinstance(event, DrainAsked) and len(out) > 1 else ""
+
+
+def save_in_time(checkpoints: Checkpoints, job: Job, groups: Groups, reason: str, at: float) -> list[InstructionType]:
+    """A checkpoint, if there is anything that is in none yet."""
+    if job.over or not has_checkpoints(job.spec) or groups.group is None:
+        return []
     begun = replica_start(checkpoints)[0].step
-    if not reason or groups.step <= begun or checkpoints.writing is not None:
+    if groups.step <= begun or checkpoints.writing is not None:
         return []
     return checkpoints.begin(job, at, reason, base=True)

@@ -528,7 +528,7 @@ class GroupWorker(Child):
         group, ring = m.present, self.ring
         assert ring is not None
         late = leaving and self.kernel.now - self.leaving_since > LEAVE_S
-        if leaving and (group.size == 1 or late):
+        if leaving and late:
             self.leave()
             return
         if not self.resolved:
