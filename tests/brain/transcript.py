@@ -52,7 +52,9 @@ from everstep.brain.events import (
     NodeLost,
     Note,
     OrderImages,
+    PlanMade,
     PlanRegistered,
+    PolicyDisabled,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
@@ -81,6 +83,8 @@ from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
+from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
 from everstep.policies.hot import HotMove
 
@@ -210,6 +214,11 @@ class Story:
                 found = [text.replace(">", ":").split(":") for text in plain]
                 moves = tuple(HotMove(BucketId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
                 return HotBuckets(at, moves, ((Slot(0), 900), (Slot(1), 100)))
+            case "policy":
+                action = _action(plain[0], plain[1:])
+                return PlanMade(at, "mine", PolicyPlan(actions=(action,), decision=Decision("plan", "why not")))
+            case "policy_fails":
+                return PolicyDisabled(at, "mine", " ".join(plain))
             case "mirrors":
                 _, slot, incarnation = parse_member(plain[0])
                 return MirrorsReady(at, slot, incarnation, tuple(int(m) for m in plain[1].split(",")))
@@ -380,10 +389,36 @@ def _committed(text: str, skipped: tuple[tuple[int, int], ...]) -> Committed:
     return Committed(int(generation[1:]), int(first), int(last or first), *place, skipped)
 
 
+def _action(verb: str, words: list[str]) -> Action:
+    """``bs 0:40 1:30``, ``accum 0:2``, ``lr 0.5``, ``kill worker:1#1``, ``move 3:1``, ``scale 2``."""
+    match verb:
+        case "bs":
+            return AdjustBatch(batch=_by_slot(words))
+        case "accum":
+            return AdjustAccum(accum=_by_slot(words))
+        case "lr":
+            return AdjustRate(factor=float(words[0]))
+        case "kill":
+            role, slot, incarnation = parse_member(words[0])
+            return KillRestart(role=role, slot=slot, incarnation=incarnation)
+        case "move":
+            found = [word.split(":") for word in words]
+            return MoveBuckets(owners={BucketId(int(b)): Slot(int(s)) for b, s in found})
+        case _:
+            return Scale(workers=int(words[0]))
+
+
+def _by_slot(words: list[str]) -> dict[Slot, int]:
+    return {Slot(int(k)): int(n) for k, _, n in (word.partition(":") for word in words)}
+
+
 def _group(group: Group) -> str:
     """``g3 [0#1 2#1 1#2] without 1#1, joining 3#1, on hold: ..., from checkpoint 2 at step 40``."""
     words = f"g{group.generation} [{' '.join(f'{m.slot}#{m.incarnation}' for m in group.members)}]"
     words += f" without {' '.join(f'{slot}#{life}' for slot, life in group.lost)}" if group.lost else ""
+    words += f", shares {' '.join(map(str, group.split.shares))}" if group.split.shares else ""
+    words += f", passes {' '.join(map(str, group.split.passes))}" if any(group.split.passes) else ""
+    words += f", rate {group.split.rate:g}" if group.split.rate != 1 else ""
     words += f", joining {' '.join(f'{m.slot}#{m.incarnation}' for m in group.joining)}" if group.joining else ""
     words += f", on hold: {group.hold}" if group.hold else ""
     begin = f"checkpoint {group.restore} at step {group.begin.step}" if group.restore else "nothing"

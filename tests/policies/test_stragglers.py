@@ -15,7 +15,7 @@ from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRes
 from everstep.policies.stragglers.dedicated import dedicated
 from everstep.policies.stragglers.nondedicated import State, nondedicated
 from everstep.policies.stragglers.payoff import restart_pays
-from everstep.policies.stragglers.policy import SHIPPED, is_name
+from everstep.policies.stragglers.policy import SHIPPED
 from everstep.policies.stragglers.shares import even, proportional
 
 
@@ -177,8 +177,3 @@ def test_without_readings_nothing_is_done(name: str, paces: list[float]) -> None
     plan, state = SHIPPED[name](job(paces), None)
     assert plan is None
     assert SHIPPED[name](job(paces), state)[0] is None
-
-
-def test_names_of_policies() -> None:
-    assert all(map(is_name, [*SHIPPED, "mine:choose", "my.own:choose"]))
-    assert not any(map(is_name, ["", "nondedicatd", "mine", ":choose", "mine:", "a b:c", "mine:a.b"]))

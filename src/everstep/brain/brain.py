@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from everstep.brain.checkpoints import STOP, Checkpoints, has_checkpoints
+from everstep.brain.control import Control, stale
 from everstep.brain.events import (
     BrainEvent,
     BucketsReady,
@@ -54,7 +55,9 @@ from everstep.brain.events import (
     NodeLost,
     Note,
     Ok,
+    PlanMade,
     PlanRegistered,
+    PolicyDisabled,
     ProcessExited,
     Refused,
     Registered,
@@ -86,7 +89,9 @@ from everstep.model.group import Mark
 from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
+from everstep.policies.hot import HotMove
 from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
@@ -126,6 +131,7 @@ class State(msgspec.Struct, kw_only=True):
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     protection: Protection = msgspec.field(default_factory=Protection)
     groups: Groups = msgspec.field(default_factory=Groups)
+    control: Control = msgspec.field(default_factory=Control)
 
     @property
     def placement(self) -> Placement | None:
@@ -166,6 +172,8 @@ class Brain:
             StopAsked: self._stop_asked,
             DrainAsked: self._drain_asked,
             HotBuckets: self._hot_buckets,
+            PlanMade: self._plan_made,
+            PolicyDisabled: self._policy_disabled,
             MirrorsReady: self._ps_told,
             BucketsReady: self._ps_told,
             CheckpointAsked: self._checkpoint_asked,
@@ -393,14 +401,19 @@ class Brain:
         members = self.members
         rooms = members.rooms(role)
         home = members.homes.get(slot) if role is Role.WORKER else None
-        node = choose_worker_node(rooms, home) if role is Role.WORKER else choose_ps_node(rooms)
         seat = members.of(role).get(slot)
+        node = None
+        if seat is not None and seat.avoid is not None:  # (a home may be left for good reason)
+            others = [room for room in rooms if room.node != seat.avoid]
+            node = choose_worker_node(others, None) if role is Role.WORKER else choose_ps_node(others)
+        node = node or (choose_worker_node(rooms, home) if role is Role.WORKER else choose_ps_node(rooms))
         if node is None:
             if seat is None or seat.waiting:
                 return []
             seat.waiting = True
             return [Note(str(seat.member.key), Decision("waiting", "no node has a free place for it", {"slot": slot}))]
         seat = members.fill(role, slot, node, at)
+        seat.avoid = None
         return [StartProcess(node, role, slot, seat.member.incarnation, why)]
 
     # ------------------------------------------------------------ members
@@ -1218,6 +1231,74 @@ class Brain:
         inputs: dict[str, str | int | float | bool] = {f"bucket {m.bucket}": f"to ps:{m.target}" for m in moved}
         rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
         return [Note("", Decision("move hot buckets", words, inputs, rejected)), *self._settle("buckets are hot")]
+
+    # ------------------------------------------------------------ plans of policies
+
+    def _policy_disabled(self, e: PolicyDisabled) -> list[InstructionType]:
+        control = self.state.control
+        if control.disabled or self.job.over:
+            return []
+        control.disabled = e.error
+        words = f"policy {e.policy}: {e.error}; it is asked no more, and the job goes on with the last plan"
+        inputs: dict[str, str | int | float | bool] = {"policy": e.policy, "plans": control.version}
+        return [Note("", Decision("disable the policy", words, inputs))]
+
+    def _plan_made(self, e: PlanMade) -> list[InstructionType]:
+        """Do all of it, or nothing: members may have come and gone since the policy looked."""
+        control, plan = self.state.control, e.plan
+        if self.job.over or control.disabled:
+            return []
+        here = {
+            role: {s.member.slot: s.member.incarnation for s in seats.values() if s.running and not s.stopping}
+            for role, seats in ((Role.WORKER, self.members.workers), (Role.PS, self.members.servers))
+        }
+        starting = [s for s in self.members.all() if s.member.state is MemberState.STARTING]
+        why = stale(plan, self.job, here, str(starting[0].member.key) if starting else "")
+        moves = next((a for a in plan.actions if isinstance(a, MoveBuckets)), None)
+        adjusts = [a for a in plan.actions if isinstance(a, AdjustBatch | AdjustAccum | AdjustRate)]
+        if not why and moves is not None and not (self.state.placement is not None and self.keeper.at_rest()):
+            why = "buckets are under way"
+        if not why and adjusts:
+            why = self.groups.cannot_divide(next((a.batch for a in adjusts if isinstance(a, AdjustBatch)), {}))
+        if why:
+            dropped = Decision("drop a plan", f"{plan.decision}: {why}", plan.decision.inputs)
+            return [Note("", dropped)]
+        control.version += 1
+        step = self.state.groups.step if self.replicated else 0
+        plan = msgspec.structs.replace(plan, version=control.version, effective_step=step and step + 1)
+        control.plan = plan
+        inputs = {**plan.decision.inputs, "plan": plan.version, "policy": e.policy}
+        decision = msgspec.structs.replace(plan.decision, inputs=inputs)
+        out: list[InstructionType] = [Note("", decision)]
+        if adjusts:
+            out += self.groups.adjust(adjusts, Decision("divide steps", plan.decision.reason, {"plan": plan.version}))
+        for action in plan.actions:
+            out += self._act(action, decision, e.at)
+        return [x for x in out if not isinstance(x, Reply)]
+
+    def _act(self, action: Action, decision: Decision, at: float) -> list[InstructionType]:
+        match action:
+            case KillRestart(role=role, slot=slot):
+                self.state.control.restarts += 1
+                self.state.control.restarted_at = at
+                seat = self.members.of(role)[slot]
+                seat.avoid = seat.member.node
+                if role is Role.PS:
+                    out = self._drain_asked(DrainAsked(at, str(seat.member.key), 0.0, again=True))
+                    if isinstance(out[0], Reply) and isinstance(refused := out[0].answer, Refused):
+                        return [Note("", Decision("drop a plan", f"{decision}: {refused.error}"))]
+                    return out
+                return [self._send_away(seat, Decision("stop", decision.reason, {"restart": True}), 0.0)]
+            case MoveBuckets(owners=owners):
+                placement = self.state.placement
+                assert placement is not None
+                moves = [HotMove(bucket, placement.owner[bucket], slot) for bucket, slot in owners.items()]
+                moved = self.keeper.spread(moves)
+                return self._settle(f"{len(moved)} buckets leave a slow ps") if moved else []
+            case Scale(workers=count):
+                return self._scale_workers(count, at)
+            case _:
+                return []
 
     def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
         if self.job.over:

@@ -16,6 +16,7 @@ from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, Manifest, ReplicaImage
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
+from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.shard import Lease, Plan
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
@@ -292,6 +293,20 @@ class HotBuckets(Event, frozen=True, tag="hot_buckets"):
     loads: tuple[tuple[Slot, int], ...] = ()
 
 
+class PlanMade(Event, frozen=True, tag="plan_made"):
+    """The job's policy wants this; it was checked against what the policy had seen (``brain.control.refuse``)."""
+
+    policy: str
+    plan: PolicyPlan
+
+
+class PolicyDisabled(Event, frozen=True, tag="policy_disabled"):
+    """The job's policy failed (``error``, one line): it is asked no more."""
+
+    policy: str
+    error: str
+
+
 class StopAsked(Event, frozen=True, tag="stop_asked"):
     reason: str
     checkpoint: bool = False
@@ -322,6 +337,8 @@ BrainEvent = (
     | ShardsConfirmed
     | DrainAsked
     | HotBuckets
+    | PlanMade
+    | PolicyDisabled
     | GroupAsked
     | GroupSynced
     | GroupLeft

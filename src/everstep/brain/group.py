@@ -37,7 +37,9 @@ from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.member import Address, Role
+from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
 from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_s, ready_to_form
+from everstep.policies.stragglers.shares import even
 
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
 LOST_REMEMBERED = 256
@@ -45,6 +47,7 @@ DONE = "done"  # the reason of who leaves since its script came to its end
 STOP_AFTER_S = 10.0  # for a worker that has left the group to end its script
 
 Inputs = dict[str, str | int | float | bool]
+Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 
 class Asker(msgspec.Struct):
@@ -460,6 +463,45 @@ class GroupKeeper:
 
     # ------------------------------------------------------------ how a step is divided
 
+    def samples(self) -> int:
+        """Of one whole step of the group published last; 0: there is none."""
+        group, spec = self.books.group, self.job.spec
+        if group is None:
+            return 0
+        ask = self.books.asked
+        batch = max((a.batch_samples for a in ask.values()), default=1)
+        return batch * (spec.logical_workers or (group.size if spec.strategy == "elastic" else spec.workers))
+
+    def cannot_divide(self, batch: dict[Slot, int]) -> str:
+        """Why the group's steps cannot be divided so; "": they can."""
+        group = self.view()
+        if group is None or group.hold:
+            return "there is no group that trains"
+        missing = [slot for slot in batch if not any(m.slot == slot for m in group.members)]
+        if missing:
+            return f"worker:{missing[0]} is not in the group"
+        if len(batch) == group.size and sum(batch.values()) != self.samples():
+            return f"a step has {self.samples()} samples now, not {sum(batch.values())}"
+        return ""
+
+    def adjust(self, actions: list[Adjust], why: Decision) -> list[InstructionType]:
+        """Divide steps as these actions say."""
+        group = self.books.group
+        assert group is not None
+        shares: dict[Slot, int] = {}
+        passes: dict[Slot, int] = {}
+        rate = group.split.rate
+        for action in actions:
+            match action:
+                case AdjustBatch(batch=batch):
+                    shares = batch
+                case AdjustAccum(accum=accum):
+                    passes = accum
+                case AdjustRate(factor=factor):
+                    rate = factor
+        published = self.divide(shares, passes, rate, why)
+        return [] if published is None else [published]
+
     def divide(
         self, shares: dict[Slot, int], passes: dict[Slot, int], rate: float, why: Decision
     ) -> PublishGroup | None:
@@ -468,39 +510,36 @@ class GroupKeeper:
         books, group = self.books, self.books.group
         assert group is not None
         old, slots = group.split, [m.slot for m in group.members]
-        before = old.shares or (self._even(),) * group.size
-        told = old.passes or (0,) * group.size
+        before = old.shares or tuple(even(self.samples(), group.size))
+        told = (0,) * group.size if shares or not old.passes else old.passes
         split = Split(
             old.version,
             tuple(shares.get(slot, share) for slot, share in zip(slots, before, strict=True)),
             tuple(passes.get(slot, n) for slot, n in zip(slots, told, strict=True)),
             rate,
         )
-        if split == Split(old.version, before, told, old.rate):
+        now = Split(old.version, before, old.passes or (0,) * group.size, old.rate)
+        if split == now:
             return None
         books.splits += 1
         books.group = msgspec.structs.replace(group, split=msgspec.structs.replace(split, version=books.splits))
         return PublishGroup(msgspec.structs.replace(books.group, joining=self.joining()), why)
 
-    def _even(self) -> int:
-        """Samples of one worker in a step of which all take the same."""
-        return max((ask.batch_samples for ask in self.books.asked.values()), default=1)
-
     def _carried(self, members: tuple[GroupMember, ...]) -> Split:
         """The split of the group published last, for ``members``: who stays keeps its share, who comes takes a middle
-        one, in as many passes as the batch size asks for."""
+        one. Passes are forgotten: they were asked for another number of samples, and may not fit into memory now."""
         books = self.books
         old = books.group
         if old is None or old.split == Split():
             return Split()
         rank = {m: r for r, m in enumerate(old.members)}
-        shares, passes = old.split.shares, old.split.passes
+        shares = old.split.shares
         books.splits += 1
         middle = max(1, sum(shares) // max(1, len(shares)))
         return Split(
             books.splits,
             tuple(shares[rank[m]] if m in rank else middle for m in members) if shares else (),
-            tuple(passes[rank[m]] if m in rank else 0 for m in members) if passes else (),
+            (),
             old.split.rate,
         )
 

@@ -30,7 +30,8 @@ class Seat(msgspec.Struct):
 
     ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
     ``stopping``: being ended on purpose. ``finished``: its script ran to its end. ``waiting``: no node has a place.
-    ``drained``: a worker that was sent away by name; its slot stays empty until somebody asks for more.
+    ``drained``: a worker that was sent away by name; its slot stays empty until somebody asks for more. ``avoid``: the
+    node on which its next process shall not be, unless there is no other.
     Workers only: ``held``: its shards, oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard
     of those that are current, by dataset; ``done``: its newest leases that counted (bounded).
     """
@@ -42,6 +43,7 @@ class Seat(msgspec.Struct):
     finished: bool = False
     waiting: bool = False
     drained: bool = False
+    avoid: NodeId | None = None
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
     granted: dict[int, dict[int, ShardKey]] = {}

@@ -44,6 +44,7 @@ def cli() -> None:
 @click.option("--name", help="Name of the job.")
 @click.option("--parity", help="K+M: K data buckets and M parity buckets a stripe, on K+M ps; 1+1: replicas; 0: off.")
 @click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
+@click.option("--policy", help="Stragglers: none (default), nondedicated, dedicated, or your own module:callable.")
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option("--checkpoint-every", help="30s, 10m or 10000batches between checkpoints (default: only when asked).")
 @click.option("--checkpoint-to", help="Directory or URL for checkpoints (default RUN_DIR/checkpoints).")

@@ -113,6 +113,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"
             f" suspect_after_s = {spec.suspect_after_s}"
         )
+    _check_policy(spec, at)
     parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
     if spec.checkpoint_keep_every:
         try:
@@ -122,6 +123,24 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
+
+
+POLICIES: Final = ("none", "nondedicated", "dedicated", "backup")
+
+
+def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
+    name, where = spec.policy, f"policy = {spec.policy!r}{at['policy']}"
+    module, colon, attribute = name.partition(":")
+    if not colon and name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, 1)
+        what = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}, and module:callable"
+        raise ConfigError(f"{where}: no such policy; {what}")
+    if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ConfigError(f"{where}: expected module:callable, such as mine:choose for choose in mine.py")
+    if name == "backup":
+        raise ConfigError(f"{where}: needs steps with a quorum, and mode {spec.mode} has none; see nondedicated")
+    if name == "dedicated" and spec.mode == "ps":
+        raise ConfigError(f"{where}: divides common steps, and mode ps ({spec.consistency}) has none; see nondedicated")
 
 
 def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:

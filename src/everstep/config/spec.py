@@ -45,4 +45,5 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_base_every: int = 8  # after so many increments a full base is written
     ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
+    policy: str = "none"  # about stragglers: none, nondedicated, dedicated, or one's own, module:callable
     resume_from: str = ""  # directory or URL of checkpoints this job began from

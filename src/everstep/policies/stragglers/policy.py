@@ -20,9 +20,3 @@ def none(seen: Observations, state: None) -> tuple[Plan | None, None]:
 
 
 SHIPPED: dict[str, Policy] = {"none": none, "nondedicated": nondedicated, "dedicated": dedicated, "backup": backup}
-
-
-def is_name(name: str) -> bool:
-    """Whether it names a shipped policy, or can name one of the user's: ``module:callable``."""
-    module, _, attribute = name.partition(":")
-    return name in SHIPPED or (attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")))

@@ -1,0 +1,165 @@
+"""Plans of policies: checked, numbered, and turned into what the brain does anyway.
+
+The policy itself is called outside, by the master's shell: a user's own may be slow, or fail. What comes of it enters
+the brain as an event, a plan or the end of the policy; so replaying a journal runs no policy. ``refuse`` is the check
+of a plan against what the policy was shown: what it finds is the policy's fault, and ends it. What has changed since
+(a member has left, buckets are under way) is nobody's fault: the plan is dropped, all of it, and the next will know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from everstep.brain.job import Job
+from everstep.ids import Slot
+from everstep.model.member import Role
+from everstep.model.observation import Observations
+from everstep.model.plan import (
+    Action,
+    AdjustAccum,
+    AdjustBatch,
+    AdjustRate,
+    BackupWorkers,
+    KillRestart,
+    MoveBuckets,
+    Plan,
+    Scale,
+)
+from everstep.policies.scaling import refuse_workers
+
+MAX_ACTIONS = 16
+MAX_BYTES = 1 << 20
+_ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
+
+
+class Control(msgspec.Struct, kw_only=True):
+    """``version``: plans taken so far. ``plan``: the last of them. ``disabled``: why the policy is asked no more; "".
+    ``restarts``, ``restarted_at``: by plans."""
+
+    version: int = 0
+    plan: Plan | None = None
+    disabled: str = ""
+    restarts: int = 0
+    restarted_at: float = 0.0
+
+
+def as_plan(made: Any) -> Plan:
+    """What a policy returned, as a plan: built anew, so nothing of it is the policy's any more. Raises ValueError."""
+    if not isinstance(made, Plan):
+        raise ValueError(f"it returned {_short(made)} instead of a plan or None")
+    for action in made.actions if isinstance(made.actions, tuple | list) else ():
+        if not isinstance(action, Action):
+            raise ValueError(f"unknown action {_short(action)}")
+    try:
+        encoded = msgspec.msgpack.encode(made)
+        if len(encoded) > MAX_BYTES or len(made.actions) > MAX_ACTIONS:
+            raise ValueError(f"its plan has {len(made.actions)} actions in {len(encoded)} bytes, too much")
+        return msgspec.msgpack.decode(encoded, type=Plan)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise ValueError(f"its plan is none: {error}") from None
+
+
+def refuse(plan: Plan, seen: Observations) -> str:
+    """What is wrong with a plan made of these observations, in one line; "": nothing."""
+    batch: Mapping[Slot, int] = {w.slot: w.share for w in seen.workers}
+    accum: Mapping[Slot, int] = {}
+    kinds = [type(action) for action in plan.actions]
+    for kind in kinds:
+        if kinds.count(kind) > 1 and kind is not KillRestart:
+            return f"{_tag(kind)} twice in one plan"
+    for action in plan.actions:
+        error = _refuse(action, seen)
+        if error:
+            return f"{_tag(type(action))}: {error}"
+        if isinstance(action, AdjustBatch):
+            batch = {**batch, **action.batch}
+        elif isinstance(action, AdjustAccum):
+            accum = action.accum
+    if not any(kind in _ADJUSTS for kind in kinds):
+        return ""
+    if sum(batch.values()) != seen.global_batch:
+        return f"ADJUST_BS: the batches sum up to {sum(batch.values())}, the global batch is {seen.global_batch}"
+    for w in seen.workers:
+        passes = accum.get(w.slot, 0)
+        limit = w.memory_batch or seen.loader_batch
+        if passes and limit and -(-batch[w.slot] // passes) > limit:
+            return (
+                f"ADJUST_ACCUM: {w} would compute {-(-batch[w.slot] // passes)} samples at once, "
+                f"its memory holds {limit}"
+            )
+    return ""
+
+
+def _refuse(action: Action, seen: Observations) -> str:
+    workers = {w.slot for w in seen.workers}
+    match action:
+        case AdjustBatch(batch=numbers) | AdjustAccum(accum=numbers):
+            if not seen.global_batch:
+                return f"mode {seen.mode} ({seen.consistency}) has no common step"
+            for slot, n in numbers.items():
+                if slot not in workers:
+                    return f"worker:{slot} is not there"
+                if n < 1:
+                    return f"{n} for worker:{slot}: must be at least 1"
+        case AdjustRate(factor=factor):
+            if not seen.global_batch:
+                return f"mode {seen.mode} ({seen.consistency}) has no common step"
+            if not (math.isfinite(factor) and factor > 0):
+                return f"factor {factor}: must be above 0"
+        case BackupWorkers():
+            return f"mode {seen.mode} ({seen.consistency}) has no quorum: every worker's part of a step counts"
+        case KillRestart(role=role, slot=slot, incarnation=incarnation):
+            members = seen.workers if role is Role.WORKER else seen.servers if role is Role.PS else ()
+            if not any((m.slot, m.incarnation) == (slot, incarnation) for m in members):
+                return f"{role}:{slot} #{incarnation} is not there"
+            if seen.pending:
+                return f"{seen.pending} members are still starting"
+            if not seen.places:
+                return "no node would take another process"
+        case MoveBuckets(owners=owners):
+            servers = {s.slot for s in seen.servers}
+            known = {b for s in seen.servers for b in s.owned}
+            for bucket, slot in owners.items():
+                if slot not in servers:
+                    return f"ps:{slot} is not there"
+                if bucket not in known:
+                    return f"there is no bucket {bucket}"
+        case Scale(workers=count):
+            return refuse_workers(count)
+    return ""
+
+
+def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting: str) -> str:
+    """Why a plan cannot be followed any more; "": it can. ``here``: incarnations of the members that are up, by role;
+    ``waiting``: who is not, "" if nobody."""
+    for action in plan.actions:
+        match action:
+            case KillRestart(role=role, slot=slot, incarnation=incarnation):
+                if here[role].get(slot) != incarnation:
+                    return f"{role}:{slot} #{incarnation} is gone"
+                if waiting:
+                    return f"{waiting} is still starting"
+                if role is Role.WORKER and len(here[role]) <= max(1, job.spec.min_workers):
+                    return f"without worker:{slot} there would be fewer than min_workers={job.spec.min_workers}"
+            case AdjustBatch(batch=numbers) | AdjustAccum(accum=numbers):
+                gone = [slot for slot in numbers if slot not in here[Role.WORKER]]
+                if gone:
+                    return f"worker:{gone[0]} is gone"
+            case MoveBuckets(owners=owners):
+                gone = [slot for slot in owners.values() if slot not in here[Role.PS]]
+                if gone:
+                    return f"ps:{gone[0]} is gone"
+    return ""
+
+
+def _tag(kind: type[Action]) -> str:
+    return str(kind.__struct_config__.tag)
+
+
+def _short(thing: object) -> str:
+    text = repr(thing)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,167 @@
+"""The shell's part of policies: shows the job to the chosen one once a window, and takes its plans to the brain.
+
+A policy runs on a thread of its own, never on the master's loop: a user's may take long, or never return. One that
+takes longer than ``LIMIT_S``, raises, or makes an impossible plan is disabled, with one event; the job goes on with the
+last plan. Soft state: a new master begins with a policy that has seen nothing. How often it restarted members is in
+the journal, and part of what it is shown.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.control import as_plan, refuse
+from everstep.brain.events import BrainEvent, PlanMade, PolicyDisabled
+from everstep.config.spec import JobSpec
+from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.model.plan import Plan
+from everstep.policies.split import apportion
+from everstep.policies.stragglers.policy import SHIPPED, Policy
+
+LIMIT_S = 10.0
+"""So long one call of a policy may take."""
+
+
+class PolicyKeeper:
+    """``observe(at)``: what was seen, over windows of ``window_s`` seconds. ``tell(event)``: to the brain."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        spec: JobSpec,
+        observe: Callable[[float], Observations],
+        window_s: float,
+        tell: Callable[[BrainEvent], object],
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self._brain, self._spec, self._tell = brain, spec, tell
+        self._observe, self._window_s, self._limit_s = observe, window_s, limit_s
+        self._look_at = 0.0
+        self._shown: tuple[Observations, float] | None = None  # to the call under way, since when
+        self._made: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
+        self._policy: Policy | None = None
+        self._state: Any = None
+
+    def __repr__(self) -> str:
+        busy = " at work" if self._shown is not None else ""
+        return f"<policy {self._spec.policy}{busy}, looks again at {self._look_at:.1f}>"
+
+    def tick(self, at: float) -> None:
+        """Call several times a second; ``at`` in seconds."""
+        control = self._brain.state.control
+        if self._spec.policy == "none" or control.disabled or self._brain.job.over:
+            return
+        if self._shown is not None:
+            seen, since = self._shown
+            if not self._made.empty():
+                self._shown = None
+                self._take(at, seen, *self._made.get())
+            elif at > since + self._limit_s:
+                self._shown = None  # its thread is a daemon, and nobody listens to it any more
+                self._made = queue.SimpleQueue()
+                self._disable(at, f"it takes longer than {self._limit_s:g} s")
+        elif at >= self._look_at:
+            seen = complete(self._observe(at), self._brain, self._window_s)
+            self._look_at = at + self._window_s
+            self._shown = seen, at
+            # (the state as it is now goes along: a call that is given up must not change it later)
+            threading.Thread(
+                target=self._call, args=(seen, self._state, self._made), name="everstep-policy", daemon=True
+            ).start()
+
+    def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Any, str]]) -> None:
+        """On the policy's thread."""
+        try:
+            if self._policy is None:
+                self._policy = load(self._spec.policy, Path(self._spec.script).parent)
+            made.put((self._policy(seen, state), ""))
+        except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
+            made.put((None, f"it raised {type(error).__name__}: {error}"))
+
+    def _take(self, at: float, seen: Observations, made: Any, error: str) -> None:
+        """What a call came to."""
+        plan: Plan | None = None
+        if not error:
+            try:
+                wanted, self._state = made
+                plan = as_plan(wanted) if wanted is not None else None
+                error = refuse(plan, seen) if plan is not None else ""
+            except (TypeError, ValueError) as wrong:
+                error = str(wrong)
+        if error:
+            self._disable(at, " ".join(error.split())[:400])
+        elif plan is not None:
+            self._tell(PlanMade(at, self._spec.policy, plan))
+
+    def _disable(self, at: float, error: str) -> None:
+        self._tell(PolicyDisabled(at, self._spec.policy, error))
+
+
+def load(name: str, folder: Path) -> Policy:
+    """The policy of this name; ``module:callable`` is found beside the training script (``folder``), or where Python
+    finds modules. Raises what importing raises, AttributeError, TypeError."""
+    if name in SHIPPED:
+        return SHIPPED[name]
+    module, _, attribute = name.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    policy: Policy = getattr(importlib.import_module(module), attribute)
+    if not callable(policy):
+        raise TypeError(f"{name} is {type(policy).__name__}, not a callable")
+    return policy
+
+
+# ---------------------------------------------------------------- what the brain knows
+
+
+def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
+    """Add how steps are divided, who has which buckets, and what policies did so far."""
+    control = brain.state.control
+    total, batch, workers = _divided(brain, seen.workers) if brain.replicated else (0, 0, seen.workers)
+    return msgspec.structs.replace(
+        seen,
+        window_s=window_s,
+        global_batch=total,
+        loader_batch=batch,
+        restarts=control.restarts,
+        restarted_at=control.restarted_at,
+        workers=workers,
+        servers=tuple(_with_buckets(brain, s) for s in seen.servers),
+    )
+
+
+def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, tuple[WorkerSeen, ...]]:
+    """Samples of a step, of the loader's batch, and the members of the group with their part in a step. Who is not in
+    the group, or lacks a reading of it, leaves nothing to divide: then the step counts as none."""
+    groups, group = brain.groups, brain.state.groups.group
+    by_process = {(w.slot, w.incarnation): w for w in workers}
+    if group is None or group.hold or not all((m.slot, m.incarnation) in by_process for m in group.members):
+        return 0, 0, ()
+    total = groups.samples()
+    batch = max((ask.batch_samples for ask in brain.state.groups.asked.values()), default=0)
+    shares = apportion(total, group.split.shares or (1,) * group.size)
+    out = []
+    for rank, m in enumerate(group.members):
+        told = group.split.passes[rank] if group.split.passes else 0
+        passes = told or -(-shares[rank] // max(1, batch))
+        micro = -(-shares[rank] // max(1, passes))
+        out.append(
+            msgspec.structs.replace(
+                by_process[m.slot, m.incarnation], batch=micro, accum=max(1, passes), share=shares[rank]
+            )
+        )
+    return total, batch, tuple(sorted(out, key=lambda w: w.slot))
+
+
+def _with_buckets(brain: Brain, seen: ServerSeen) -> ServerSeen:
+    owned = brain.placement.owned_by(seen.slot) if brain.placement is not None else ()
+    return msgspec.structs.replace(seen, owned=tuple(owned), buckets=len(owned))

@@ -1,0 +1,263 @@
+"""The shell round a policy: what it is shown, what becomes of its plans, and of policies that fail."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.control import refuse
+from everstep.brain.events import (
+    BrainEvent,
+    GroupAsked,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    PlanMade,
+    PlanRegistered,
+    PolicyDisabled,
+)
+from everstep.config.load import load_spec
+from everstep.config.spec import JobSpec
+from everstep.errors import ConfigError
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.master.policy import PolicyKeeper, complete, load
+from everstep.model.decision import Decision
+from everstep.model.member import Role
+from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.model.plan import (
+    Action,
+    AdjustAccum,
+    AdjustBatch,
+    AdjustRate,
+    BackupWorkers,
+    KillRestart,
+    MoveBuckets,
+    Plan,
+    Scale,
+)
+from everstep.model.shard import Plan as DataPlan
+from everstep.policies.stragglers import policy as policies
+
+NODE, ONE = NodeId("node0"), Incarnation(1)
+
+
+def group_of(workers: int) -> Brain:
+    """Mode allreduce: a group that trains, eight samples a worker and step."""
+    brain = Brain()
+    spec = JobSpec(mode="allreduce", workers=workers, ps=0)
+    events: list[BrainEvent] = [MasterStarted(0.0, ONE, spec), NodeJoined(0.0, NODE, "", 0, 0)]
+    for slot in map(Slot, range(workers)):
+        events.append(MemberJoined(1.0, Role.WORKER, slot, ONE, NODE, 100 + slot))
+        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=1000, shard_samples=25, seed=0)))
+        events.append(GroupAsked(1.0, slot, ONE, 0, 2, 8))
+    for event in events:
+        brain.handle(event)
+    return brain
+
+
+def seen_workers(*paces_s: float) -> Observations:
+    workers = tuple(
+        WorkerSeen(slot=Slot(i), incarnation=ONE, node=NODE, short=Pace(per_sample_s=p), long=Pace(per_sample_s=p))
+        for i, p in enumerate(paces_s)
+    )
+    return Observations(at=10.0, mode="allreduce", consistency="sync", places=(NODE,), workers=workers)
+
+
+class Shell:
+    """A keeper with its brain; ``events``: what it told."""
+
+    def __init__(self, policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit_s: float = 60.0) -> None:
+        monkeypatch.setitem(policies.SHIPPED, "dedicated", policy)
+        self.brain = group_of(2)
+        self.events: list[BrainEvent] = []
+        spec = msgspec.structs.replace(self.brain.job.spec, policy="dedicated")
+        self.keeper = PolicyKeeper(self.brain, spec, lambda at: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s)
+        self.at = 10.0
+
+    def _tell(self, event: BrainEvent) -> None:
+        self.events.append(event)
+        self.brain.handle(event)
+
+    def look(self) -> None:
+        """One whole look: the call, and what comes of it."""
+        end = time.monotonic() + 60
+        self.at += 10.0
+        self.keeper.tick(self.at)
+        while self.keeper._shown is not None and time.monotonic() < end:
+            self.keeper.tick(self.at)
+            time.sleep(0.001)
+
+
+def plan_of(*actions: Action) -> Plan:
+    return Plan(actions=actions, decision=Decision("change", "why"))
+
+
+def test_a_plan_gets_to_the_brain_numbered_and_the_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[Any] = []
+
+    def policy(seen: Observations, state: Any) -> tuple[Plan | None, Any]:
+        states.append(state)
+        assert [(w.share, w.batch, w.accum) for w in seen.workers] == (
+            [(8, 8, 1)] * 2 if not state else [(13, 7, 2), (3, 3, 1)]
+        )
+        assert (seen.global_batch, seen.loader_batch, seen.window_s) == (16, 8, 10.0)
+        return (plan_of(AdjustBatch(batch={Slot(0): 13, Slot(1): 3})) if not state else None), (state or 0) + 1
+
+    shell = Shell(policy, monkeypatch)
+    shell.look()
+    assert len(shell.events) == 1 and isinstance(shell.events[0], PlanMade)
+    control = shell.brain.state.control
+    assert control.version == 1 and control.plan is not None and control.plan.version == 1
+    shell.look()
+    assert states == [None, 1] and len(shell.events) == 1
+
+
+def raises(seen: Observations, state: Any) -> Any:
+    raise RuntimeError("no idea\nat all")
+
+
+def exits(seen: Observations, state: Any) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        (raises, "it raised RuntimeError: no idea at all"),
+        (exits, "it raised SystemExit: 3"),
+        (lambda seen, state: None, "cannot unpack"),
+        (lambda seen, state: ("faster", state), "it returned 'faster' instead of a plan"),
+        (lambda seen, state: (plan_of("faster"), state), "unknown action 'faster'"),  # type: ignore[arg-type]
+        (lambda seen, state: (plan_of(AdjustBatch(batch={Slot(0): -4, Slot(1): 20})), state), "-4 for worker:0"),
+        (lambda seen, state: (plan_of(AdjustBatch(batch={Slot(0): "8"})), state), "Expected `int`, got `str`"),  # type: ignore[dict-item]
+        (lambda seen, state: (plan_of(AdjustBatch(batch={Slot(0): 9})), state), "sum up to 17, the global batch is 16"),
+        (
+            lambda seen, state: (plan_of(KillRestart(role=Role.WORKER, slot=Slot(5), incarnation=ONE)), state),
+            "worker:5 #1 is not",
+        ),
+        (lambda seen, state: (plan_of(*[Scale(workers=2)] * 17), state), "too much"),
+    ],
+)
+def test_a_policy_that_fails_is_asked_no_more_and_the_job_goes_on(
+    policy: Callable[..., Any], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = Shell(policy, monkeypatch)
+    before = shell.brain.state.groups.group
+    shell.look()
+    shell.look()
+    assert len(shell.events) == 1 and isinstance(shell.events[0], PolicyDisabled)
+    assert error in shell.events[0].error and "\n" not in shell.events[0].error
+    assert shell.brain.state.control.disabled and shell.brain.state.groups.group == before
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_policy_that_takes_too_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    def policy(seen: Observations, state: Any) -> Any:
+        gate.wait(60)
+        return plan_of(AdjustBatch(batch={Slot(0): 8, Slot(1): 8})), state
+
+    shell = Shell(policy, monkeypatch, limit_s=5.0)
+    shell.keeper.tick(20.0)
+    shell.keeper.tick(24.0)
+    assert not shell.events
+    shell.keeper.tick(25.5)
+    gate.set()
+    shell.keeper.tick(26.0)
+    assert [type(e) for e in shell.events] == [PolicyDisabled]
+    assert "longer than 5 s" in shell.brain.state.control.disabled
+
+
+SEEN = msgspec.structs.replace(
+    seen_workers(0.01, 0.01),
+    global_batch=16,
+    loader_batch=8,
+    workers=tuple(
+        msgspec.structs.replace(w, share=8, memory_batch=m)
+        for w, m in zip(seen_workers(0.01, 0.01).workers, (0, 12), strict=True)
+    ),
+    servers=(ServerSeen(slot=Slot(0), incarnation=ONE, node=NODE, owned=(BucketId(0),)),),
+)
+A, B = Slot(0), Slot(1)
+
+
+@pytest.mark.parametrize(
+    ("actions", "error"),
+    [
+        ([AdjustBatch(batch={A: 4, B: 12})], ""),
+        ([AdjustBatch(batch={A: 4, B: 12}), AdjustAccum(accum={B: 1})], ""),
+        (
+            [AdjustBatch(batch={A: 3, B: 13}), AdjustAccum(accum={B: 1})],
+            "compute 13 samples at once, its memory holds 12",
+        ),
+        ([AdjustBatch(batch={A: 9, B: 7}), AdjustAccum(accum={A: 1})], "its memory holds 8"),
+        ([AdjustAccum(accum={A: 0})], "0 for worker:0"),
+        ([AdjustBatch(batch={Slot(7): 8})], "worker:7 is not there"),
+        ([AdjustRate(factor=math.nan)], "factor nan"),
+        ([AdjustRate(factor=0.0)], "above 0"),
+        ([BackupWorkers(backup=1)], "BACKUP_WORKERS: mode allreduce (sync) has no quorum"),
+        ([MoveBuckets(owners={BucketId(0): Slot(3)})], "ps:3 is not there"),
+        ([MoveBuckets(owners={BucketId(9): A})], "no bucket 9"),
+        ([Scale(workers=0)], "0 workers"),
+        ([Scale(workers=3), Scale(workers=4)], "SCALE twice"),
+        ([KillRestart(role=Role.WORKER, slot=A, incarnation=Incarnation(2))], "worker:0 #2 is not there"),
+        ([KillRestart(role=Role.MASTER, slot=A, incarnation=ONE)], "master:0"),
+        ([KillRestart(role=Role.WORKER, slot=A, incarnation=ONE)], ""),
+    ],
+)
+def test_plans_are_checked_against_what_the_policy_saw(actions: list[Action], error: str) -> None:
+    found = refuse(plan_of(*actions), SEEN)
+    assert (error in found) if error else not found, found
+
+
+def test_nobody_is_ended_while_somebody_starts_or_without_a_place() -> None:
+    kill = plan_of(KillRestart(role=Role.WORKER, slot=A, incarnation=ONE))
+    assert "still starting" in refuse(kill, msgspec.structs.replace(SEEN, pending=1))
+    assert "no node" in refuse(kill, msgspec.structs.replace(SEEN, places=()))
+    even = plan_of(AdjustBatch(batch={A: 8, B: 8}))
+    assert "no common step" in refuse(even, msgspec.structs.replace(SEEN, global_batch=0))
+
+
+def test_there_is_nothing_to_divide_while_one_of_the_group_has_no_reading() -> None:
+    brain = group_of(3)
+    assert complete(seen_workers(0.01, 0.01), brain, 10.0).workers == ()
+    assert [w.share for w in complete(seen_workers(0.01, 0.01, 0.01), brain, 10.0).workers] == [8, 8, 8]
+
+
+def test_ones_own_policy_lies_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_script.py").write_text("def choose(seen, state):\n    return None, 7\nx = 3\n")
+    assert load("beside_the_script:choose", tmp_path)(SEEN, None) == (None, 7)
+    with pytest.raises(TypeError, match="x is int"):
+        load("beside_the_script:x", tmp_path)
+    with pytest.raises(ModuleNotFoundError):
+        load("not_beside_the_script:choose", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        ("nondedicatd", "did you mean 'nondedicated'"),
+        ("x y:z", "expected module:callable"),
+        ("a:", "expected module:callable"),
+        ("backup", "quorum"),
+        ("dedicated", "common steps"),
+    ],
+)
+def test_names_of_policies_are_checked_before_the_job_starts(policy: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load_spec(None, {"policy": policy}, {})
+    for good in ("none", "nondedicated", "my.own:choose"):
+        assert load_spec(None, {"policy": good}, {})[0].policy == good
