@@ -34,6 +34,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
+from everstep.monitor.process import clean_hardware, hardware_class
 from everstep.net.messages import (
     Answered,
     Beat,
@@ -42,6 +43,7 @@ from everstep.net.messages import (
     Exited,
     Finish,
     HelloNode,
+    Hit,
     News,
     OrderType,
     RequestType,
@@ -118,6 +120,7 @@ class Agent:
         worker_places: int = 0,
         ps_places: int = 0,
         prepare: Callable[[], None] = lambda: None,
+        hardware: str = "",
     ) -> None:
         self.spec = spec
         self.run_dir = run_dir.resolve()
@@ -125,6 +128,7 @@ class Agent:
         self.host = host
         self.worker_places = worker_places
         self.ps_places = ps_places
+        self.hardware = clean_hardware(hardware) or hardware_class()
         self.client: Control | None = None
         self.outcome: Outcome | None = None
         self._connect = connect
@@ -510,10 +514,23 @@ class Agent:
                 self._end(order)
             case Finish():
                 self._finish(order.exit_code, order.error)
+            case Hit():
+                self._hit(order)
             case News() if not self._keeps_master:
                 self._say(f"{order.member}: {order.text}" if order.member else order.text)
             case _:
                 pass
+
+    def _hit(self, order: Hit) -> None:
+        """A drill (``everstep chaos``). What was stopped goes on after ``stop_s``, whatever becomes of the master."""
+        entry = self._running.get((order.role, order.slot))
+        if entry is None or entry.incarnation != order.incarnation or entry.pidfd < 0 or entry.status is not None:
+            return
+        signo = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "go": signal.SIGCONT}[order.what]
+        self.log(f"drill: {signo.name} to {entry.name} #{entry.incarnation}")
+        send_signal(entry.pidfd, signo)
+        if order.what == "stop":
+            self._after(max(0.0, order.stop_s), lambda: self._hit(msgspec.structs.replace(order, what="go")))
 
     def _start(self, order: Start) -> None:
         """Unless it runs already, or ran: then its end is told once more."""
@@ -638,7 +655,7 @@ class Agent:
         """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
-        return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running)
+        return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware)
 
     def beat(self) -> Beat:
         return Beat(readings={"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)})

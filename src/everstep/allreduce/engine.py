@@ -8,7 +8,6 @@ deterministic. Whatever an iteration changed that did not commit is put back at 
 
 from __future__ import annotations
 
-import resource
 import struct
 import threading
 import time
@@ -16,7 +15,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +34,9 @@ from everstep.ids import LeaseNo
 from everstep.model.group import Group, Micro
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan
+from everstep.monitor import stepclock
+from everstep.monitor.process import ProcessReadings
+from everstep.monitor.stepclock import StepClock
 from everstep.net import messages
 
 
@@ -98,6 +99,8 @@ class GroupEngine:
         self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._busy_s = self._wait_s = 0.0
+        self.clock = StepClock()
+        self._process = ProcessReadings()
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
         self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
@@ -151,9 +154,13 @@ class GroupEngine:
             "skipped": float(self.skipped),
             "wait_fraction": self._wait_s / spent_s if spent_s else 0.0,
             "step": float(self.step_number),
-            "rss_bytes": float(int(Path("/proc/self/statm").read_text().split()[1]) * 4096),
-            "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+            **self.clock.readings(),
+            **self._process.readings(),
         }
+        step = self._step
+        if step is not None:
+            readings.update(accum=float(len(step.micros)), global_batch=float(step.total))
+            readings["batch"] = float(max((m.hi - m.lo for m in step.micros), default=0))
         if "loss" in self.values:
             readings["loss"] = self.values["loss"]
         return messages.Beat(readings=readings, values=dict(self.values))
@@ -209,8 +216,13 @@ class GroupEngine:
                 return
             self._reducer.close()
         self._reducer = Reducer(
-            [p for _, p in params], [n for n, _ in params], self.models, self.spec.logical_workers, self._backward_over
+            [p for _, p in params],
+            [n for n, _ in params],
+            self.models,
+            self.spec.logical_workers,
+            self._backward_over,
         )
+        self._reducer.clock = self.clock
 
     def _check_optimizer(self, optimizer: GroupOptimizer) -> None:
         for group in optimizer.param_groups:
@@ -253,16 +265,18 @@ class GroupEngine:
                 seed_all(part_seed(self.spec.seed, -1, self.slot))  # e.g. for dropout: another stream on each worker
             for optimizer in self.optimizers:
                 optimizer._share()  # a state that was copied into the inner ones may have replaced their groups
-            while (step := session.begin()) is not None:
+            while (step := self._next(session)) is not None:
                 self._begin(step)
                 assert self._reducer is not None
                 for number, micro in enumerate(step.micros):
                     begin = time.perf_counter()
+                    self.clock.switch(stepclock.DATA)
                     batch = self._read(reader, step, number, plan)
                     self._open(step, micro, number == len(step.micros) - 1)
                     self._wait_s += time.perf_counter() - begin
                     begin = time.perf_counter()
                     self._in_script = True
+                    self.clock.switch(stepclock.FORWARD)
                     yield batch
                     self._in_script = False
                     self._busy_s += time.perf_counter() - begin
@@ -271,11 +285,16 @@ class GroupEngine:
         except LeaveJob as leave:
             raise SystemExit(leave.status) from None
         finally:
+            self.clock.switch(stepclock.OUTSIDE)
             reader.close()
             if self._in_script:
                 self._break_off(session)
             if self._reducer is not None:
                 self._reducer.close_micro()
+
+    def _next(self, session: GroupSession) -> Step | None:
+        self.clock.switch(stepclock.BARRIER)
+        return session.begin()
 
     def _begin(self, step: Step) -> None:
         assert self._reducer is not None
@@ -366,6 +385,8 @@ class GroupEngine:
         assert reducer is not None
         assert step is not None
         assert session is not None
+        self.clock.computed(sum(m.hi - m.lo for m in step.micros))
+        self.clock.switch(stepclock.BARRIER)
         begin = time.perf_counter()
         if any(p.requires_grad and not was for p, was in zip(self._params, self._trainable, strict=True)):
             raise ScriptError(
@@ -388,6 +409,7 @@ class GroupEngine:
             self._saved.save_large()
         reducer.place(self._outcome is Outcome.COMMITTED)
         self._wait_s += time.perf_counter() - begin
+        self.clock.switch(stepclock.UPDATE)
 
     def _options_digest(self) -> int:
         """Of the learning rates: workers whose rates differ would drift apart unseen."""

@@ -27,6 +27,7 @@ from everstep.allreduce.logical import PartSums
 from everstep.allreduce.step import Step, Work
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Micro
+from everstep.monitor.stepclock import StepClock
 
 _SOME_BACKWARD, _NO_BACKWARD, _STEPPED, _NOT_STEPPED = range(4)  # elements of the tail, behind one per parameter
 _FLAGS = 4
@@ -57,6 +58,7 @@ class Reducer:
         self.stale = [False] * len(self.params)  # its optimizer has used p.grad
         self.carried: dict[int, Tensor] = {}
         self.wait_s = 0.0
+        self.clock: StepClock | None = None  # hears when backward begins
         self._on_end = on_end
         n = len(self.params)
         self._layout = Layout(self.params, n + _FLAGS + self.buffers.tail, whole=bool(parts))
@@ -186,6 +188,8 @@ class Reducer:
             )
         if not self._queued:
             self._queued = True
+            if self.clock is not None:
+                self.clock.first_gradient()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         grad, view, weight = p.grad, self._flats.views[i], self._weight
         if grad is None:

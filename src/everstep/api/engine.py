@@ -33,6 +33,8 @@ from everstep.errors import (
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
+from everstep.monitor import stepclock
+from everstep.monitor.process import ProcessReadings
 from everstep.native import bag_backward, isfinite_all
 from everstep.net import messages
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
@@ -121,6 +123,9 @@ class Engine:
         self.values: dict[str, float] = {}
         self.compute_s = 0.0  # seconds between two waits
         self._batch_s = 0.0  # the same of one batch, smoothed
+        self.clock = tables.clock
+        self._process = ProcessReadings()
+        self._watched: set[TableId] = set()  # dense groups whose gradients tell the clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inputs: deque[Callable[[], list[Action]]] = deque()
@@ -175,8 +180,6 @@ class Engine:
             return self.protocol.held()
 
     def beat(self) -> messages.Beat:
-        import resource
-
         with self._lock:
             progress = self.protocol.progress()
             samples, retried = self.samples, self.protocol.retried
@@ -191,8 +194,9 @@ class Engine:
             "retried": float(retried),
             "skipped": float(self.skipped),
             "wait_fraction": self.tables.wait_s / busy if busy else 0.0,
-            "rss_bytes": float(_rss_bytes()),
-            "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
+            "accum": 1.0,
+            **self.clock.readings(),
+            **self._process.readings(),
         }
         slot, stalled_s = self.tables.client.stalled()
         if slot >= 0:
@@ -332,8 +336,10 @@ class Engine:
         if item is None or item.work is None:
             raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
         self._stepped = True
+        self.clock.switch(stepclock.PUSH)
         for group in groups:
             self._capture(group, item)
+        self.clock.switch(stepclock.UPDATE)
 
     def _capture(self, group: DenseGroup, item: Item) -> None:
         rows = item.dense.get(group.spec.id)
@@ -373,6 +379,7 @@ class Engine:
         self._epochs_done[plan.name] = until
         self.tables.declare()
         self.tables.forget_asides()
+        self._watch_backward()
         with self._lock:
             self.protocol.set_batch_samples(loader.batch_size)
         self.feed(lambda: self.protocol.begin(dataset, until))
@@ -382,18 +389,33 @@ class Engine:
             run.thread.start()
         complete = False
         self._looping = True
+        self.clock.switch(stepclock.DATA)
         try:
             while (item := self._next(run)) is not None:
                 begin = time.perf_counter()
+                self.clock.switch(stepclock.FORWARD)
                 yield item.batch
+                assert item.work is not None
+                self.clock.computed(item.work.hi - item.work.lo)
+                self.clock.switch(stepclock.PUSH)
                 spent_s = time.perf_counter() - begin
                 self.compute_s += spent_s
                 self._look_ahead(spent_s)
                 self._end_of_iteration(item)
+                self.clock.switch(stepclock.DATA)
             complete = True
         finally:
+            self.clock.switch(stepclock.OUTSIDE)
             self._looping = False
             self._end_of_loop(run, complete)
+
+    def _watch_backward(self) -> None:
+        """The last parameters of a model get their gradients first: there the clock hears of backward."""
+        for group in self.tables.dense:
+            if group.params and group.spec.id not in self._watched:
+                self._watched.add(group.spec.id)
+                hook = group.params[-1].register_post_accumulate_grad_hook
+                hook(lambda _: self.clock.first_gradient())  # type: ignore[no-untyped-call]
 
     def _look_ahead(self, spent_s: float) -> None:
         """Hold leases for ``_MASTER_AWAY_S`` of work, so that a restart of the master finds nobody without one."""
@@ -655,8 +677,3 @@ class Engine:
     def _name_of(self, table: int) -> str:
         names = [i.spec for i in self.tables.infos.values()] + [g.spec for g in self.tables.dense]
         return next((s.name for s in names if s.id == table), f"#{table}")
-
-
-def _rss_bytes() -> int:
-    with open("/proc/self/statm") as f:  # noqa: PTH123 - read every second
-        return int(f.read().split()[1]) * 4096

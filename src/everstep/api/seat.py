@@ -13,12 +13,16 @@ from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.group import Group
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease
+from everstep.monitor.stepclock import StepClock
 from everstep.net.messages import Beat, RequestType
 from everstep.tables.client import PsClient
 
 
 class Listener(Protocol):
     """What the master's orders become; called on any thread."""
+
+    @property
+    def clock(self) -> StepClock: ...
 
     def placed(self, placement: Placement) -> None: ...
 

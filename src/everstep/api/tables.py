@@ -18,6 +18,7 @@ from everstep.api.sparse import TableInfo
 from everstep.errors import InternalError, ScriptError
 from everstep.ids import Slot, TableId
 from everstep.model.table import TableSpec
+from everstep.monitor.stepclock import PULL, StepClock
 from everstep.net.messages import Declared, Part, Put, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.prefetch import Predictor, ViewKey, view_key
@@ -85,6 +86,7 @@ class TableSet:
         self.misses = 0  # lookups that were not predicted, once predictions exist
         self.hits = 0
         self.wait_s = 0.0  # seconds the main thread waited for rows
+        self.clock = StepClock()  # of the main thread
         self._declared: set[str] = set()
         self._asides: list[Item] = []  # evaluation lookups, oldest first
         self._lock = threading.Lock()
@@ -236,9 +238,11 @@ class TableSet:
             ticket, fetched = item.ticket, item.fetched
             assert ticket is not None
             if not ticket.ready:
+                phase = self.clock.switch(PULL)
                 begin = time.perf_counter()
                 ticket.wait()
                 self.wait_s += time.perf_counter() - begin
+                self.clock.switch(phase)
             ticket.wait()
             if fetched is None:
                 return

@@ -198,6 +198,8 @@ class WorkerSeat:
                 self.on_replica(order)
         elif isinstance(order, messages.Revoke):
             listener.revoked(order.lease)
+        elif isinstance(order, messages.Slow):
+            listener.clock.drag.order(order.factor, order.for_s, order.burn)
         elif isinstance(order, messages.Finish):
             if order.exit_code:
                 self._fail(FencedError(f"the job is over: {order.error}"))

@@ -73,6 +73,17 @@ def status(run_dir: Path, as_json: bool) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.option("--once", is_flag=True, help="One picture, then end.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: everything that was seen, once.")
+def top(run_dir: Path, once: bool, as_json: bool) -> None:
+    """Who is slow, how much and why: a live table of workers and ps, slowest first."""
+    from everstep.cli.top import top as show_top
+
+    show_top(run_dir, once, as_json)
+
+
+@cli.command()
+@RUN_DIR
 @click.argument("member", required=False)
 @click.option("-f", "follow", is_flag=True, help="Go on as lines are written.")
 def logs(run_dir: Path, member: str | None, follow: bool) -> None:

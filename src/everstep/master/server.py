@@ -73,7 +73,9 @@ from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
+from everstep.master.drills import Drills
 from everstep.master.hot import HotKeeper
+from everstep.master.observe import Observer
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
@@ -167,6 +169,8 @@ class Master:
         self.store = GroupStore()
         self.stalls = Stalls()
         self.hot = HotKeeper(self.brain, self.readings, self._tell)
+        self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
+        self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
@@ -208,6 +212,8 @@ class Master:
             ),
             wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason, r.checkpoint)),
             wire.GetStatus: lambda peer, r: self.status(),
+            wire.GetSeen: lambda peer, r: self.seen(),
+            wire.Drill: lambda peer, r: self.drills.ask(r, self.clock.now()),
             wire.GetSpec: lambda peer, r: wire.SpecReport(self.spec),
         }
 
@@ -262,6 +268,7 @@ class Master:
             self._write_summary()
         self._events.close()
         self._metrics.close()
+        self.observer.close()
         if self._failure is not None:
             return self._failure.exit_code
         if self._finish is None and self._stopped_by is not None:
@@ -368,6 +375,17 @@ class Master:
     def _order_worker(self, slot: Slot, order: wire.OrderType) -> None:
         self._order(self._members.get(MemberKey(Role.WORKER, slot)), order)
 
+    def _reach(self, key: MemberKey, order: wire.OrderType) -> bool:
+        """Whether that member is connected, and so gets the order."""
+        peer = self._members.get(key)
+        self._order(peer, order)
+        return peer is not None and not peer.closed
+
+    def _reach_agent(self, node: NodeId, order: wire.OrderType) -> bool:
+        peer = self._agents.get(node)
+        self._order(peer, order)
+        return peer is not None and not peer.closed
+
     def _note(self, at: float, member: str, decision: Decision, **more: int) -> None:
         line = {
             "at": round(at, 6),
@@ -398,6 +416,7 @@ class Master:
             return None  # said on an older connection than the one it uses now: orders must not go there
         peer.tag = r.node
         self._agents[r.node] = peer
+        self.observer.node(r.node, r.hardware)
         at = self.clock.now()
         self.watch.node_heard(r.node, at)
         return self._submit(NodeJoined(at, r.node, r.host, r.worker_places, r.ps_places, r.running))
@@ -448,6 +467,8 @@ class Master:
         for heard in self.watch.heard(key, who.incarnation, at, r.progress):
             self._tell(heard)
         self.readings.take(key, who.incarnation, r.readings, at)
+        if (dropped := self.observer.take(key, who.incarnation, r.readings, at)) is not None:
+            self._note(at, str(key), dropped)
         if role is Role.PS:
             self.confirmations.beat(who.slot, who.incarnation, r.readings, at)
         elif (stall := self.stalls.beat(key, who.incarnation, r.readings)) is not None:
@@ -538,6 +559,10 @@ class Master:
         finishing = self._finish is not None
         return self.readings.status(self.brain, self.watch, self.clock.now(), finishing, os.getpid())
 
+    def seen(self) -> wire.SeenReport:
+        at = self.clock.now()
+        return wire.SeenReport(self.observer.observe(at), dict(self.observer.windows.dropped), self.drills.running(at))
+
     # ------------------------------------------------------------ time
 
     async def _ticking(self) -> None:
@@ -559,6 +584,7 @@ class Master:
                 metrics_at = at
                 self._check_fence()
                 self._write_metrics()
+                self.observer.tick(at)
 
     def _check_fence(self) -> None:
         """The journal refuses a replaced master's next commit; an idle one commits nothing and must look."""

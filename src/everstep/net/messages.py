@@ -8,6 +8,8 @@ connection; arrays travel behind the header, or in the connection's shared-memor
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from everstep.brain.events import AnswerType
@@ -16,6 +18,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot,
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, ReplicaImage
 from everstep.model.member import Address, Role
+from everstep.model.observation import Observations
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan, Token
 from everstep.model.table import TableSpec
@@ -35,6 +38,7 @@ class HelloNode(Request, frozen=True, tag="hello_node"):
     worker_places: int
     ps_places: int
     running: tuple[tuple[Role, Slot, Incarnation, int], ...]
+    hardware: str = ""  # the class of this machine: members on machines of one class should be equally fast
 
 
 class HelloMember(Request, frozen=True, tag="hello_member"):
@@ -115,7 +119,7 @@ class Beat(Request, frozen=True, tag="beat"):
     Answer: Ok | Fenced."""
 
     progress: tuple[tuple[LeaseNo, int], ...] = ()
-    readings: dict[str, float] = {}  # samples (count so far), samples_per_s, loss, rss_bytes, cpu_s, ...
+    readings: dict[str, float] = {}  # samples (count so far), samples_per_s, loss, ...; see monitor/windows.py
     values: dict[str, float] = {}  # what the script reported (job.report), newest
 
 
@@ -242,6 +246,23 @@ class GetStatus(Request, frozen=True, tag="get_status"):
     """Answer: StatusReport."""
 
 
+class GetSeen(Request, frozen=True, tag="get_seen"):
+    """How fast everybody is. Answer: SeenReport."""
+
+
+class Drill(Request, frozen=True, tag="drill"):
+    """From ``everstep chaos``: do something bad to ``target`` ("worker:1"; "" with ``heal``: to all).
+
+    ``what``: ``slow`` (``factor`` times, for ``for_s`` seconds; ``burn``: by computing instead of sleeping), ``kill``
+    (SIGKILL), ``stop`` (SIGSTOP, and SIGCONT after ``for_s``), ``heal`` (ends slow and stop). Answer: Ok | Refused."""
+
+    what: Literal["slow", "kill", "stop", "heal"]
+    target: str = ""
+    factor: float = 1.0
+    for_s: float = 0.0
+    burn: bool = False
+
+
 class GetSpec(Request, frozen=True, tag="get_spec"):
     """From an agent that joins from another node. Answer: SpecReport."""
 
@@ -260,6 +281,8 @@ RequestType = (
     | Stop
     | GetStatus
     | GetSpec
+    | GetSeen
+    | Drill
     | MirrorReady
     | BucketsReady
     | ImagesWritten
@@ -391,7 +414,24 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     request: RequestType
 
 
-Answered = AnswerType | StatusReport | SpecReport | StoreValues
+class RunningDrill(msgspec.Struct, frozen=True):
+    """``until``: seconds of the master's clock."""
+
+    target: str
+    what: str
+    factor: float
+    until: float
+
+
+class SeenReport(msgspec.Struct, frozen=True, tag="seen_report"):
+    """What policies of stragglers get to see. ``dropped``: readings that were wrong, by reason."""
+
+    seen: Observations
+    dropped: dict[str, int] = {}
+    drills: tuple[RunningDrill, ...] = ()
+
+
+Answered = AnswerType | StatusReport | SpecReport | StoreValues | SeenReport
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True):
@@ -470,13 +510,34 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
     url: str
 
 
+class Slow(Order, frozen=True, tag="slow"):
+    """To a worker or ps, a drill: be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See monitor/drag.py."""
+
+    factor: float
+    for_s: float
+    burn: bool = False
+
+
+class Hit(Order, frozen=True, tag="hit"):
+    """To an agent, a drill: SIGKILL this process, or SIGSTOP it and SIGCONT it after ``stop_s`` (``what`` "stop"), or
+    SIGCONT it now ("go")."""
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    what: Literal["kill", "stop", "go"]
+    stop_s: float = 0.0
+
+
 class NewGroup(Order, frozen=True, tag="new_group"):
     """To workers: the group is this one now; older generations are ignored."""
 
     group: Group
 
 
-OrderType = Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages | TakeReplica
+OrderType = (
+    Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages | TakeReplica | Slow | Hit
+)
 
 # ---------------------------------------------------------------- data plane: worker -> ps
 

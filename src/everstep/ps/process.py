@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.image import BucketImage
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
+from everstep.monitor.process import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
@@ -42,6 +42,7 @@ from everstep.net.messages import (
     NewPlacement,
     OrderType,
     Release,
+    Slow,
     TakeImages,
 )
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
@@ -85,6 +86,7 @@ class PsProcess:
         self._asked_to_go = False
         self._go_until = 0.0
         self._error: EverstepError | None = None
+        self._process = ProcessReadings()
         self.service = PsService.create(
             n_buckets=spec.buckets,
             seed=spec.seed,
@@ -238,6 +240,8 @@ class PsProcess:
             case TakeImages(checkpoint=checkpoint, since=since, url=url):
                 buckets = self.service.keeper.machine.serving
                 self.images.take(checkpoint, since, url, buckets, self._images_written)
+            case Slow(factor=factor, for_s=for_s, burn=burn):
+                self.service.drag.order(factor, for_s, burn)
             case Finish():
                 self.stop()
 
@@ -307,14 +311,13 @@ class PsProcess:
         load_bucket(self.service.store, url, image)
 
     def _beat(self) -> Beat:
-        used = resource.getrusage(resource.RUSAGE_SELF)
         stats = self.service.store.stats()
         keeper = self.service.keeper
         machine, streams = keeper.machine, keeper.streams
         return Beat(
             readings={
-                "rss_bytes": float(rss_bytes()),
-                "cpu_s": used.ru_utime + used.ru_stime,
+                **self._process.readings(),
+                **self.service.meter.readings(),
                 "rows": float(sum(stats.rows.values())),
                 "store_bytes": float(stats.bytes),
                 "pushes": float(stats.pushes),
@@ -348,13 +351,6 @@ def in_pieces(written: ImagesWritten, piece_bytes: int = PIECE_BYTES) -> Iterato
         some.append(image)
         size += its
     yield msgspec.structs.replace(written, images=tuple(some), tables=tables)
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process; 0 where /proc does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
 
 
 def die_with_parent() -> None:

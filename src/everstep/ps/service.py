@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
+from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
 from everstep.native import Recovering, Store, bitmap_buckets
 from everstep.net.log import LineLimit
@@ -67,6 +68,7 @@ from everstep.ps import faults
 from everstep.ps.gate import Gate
 from everstep.ps.keeper import Keeper
 from everstep.ps.load import BucketLoad
+from everstep.ps.meter import Meter
 from everstep.storage.chain import ChainWriter
 
 logger = logging.getLogger("everstep.ps")
@@ -125,12 +127,13 @@ class PsService:
         self._lock = threading.Lock()  # of what follows
         self._log: ChainWriter | None = None
         self._finished = False
-        self._busy_s = 0.0
         self._cut_due_at = time.monotonic() + cut_every_s
         self._owned: NDArray[np.int32] = np.zeros(0, np.int32)  # as the log says
         self._released: deque[int] = deque(maxlen=_REMEMBERED)
         self._limit = LineLimit()
         self.load_of = BucketLoad(store.n_buckets)
+        self.meter = Meter()
+        self.drag = Drag()
         self.keeper = Keeper(store, slot, incarnation, self._gate, self._carry_out, self._fail)
 
     @classmethod
@@ -327,8 +330,10 @@ class PsService:
         if self.failure:
             return Bad(self.failure), []
         began = time.perf_counter()
+        reply: Reply | None = None
         try:
-            return self._answer(request, body, arena)
+            reply = self._answer(request, body, arena)
+            return reply
         except KeyError as error:
             return Bad(str(error.args[0]) if error.args else "unknown key"), []
         except (ValueError, TypeError, EverstepError) as error:
@@ -336,9 +341,13 @@ class PsService:
         except MemoryError:
             return Bad("this parameter server is out of memory"), []
         finally:
-            spent = time.perf_counter() - began
-            with self._lock:
-                self._busy_s += spent
+            own_s = self.meter.own(time.perf_counter() - began)
+            if self.drag.on:  # a drill
+                own_s += self.drag.pause(own_s)
+            if reply is not None and isinstance(request, Pull | Push) and isinstance(reply[0], Pulled | Pushed):
+                size = sum(part.n * (8 + 4 * self.store.dim(part.table)) for part in request.parts)
+                held_s = time.perf_counter() - began
+                self.meter.served(own_s, held_s, *((size, 0) if isinstance(request, Push) else (0, size)))
 
     def _answer(self, request: DataRequest, body: memoryview, arena: memoryview | None) -> Reply:
         match request:
@@ -408,7 +417,7 @@ class PsService:
                 return self._pull_once(request, body, arena)
             except KeyError:
                 # Not here yet, or not any more: then the map is newer.
-                if not self.keeper.wait_changed(deadline):
+                if not self._wait_changed(deadline):
                     break
             except Recovering:
                 if not self._wait_for_rows(request.parts, _memory(body, arena, request.shm), deadline):
@@ -420,7 +429,11 @@ class PsService:
         wanted = [(part.table, _keys(part, source)) for part in parts]
         admitting = {spec.id: spec.candidates_id for spec in self.store.specs() if spec.admit_after}
         wanted += [(admitting[table], keys) for table, keys in wanted if table in admitting]
-        return not self.keeper.demand(wanted) or self.keeper.wait_changed(deadline, _ROWS_S)
+        return not self.keeper.demand(wanted) or self._wait_changed(deadline, _ROWS_S)
+
+    def _wait_changed(self, deadline: float, most_s: float | None = None) -> bool:
+        with self.meter.waiting():
+            return self.keeper.wait_changed(deadline) if most_s is None else self.keeper.wait_changed(deadline, most_s)
 
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
@@ -454,7 +467,7 @@ class PsService:
         deadline = time.monotonic() + self.wait_s
         while request.version == self.route:
             if not self._serves(request.buckets):
-                if not self.keeper.wait_changed(deadline):
+                if not self._wait_changed(deadline):
                     break
                 continue
             if not self.keeper.room(deadline):
@@ -488,7 +501,8 @@ class PsService:
             self.keeper.drain()
             return True
         faults.step(self.slot, "before_ack")
-        confirmed = self.keeper.confirmed(before, after, deadline)
+        with self.meter.waiting():
+            confirmed = self.keeper.confirmed(before, after, deadline)
         # Who stopped serving meanwhile may have done so because a mirror refused something.
         return confirmed and version == self.route and self._serves(buckets)
 
@@ -590,8 +604,7 @@ class PsService:
 
     def _stat(self) -> PsStats:
         stats = self.store.stats()
-        with self._lock:
-            return PsStats(stats.rows, stats.bytes, stats.pushes, stats.pulls, self._busy_s)
+        return PsStats(stats.rows, stats.bytes, stats.pushes, stats.pulls, self.meter.own_s)
 
 
 # ---------------------------------------------------------------- arrays of a request

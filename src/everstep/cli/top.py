@@ -1,0 +1,142 @@
+"""``everstep top``: who is slow and why, slowest first, as long as one looks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from everstep.cli.link import ask_master
+from everstep.cli.status import need_running
+from everstep.errors import EverstepError
+from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.monitor.slowness import Judged, judge
+from everstep.net.messages import GetSeen, SeenReport
+from everstep.units import human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EVERY_S = 1.0
+_COMPUTE = ("forward", "backward", "update")
+
+
+def top(run_dir: Path, once: bool, as_json: bool) -> None:
+    """Until Ctrl-C or the job's end; ``once``: one picture. Raises ConfigError: it is not running."""
+    need_running(run_dir)
+    if once or as_json:
+        report = _ask(run_dir)
+        if as_json:
+            rows = [msgspec.to_builtins(j) for j in judged(report)]
+            click.echo(json.dumps({"judged": rows, **msgspec.to_builtins(report)}))
+            return
+        for line in lines(report):
+            click.echo(line)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
+        while True:
+            try:
+                live.update(table(_ask(run_dir)), refresh=True)
+            except EverstepError:
+                need_running(run_dir)  # the job is over; else its master is coming back
+            time.sleep(EVERY_S)
+
+
+def _ask(run_dir: Path) -> SeenReport:
+    answer = ask_master(run_dir, GetSeen())
+    assert isinstance(answer, SeenReport)
+    return answer
+
+
+def judged(report: SeenReport) -> list[Judged]:
+    at = report.seen.at
+    words = [
+        (
+            d.target,
+            (f"{d.factor:g} times slower" if d.what == "slow" else "stopped") + f" for {d.until - at:.0f} s more",
+        )
+        for d in report.drills
+    ]
+    return judge(report.seen, words)
+
+
+HEAD = ("member", "slower", "per sample", "compute", "waits", "queue", "cpu", "throttled", "memory", "node", "why")
+
+
+def rows(report: SeenReport) -> list[tuple[str, ...]]:
+    """The cells of the table, by ``HEAD``; slowest member first."""
+    members: dict[str, WorkerSeen | ServerSeen] = {str(w): w for w in report.seen.workers}
+    members.update({str(s): s for s in report.seen.servers})
+    return [_row(j, members[j.member]) for j in judged(report)]
+
+
+def _row(j: Judged, m: WorkerSeen | ServerSeen) -> tuple[str, ...]:
+    compute = waits = queue = ""
+    if isinstance(m, WorkerSeen):
+        total = sum(v for k, v in m.short.phases.items() if k != "outside")
+        if total > 0:
+            own = sum(m.short.phases.get(p, 0.0) for p in _COMPUTE) / total
+            compute, waits = f"{own:.0%}", f"{1 - own:.0%}"
+    else:
+        queue = f"{m.queue:.1f}"
+    return (
+        j.member,
+        f"{j.slowness:.2f}x" if j.slowness else "-",
+        span(j.seconds),
+        compute,
+        waits,
+        queue,
+        f"{m.cpu_share:.2f}",
+        f"{m.throttled_share:.0%}",
+        human_bytes(m.rss_bytes),
+        m.node,
+        j.why,
+    )
+
+
+def lines(report: SeenReport) -> list[str]:
+    """The table as plain text."""
+    cells = [HEAD, *rows(report)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
+    return [
+        headline(report.seen, report.dropped),
+        *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells),
+    ]
+
+
+def headline(seen: Observations, dropped: dict[str, int]) -> str:
+    text = f"mode {seen.mode}, {len(seen.workers)} of {seen.wanted_workers} workers, {len(seen.servers)} ps"
+    if seen.remaining_s > 0:
+        text += f", about {seen.remaining_s:.0f} s left"
+    if dropped:
+        text += "; readings dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(dropped.items()))
+    return text
+
+
+def table(report: SeenReport) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = Table(title=escape(headline(report.seen, report.dropped)), title_justify="left")
+    for name in HEAD:
+        out.add_column(name)
+    for row in rows(report):
+        out.add_row(*(escape(c) for c in row))
+    return out
+
+
+def span(seconds: float) -> str:
+    """A short time for people: 1.23 ms."""
+    if seconds <= 0:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,106 @@
+"""Drills (``everstep chaos``): the master passes them on to who is to suffer, and remembers which ones run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import Ok, Refused
+from everstep.ids import NodeId, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Member, MemberKey, Role
+from everstep.net.messages import Drill, Hit, OrderType, RunningDrill, Slow
+
+FACTOR_MAX = 1000.0
+FOR_MAX_S = 86_400.0
+
+
+class Drills:
+    """``order(member, order)`` and ``order_agent(node, order)`` return whether somebody is there to get it. Soft state;
+    a drill ends by itself at the member, also when the master is gone."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        order: Callable[[MemberKey, OrderType], bool],
+        order_agent: Callable[[NodeId, OrderType], bool],
+        note: Callable[[float, str, Decision], None],
+    ) -> None:
+        self._brain, self._order, self._order_agent, self._note = brain, order, order_agent, note
+        self._running: dict[MemberKey, RunningDrill] = {}
+
+    def __repr__(self) -> str:
+        return f"<{len(self._running)} drills>"
+
+    def running(self, at: float) -> tuple[RunningDrill, ...]:
+        self._running = {k: d for k, d in self._running.items() if d.until > at}
+        return tuple(self._running.values())
+
+    def ask(self, drill: Drill, at: float) -> Ok | Refused:
+        """Begin or end one, at ``at``."""
+        if (refused := _refusal(drill)) is not None:
+            return Refused(refused)
+        if drill.what == "heal" and not drill.target:
+            for running in self.running(at):
+                key = _key(running.target)
+                member = self._member(key) if key is not None else None
+                if key is not None and member is not None:
+                    self._heal(key, member)
+            self._running.clear()
+            self._note(at, "", Decision("drill", "all members are healed"))
+            return Ok()
+        key = _key(drill.target)
+        member = self._member(key) if key is not None else None
+        if key is None or member is None:
+            return Refused(f"{drill.target!r} is not a running member; name one as worker:1 or ps:0 (everstep status)")
+        words = {
+            "slow": f"{drill.factor:g} times slower for {drill.for_s:g} s",
+            "kill": "killed",
+            "stop": f"stopped for {drill.for_s:g} s",
+            "heal": "healed",
+        }[drill.what]
+        if not self._send(drill, key, member):
+            return Refused(f"{drill.target} cannot be reached now: its connection is gone; try again")
+        if drill.what in ("slow", "stop"):
+            self._running[key] = RunningDrill(drill.target, drill.what, drill.factor, at + drill.for_s)
+        else:
+            self._running.pop(key, None)
+        inputs: dict[str, str | int | float | bool] = {"factor": drill.factor, "for_s": drill.for_s}
+        self._note(at, drill.target, Decision("drill", words, inputs))
+        return Ok()
+
+    def _send(self, drill: Drill, key: MemberKey, member: Member) -> bool:
+        who = (member.role, member.slot, member.incarnation)
+        match drill.what:
+            case "slow":
+                return self._order(key, Slow(drill.factor, drill.for_s, drill.burn))
+            case "kill":
+                return self._order_agent(member.node, Hit(*who, "kill"))
+            case "stop":
+                return self._order_agent(member.node, Hit(*who, "stop", drill.for_s))
+            case "heal":
+                self._heal(key, member)
+                return True
+
+    def _heal(self, key: MemberKey, member: Member) -> None:
+        self._order_agent(member.node, Hit(member.role, member.slot, member.incarnation, "go"))
+        self._order(key, Slow(1.0, 0.0))
+
+    def _member(self, key: MemberKey) -> Member | None:
+        seat = self._brain.members.of(key.role).get(key.slot)
+        return seat.member if seat is not None and seat.running else None
+
+
+def _key(target: str) -> MemberKey | None:
+    role, _, slot = target.partition(":")
+    if role not in ("worker", "ps") or not slot.isascii() or not slot.isdigit() or len(slot) > 9:
+        return None
+    return MemberKey(Role(role), Slot(int(slot)))
+
+
+def _refusal(drill: Drill) -> str | None:
+    if drill.what == "slow" and not 1.0 < drill.factor <= FACTOR_MAX:
+        return f"factor {drill.factor:g}: must be above 1 and at most {FACTOR_MAX:g}"
+    if drill.what in ("slow", "stop") and not 0.0 < drill.for_s <= FOR_MAX_S:
+        return f"for {drill.for_s:g} s: must be above 0 and at most a day"
+    return None

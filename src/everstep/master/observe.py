@@ -1,0 +1,212 @@
+"""What the master sees of its members' speed: beats in, ``Observations`` for policies, top and metrics out.
+
+Soft state: a new master has seen nothing yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.members import Seat
+from everstep.brain.watch import Watch
+from everstep.ids import Incarnation, NodeId
+from everstep.master.readings import Readings
+from everstep.model.decision import Decision
+from everstep.model.member import MemberKey, MemberState, Role
+from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.monitor.process import clean_hardware
+from everstep.monitor.rotated import RotatedFile
+from everstep.monitor.windows import SHORT_S, SUBWINDOWS, MemberWindows, Seen, Windows
+
+WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
+"""For tests and drills: seconds of the short window; the long one is six times as long."""
+
+HISTORY_FILE = "members.jsonl"
+HISTORY_BYTES = 16 * 2**20  # of one file; the one before is kept, too
+_MEMBERS_MAX = 4096  # of hardware classes remembered
+
+
+class MemberLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of ``members.jsonl``: one member over one short window. Times are seconds."""
+
+    at: float
+    member: str
+    incarnation: int
+    node: str
+    hardware: str = ""
+    per_sample_s: float = 0.0
+    samples: int = 0
+    compute_s: float = 0.0
+    phases: dict[str, float] = {}
+    service_s: float = 0.0
+    queue: float = 0.0
+    bytes_per_s: float = 0.0
+    cpu_share: float = 0.0
+    throttled_share: float = 0.0
+    rss_bytes: int = 0
+
+
+class Observer:
+    """``take`` the beats, then ``observe``; ``tick`` writes the history."""
+
+    def __init__(self, brain: Brain, readings: Readings, watch: Watch, run_dir: Path) -> None:
+        self._brain, self._readings, self._watch = brain, readings, watch
+        short_s = float(os.environ.get(WINDOW_VARIABLE, SHORT_S))
+        self.windows = Windows(short_s, SUBWINDOWS)
+        self._hardware: dict[NodeId, str] = {}
+        self._line_at = 0.0
+        self._file = RotatedFile(run_dir / HISTORY_FILE, HISTORY_BYTES)
+
+    def __repr__(self) -> str:
+        return f"<observer: {self.windows!r}>"
+
+    # ------------------------------------------------------------ in
+
+    def node(self, node: NodeId, hardware: str) -> None:
+        """Its agent said hello."""
+        if node in self._hardware or len(self._hardware) < _MEMBERS_MAX:
+            self._hardware[node] = clean_hardware(hardware)
+
+    def take(
+        self, key: MemberKey, incarnation: Incarnation, readings: Mapping[str, float], at: float
+    ) -> Decision | None:
+        """A beat came. What to tell of it: readings of this kind are dropped."""
+        why = self.windows.take(str(key), incarnation, readings, at)
+        if not why:
+            return None
+        return Decision("readings dropped", f"{why}; they count for nothing until they are right", {"why": why})
+
+    def tick(self, at: float) -> None:
+        """Call now and then; a line for every member in the history, once in a short window."""
+        if at < self._line_at:
+            return
+        self._line_at = at + self.windows.short_s
+        seen = self.observe(at)
+        self.windows.keep({str(seat.member.key) for seat in self._brain.members.all()})
+        lines: list[MemberLine] = []
+        for w in seen.workers:
+            lines.append(
+                MemberLine(
+                    at=round(at, 3),
+                    member=str(w),
+                    incarnation=w.incarnation,
+                    node=w.node,
+                    hardware=w.hardware,
+                    per_sample_s=w.short.per_sample_s,
+                    samples=w.short.samples,
+                    compute_s=w.short.compute_s,
+                    phases=w.short.phases,
+                    cpu_share=w.cpu_share,
+                    throttled_share=w.throttled_share,
+                    rss_bytes=w.rss_bytes,
+                )
+            )
+        for s in seen.servers:
+            lines.append(
+                MemberLine(
+                    at=round(at, 3),
+                    member=str(s),
+                    incarnation=s.incarnation,
+                    node=s.node,
+                    hardware=s.hardware,
+                    service_s=s.service_s,
+                    queue=s.queue,
+                    bytes_per_s=s.bytes_per_s,
+                    cpu_share=s.cpu_share,
+                    throttled_share=s.throttled_share,
+                    rss_bytes=s.rss_bytes,
+                )
+            )
+        self._file.write([msgspec.json.encode(line) for line in lines])
+
+    def close(self) -> None:
+        self._file.close()
+
+    # ------------------------------------------------------------ out
+
+    def observe(self, at: float) -> Observations:
+        """The whole job as it is seen at ``at``."""
+        brain = self._brain
+        members, spec = brain.members, brain.job.spec
+        workers = tuple(self._worker(seat, at) for _, seat in sorted(members.workers.items()) if _up(seat))
+        servers = tuple(self._server(seat, at) for _, seat in sorted(members.servers.items()) if _up(seat))
+        replicated = spec.mode != "ps"
+        group = brain.state.groups.group
+        batches = [self._last(str(w), w.incarnation, "global_batch") for w in workers] if replicated else []
+        return Observations(
+            at=at,
+            mode=spec.mode,
+            consistency="sync" if spec.mode == "allreduce" else spec.consistency,
+            step=brain.state.groups.step if group is not None else 0,
+            global_batch=int(max(batches, default=0.0)),
+            wanted_workers=brain.job.workers_wanted,
+            pending=sum(1 for seat in members.all() if seat.member.state is MemberState.STARTING or seat.waiting),
+            remaining_s=self._remaining_s(),
+            places=tuple(room.node for room in members.rooms(Role.WORKER) if room.free),
+            workers=workers,
+            servers=servers,
+        )
+
+    def _worker(self, seat: Seat, at: float) -> WorkerSeen:
+        m = seat.member
+        windows, seen = self._of(seat, at)
+        return WorkerSeen(
+            slot=m.slot,
+            incarnation=m.incarnation,
+            node=m.node,
+            hardware=self._hardware.get(m.node, ""),
+            since=m.since,
+            batch=int(windows.last.get("batch", 0)) if windows is not None else 0,
+            accum=max(1, int(windows.last.get("accum", 1))) if windows is not None else 1,
+            short=windows.pace(at) if windows is not None else Pace(),
+            long=windows.pace(at, long=True) if windows is not None else Pace(),
+            history=windows.history if windows is not None else (),
+            cpu_share=seen.cpu_share,
+            rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
+            throttled_share=seen.throttled_share,
+        )
+
+    def _server(self, seat: Seat, at: float) -> ServerSeen:
+        m = seat.member
+        windows, seen = self._of(seat, at)
+        placement = self._brain.placement
+        return ServerSeen(
+            slot=m.slot,
+            incarnation=m.incarnation,
+            node=m.node,
+            hardware=self._hardware.get(m.node, ""),
+            since=m.since,
+            service_s=seen.service_s,
+            queue=seen.queue,
+            bytes_per_s=seen.bytes_per_s,
+            buckets=len(placement.owned_by(m.slot)) if placement is not None else 0,
+            history=windows.history if windows is not None else (),
+            cpu_share=seen.cpu_share,
+            rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
+            throttled_share=seen.throttled_share,
+        )
+
+    def _of(self, seat: Seat, at: float) -> tuple[MemberWindows | None, Seen]:
+        windows = self.windows.of(str(seat.member.key), seat.member.incarnation)
+        return windows, windows.seen(at) if windows is not None else Seen()
+
+    def _last(self, member: str, incarnation: int, name: str) -> float:
+        windows = self.windows.of(member, incarnation)
+        return windows.last.get(name, 0.0) if windows is not None else 0.0
+
+    def _remaining_s(self) -> float:
+        """Of the epochs that were asked for so far, at today's speed; 0.0: unknown."""
+        rate = self._readings.samples_per_s(self._brain)
+        if rate <= 0:
+            return 0.0
+        total = sum(d.epochs_known * d.plan.samples for d in self._brain.shards.datasets)
+        return max(0.0, total - self._readings.samples_done(self._brain, self._watch)) / rate
+
+
+def _up(seat: Seat) -> bool:
+    return seat.running and seat.member.state is not MemberState.STARTING

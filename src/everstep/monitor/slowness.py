@@ -1,0 +1,73 @@
+"""Who is slow, how much, and why, in words: of what was observed. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+import msgspec
+
+from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+
+NOTICED = 1.2  # times the others' median, from which on it is worth a word
+QUEUE = 2.0  # requests that wait
+THROTTLED = 0.05
+WAITS = 0.3  # of its time a worker waits in one phase
+
+_WAITING = {"data": "waits for its data", "pull": "waits for rows", "barrier": "waits for the others"}
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """One member. ``slowness``: times the median of its peers of the same hardware class; 0.0: nothing to judge by.
+    ``seconds``: per sample of own compute (worker), per request (ps)."""
+
+    member: str
+    slowness: float
+    seconds: float
+    why: str
+
+
+def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Judged]:
+    """Everybody, slowest first. ``drills``: (member, words) of those that run."""
+    told = dict(drills)
+    found: list[Judged] = []
+    for w in seen.workers:
+        peers = [p.short.per_sample_s for p in seen.workers if p.hardware == w.hardware]
+        found.append(_judge(str(w), w.short.per_sample_s, peers, _worker_words(w), "compute", told))
+    for s in seen.servers:
+        peers = [p.service_s for p in seen.servers if p.hardware == s.hardware]
+        found.append(_judge(str(s), s.service_s, peers, _server_words(s), "service", told))
+    return sorted(found, key=lambda j: (-j.slowness, j.member))
+
+
+def _judge(
+    member: str, seconds: float, peers: list[float], words: list[str], what: str, told: dict[str, str]
+) -> Judged:
+    known = [p for p in peers if p > 0]
+    # The lower one of two: of two members the slow one must not hide in their mean.
+    slowness = seconds / statistics.median_low(known) if seconds > 0 and known else 0.0
+    if seconds <= 0:
+        words = ["no reading yet", *words]
+    elif slowness >= NOTICED:
+        words = [f"{what} {slowness:.1f}x the median of its class", *words]
+    if member in told:
+        words.append(f"drill: {told[member]}")
+    return Judged(member, slowness, seconds, ", ".join(words))
+
+
+def _worker_words(w: WorkerSeen) -> list[str]:
+    words = _process_words(w)
+    total = sum(v for k, v in w.short.phases.items() if k != "outside")
+    for phase, text in _WAITING.items():
+        share = w.short.phases.get(phase, 0.0) / total if total > 0 else 0.0
+        if share >= WAITS:
+            words.append(f"{text} {share:.0%} of the time")
+    return words
+
+
+def _server_words(s: ServerSeen) -> list[str]:
+    return ([f"queue {s.queue:.0f}"] if s.queue >= QUEUE else []) + _process_words(s)
+
+
+def _process_words(m: WorkerSeen | ServerSeen) -> list[str]:
+    return [f"throttled {m.throttled_share:.0%}"] if m.throttled_share >= THROTTLED else []

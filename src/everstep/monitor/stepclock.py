@@ -1,0 +1,95 @@
+"""Where the training thread's time goes: seconds by phase of a step, and own compute per sample.
+
+At every moment the thread is in exactly one phase; ``switch`` goes over to another one and costs one look at the clock
+(about a third of a microsecond; ``benchmarks/readings.py`` measures it). So the phases tile the time of the loop, and
+what the thread waits for others (``pull``, ``barrier``) is told apart from what it does itself (``COMPUTE``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+from everstep.monitor.drag import Drag
+
+OUTSIDE: Final = 0  # not in the loop
+DATA: Final = 1  # waiting for the next batch
+PULL: Final = 2  # waiting for rows
+FORWARD: Final = 3  # from the batch to the first gradient
+BACKWARD: Final = 4
+UPDATE: Final = 5  # what the script does after backward: clipping, the optimizer's step
+PUSH: Final = 6  # handing gradients over to the ps
+BARRIER: Final = 7  # waiting for the others: collectives, the vote
+PHASES: Final = ("outside", "data", "pull", "forward", "backward", "update", "push", "barrier")
+PREFIX: Final = "phase."  # of readings
+
+_RECENT = 256  # steps between two beats that the median is taken of
+
+
+class StepClock:
+    """One thread switches; others read. Counters only grow, as long as the process lives."""
+
+    __slots__ = ("_at", "_compute_ns", "_now", "_ns", "_phase", "_recent", "batch", "drag", "samples", "steps")
+
+    def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now = now
+        self._ns = [0] * len(PHASES)
+        self._phase = OUTSIDE
+        self._at = now()
+        self._compute_ns = 0  # own compute up to the end of the last one
+        self._recent: list[float] = []  # seconds per sample, of the steps since the last beat
+        self.samples = self.steps = self.batch = 0
+        self.drag = Drag()
+
+    def __repr__(self) -> str:
+        return f"<StepClock {PHASES[self._phase]} after {self.samples} samples>"
+
+    def switch(self, phase: int) -> int:
+        """Go over to ``phase``; returns the one before."""
+        now = self._now()
+        before = self._phase
+        self._ns[before] += now - self._at
+        self._at, self._phase = now, phase
+        return before
+
+    def first_gradient(self) -> None:
+        """Backward has reached a parameter; called for every one."""
+        if self._phase == FORWARD:
+            self.switch(BACKWARD)
+
+    def computed(self, samples: int) -> None:
+        """The thread has done its own compute of ``samples`` more; what a drill adds to it is waited here."""
+        own_ns = self._own()
+        if self.drag.on:
+            self.drag.pause(own_ns * 1e-9)
+            own_ns = self._own()
+        self._compute_ns += own_ns
+        self.steps += 1
+        if samples > 0:
+            self.samples += samples
+            self.batch = samples
+            per_sample_s = own_ns * 1e-9 / samples
+            recent = self._recent
+            if len(recent) < _RECENT:
+                recent.append(per_sample_s)
+            else:
+                recent[self.steps % _RECENT] = per_sample_s
+
+    def _own(self) -> int:
+        """Own compute since the last ``computed``, in nanoseconds."""
+        self.switch(self._phase)
+        ns = self._ns
+        return ns[FORWARD] + ns[BACKWARD] + ns[UPDATE] - self._compute_ns
+
+    def readings(self) -> dict[str, float]:
+        """For the beat: counters in seconds and samples, and the median since the last call where there is one."""
+        out = {PREFIX + name: ns * 1e-9 for name, ns in zip(PHASES, self._ns, strict=True) if ns}
+        recent, self._recent = self._recent, []
+        out.update(computed=float(self.samples), compute_s=self._compute_ns * 1e-9, steps=float(self.steps))
+        out["batch"] = float(self.batch)
+        if recent:
+            out["per_sample_s"] = statistics.median(recent)
+        return {k: v for k, v in out.items() if math.isfinite(v)}

@@ -1,0 +1,217 @@
+"""What members tell with their beats, over two windows of time: pure, time is passed in.
+
+Beats carry counters that only grow (samples, seconds by phase) and medians since the beat before. What is wrong in them
+(NaN, negative, a counter or a clock that went back) is dropped and counted; it never reaches a policy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from everstep.model.observation import Pace
+
+SHORT_S = 10.0
+SUBWINDOWS = 6  # the long window has so many short ones
+HISTORY = 30  # medians of short windows that are kept
+
+MEDIANS = ("per_sample_s", "service_s")
+COUNTERS = (
+    "computed", "compute_s", "requests", "service_total_s", "held_s", "bytes_in", "bytes_out", "cpu_s", "throttled_s",
+    "throttled",
+)  # fmt: skip
+GAUGES = ("rss_bytes", "batch", "accum", "global_batch", "rows")
+PHASE = "phase."
+_ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A member's rates over its short window. Shares: 1.0 is one processor, or all of the time."""
+
+    cpu_share: float = 0.0
+    throttled_share: float = 0.0
+    service_s: float = 0.0  # median of a request
+    queue: float = 0.0  # requests at the ps at a time, mean
+    requests_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+class MemberWindows:
+    """One process. ``take`` its readings as they come, ask for the rest at any time; ``at`` in seconds."""
+
+    def __init__(self, short_s: float = SHORT_S, subwindows: int = SUBWINDOWS) -> None:
+        self.short_s, self.long_s = short_s, short_s * subwindows
+        self.last: dict[str, float] = {}  # newest of every reading that is looked at
+        self._beats: deque[tuple[float, dict[str, float]]] = deque()
+        self._began: float | None = None
+        self._index = 0
+        self._medians: list[float] = []  # of the short window that is not over
+        self._history: deque[float] = deque(maxlen=HISTORY)
+
+    def __repr__(self) -> str:
+        return f"<windows of {len(self._beats)} beats, {len(self._history)} sub-windows>"
+
+    # ------------------------------------------------------------ in
+
+    def take(self, readings: Mapping[str, float], at: float) -> str:
+        """Why it was dropped, "" where it was not."""
+        looked = {k: v for k, v in readings.items() if k in _LOOKED_AT or k.startswith(PHASE)}
+        if (why := _wrong(looked)) is not None:
+            return why
+        if self._beats:
+            before_at, before = self._beats[-1]
+            if at < before_at:
+                why = "the clock went back"
+            elif at - before_at > self.long_s:
+                why = "the clock jumped ahead"  # or nothing was heard for so long: old counters say nothing of now
+            elif any(looked[k] < before[k] for k in looked.keys() & before.keys() if _counts(k)):
+                why = "a counter went back"
+            elif at == before_at:
+                return ""
+        if why:
+            self._beats.clear()
+            self._began, self._medians = None, []
+        if self._began is None:
+            self._began, self._index = at, 0
+        self._turn(at)
+        self._beats.append((at, looked))
+        self.last.update(looked)
+        while len(self._beats) > 2 and self._beats[1][0] <= at - self.long_s:
+            self._beats.popleft()
+        if why is None:
+            self._medians += [looked[k] for k in MEDIANS if k in looked]
+        return why or ""
+
+    def _turn(self, at: float) -> None:
+        """Close short windows that are over at ``at``."""
+        assert self._began is not None
+        index = int((at - self._began) // self.short_s)
+        if index == self._index:
+            return
+        self._history.append(statistics.median(self._medians) if self._medians else 0.0)
+        self._history.extend([0.0] * min(index - self._index - 1, HISTORY))
+        self._index, self._medians = index, []
+
+    # ------------------------------------------------------------ out
+
+    @property
+    def history(self) -> tuple[float, ...]:
+        """Medians of the short windows that are over, newest last; 0.0: no reading in that one."""
+        return tuple(self._history)
+
+    def pace(self, at: float, long: bool = False) -> Pace:
+        """Of the window that ends at ``at``; empty where fewer than two beats are in it."""
+        first, last, medians = self._span(at, self.long_s if long else self.short_s)
+        if first is None or last is None:
+            return Pace()
+        phases = {k[len(PHASE) :]: _grown(first, last, k) for k in last if k.startswith(PHASE)}
+        return Pace(
+            samples=int(_grown(first, last, "computed")),
+            compute_s=_grown(first, last, "compute_s"),
+            per_sample_s=statistics.median(found) if (found := medians["per_sample_s"]) else 0.0,
+            phases=phases,
+        )
+
+    def seen(self, at: float) -> Seen:
+        """Rates over the short window that ends at ``at``."""
+        first, last, medians = self._span(at, self.short_s)
+        if first is None or last is None:
+            return Seen()
+        span_s = last["at"] - first["at"]
+        return Seen(
+            cpu_share=_grown(first, last, "cpu_s") / span_s,
+            throttled_share=min(1.0, _grown(first, last, "throttled_s") / span_s),
+            service_s=statistics.median(found) if (found := medians["service_s"]) else 0.0,
+            queue=_grown(first, last, "held_s") / span_s,
+            requests_per_s=_grown(first, last, "requests") / span_s,
+            bytes_per_s=(_grown(first, last, "bytes_in") + _grown(first, last, "bytes_out")) / span_s,
+        )
+
+    def _span(
+        self, at: float, span_s: float
+    ) -> tuple[dict[str, float] | None, dict[str, float] | None, dict[str, list[float]]]:
+        """The beats at both ends of a window (with ``at``), None: not two of different times; medians inside."""
+        medians: dict[str, list[float]] = {name: [] for name in MEDIANS}
+        first = last = None
+        for then, readings in reversed(self._beats):
+            if last is None:
+                if then < at - span_s:
+                    break
+                last = {**readings, "at": then}
+            elif then < last["at"]:
+                first = {**readings, "at": then}
+            if then <= at - span_s:
+                break  # (its medians are of the time before)
+            for name in MEDIANS:
+                if name in readings:
+                    medians[name].append(readings[name])
+        return first, last, medians
+
+
+class Windows:
+    """Those of all members by name, and what was dropped of their readings: counts by reason."""
+
+    def __init__(self, short_s: float = SHORT_S, subwindows: int = SUBWINDOWS) -> None:
+        self.short_s, self._subwindows = short_s, subwindows
+        self.dropped: dict[str, int] = {}
+        self._members: dict[str, tuple[int, MemberWindows]] = {}
+        self._told: set[tuple[str, int, str]] = set()
+
+    def __repr__(self) -> str:
+        return f"<windows of {len(self._members)} members, {sum(self.dropped.values())} readings dropped>"
+
+    def take(self, member: str, incarnation: int, readings: Mapping[str, float], at: float) -> str:
+        """Why these readings were dropped, the first time for this process; else ""."""
+        known = self._members.get(member)
+        if known is not None and known[0] > incarnation:
+            return ""
+        if known is None or known[0] != incarnation:
+            known = self._members[member] = (incarnation, MemberWindows(self.short_s, self._subwindows))
+            self._told = {t for t in self._told if t[0] != member}
+        why = known[1].take(readings, at)
+        if not why:
+            return ""
+        self.dropped[why] = self.dropped.get(why, 0) + 1
+        told = (member, incarnation, why)
+        if told in self._told:
+            return ""
+        self._told.add(told)
+        return why
+
+    def of(self, member: str, incarnation: int) -> MemberWindows | None:
+        known = self._members.get(member)
+        return known[1] if known is not None and known[0] == incarnation else None
+
+    def keep(self, members: set[str]) -> None:
+        """Forget all others."""
+        for member in self._members.keys() - members:
+            del self._members[member]
+
+
+_LOOKED_AT = frozenset((*MEDIANS, *COUNTERS, *GAUGES))
+
+
+def _counts(name: str) -> bool:
+    return name in COUNTERS or name.startswith(PHASE)
+
+
+def _wrong(readings: Mapping[str, float]) -> str | None:
+    for name, value in readings.items():
+        if not math.isfinite(value):
+            return "not a number"
+        if value < 0:
+            return "negative"
+        if value > _ABSURD:
+            return "too large"
+        if value == 0 and name in MEDIANS:
+            return "zero"
+    return None
+
+
+def _grown(first: Mapping[str, float], last: Mapping[str, float], name: str) -> float:
+    """Of a counter; where it is missing at one end, 0."""
+    return max(0.0, last[name] - first[name]) if name in first and name in last else 0.0

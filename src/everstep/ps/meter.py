@@ -1,0 +1,70 @@
+"""How long requests take a ps, and how many there are at a time."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_RECENT = 256  # requests between two beats that the median is taken of
+
+
+class Meter:
+    """Thread-safe. Own time of a request is without what it waited for others (mirrors, a bucket on its way): a slow
+    mirror must not make all those look slow that wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mine = threading.local()
+        self._recent: list[float] = []
+        self.requests = self.bytes_in = self.bytes_out = 0
+        self.own_s = 0.0  # of all requests, without waiting
+        self.held_s = 0.0  # with it: this over time is how many requests there are at a time
+
+    def __repr__(self) -> str:
+        return f"<meter of {self.requests} requests>"
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In here a request waits for others."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._mine.waited_s = getattr(self._mine, "waited_s", 0.0) + time.perf_counter() - began
+
+    def own(self, spent_s: float) -> float:
+        """Of ``spent_s`` seconds of a request, on the thread that did it, those that it did not wait; call once."""
+        waited_s: float = getattr(self._mine, "waited_s", 0.0)
+        self._mine.waited_s = 0.0
+        return max(0.0, spent_s - waited_s)
+
+    def served(self, own_s: float, held_s: float, bytes_in: int, bytes_out: int) -> None:
+        """A pull or push was answered."""
+        with self._lock:
+            self.requests += 1
+            self.own_s += own_s
+            self.held_s += held_s
+            self.bytes_in += bytes_in
+            self.bytes_out += bytes_out
+            if len(self._recent) < _RECENT:
+                self._recent.append(own_s)
+            else:
+                self._recent[self.requests % _RECENT] = own_s
+
+    def readings(self) -> dict[str, float]:
+        """For the beat: counters, and the median of one request since the last call, where there was one."""
+        with self._lock:
+            recent, self._recent = self._recent, []
+            out = {
+                "requests": float(self.requests),
+                "service_total_s": self.own_s,
+                "held_s": self.held_s,
+                "bytes_in": float(self.bytes_in),
+                "bytes_out": float(self.bytes_out),
+            }
+        if recent:
+            out["service_s"] = statistics.median(recent)
+        return out

@@ -1,0 +1,58 @@
+"""Who is slow and why, in the words that ``everstep top`` shows."""
+
+from __future__ import annotations
+
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.monitor.slowness import judge
+
+ONE, HOME = Incarnation(1), NodeId("node0")
+
+
+def worker(
+    slot: int, per_sample_s: float, hardware: str = "old", throttled: float = 0.0, **phases: float
+) -> WorkerSeen:
+    pace = Pace(samples=100, per_sample_s=per_sample_s, phases=phases)
+    return WorkerSeen(
+        slot=Slot(slot), incarnation=ONE, node=HOME, hardware=hardware, short=pace, throttled_share=throttled
+    )
+
+
+def ps(slot: int, service_s: float, queue: float = 0.0) -> ServerSeen:
+    return ServerSeen(slot=Slot(slot), incarnation=ONE, node=HOME, service_s=service_s, queue=queue)
+
+
+def words(seen: Observations, member: str) -> str:
+    return next(j.why for j in judge(seen) if j.member == member)
+
+
+def test_the_slow_one_comes_first_with_its_reason() -> None:
+    slow = worker(2, 0.0039, throttled=0.4)
+    seen = Observations(at=0, workers=(worker(0, 0.001), worker(1, 0.001), slow, worker(3, 0.00101)))
+    first = judge(seen)[0]
+    assert (first.member, first.why) == ("worker:2", "compute 3.9x the median of its class, throttled 40%")
+    assert words(seen, "worker:3") == ""
+
+
+def test_of_two_the_slow_one_is_told() -> None:
+    seen = Observations(at=0, workers=(worker(0, 0.001), worker(1, 0.004)))
+    assert words(seen, "worker:1").startswith("compute 4.0x")
+
+
+def test_classes_are_not_compared() -> None:
+    seen = Observations(at=0, workers=(worker(0, 0.001, "new"), worker(1, 0.004), worker(2, 0.004)))
+    assert all(not j.why for j in judge(seen))
+
+
+def test_servers_and_waits_and_drills() -> None:
+    waits = worker(0, 0.001, forward=1.0, barrier=3.0, outside=100.0)
+    seen = Observations(at=0, workers=(waits,), servers=(ps(0, 0.001), ps(1, 0.012, queue=12.2)))
+    assert words(seen, "ps:1") == "service 12.0x the median of its class, queue 12"
+    assert words(seen, "worker:0") == "waits for the others 75% of the time"
+    assert next(j.why for j in judge(seen, [("ps:0", "4 times slower")]) if j.member == "ps:0") == "drill: 4 times slower"
+
+
+def test_without_readings_nothing_is_judged() -> None:
+    seen = Observations(at=0, workers=(worker(0, 0.0), worker(1, 0.0)))
+    assert [(j.slowness, j.why) for j in judge(seen)] == [(0.0, "no reading yet")] * 2
+    assert judge(Observations(at=0)) == []

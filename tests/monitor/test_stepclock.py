@@ -1,0 +1,101 @@
+"""The phases of a step tile its time, and own compute is judged without what was waited for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.monitor import stepclock
+from everstep.monitor.drag import Drag
+from everstep.monitor.stepclock import StepClock
+
+
+class Time:
+    """Nanoseconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.ns = 10**9
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def go(self, ms: float) -> None:
+        self.ns += round(ms * 1e6)
+
+
+def step(clock: StepClock, time: Time, barrier_ms: float, samples: int = 10) -> None:
+    for phase, ms in ((stepclock.DATA, 1), (stepclock.FORWARD, 4)):
+        clock.switch(phase)
+        time.go(ms)
+    clock.first_gradient()
+    time.go(6)
+    clock.first_gradient()  # every parameter tells
+    clock.computed(samples)
+    clock.switch(stepclock.BARRIER)
+    time.go(barrier_ms)
+    clock.switch(stepclock.UPDATE)
+    time.go(2)
+
+
+def test_phases_tile_the_time_of_the_loop() -> None:
+    time = Time()
+    clock = StepClock(time)
+    began = time.ns
+    for _ in range(5):
+        step(clock, time, barrier_ms=50)
+    clock.switch(stepclock.OUTSIDE)
+    readings = clock.readings()
+    assert readings["phase.forward"] == pytest.approx(0.020)
+    assert readings["phase.backward"] == pytest.approx(0.030)
+    assert readings["phase.barrier"] == pytest.approx(0.250)
+    phases = sum(v for k, v in readings.items() if k.startswith("phase."))
+    assert phases == pytest.approx((time.ns - began) * 1e-9)
+    assert (readings["computed"], readings["steps"]) == (50, 5)
+
+
+def test_own_compute_does_not_depend_on_the_others() -> None:
+    fast, slow = Time(), Time()
+    waits, waits_not = StepClock(fast), StepClock(slow)
+    for _ in range(6):
+        step(waits, fast, barrier_ms=500)
+        step(waits_not, slow, barrier_ms=0)
+    assert waits.readings()["per_sample_s"] == waits_not.readings()["per_sample_s"] == pytest.approx(0.0012)
+
+
+def test_the_median_is_of_the_steps_since_the_last_beat() -> None:
+    time = Time()
+    clock = StepClock(time)
+    for _ in range(1000):
+        step(clock, time, 1)
+    first = clock.readings()
+    assert "per_sample_s" in first and "per_sample_s" not in clock.readings()
+    assert clock.readings()["computed"] == 10_000
+
+
+def test_no_samples_are_no_pace() -> None:
+    """E.g. a share of a step that is empty."""
+    time = Time()
+    clock = StepClock(time)
+    step(clock, time, 1, samples=0)
+    assert "per_sample_s" not in clock.readings()
+
+
+def test_a_drill_makes_own_compute_longer_by_its_factor() -> None:
+    time = Time()
+    clock = StepClock(time)
+    clock.drag = drag = Drag(lambda: time.ns * 1e-9)
+    waited: list[float] = []
+
+    def wait(timeout: float) -> bool:
+        waited.append(timeout)
+        time.go(timeout * 1e3)
+        return False
+
+    drag._over.wait = wait  # type: ignore[method-assign, assignment]
+    drag.order(4.0, 60.0)
+    for _ in range(3):
+        step(clock, time, 1)
+    assert waited == pytest.approx([0.030, 0.036, 0.036])  # (the update belongs to the next step)
+    assert clock.readings()["per_sample_s"] == pytest.approx(4 * 0.0012, rel=0.2)
+    time.go(60_000)
+    step(clock, time, 1)
+    assert not drag.on and len(waited) == 3  # it ended by itself
