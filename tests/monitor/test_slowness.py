@@ -49,7 +49,9 @@ def test_servers_and_waits_and_drills() -> None:
     seen = Observations(at=0, workers=(waits,), servers=(ps(0, 0.001), ps(1, 0.012, queue=12.2)))
     assert words(seen, "ps:1") == "service 12.0x the median of its class, queue 12"
     assert words(seen, "worker:0") == "waits for the others 75% of the time"
-    assert next(j.why for j in judge(seen, [("ps:0", "4 times slower")]) if j.member == "ps:0") == "drill: 4 times slower"
+    assert (
+        next(j.why for j in judge(seen, [("ps:0", "4 times slower")]) if j.member == "ps:0") == "drill: 4 times slower"
+    )
 
 
 def test_without_readings_nothing_is_judged() -> None:
