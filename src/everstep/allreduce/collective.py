@@ -82,6 +82,9 @@ class Alone:
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         return [list(values)]
 
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
     def abort(self, why: str = "") -> None:
         pass
 
@@ -201,6 +204,12 @@ class GlooCollective:
         out = [torch.empty_like(mine) for _ in range(self.size)]
         self._launch(lambda g: g.allgather([out], [mine]), (out, mine)).wait()
         return [[int(v) for v in t.tolist()] for t in out]
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's ``tensor``, of one shape and type at all members, by rank. Raises CollectiveError."""
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._launch(lambda g: g.allgather([out], [tensor]), (out, tensor)).wait()
+        return out
 
     def abort(self, why: str = "given up") -> None:
         """Get everybody out of every collective of this group, here and at the peers. From any thread; harmless when

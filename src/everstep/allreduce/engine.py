@@ -25,9 +25,9 @@ from everstep.allreduce.ahead import AheadReader
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.logical import part_seed, seed_all
 from everstep.allreduce.optimizer import GroupOptimizer
-from everstep.allreduce.reducer import Reducer
+from everstep.allreduce.reducer import Reduced, Reducer
 from everstep.allreduce.restore import SavedScript
-from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step
+from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step, StepTables
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, NonFiniteGradientError, ScriptError
 from everstep.ids import LeaseNo
@@ -66,6 +66,16 @@ class Steered(GroupSession, Protocol):
     def close(self, error: str = "") -> None: ...
 
 
+class PlacedTables(StepTables, Protocol):
+    """Tables, as the master's orders steer them (from other threads)."""
+
+    def placed(self, placement: Placement) -> None: ...
+
+    def fail(self, error: EverstepError) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Carrier(Protocol):
     """The state, as peers and checkpoints copy it."""
 
@@ -88,6 +98,7 @@ class GroupEngine:
         self.values: dict[str, float] = {}
         self.step_number = 0
         self.state: Carrier | None = None
+        self.tables: PlacedTables | None = None
         self.registered = 0  # loops begun
         self._saved = SavedScript(self.inner, self.tracked)
         self._reducer: Reducer | None = None
@@ -112,7 +123,9 @@ class GroupEngine:
     # ------------------------------------------------------------ Listener: what the master orders
 
     def placed(self, placement: Placement) -> None:
-        """There are no ps."""
+        """A newer map of the ps."""
+        if self.tables is not None:
+            self.tables.placed(placement)
 
     def revoked(self, lease: LeaseNo) -> None:
         """There are no leases."""
@@ -130,6 +143,8 @@ class GroupEngine:
 
     def fail(self, error: EverstepError) -> None:
         self.failure = self.failure or error
+        if self.tables is not None:
+            self.tables.fail(error)
         if self.session is not None:
             self.session.fail(error)
 
@@ -272,6 +287,8 @@ class GroupEngine:
                     begin = time.perf_counter()
                     self.clock.switch(stepclock.DATA)
                     batch = self._read(reader, step, number, plan)
+                    if self.tables is not None:
+                        self.tables.take(step, batch)
                     self._open(step, micro, number == len(step.micros) - 1)
                     self._wait_s += time.perf_counter() - begin
                     begin = time.perf_counter()
@@ -289,6 +306,8 @@ class GroupEngine:
             reader.close()
             if self._in_script:
                 self._break_off(session)
+            if self.tables is not None:
+                self.tables.release()
             if self._reducer is not None:
                 self._reducer.close_micro()
 
@@ -334,10 +353,15 @@ class GroupEngine:
             self._saved.save_large()
             reducer.end_micro()
             self._saved.restore()
+            if self.tables is not None:
+                self.tables.collect(reducer.weight)
+                self.tables.release()
             return
         if self._outcome is None:
             self._vote()
         reducer.close_micro()
+        if self.tables is not None:
+            self.tables.release()
         if self._outcome is Outcome.COMMITTED:
             reducer.buffers.settle()
             reducer.stepped = self._stepped
@@ -357,6 +381,8 @@ class GroupEngine:
         if self.state is not None:
             self.state.carried = carried
         session.done(step)
+        if self.tables is not None and not self.tables.close_step(step):
+            session.broken(step)
 
     def _break_off(self, session: GroupSession) -> None:
         """The script left the loop inside an iteration: what is committed is done, all else is as before the step."""
@@ -394,6 +420,8 @@ class GroupEngine:
                 "backward(): do it after opt.step(), then it is reduced from the next step on"
             )
         reduced = reducer.finish()
+        if reduced is not None and self.tables is not None:
+            reduced = self._with_tables(reduced, step)
         if reduced is None:
             session.broken(step)
             self._outcome = Outcome.REDO
@@ -403,6 +431,8 @@ class GroupEngine:
                 raise self._nonfinite(step)
             digest = 0 if not reduced.finite else join_digests([reduced.digest, self._options_digest()])
             self._outcome = session.vote(step, digest, nonfinite)
+        if self.tables is not None:
+            self.tables.voted(step, self._outcome)
         if self._outcome is Outcome.COMMITTED:
             reducer.commit_buffers()
         else:
@@ -410,6 +440,17 @@ class GroupEngine:
         reducer.place(self._outcome is Outcome.COMMITTED)
         self._wait_s += time.perf_counter() - begin
         self.clock.switch(stepclock.UPDATE)
+
+    def _with_tables(self, reduced: Reduced, step: Step) -> Reduced | None:
+        """The gradients of the tables' rows go along with those of the parameters."""
+        assert self.tables is not None
+        assert self._reducer is not None
+        self.tables.collect(self._reducer.weight)
+        exchanged = self.tables.exchange(step)
+        if exchanged is None:
+            return None
+        digest, finite = exchanged
+        return Reduced(join_digests([reduced.digest, digest]), reduced.finite and finite)
 
     def _options_digest(self) -> int:
         """Of the learning rates: workers whose rates differ would drift apart unseen."""
@@ -484,3 +525,5 @@ class GroupEngine:
             self._reducer.close()
         if self.session is not None:
             self.session.close(error)
+        if self.tables is not None:
+            self.tables.close()

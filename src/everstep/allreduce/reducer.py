@@ -90,6 +90,11 @@ class Reducer:
             handle.remove()
         self._handles.clear()
 
+    @property
+    def weight(self) -> float:
+        """Of the micro-batch in hand: its share of the step's samples."""
+        return self._weight
+
     # ------------------------------------------------------------ a step and its micro-batches
 
     def begin_step(self, step: Step) -> None:

@@ -20,7 +20,7 @@ import torch
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
-from everstep.allreduce.step import LeaveJob, Outcome, Step
+from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.store import GroupStore
 from everstep.brain.events import Answer, EndOfData, Grouped, Refused
 from everstep.config.spec import JobSpec
@@ -39,6 +39,7 @@ from everstep.model.shard import Plan
 from everstep.net import messages
 from everstep.net.log import logger
 from everstep.net.messages import RequestType
+from everstep.policies.split import Cut as StepCut
 from everstep.policies.split import cut_step
 from everstep.storage.chain import ChainWriter
 
@@ -149,6 +150,7 @@ class Session:
         self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.plan: Plan | None = None
+        self.tables: StepTables | None = None
         keeper.on_synced = self._on_synced
         keeper.on_error = self.fail
 
@@ -201,9 +203,17 @@ class Session:
             group, collective, rank = joined
             mark = self.state.mark
             assert self.plan is not None
-            cut = cut_step(
-                mark, self.plan, self.until_epoch, self.batch_samples, self.seat.spec, group.size, self.machine.split
-            )
+            cut = self._cut_step(group)
+            if self.tables is not None:
+                try:
+                    if cut is None:
+                        self.tables.flush(group, collective)
+                    else:
+                        stop = self.tables.survey(group, collective, mark, cut)
+                        cut = self._cut_step(group, stop) if 0 < stop < cut.hi else cut
+                except CollectiveError:
+                    self._broken_collective(collective)
+                    continue
             if cut is None:
                 if self._others_left or self._farewell(collective):
                     self._looping = False
@@ -211,6 +221,11 @@ class Session:
                 continue
             self._others_left = False
             return Step.of(cut, mark, group.generation, rank, collective)
+
+    def _cut_step(self, group: Group, stop: int = 0) -> StepCut | None:
+        assert self.plan is not None
+        mark, spec, split = self.state.mark, self.seat.spec, self.machine.split
+        return cut_step(mark, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
 
     def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
         """Every member has reduced gradients with this ``digest``. Blocks through losses.

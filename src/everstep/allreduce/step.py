@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from everstep.model.group import Mark, Micro
+from everstep.model.group import Group, Mark, Micro
 from everstep.model.shard import Plan
 from everstep.policies.split import Cut
 
@@ -38,6 +39,14 @@ class Collective(Protocol):
     def send(self, tensor: Any, peer: int) -> Work: ...
 
     def recv(self, tensor: Any, peer: int) -> Work: ...
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Everybody's ``values``, as many at each member, by rank."""
+        ...
+
+    def exchange(self, tensor: Any) -> list[Any]:
+        """Everybody's ``tensor``, of one shape and type, by rank."""
+        ...
 
     def abort(self) -> None: ...
 
@@ -93,6 +102,42 @@ class Step:
 def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
     held = [m.part for m in micros if m.part >= 0]
     return (held[0], held[-1] + 1) if held else (0, 0)
+
+
+class StepTables(Protocol):
+    """The tables of a job whose rows live on the ps, for engine and session; on the script's thread."""
+
+    def survey(self, group: Group, collective: Collective, mark: Mark, cut: Cut) -> int:
+        """Before a step at ``mark`` that would be ``cut``: own what was committed before to the ps, and learn where
+        they are. Returns the position at which this step has to end at the latest; 0: anywhere. Raises CollectiveError
+        where the group broke meanwhile."""
+        ...
+
+    def flush(self, group: Group, collective: Collective) -> None:
+        """Return when this member owes nothing to any ps. Raises CollectiveError as above."""
+        ...
+
+    def take(self, step: Step, batch: Any) -> None:
+        """Have the rows that ``batch`` needs, as they are after all steps before this one."""
+        ...
+
+    def collect(self, weight: float) -> None:
+        """The gradients of the batch's rows, times ``weight``, are part of the step."""
+        ...
+
+    def release(self) -> None:
+        """The script is done with the batch."""
+        ...
+
+    def exchange(self, step: Step) -> tuple[int, bool] | None:
+        """Give everybody the gradients of all. Their digest, and whether all are finite; None: the group broke."""
+        ...
+
+    def voted(self, step: Step, outcome: Outcome) -> None: ...
+
+    def close_step(self, step: Step) -> bool:
+        """After the script's part of a committed step. False: the group broke; the step is committed all the same."""
+        ...
 
 
 class LeaveJob(Exception):

@@ -159,7 +159,7 @@ class EmbeddedSeat:
         self.arena = Arena(_ARENA_BYTES)
         self.client = PsClient(self.arena)
         self.service: PsService | None = None
-        if spec.mode == "ps":
+        if spec.ps:
             self.service = PsService.create(
                 n_buckets=spec.buckets, seed=spec.seed, slot=Slot(0), incarnation=Incarnation(1), run_dir=run_dir
             )
@@ -185,6 +185,8 @@ class EmbeddedSeat:
             raise ScriptError(
                 f"es.join(logical_workers={parts!r}): must be a whole number from 1, with mode='allreduce'"
             )
+        if given.get("ps", 1) not in ((1,) if mode == "ps" else (0, 1)):
+            raise ScriptError(f"es.join(ps={given['ps']!r}): one process has one ps" + " or none" * (mode != "ps"))
         seed = given.get("seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
             raise ScriptError(f"es.join(seed={seed!r}): must be a whole number from 0")
@@ -196,7 +198,7 @@ class EmbeddedSeat:
             script=script,
             args=tuple(sys.argv[1:]),
             workers=1,
-            ps=1 if mode == "ps" else 0,
+            ps=1 if mode == "ps" else given.get("ps", 0),
             mode=mode,
             logical_workers=parts,
             seed=seed,
@@ -220,8 +222,9 @@ class EmbeddedSeat:
         answer = handle(events.MemberJoined(now(), Role.WORKER, self.slot, self.incarnation, _NODE, pid))
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")
-        if self.service is None:
+        if self.spec.mode == "allreduce":
             self.master.grouped = cast(GroupListener, listener).grouped
+        if self.service is None:
             return
         self.service.set_placement(answer.placement)
         self.master.placed = self._placed

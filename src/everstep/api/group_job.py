@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from torch import nn
 
@@ -14,7 +15,9 @@ from everstep.allreduce.engine import GroupEngine
 from everstep.allreduce.keeper import ReplicaKeeper
 from everstep.allreduce.session import Session
 from everstep.allreduce.state import ReplicaState
+from everstep.api.group_tables import GroupTables
 from everstep.api.job import Job
+from everstep.api.tables import TableSet
 from everstep.brain.events import Fenced, Refused, Registered
 from everstep.data.loader import Loader
 from everstep.errors import DataError, FencedError, InternalError, ScriptError
@@ -39,7 +42,10 @@ class GroupJob(Job):
         engine.state = self._state
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
-        engine.session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
+        engine.session = session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
+        self._tables = TableSet(self._seat.client)
+        if self._seat.spec.ps:
+            engine.tables = session.tables = GroupTables(self._seat, self._tables)
 
     # ------------------------------------------------------------ facts
 
@@ -54,10 +60,16 @@ class GroupJob(Job):
 
     # ------------------------------------------------------------ the model
 
-    def sparse(self, model: nn.Module, **options: Any) -> NoReturn:
-        raise ScriptError(
-            "job.sparse in mode allreduce: no ps to put tables on; run with --mode ps, or leave job.sparse out"
-        )
+    def sparse(self, model: nn.Module, **options: Any) -> Any:
+        """As in mode ps: rows live on the ps, and the group pushes their gradients, summed up, once a step."""
+        if not self._seat.spec.ps:
+            raise ScriptError(
+                "job.sparse in mode allreduce: no ps to put tables on; run with --mode allreduce --ps 1 (or more), or "
+                "leave job.sparse out"
+            )
+        if self._engine.in_loop or self._engine.registered:
+            raise ScriptError("job.sparse after job.steps(): call it before the loop")
+        return super().sparse(model, **options)
 
     def replicate(self, model: nn.Module) -> Any:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -103,6 +115,15 @@ class GroupJob(Job):
         if self._engine.failure is not None:
             raise self._engine.failure
         plan = loader.plan()
+        if self._seat.spec.ps:
+            if not self._tables.infos:
+                raise ScriptError(
+                    f"the job has {self._seat.spec.ps} ps, and the script puts no table on them: call "
+                    "model = job.sparse(model) before job.replicate, or run without --ps"
+                )
+            self._tables.declare()
+            self._tables.forget_asides()
+            plan = msgspec.structs.replace(plan, shard_samples=plan.samples)  # the ps count by epoch: see tables.steps
         answer = self._seat.call(messages.Register(plan), _MASTER_S)
         if isinstance(answer, Refused):
             raise DataError(answer.error)
@@ -117,6 +138,10 @@ class GroupJob(Job):
 
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
+        if self._seat.spec.ps:
+            with super().eval(model):
+                yield
+            return
         models = [model] if model is not None else list(self._models)
         training = [m.training for m in models]
         for m in models:
@@ -140,6 +165,8 @@ class GroupJob(Job):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._engine.registered:
             raise ScriptError("job.load_state_dict: only before job.steps()")
+        if self._tables.started:
+            raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
         self._load_models(state)
         optimizers = state.get("optimizers", [])
         if len(optimizers) != len(self._engine.optimizers):

@@ -38,6 +38,7 @@ def join(
     prefetch: int | None = None,
     mode: str | None = None,
     logical_workers: int | None = None,
+    ps: int | None = None,
 ) -> Job:
     """The job that this script belongs to; the same one when called again.
 
@@ -45,7 +46,7 @@ def join(
     process: ``seed``, ``name``, ``run_dir`` and ``nonfinite`` ("raise" or "skip") are those of ``JobSpec``, and
     ``prefetch=1`` pulls rows one batch ahead as workers of a job do (0 is exactly what plain PyTorch computes).
     ``mode="allreduce"``: the model is here, not on a ps; with ``logical_workers=V`` the bits are those of a job of V
-    parts on any number of workers."""
+    parts on any number of workers, and ``ps=1`` it has a ps in this process, for the tables of ``job.sparse``."""
     global _job
     if _job is not None and not _job.closed:
         return _job
@@ -67,6 +68,7 @@ def join(
             "nonfinite": nonfinite,
             "mode": mode,
             "logical_workers": logical_workers,
+            "ps": ps,
         }
         seat = EmbeddedSeat.alone({k: v for k, v in given.items() if v is not None}, prefetch)
     if seat.spec.mode == "allreduce":

@@ -16,7 +16,7 @@ from everstep.api.dense import DenseGroup
 from everstep.api.nn import Lookup
 from everstep.api.sparse import TableInfo
 from everstep.errors import InternalError, ScriptError
-from everstep.ids import Slot, TableId
+from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.table import TableSpec
 from everstep.monitor.stepclock import PULL, StepClock
 from everstep.net.messages import Declared, Part, Put, Scan, Scanned
@@ -87,6 +87,7 @@ class TableSet:
         self.hits = 0
         self.wait_s = 0.0  # seconds the main thread waited for rows
         self.clock = StepClock()  # of the main thread
+        self.since = (ShardKey(0), 0)  # rows to train with: as they are with all positions of this shard below that
         self._declared: set[str] = set()
         self._asides: list[Item] = []  # evaluation lookups, oldest first
         self._lock = threading.Lock()
@@ -221,7 +222,8 @@ class TableSet:
             rows.order = order
             item.dense[rows.table] = rows
         item.fetched = Fetched(wanted, create, dense, added)
-        item.ticket = self.client.pull(added, router, create=create)
+        since = self.since if create else (ShardKey(0), 0)
+        item.ticket = self.client.pull(added, router, create=create, since=since)
 
     def take(self, item: Item) -> None:
         """Wait for the rows of ``item`` and make it the current batch."""

@@ -217,7 +217,7 @@ class Brain:
 
     @property
     def replicated(self) -> bool:
-        """Whether every worker has the whole model (mode allreduce): a group instead of leases, and no ps."""
+        """Whether every worker has the whole model (mode allreduce): a group instead of leases; ps only for tables."""
         return self.job.spec.mode == "allreduce"
 
     def snapshot(self) -> bytes:
@@ -273,10 +273,12 @@ class Brain:
         if first:
             job.spec = e.spec
             job.started_at = e.at
-            job.workers_wanted, job.ps_wanted = e.spec.workers, 0 if self.replicated else e.spec.ps
+            job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
             why = f"{e.spec.workers} workers, {e.spec.ps} ps, {e.spec.buckets} buckets"
             if self.replicated:
                 why = f"{e.spec.workers} workers, each with the whole model"
+                if e.spec.ps:
+                    why += f" but its tables, {e.spec.ps} ps, {e.spec.buckets} buckets"
             out.append(Note("", Decision("job started", why, {"seed": e.spec.seed})))
         else:
             job.master_failures += 1
@@ -441,7 +443,7 @@ class Brain:
         if e.role is Role.PS:
             out += self._place(seat, moved or new, e.holds)
         revoked = tuple(lease.no for lease in e.leases if not self._confirm(seat, lease))
-        placement = _NO_PS if self.replicated else self.state.placement
+        placement = self.state.placement if job.spec.ps else _NO_PS
         welcome: list[InstructionType] = [Reply(Welcome(job.master_incarnation, placement, revoked))]
         if e.role is Role.PS and self.shards.released:
             out.append(ReleaseShards(tuple(self.shards.released)))
@@ -1095,8 +1097,8 @@ class Brain:
             error = f"the number of {role}s cannot be changed"
             if role is Role.WORKER:
                 error = refuse_workers(count)
-            elif role is Role.PS and self.replicated:
-                error = "mode allreduce has no ps: every worker has the whole model"
+            elif role is Role.PS and not job.spec.ps:
+                error = "this job of mode allreduce has no ps: every worker has the whole model"
             elif role is Role.PS:
                 error = refuse_ps(count, self.keeper.code, job.spec.buckets)
                 if not error and self.state.placement is None:

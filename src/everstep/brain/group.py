@@ -38,6 +38,7 @@ from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.member import Address, Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
+from everstep.model.shard import lease_no
 from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_s, ready_to_form
 from everstep.policies.stragglers.shares import even
 
@@ -169,11 +170,13 @@ class GroupKeeper:
     def member(self, seat: Seat) -> bool:
         """Whether this process is in the group published last."""
         group, m = self.books.group, seat.member
-        return group is not None and group.rank(m.slot, m.incarnation) >= 0
+        return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
 
     def trains(self, seat: Seat) -> bool:
         """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
         m = seat.member
+        if m.role is not Role.WORKER:
+            return False
         left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
         return left or self.member(seat)
 
@@ -208,7 +211,7 @@ class GroupKeeper:
         """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
         group, m = self.books.group, seat.member
         rank = group.rank(m.slot, m.incarnation) if group is not None else -1
-        if not seat.running:
+        if not seat.running or m.role is not Role.WORKER:
             return ""
         if rank >= 0:
             return f"rank {rank}"
@@ -315,6 +318,8 @@ class GroupKeeper:
     def ended(self, seat: Seat, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
         books, m = self.books, seat.member
+        if m.role is not Role.WORKER:
+            return
         ask = books.asked.get(m.slot)
         if ask is not None and ask.incarnation == m.incarnation:
             del books.asked[m.slot]
@@ -443,7 +448,7 @@ class GroupKeeper:
         return Decision(action, reason, inputs, rejected)
 
     def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
-        books = self.books
+        books, job = self.books, self.job
         split = self._carried(members)
         books.generations += 1
         books.due_at, books.force = 0.0, ""
@@ -457,6 +462,7 @@ class GroupKeeper:
             restore=restore,
             origin=origin,
             split=split,
+            lease=lease_no(job.master_incarnation, books.generations),
         )
         books.group = msgspec.structs.replace(books.group, joining=self.joining())
         return books.group

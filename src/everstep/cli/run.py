@@ -128,7 +128,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         host=reachable_host(spec.bind),
         prepare=prepare,
     )
-    servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce"
+    servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
     sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
     if spec.bind:
         host, port = agent.host, parse_host_port(spec.bind)[1]

@@ -106,7 +106,7 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         code = parse_code(spec.parity)
     except ConfigError as error:
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {error}") from None
-    if spec.mode == "ps" and (few := refuse_few(code, spec.ps)):
+    if spec.ps and (few := refuse_few(code, spec.ps)):
         raise ConfigError(f"parity = {spec.parity!r}{at['parity']}: {few}; set ps to {code.width} or more")
     if spec.lost_after_s <= spec.suspect_after_s:
         raise ConfigError(
@@ -153,11 +153,20 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
         return
-    if spec.ps:
-        raise ConfigError(f"ps = {spec.ps}{at['ps']}: mode allreduce has no ps, every worker has the whole model")
-    if spec.parity not in ("", "0"):
+    if spec.parity not in ("", "0") and not spec.ps:
         raise ConfigError(
-            f"parity = {spec.parity!r}{at['parity']}: mode allreduce has no ps; every worker is a replica"
+            f"parity = {spec.parity!r}{at['parity']}: it protects tables on the ps, and mode allreduce has none unless "
+            "ps is given; every worker is a replica"
+        )
+    if spec.ps and spec.protect == "eager":
+        raise ConfigError(
+            f"protect = 'eager'{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; use acked"
+        )
+    if spec.ps and (spec.checkpoint_every or spec.checkpoint_to):
+        field = "checkpoint_every" if spec.checkpoint_every else "checkpoint_to"
+        raise ConfigError(
+            f"{field} = {getattr(spec, field)!r}{at[field]}: mode allreduce with ps has no checkpoints; protect the "
+            "tables with parity"
         )
     if spec.min_workers > spec.workers:
         raise ConfigError(

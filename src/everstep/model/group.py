@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.member import Address
 
 
@@ -69,6 +69,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     begin: Mark = Mark()  # where a group begins of which nobody has a state
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
     origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
+    lease: LeaseNo = LeaseNo(0)  # by which its members push to the ps, where there are any
 
     @property
     def size(self) -> int:

@@ -106,7 +106,7 @@ class _PsCheck:
         rows = np.stack([log.lease, log.shard, log.worker, log.incarnation])
         used, first = np.unique(rows, axis=1, return_index=True)
         for (lease, shard, worker, life), i in zip(used.T.tolist(), first.tolist(), strict=True):
-            holders = self.facts.grants.get(LeaseNo(lease))
+            holders = self.facts.holders(LeaseNo(lease), ShardKey(shard))
             where = (shard, log.lo[i], log.hi[i])
             if holders is None:
                 self._offend("unknown lease", *where, detail=f"lease {lease} of worker:{worker} was never granted")
@@ -266,7 +266,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         "ps": len(newest),
         "logs": len(logs),
         "buckets": n_buckets,
-        "leases": len(facts.grants),
+        "leases": len(facts.grants) or len(facts.groups),
         "handovers": handovers,
         "skipped_samples": sum(hi - lo for _, lo, hi in skipped),
         "quarantined": len(quarantined),
@@ -312,9 +312,21 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
             step_logs = [read_step_log(p) for p in sorted((run_dir / "audit").glob("worker-*.log"))]
             journal.advance()
             facts = journal.facts
-            return check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.done_well)
+            report = check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.done_well)
+            return _with_tables(report, facts, run_dir) if facts.brain.job.spec.ps else report
         done = journal.facts.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()
         # What was done and came back meanwhile (its bucket fell back to an older image) is not done.
         return check(journal.facts, done & journal.facts.done, logs, str(run_dir))
+
+
+def _with_tables(report: AuditReport, facts: JobFacts, run_dir: Path) -> AuditReport:
+    """Mode allreduce with tables on the ps: ``report`` is of the steps; the logs of the ps are looked at beside it,
+    an epoch as one shard. Of an epoch that is not over only the order is checked: pushes follow commits."""
+    logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
+    tables = check(facts, facts.done if facts.over else set(), logs, str(run_dir))
+    report.offenders += tables.offenders
+    report.notes += tables.notes
+    report.counts |= {name: count for name, count in tables.counts.items() if name not in report.counts}
+    return report

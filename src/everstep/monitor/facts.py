@@ -33,13 +33,15 @@ from everstep.storage.journal import sound_row
 
 class JobFacts:
     """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``resumed``:
-    shards that were done before this job went on from a checkpoint. ``steps``: mode allreduce."""
+    shards that were done before this job went on from a checkpoint. ``steps``: mode allreduce; ``groups``: who may
+    push under the lease of a generation there."""
 
     def __init__(self) -> None:
         self.brain = Brain()
         self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
         self.resumed: set[ShardKey] = set()
         self.steps = StepFacts()
+        self.groups: dict[LeaseNo, set[tuple[Slot, Incarnation]]] = {}
         self._said: set[ShardKey] = set()
 
     def __repr__(self) -> str:
@@ -69,14 +71,24 @@ class JobFacts:
 
         for instruction in out:
             if isinstance(instruction, PublishGroup):
-                self.steps.published(instruction.group)
+                group = instruction.group
+                self.steps.published(group)
+                self.groups[group.lease] = {(m.slot, m.incarnation) for m in group.members}
 
     def _grant(self, no: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
         self.grants.setdefault(no, set()).add((shard, worker, incarnation))
 
+    def holders(self, lease: LeaseNo, shard: ShardKey) -> set[tuple[ShardKey, Slot, Incarnation]] | None:
+        """Who held ``lease``, and for which shards (that of a group: for all); None: it was never given."""
+        if lease in self.groups:
+            return {(shard, slot, incarnation) for slot, incarnation in self.groups[lease]}
+        return self.grants.get(lease)
+
     @property
     def done(self) -> set[ShardKey]:
         """Shards that are done, and did not come back since."""
+        if self.brain.replicated:
+            return {key for key in self._all_shards() if self._is_done(key)}
         return {key for key in self._said | self.resumed if self._is_done(key)}
 
     def _is_done(self, key: ShardKey) -> bool:

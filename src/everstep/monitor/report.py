@@ -70,11 +70,17 @@ class AuditReport(msgspec.Struct):
         c = self.counts
         void = f", {c['void']:,} more void and done again" if c["void"] else ""
         logs = f"{c['logs']} workers' own logs" + (" agree with the journal" if self.ok and c["logs"] else "")
-        return [
+        lines = [
             f"  steps committed {c['steps']:,}{void}, samples of finished epochs {c['samples']:,}, skipped samples"
             f" {c['skipped_samples']}",
             f"  {c['generations']} generations of the group; {logs}",
         ]
+        if c.get("ps"):
+            lines.append(
+                f"  tables: {c['batches']:,} steps applied at {c['ps']} ps x {c['buckets']} buckets,"
+                f" {c.get('taken', 0)} taken over; {c['fingerprints']} fingerprints compared at {c['cuts']} cuts"
+            )
+        return lines
 
     def _end(self) -> list[str]:
         lines = [f"  skipped: {line}" for line in self.skipped[:_OFFENDERS_SHOWN]]

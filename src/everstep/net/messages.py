@@ -581,12 +581,16 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Rows by key. ``create``: rows not there yet are made (training) or only computed (evaluation).
 
+    ``since``: not before every bucket of this ps has all positions of ``shard`` below it; Moved: not yet, ask again.
+
     Answer: Pulled | Moved | Bad."""
 
     version: int
     parts: tuple[Part, ...]
     shm: bool
     create: bool = True
+    shard: ShardKey = ShardKey(0)
+    since: int = 0
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):

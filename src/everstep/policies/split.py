@@ -37,9 +37,17 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 def cut_step(
-    mark: Mark, plan: Plan, until_epoch: int, batch_samples: int, spec: JobSpec, size: int, split: Split = _EVEN
+    mark: Mark,
+    plan: Plan,
+    until_epoch: int,
+    batch_samples: int,
+    spec: JobSpec,
+    size: int,
+    split: Split = _EVEN,
+    stop: int = 0,
 ) -> Cut | None:
-    """The step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done.
+    """The step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done. ``stop``:
+    a position behind the mark's that it must not go beyond; 0: none.
 
     Raises DataError where an epoch has fewer samples than members, or parts."""
     if mark.position >= plan.samples:
@@ -55,6 +63,7 @@ def cut_step(
             f"{'logical workers' if parts else 'workers'} that share it: use fewer, or more data"
         )
     lo, hi = step_range(mark.position, plan.samples, total, need)
+    hi = min(hi, stop) if stop > lo else hi
     shares = split.shares or (1,) * size
     if parts:
         micros = divide_parts(lo, hi, parts, shares)

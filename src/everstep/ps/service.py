@@ -78,6 +78,7 @@ _ANSWER_MAX_BYTES = 1 << 30
 _SCAN_MAX_BYTES = 64 << 20
 _ROWS_S = 0.02  # between two looks for rows that were asked for out of turn
 _REMEMBERED = 4096  # released shards
+_SINCE_S = 0.25  # a pull waits so long for pushes before it; then it is asked again, so that what is behind it gets in
 WAIT_S = 5.0
 """How long a request waits for a bucket that is on its way here, or for mirrors, before it is answered Moved."""
 
@@ -124,6 +125,7 @@ class PsService:
         self._cut_every_s = cut_every_s
         self._gate = Gate()
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._pushed = threading.Condition()  # a push was applied
         self._lock = threading.Lock()  # of what follows
         self._log: ChainWriter | None = None
         self._finished = False
@@ -413,6 +415,8 @@ class PsService:
     def _pull(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         deadline = time.monotonic() + self.wait_s
         while request.version == self.route:
+            if request.since and not self._wait_for_pushes(request):
+                break
             try:
                 return self._pull_once(request, body, arena)
             except KeyError:
@@ -423,6 +427,20 @@ class PsService:
                 if not self._wait_for_rows(request.parts, _memory(body, arena, request.shm), deadline):
                     break
         return Moved(self.route), []
+
+    def _wait_for_pushes(self, request: Pull) -> bool:
+        """Whether everything below ``request.since`` is applied here, soon."""
+        deadline = time.monotonic() + _SINCE_S
+        with self._pushed:
+            while request.version == self.route:
+                found = self.store.watermarks(request.shard)
+                if found is not None and len(found[0]) == len(self._owned) and min(found[1]) >= request.since:
+                    return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._pushed.wait(left)
+        return False
 
     def _wait_for_rows(self, parts: Sequence[Part], source: memoryview, deadline: float) -> bool:
         """Have rows that are being rebuilt brought out of turn, and wait for the next change. False: it is too late."""
@@ -481,6 +499,8 @@ class PsService:
                     break
                 continue
             faults.step(self.slot, "after_apply")
+            with self._pushed:
+                self._pushed.notify_all()
             if answer is None:
                 continue
             self._cut_if_due()

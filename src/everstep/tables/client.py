@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, ServerLostError, WireError
-from everstep.ids import Slot, TableId
+from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.table import TableSpec
 from everstep.net.messages import (
@@ -228,7 +228,7 @@ class SocketLink:
             if len(self._scratch) < total:
                 self._scratch = bytearray(total + total // 4)
             into = memoryview(self._scratch)[:total]
-        request = Pull(message.version, tuple(moved), False, message.create)
+        request = msgspec.structs.replace(message, parts=tuple(moved), shm=False)
         answer, body = connection.request(request, buffers, into=into, timeout_s=self._answer_s)
         if isinstance(answer, Pulled):
             if len(body) != total:
@@ -313,6 +313,8 @@ class Ticket:
         while not self._event.wait(0.5):
             if self._client.failure is not None:
                 raise self._client.failure
+            if self._client.on_wait is not None:
+                self._client.on_wait()
         for ps, answer, _ in self.answers:
             if isinstance(answer, Bad):
                 raise InternalError(f"ps:{ps} refused: {answer.error}")
@@ -329,6 +331,7 @@ class PsClient:
         self.dims: dict[TableId, int] = {}
         self.links: dict[Slot, Link] = {}
         self.failure: EverstepError | None = None
+        self.on_wait: Callable[[], None] | None = None  # called by who waits for answers, twice a second
         self._specs: dict[TableId, TableSpec] = {}
         self._router: Router | None = None
         self._moved_give_up_s = moved_give_up_s
@@ -461,9 +464,17 @@ class PsClient:
             )
         return ticket
 
-    def pull(self, rows: Sequence[TableRows], router: Router, *, create: bool) -> Ticket:
-        """Ask every ps for its part of the values: one message each, for all tables. ``router``: routed ``rows``."""
+    def pull(
+        self,
+        rows: Sequence[TableRows],
+        router: Router,
+        *,
+        create: bool,
+        since: tuple[ShardKey, int] = (ShardKey(0), 0),
+    ) -> Ticket:
+        """Ask every ps for its part of the values: one message each, for all tables. ``router``: routed ``rows``.
+        ``since``: as they are once all positions of a shard below one are applied."""
         parts = parts_by_ps(rows, len(router.slots), grads=False)
         return self.everywhere(
-            lambda i, _: Pull(router.version, tuple(parts[i]), True, create) if parts[i] else None, router
+            lambda i, _: Pull(router.version, tuple(parts[i]), True, create, *since) if parts[i] else None, router
         )

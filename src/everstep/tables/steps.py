@@ -1,0 +1,235 @@
+"""What one member of a group owes the ps for committed steps (mode allreduce with tables on the ps); pure.
+
+Before a step's vote every member has the gradients of all members. A step ``[lo, hi)`` that is committed, and known to
+be by everybody in the group, is pushed to each ps as one interval, under the lease of the group's generation. Each ps
+is served by one member; the others *hold* the step until it is settled: until every member said that nothing of it is
+owed any more. So whoever is lost, somebody has what it did not push, and nothing is computed twice:
+
+- A new generation (a loss, a join, a leave) has a later lease, which fences what the old one may still send. Everybody
+  in it pushes all that it holds to every ps; who has it already answers "repeat".
+- So after a newer map: where a bucket went, what it has is for its watermark to say.
+- Where a step's rows are waited for too long, whoever waits takes over what others should have pushed.
+
+A ps applies an interval only at its watermark, so a step is there once, whoever sends it, and steps are in order. The
+interval lies in one shard per epoch: all of its positions (``table_shard``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.shard import Token, shard_key
+from everstep.net.messages import Pushed
+
+HELD_MAX = 4
+"""Committed steps that are not settled; two are usual. More: somebody does not get rid of what it owes."""
+
+
+def table_shard(dataset: int, epoch: int) -> ShardKey:
+    """The one shard of an epoch."""
+    return shard_key(dataset, epoch, 0)
+
+
+@dataclass(frozen=True)
+class Owed:
+    """One committed step. ``skipped``: its gradients were not finite; the watermarks move, nothing else does."""
+
+    step: int
+    shard: ShardKey
+    lo: int
+    hi: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open ``shard`` at ``ps``, then say ``opened``. ``life`` goes into the answer."""
+
+    ps: Slot
+    shard: ShardKey
+    lease: LeaseNo
+    life: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Push ``owed`` to all buckets of ``ps``, then say ``pushed``."""
+
+    ps: Slot
+    owed: Owed
+    token: Token
+    life: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """Say ``again(ps, life)`` a little later: others have to push there first."""
+
+    ps: Slot
+    life: int
+
+
+Action = Open | Send | Again
+
+
+@dataclass
+class _Held:
+    owed: Owed
+    waiting: set[Slot] = field(default_factory=set)
+    sure: bool = False  # everybody in the group knows that it is committed
+
+
+class StepPushes:
+    """See the top of this file. One per process; one request at a time to each ps."""
+
+    def __init__(self, worker: Slot, incarnation: Incarnation) -> None:
+        self.worker, self.incarnation = worker, incarnation
+        self.lease = LeaseNo(0)  # of the generation that this process is in; 0: none
+        self.stale = False  # a later lease is out: somebody is in a newer generation
+        self.gaps = 0  # answers in a row that a ps lacks what is before
+        self.route = 0  # of the map
+        self._life = 0  # of map and lease: answers to what was asked before it do not count
+        self._servers: dict[Slot, Incarnation] = {}
+        self._held: list[_Held] = []  # in order of steps
+        self._open: dict[Slot, set[ShardKey]] = {}
+        self._busy: set[Slot] = set()
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{h.owed.step}: {sorted(h.waiting)}" for h in self._held)
+        return f"<StepPushes lease {self.lease}{' stale' if self.stale else ''} owes {{{steps}}}>"
+
+    # ------------------------------------------------------------ views
+
+    @property
+    def held(self) -> list[Owed]:
+        return [h.owed for h in self._held]
+
+    @property
+    def owes_from(self) -> int | None:
+        """The first step of which this member has not done its part."""
+        return next((h.owed.step for h in self._held if h.waiting or not h.sure), None)
+
+    @property
+    def owes(self) -> bool:
+        return any(h.waiting for h in self._held)
+
+    # ------------------------------------------------------------ what happens
+
+    def placed(self, route: int, servers: Mapping[Slot, Incarnation]) -> list[Action]:
+        """A newer routing: who holds which buckets, and in which life."""
+        if route <= self.route:
+            return []
+        self.route, self._servers = route, dict(servers)
+        return self._anew()
+
+    def entered(self, lease: LeaseNo) -> list[Action]:
+        """In a group, where everybody knows which steps are committed. ``lease``: of its generation."""
+        if lease == self.lease and all(h.sure for h in self._held):
+            return []
+        self.lease, self.stale = lease, False
+        for h in self._held:
+            h.sure = True
+        return self._anew()
+
+    def hold(self, owed: Owed) -> None:
+        """A step is committed; whether everybody knows is not known."""
+        if not self._held or self._held[-1].owed.step < owed.step:
+            self._held.append(_Held(owed))
+
+    def committed(self, step: int, route: int, mine: Collection[Slot]) -> list[Action]:
+        """Everybody in the group knows that ``step``, which is held, is committed. ``mine``: the ps that this member is
+        to push it to by the map ``route``, which everybody had; with another one by now it is all of them."""
+        for h in self._held:
+            if h.owed.step == step:
+                h.sure = True
+                h.waiting |= self._servers.keys() if route != self.route else set(mine) & self._servers.keys()
+        return self._next_all()
+
+    def take_over(self) -> list[Action]:
+        """Somebody who should have pushed seems to be lost."""
+        for h in self._held:
+            if h.sure:
+                h.waiting |= self._servers.keys()
+        return self._next_all()
+
+    def settled(self, before: int) -> list[Owed]:
+        """Nobody owes anything of steps below ``before``. Returns those that were held."""
+        gone = [h.owed for h in self._held if h.owed.step < before]
+        self._held = [h for h in self._held if h.owed.step >= before]
+        return gone
+
+    def void(self) -> list[Owed]:
+        """The state that these steps led to is lost everywhere; what the ps have of them stays. Returns what was
+        held."""
+        gone = self.held
+        self._held = []
+        return gone
+
+    # ------------------------------------------------------------ answers
+
+    def opened(self, ps: Slot, shard: ShardKey, life: int, ok: bool) -> list[Action]:
+        """``ok``: the shard is open under our lease; else a later one was there."""
+        if life != self._life:
+            return []
+        self._busy.discard(ps)
+        if not ok:
+            self.stale = True
+            return []
+        self._open.setdefault(ps, set()).add(shard)
+        return self._next(ps)
+
+    def pushed(self, ps: Slot, owed: Owed, life: int, answer: Pushed) -> list[Action]:
+        if life != self._life:
+            return []
+        self._busy.discard(ps)
+        if answer.fenced:  # not open there, or a later lease is: opening it tells
+            self._open.get(ps, set()).discard(owed.shard)
+            return self._next(ps)
+        if answer.gap >= 0:  # another member has what is missing, and pushes it now
+            self.gaps += 1
+            self._busy.add(ps)
+            return [Again(ps, life)]
+        self.gaps = 0
+        for h in self._held:
+            if h.owed == owed:
+                h.waiting.discard(ps)
+        return self._next(ps)
+
+    def again(self, ps: Slot, life: int) -> list[Action]:
+        if life != self._life:
+            return []
+        self._busy.discard(ps)
+        return self._next(ps)
+
+    # ------------------------------------------------------------ inside
+
+    def _anew(self) -> list[Action]:
+        self._life += 1
+        self._busy.clear()
+        self._open.clear()
+        for h in self._held:
+            if h.sure:
+                h.waiting = set(self._servers)
+        return self._next_all()
+
+    def _next_all(self) -> list[Action]:
+        return [action for ps in sorted(self._servers) for action in self._next(ps)]
+
+    def _next(self, ps: Slot) -> list[Action]:
+        if ps in self._busy or self.stale or not self.lease or ps not in self._servers:
+            return []
+        owed = next((h.owed for h in self._held if ps in h.waiting), None)
+        if owed is None:
+            return []
+        self._busy.add(ps)
+        if owed.shard not in self._open.get(ps, set()):
+            return [Open(ps, owed.shard, self.lease, self._life)]
+        token = Token(owed.shard, owed.lo, owed.hi, self.lease, self._servers[ps], self.worker, self.incarnation)
+        return [Send(ps, owed, token, self._life)]
+
+
+def pusher_of(position: int, size: int) -> int:
+    """The rank that pushes to the ps at ``position`` of the map."""
+    return position % size

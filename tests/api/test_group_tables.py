@@ -1,0 +1,130 @@
+"""Mode allreduce with tables on a ps, in one process: what plain PyTorch computes, and counted at the ps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everstep as es
+from everstep.api.group_tables import pack, unpack
+from everstep.api.job import Job
+from everstep.errors import InternalError, ScriptError
+from everstep.ids import TableId
+from everstep.monitor.audit import audit
+
+N, BATCH = 240, 30
+
+
+def data() -> dict[str, Any]:
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, 40, (N, 3))
+    return {"ids": ids, "y": (ids.sum(1) % 2).astype(np.float32)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(40, 4, padding_idx=0)
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.top(self.table(batch["ids"]).flatten(1)).squeeze(1)
+        return out
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(model(batch), batch["y"])
+
+
+def train(job: Job, model: Any, epochs: int = 2) -> None:
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in job.steps(job.loader(data(), BATCH, epochs=epochs, shuffle=False)):
+        opt.zero_grad()
+        loss_of(model, batch).backward()
+        opt.step()
+
+
+def test_both_parts_are_what_plain_pytorch_computes(join: Callable[..., Job]) -> None:
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net(), optimizer=es.SGD(lr=0.5)))
+    train(job, model)
+    got = {name: value.clone() for name, value in model.state_dict().items()}
+    plain, whole = Net(), {k: torch.from_numpy(v) for k, v in data().items()}
+    opt = torch.optim.SGD(
+        [{"params": plain.top.parameters(), "lr": 0.1}, {"params": plain.table.parameters(), "lr": 0.5}]
+    )
+    for _ in range(2):
+        for lo in range(0, N, BATCH):
+            opt.zero_grad()
+            loss_of(plain, {k: v[lo : lo + BATCH] for k, v in whole.items()}).backward()
+            opt.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+    run_dir = job.run_dir
+    job.close()
+    report = audit(Path(run_dir))
+    assert report.ok and len(report.finished) == 2, report.text()
+    assert report.counts["batches"] == report.counts["steps"] == 2 * N // BATCH
+    assert "tables: 16 steps applied at 1 ps x 64 buckets" in report.text()
+
+
+def test_parts_of_logical_workers_are_summed_in_order(join: Callable[..., Job]) -> None:
+    states = []
+    for parts in (2, 2, 3):
+        job = join(mode="allreduce", ps=1, logical_workers=parts)
+        model = job.replicate(job.sparse(Net()))
+        train(job, model, epochs=1)
+        states.append(model.state_dict()["table.weight"].clone())
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_nothing_of_a_step_that_is_not_finite_comes_to_the_ps(join: Callable[..., Job]) -> None:
+    job = join(mode="allreduce", ps=1, nonfinite="skip")
+    model = job.replicate(job.sparse(Net()))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, batch in enumerate(job.steps(job.loader(data(), BATCH, shuffle=False))):
+        opt.zero_grad()
+        out = model.table(batch["ids"]).sum(dim=(1, 2))
+        (loss_of(model, batch) + (out * (float("nan") if number == 3 else 0.0)).sum()).backward()
+        opt.step()
+    assert torch.isfinite(model.state_dict()["table.weight"]).all()
+    run_dir = job.run_dir
+    job.close()
+    report = audit(Path(run_dir))
+    assert report.ok and report.counts["skipped_samples"] == BATCH, report.text()
+
+
+def test_mistakes_are_named(join: Callable[..., Job]) -> None:
+    job = join(mode="allreduce")
+    with pytest.raises(ScriptError, match="--ps 1"):
+        job.sparse(Net())
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(Net())
+    job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ScriptError, match="puts no table on them"):
+        job.steps(job.loader(data(), BATCH))
+    with pytest.raises(ScriptError, match="one ps or none"):
+        join(mode="allreduce", ps=2)
+
+
+def test_gradients_on_their_way() -> None:
+    entries = [
+        (TableId(7), np.arange(3, dtype=np.int64), np.ones((3, 3), np.float32)),
+        (TableId(2), np.arange(0, dtype=np.int64), np.ones((0, 5), np.float32)),
+        (TableId(9), np.arange(2, dtype=np.int64), np.full((2, 2), 0.5, np.float32)),
+    ]
+    blob = torch.from_numpy(np.concatenate([pack(entries), np.zeros(16, np.uint8)]))  # padded to the longest
+    for (table, keys, grads), (wanted, its_keys, its_grads) in zip(unpack(blob), entries, strict=True):
+        assert table == wanted and np.array_equal(keys, its_keys) and np.array_equal(grads, its_grads)
+    assert unpack(torch.from_numpy(pack([]))) == []
+    for cut in (0, 8, 40, 100):
+        with pytest.raises(InternalError):
+            unpack(blob[:cut])

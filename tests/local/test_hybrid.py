@@ -1,0 +1,108 @@
+"""Mode allreduce with tables on the ps, real processes that are killed at work: every step at every bucket once.
+
+Three witnesses: the audit of steps and of the ps; a table whose row r gains exactly 1.0 for each time that sample r is
+trained; and the state of the dense part, which is the same on all workers in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from replica_jobs import EXAMPLES, KILL, ReplicaRun
+
+from everstep.model.member import Role
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+HYBRID = """
+import sys, time
+sys.path.insert(0, {examples!r})
+import torch
+from torch import nn
+import everstep as es
+from everstep.data.loader import Loader
+from flights import COLUMNS, N_DENSE, N_FIELDS, features, source
+
+EPOCHS, ROWS, STEP = {epochs}, {rows}, 150
+torch.set_num_threads(1)
+job = es.join()
+whole = Loader(source(ROWS), ROWS, columns=COLUMNS, transform=features, shuffle=False).read(0, 0, ROWS)
+data = {{**whole, "row": torch.arange(ROWS)}}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts = es.nn.Embedding("counts", 1, init=es.Constant(0.0), optimizer=es.SGD(lr=1.0))
+        self.fields = es.nn.Embedding("fields", 4)
+        self.top = nn.Sequential(nn.Linear(4 * N_FIELDS + N_DENSE, 16), nn.ReLU(), nn.Linear(16, 1))
+    def forward(self, b):
+        return self.top(torch.cat([self.fields(b["cat"]).flatten(1), b["dense"]], 1)).squeeze(1)
+
+net = Net()
+model = job.replicate(job.sparse(net))
+opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
+for batch in job.steps(job.loader(data, batch_size=50, epochs=EPOCHS)):
+    loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
+    ones = -model.counts(batch["row"]).sum() * STEP / len(batch["row"])  # its share of the step, made one a sample
+    opt.zero_grad(); (loss + ones).backward(); opt.step()
+    job.report(loss=loss)
+    time.sleep({pause_s})
+print("state", job.digest() * 4, "of worker", job.slot, flush=True)
+if job.chief:
+    with job.eval(model):
+        off = (model.counts(torch.arange(ROWS)).detach().flatten() - EPOCHS).abs()
+    print("counted right" if off.max() < 1e-3 else f"counted wrong: {{off.nonzero().flatten()[:20].tolist()}} "
+          f"{{off[off > 1e-3][:20].tolist()}}", flush=True)
+"""
+
+
+class HybridRun(ReplicaRun):
+    def write(self, rows: int = 1500, epochs: int = 6, pause_s: float = 0.02, batch: int = 50) -> None:
+        self.rows, self.epochs = rows, epochs
+        text = HYBRID.format(examples=str(EXAMPLES), rows=rows, epochs=epochs, pause_s=pause_s)
+        self.script.write_text(text)
+
+    def finished(self, lost: int = 0, states: int | None = None, timeout_s: float = 150.0) -> str:
+        found = super().finished(lost, states, timeout_s)
+        assert "counted right" in self.workers_said(), self.story()
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[HybridRun]:
+    made = HybridRun(tmp_path)
+    yield made
+    made.close()
+
+
+FLAGS = ("--strategy", "fixed", "--ps", "2", "--parity", "1+1")
+
+
+def test_a_worker_dies_between_the_vote_and_its_push_then_a_ps_and_the_master(
+    run: HybridRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_FAULT", "worker:1.1:push:12")
+    run.write(epochs=10)
+    run.train(3, *FLAGS)
+    run.pid(1, at_least=2)
+    os.kill(run.alive(Role.PS, 1).pid, KILL)
+    run.alive(Role.PS, 1, at_least=2)
+    os.kill(run.master_pid(), signal.SIGKILL)
+    run.finished(1, states=3)
+
+
+def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
+    run: HybridRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_FAULT", "worker:0.1:voted:15")
+    run.write(epochs=10)
+    run.train(3, *FLAGS)
+    run.pid(0, at_least=2)
+    pids = [run.alive(Role.PS, 0).pid, run.pid(1)]
+    for pid in pids:
+        os.kill(pid, KILL)
+    run.finished(2, states=3)
