@@ -29,8 +29,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
 
+from everstep.allreduce.exchange import MEMBERS_MAX, VALUES_MAX, Exchange
 from everstep.allreduce.store import GroupStore
-from everstep.errors import EverstepError, InternalError, PlatformError
+from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, WireError
+from everstep.net.retry import Deadline
 
 CONNECT_S = 20.0
 """Until all members of a new group are connected; then they try again."""
@@ -84,6 +86,9 @@ class Alone:
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
+
+    def vote(self, values: Sequence[int]) -> list[int]:
+        return list(values)
 
     def abort(self, why: str = "") -> None:
         pass
@@ -148,6 +153,7 @@ class GlooCollective:
         self._ip = resolve(host)
         self._store: GroupStore | None = None
         self._group: Any = None
+        self._exchange: Exchange | None = None
         self._lock = threading.Lock()
         self._sent = [0] * size
         self._received = [0] * size
@@ -165,7 +171,11 @@ class GlooCollective:
         """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
         self._store = store
         self.waiting_since = time.monotonic()
+        deadline = Deadline(timeout_s, "connecting to the other members")
         try:
+            if self.size <= MEMBERS_MAX:
+                self._exchange = Exchange(self.rank, self.size, self.name, self._ip)
+                store.door = self._exchange.door
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=self._ip)]
             options._threads = _THREADS
@@ -175,6 +185,11 @@ class GlooCollective:
             group.set_timeout(timedelta(seconds=COLLECTIVE_S))
             if store.address is not None:
                 self._sockets = find_sockets((self._ip, store.address[1]), store.peer_addresses)
+            if self._exchange is not None:
+                self._exchange.connect(store.doors(), deadline)
+        except (WireError, DeadlineError) as error:
+            self.abort(f"could not be connected: {error}")
+            raise self.error(error) from None
         except EverstepError:
             raise
         except Exception as error:  # torch passes on whatever the store raised
@@ -200,6 +215,8 @@ class GlooCollective:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's ``values`` (as many int64 at each member), by rank. Raises CollectiveError."""
+        if self._exchange is not None and len(values) <= VALUES_MAX:
+            return [list(row) for row in self._tell(self._exchange, values)]
         mine = torch.tensor(list(values), dtype=torch.int64)
         out = [torch.empty_like(mine) for _ in range(self.size)]
         self._launch(lambda g: g.allgather([out], [mine]), (out, mine)).wait()
@@ -211,10 +228,32 @@ class GlooCollective:
         self._launch(lambda g: g.allgather([out], [tensor]), (out, tensor)).wait()
         return out
 
+    def vote(self, values: Sequence[int]) -> list[int]:
+        """The largest of everybody's, for each of ``values`` (int64, as many at each member). Who gets it knows that
+        everybody has come. Raises CollectiveError."""
+        if self._exchange is not None:
+            return [max(column) for column in zip(*self._tell(self._exchange, values), strict=True)]
+        ballot = torch.tensor(list(values), dtype=torch.int64)
+        self.allreduce(ballot, "max").wait()
+        return [int(v) for v in ballot.tolist()]
+
+    def _tell(self, exchange: Exchange, values: Sequence[int]) -> list[tuple[int, ...]]:
+        if self.broken:
+            raise self.error(None)
+        self.waiting_since = time.monotonic()
+        try:
+            return exchange.gather(values)
+        except WireError as error:
+            raise self.error(error) from None
+        finally:
+            self.waiting_since = 0.0
+
     def abort(self, why: str = "given up") -> None:
         """Get everybody out of every collective of this group, here and at the peers. From any thread; harmless when
         repeated."""
         self._break(why)
+        if self._exchange is not None:
+            self._exchange.abort()
         store = self._store
         if store is None:
             return
@@ -229,6 +268,8 @@ class GlooCollective:
         with self._lock:
             group, self._group = self._group, None
             flying = [work for work, _ in self._flying.values()]
+        if self._exchange is not None:
+            self._exchange.close()
         if group is not None and not _all_end(flying):
             # Its threads wait for what gloo forgot, and its end would wait for them: it stays, until the process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))

@@ -37,8 +37,9 @@ class Layout:
             kind = (params[i].dtype, params[i].device)
             size = params[i].numel() * params[i].element_size()
             b = open_.get(kind, -1)
-            limit = FIRST_BYTES if b == 0 else BUCKET_BYTES
-            if b < 0 or (not whole and sizes[b] + size > limit):
+            # Full is what has reached its limit, as in torch's DDP: what is a little larger is not cut in two, since
+            # each bucket costs several changes of thread.
+            if b < 0 or (not whole and sizes[b] >= (FIRST_BYTES if b == 0 else BUCKET_BYTES)):
                 b = open_[kind] = len(self.buckets)
                 self.buckets.append([])
                 self.kinds.append(kind)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
-import torch
 
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
@@ -140,7 +139,6 @@ class Session:
         self._looping = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ballot: torch.Tensor | None = None
         self._telling = 0.0  # since when an answer to CommitSteps is awaited; 0.0: none is
         self._untold_since = 0.0
         self._told_to = -1  # of the master's journal, when that was noted
@@ -551,21 +549,15 @@ class Session:
         """Vote. Whether anybody has gradients that are not finite; None: the vote broke, ``machine.pending`` says
         whether we were in it."""
         with self._changed:
-            if collective is not self._present or not self.machine.whole:
+            present = self._present
+            if present is None or collective is not present or not self.machine.whole:
                 return None
-            values = self.machine.ballot(step, digest, nonfinite, self.commits.confirmed)
-        if isinstance(collective, GlooCollective):
-            if self._ballot is None:
-                self._ballot = torch.empty(len(values), dtype=torch.int64)
-            ballot = self._ballot
-            ballot.copy_(torch.tensor(values))
-            try:
-                collective.allreduce(ballot, "max").wait()
-            except CollectiveError:
-                self._ballot = None  # gloo may hold the old one for a moment
-                self._broken_collective(collective)
-                return None
-            values = ballot.tolist()
+            ballot = self.machine.ballot(step, digest, nonfinite, self.commits.confirmed)
+        try:
+            values = present.vote(ballot)
+        except CollectiveError:
+            self._broken_collective(collective)
+            return None
         with self._changed:
             tally, actions = self.machine.count(values)
             self._do(actions)

@@ -18,6 +18,7 @@ from everstep.model.shard import Plan
 
 TensorBatch = dict[str, torch.Tensor]
 Transform = Callable[[TensorBatch], TensorBatch]
+_STRETCH = 4096  # positions whose rows are worked out at once: for a small batch alone that costs more than reading it
 
 
 class Loader:
@@ -59,6 +60,7 @@ class Loader:
         self.source: Source = open_source(source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes)
         self.transform = transform
         self._seeds = seeds
+        self._known: tuple[int, int, Int64s] = (-1, 0, np.empty(0, np.int64))  # epoch, position, rows from there on
         self._split = Split(len(self.source), share, split_seed)
         if self._split.train < 1:
             raise DataError(f"split={split!r} of {len(self.source):,} rows leaves no rows to train on")
@@ -88,6 +90,13 @@ class Loader:
         """Rows of the source (int64 [hi - lo]) at positions ``[lo, hi)`` of ``epoch``."""
         if not 0 <= lo <= hi <= self._plan.samples:
             raise DataError(f"positions [{lo}, {hi}) of loader {self.name!r}, which has {self._plan.samples:,} samples")
+        known_epoch, at, rows = self._known
+        if epoch != known_epoch or lo < at or hi > at + len(rows):
+            at, rows = lo, self._rows(epoch, lo, min(max(hi, lo + _STRETCH), self._plan.samples))
+            self._known = epoch, at, rows
+        return rows[lo - at : hi - at].copy()
+
+    def _rows(self, epoch: int, lo: int, hi: int) -> Int64s:
         positions = np.arange(lo, hi, dtype=np.int64)
         # The whole training side is permuted, also where drop-last reads only the head of it: each epoch drops others.
         n = self._split.train

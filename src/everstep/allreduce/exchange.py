@@ -1,0 +1,206 @@
+"""Everybody tells everybody a few numbers: votes and marks, over connections of our own between the members of a group.
+
+A collective of gloo costs several changes of thread at each member (its pool, its loop, and back), which is most of
+what a vote takes. Here the thread that votes sends its 64 bytes to every peer and reads theirs: one wait. With many
+members that would be many messages, so a large group votes over gloo.
+
+Whoever connects proves, by the handshake of ``net.auth``, that it knows the key that the listener put into the group's
+store, which only processes of the job can read. The end of one connection is the end of the group, as with gloo's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from everstep.errors import DeadlineError, WireError
+from everstep.ids import Slot
+from everstep.net.auth import Identity, Secret, authenticate_client, authenticate_server
+from everstep.net.frames import AUTH_LIMITS, FrameSocket
+from everstep.net.retry import Deadline
+
+MEMBERS_MAX: Final = 16
+"""Groups of more members have none: n - 1 messages of each member would take longer than a tree."""
+
+VALUES_MAX: Final = 512
+"""int64 of one exchange: all of a member's messages fit the sockets' buffers, so nobody waits for a reader to send."""
+
+_ANSWER_S = 2.0  # in which one that connected has to prove itself; strangers hold up the others for so long
+_TICK_S = 1.0
+_LEFT_S = 0.5  # when a member has left that said its word: the others' words are on their way, or it was given up
+_WELCOME = b"\x01"
+
+
+class Door(NamedTuple):
+    """Where a member listens, and the key (32 bytes) that opens it."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Exchange:
+    """The connections of one member. Made unconnected; ``gather`` is for one thread, ``abort`` for any."""
+
+    def __init__(self, rank: int, size: int, name: str, ip: str) -> None:
+        """Listens at ``ip`` from now on. OSError: it cannot."""
+        self.rank, self.size, self.name = rank, size, name
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._links: dict[int, socket.socket] = {}
+        self._open: list[socket.socket] = []
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        self._listener = socket.create_server((ip, 0), family=family, backlog=MEMBERS_MAX)
+        self.door = Door(ip, int(self._listener.getsockname()[1]), secrets.token_bytes(32))
+
+    def __repr__(self) -> str:
+        return f"<Exchange {self.name} rank {self.rank}, {len(self._links)} of {self.size - 1} peers>"
+
+    def connect(self, doors: Sequence[Door], deadline: Deadline) -> None:
+        """To everybody: those of a lower rank are called, in order, those of a higher one call us; so nobody waits in a
+        circle. ``doors``: by rank. Raises WireError, DeadlineError."""
+        try:
+            for peer, door in enumerate(doors[: self.rank]):
+                self._links[peer] = self._call(peer, door, deadline)
+            while len(self._links) < self.size - 1:
+                self._accept(deadline)
+        except OSError as error:
+            raise WireError(f"a member cannot be reached: {error.strerror or error}") from None
+        finally:
+            self._listener.close()
+
+    def _call(self, peer: int, door: Door, deadline: Deadline) -> socket.socket:
+        deadline.check()
+        link = self._keep(socket.create_connection((door.host, door.port), deadline.left_s))
+        link.settimeout(None)
+        stream = FrameSocket(link, AUTH_LIMITS)
+        authenticate_client(stream, Secret(door.key), self._identity(self.rank), deadline)
+        while True:  # its welcome: nothing of ours may be read with the handshake
+            deadline.check()
+            with contextlib.suppress(BlockingIOError):
+                if link.recv(1) != _WELCOME:
+                    raise WireError(f"rank {peer} did not take the connection")
+                break
+        stream.set_ticks(_TICK_S, _TICK_S)
+        return link
+
+    def _accept(self, deadline: Deadline) -> None:
+        """One more peer; or a stranger, who is sent away."""
+        self._listener.settimeout(0.1)
+        try:
+            link = self._keep(self._listener.accept()[0])
+        except TimeoutError:
+            deadline.check()
+            with self._lock:
+                if self._aborted:
+                    raise WireError("given up") from None
+            return
+        link.settimeout(None)
+        stream = FrameSocket(link, AUTH_LIMITS)
+        within = Deadline(min(_ANSWER_S, deadline.left_s))
+        try:
+            peer = int(authenticate_server(stream, Secret(self.door.key), self._identity(self.rank), within).slot)
+        except (WireError, DeadlineError):
+            link.close()
+            return
+        if not self.rank < peer < self.size or peer in self._links:
+            link.close()
+            return
+        stream.set_ticks(_TICK_S, _TICK_S)
+        link.sendall(_WELCOME)
+        self._links[peer] = link
+
+    def _identity(self, rank: int) -> Identity:
+        return Identity(purpose="data", role="worker", slot=Slot(rank))
+
+    def _keep(self, link: socket.socket) -> socket.socket:
+        with self._lock:
+            self._open.append(link)
+            aborted = self._aborted
+        if aborted:
+            raise WireError("given up")
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return link
+
+    # ------------------------------------------------------------ use
+
+    def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Everybody's ``values`` (int64, as many at each member, at most ``VALUES_MAX``), by rank. Waits until all have
+        come; ``abort``, here or at a peer, ends that. Raises WireError."""
+        assert len(values) <= VALUES_MAX
+        form = struct.Struct(f"<{len(values)}q")
+        mine = form.pack(*values)
+        try:
+            for link in self._links.values():
+                self._send(link, mine)
+            heard = self._hear(form.size)
+        except OSError as error:
+            raise WireError(f"a member is gone: {error.strerror or error}") from None
+        heard[self.rank] = mine
+        return [form.unpack(heard[rank]) for rank in range(self.size)]
+
+    def _send(self, link: socket.socket, data: bytes) -> None:
+        while data:
+            try:
+                data = data[link.send(data) :]
+            except BlockingIOError:
+                self._check()
+
+    def _hear(self, size: int) -> dict[int, bytes]:
+        """``size`` bytes of each peer, and not more: who is quick has sent the next ones already. Who leaves without
+        a word ends it for all; who leaves after it may have been content: the others' words are on their way then."""
+        poll = select.poll()
+        peers = {link.fileno(): (peer, link) for peer, link in self._links.items()}
+        for fd in peers:
+            poll.register(fd, select.POLLIN)
+        heard: dict[int, bytes] = dict.fromkeys(self._links, b"")
+        missing = len(heard)
+        gone: Deadline | None = None
+        while missing:
+            ready = poll.poll((_TICK_S if gone is None else _LEFT_S) * 1e3)
+            if not ready:
+                self._check()
+            for fd, _ in ready:
+                peer, link = peers[fd]
+                if len(heard[peer]) == size:
+                    poll.unregister(fd)
+                    gone = Deadline(_LEFT_S)
+                    continue
+                more = link.recv(size - len(heard[peer]))
+                if not more:
+                    raise WireError(f"rank {peer} closed its connection")
+                heard[peer] += more
+                if len(heard[peer]) == size:
+                    missing -= 1
+                    poll.register(fd, select.POLLRDHUP)
+            if gone is not None and missing and gone.expired:
+                raise WireError("a member left the group")
+        return heard
+
+    def _check(self) -> None:
+        with self._lock:
+            if self._aborted:
+                raise WireError("given up")
+
+    def abort(self) -> None:
+        """Get whoever waits out of it, here and at the peers. Harmless when repeated."""
+        with self._lock:
+            self._aborted = True
+            links = list(self._open)
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the connections back. Nobody may use them any more."""
+        self.abort()
+        with self._lock:
+            links, self._open = self._open, []
+        for link in (*links, self._listener):
+            link.close()

@@ -1,0 +1,82 @@
+"""Votes over our own connections: what everybody hears, who is let in, and how one gets out of a wait."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from everstep.allreduce.exchange import VALUES_MAX, Exchange
+from everstep.errors import DeadlineError, WireError
+from everstep.net.retry import Deadline
+
+LOOPBACK = "127.0.0.1"
+LONG_S = 30.0
+
+
+def connected(size: int) -> list[Exchange]:
+    members = [Exchange(rank, size, "1.0", LOOPBACK) for rank in range(size)]
+    doors = [m.door for m in members]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda m: m.connect(doors, Deadline(LONG_S)), members))
+    return members
+
+
+def close(members: list[Exchange]) -> None:
+    for member in members:
+        member.close()
+
+
+def test_everybody_hears_everybody_again_and_again() -> None:
+    members = connected(4)
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(50):
+            said = [[m.rank, -(1 << 62), turn, *([7] * (turn % 3))] for m in members]
+            for heard in pool.map(lambda m, said=said: m.gather(said[m.rank]), members):
+                assert [list(row) for row in heard] == said
+        widest = list(pool.map(lambda m: m.gather([m.rank] * VALUES_MAX), members))
+    assert all(rows == [(r,) * VALUES_MAX for r in range(4)] for rows in widest)
+    close(members)
+
+
+def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers() -> None:
+    members = connected(3)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(m.gather, [1]) for m in members[:2])  # the third one never comes
+        members[0].abort()
+        for waiting in (first, second):
+            with pytest.raises(WireError):
+                waiting.result(LONG_S)
+    close(members)
+
+
+def test_strangers_are_sent_away_and_members_still_get_in() -> None:
+    host, guest = (Exchange(rank, 2, "1.0", LOOPBACK) for rank in range(2))
+    stranger = Exchange(1, 2, "1.0", LOOPBACK)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(host.connect, [host.door, guest.door], Deadline(LONG_S))
+        with socket.create_connection((LOOPBACK, host.door.port)) as noise:
+            noise.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))
+            with pytest.raises(WireError):  # it does not know the key
+                stranger.connect([host.door._replace(key=bytes(32)), stranger.door], Deadline(LONG_S))
+            guest.connect([host.door, guest.door], Deadline(LONG_S))
+            waiting.result(LONG_S)
+        rows = pool.submit(host.gather, [1])
+        assert guest.gather([2]) == rows.result(LONG_S) == [(1,), (2,)]
+    close([host, guest, stranger])
+
+
+def test_connecting_ends_when_nobody_comes_and_when_it_is_given_up() -> None:
+    alone = Exchange(0, 2, "1.0", LOOPBACK)
+    with pytest.raises(DeadlineError):
+        alone.connect([alone.door, alone.door], Deadline(0.05))
+    alone.close()
+    other = Exchange(0, 2, "1.0", LOOPBACK)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.connect, [other.door, other.door], Deadline(LONG_S))
+        threading.Timer(0.05, other.abort).start()
+        with pytest.raises(WireError, match="given up"):
+            waiting.result(LONG_S)
+    other.close()
