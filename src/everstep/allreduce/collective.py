@@ -197,6 +197,8 @@ class GlooCollective:
             raise self.error(error) from None
         finally:
             self.waiting_since = 0.0
+            if self.broken and self._exchange is not None:
+                self._exchange.close()
         self._group = group
         if self.broken:  # aborted in the last moment
             self.abort()
