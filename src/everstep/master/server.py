@@ -76,6 +76,7 @@ from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
 from everstep.master.hot import HotKeeper
 from everstep.master.observe import Observer
+from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
@@ -170,6 +171,13 @@ class Master:
         self.stalls = Stalls()
         self.hot = HotKeeper(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
+        self.policy = PolicyKeeper(
+            brain=self.brain,
+            spec=spec,
+            observe=self.observer.observe,
+            window_s=self.observer.windows.short_s,
+            tell=self._tell,
+        )
         self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
@@ -580,6 +588,7 @@ class Master:
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
             self.hot.tick(at)
+            self.policy.tick(at)
             if at - metrics_at >= METRICS_S and self._finish is None:
                 metrics_at = at
                 self._check_fence()
