@@ -39,6 +39,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.shard import Lease, Plan, shard_key
+from seeds import seeds
 
 NODE = NodeId("node0")
 BUCKETS, EPOCHS, SAMPLES, SHARD = 4, 2, 35, 10
@@ -289,7 +290,7 @@ def spec(ps: int) -> JobSpec:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, 60))
 def test_losses_and_checkpoints(seed: int) -> None:
     world = World(seed, 1 + seed % 3)
     world.begin(spec(world.ps))
@@ -300,7 +301,7 @@ def test_losses_and_checkpoints(seed: int) -> None:
     world.heal()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, 60))
 def test_a_resumed_job(seed: int) -> None:
     """The old job ends at any moment; the new one has other numbers of ps, and losses too."""
     old = World(seed, 1 + seed % 3)

@@ -6,7 +6,6 @@ again: ``EVERSTEP_SEED=17 pytest tests/brain/test_ps_chaos.py``.
 
 from __future__ import annotations
 
-import os
 import random
 
 import msgspec
@@ -34,9 +33,9 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.image import Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Mirror, Placement
+from seeds import seeds
 
 NODE = NodeId("node0")
-SEEDS = [int(os.environ["EVERSTEP_SEED"])] if "EVERSTEP_SEED" in os.environ else range(40)
 CODES = ["1+1", "4+1", "4+2", "2+2", "3+1", "0", "1+2"]
 
 
@@ -288,7 +287,7 @@ class World:
 
 
 @pytest.mark.parametrize("parity", CODES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(8, 40))
 def test_ps_chaos(seed: int, parity: str) -> None:
     world = World(seed, parity, parse_code(parity).width + seed % 3)
     world.say(MasterStarted(0.0, Incarnation(1), world.spec))

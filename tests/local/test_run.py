@@ -18,6 +18,7 @@ from everstep.model.member import Role
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.cold
 def test_a_job_trains_to_its_end_and_leaves_nothing(run: Run) -> None:
     run.write(epochs=1, pause_s=0.0)
     code = run.start("--workers", "2", "--ps", "2").wait()

@@ -137,6 +137,7 @@ def networks() -> Iterator[tuple[str, str, str]]:
             subprocess.run(["ip", "netns", "del", ns], capture_output=True)
 
 
+@pytest.mark.cold  # the fork server is in another network
 def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: tuple[str, str, str]) -> None:
     one, two, host = networks
     at = f"{host}:7171"

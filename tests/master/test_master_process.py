@@ -30,7 +30,7 @@ from everstep.net.control import ControlClient
 from everstep.net.rendezvous import master_address, read_master
 from everstep.storage.journal import Journal
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.cold]
 
 NODE = NodeId("node0")
 ONE = Incarnation(1)

@@ -35,7 +35,7 @@ from everstep.net.data import DataClient
 from everstep.net.rendezvous import MasterInfo, write_master
 from everstep.storage.chain import read_chain
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.cold]
 
 Until = Callable[[Callable[[], object]], None]
 ME = Identity(purpose="data", role="worker", slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"))

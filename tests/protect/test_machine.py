@@ -19,6 +19,7 @@ from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
 from everstep.net.messages import Fed, HandOver, Moved, Tail, Want
 from everstep.protect.machine import REST, Ask, Gave, Load, Machine, State, Stuck, Took
 from everstep.protect.streams import Kind, Outgoing, PeerKey, Streams
+from seeds import seeds
 
 # ---------------------------------------------------------------- the toy store
 
@@ -612,7 +613,7 @@ def test_a_bucket_without_any_way_here_is_said() -> None:
     assert "bucket 1" in w.at(1).stuck[0]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(12, 60))
 def test_random_losses_moves_and_a_bad_network(seed: int) -> None:
     r = random.Random(seed)
     k, m = r.choice([(1, 1), (1, 2), (2, 1), (3, 1), (3, 2)])

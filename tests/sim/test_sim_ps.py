@@ -12,8 +12,7 @@ from everstep.sim.mutations import Mutation, catch
 from everstep.sim.mutations_ps import PS_MUTATIONS, storm
 from everstep.sim.scenario import CODES, PS_FAULTS, storm_scenario
 from everstep.sim.store import plus, times
-
-SEEDS = 450
+from seeds import amounts
 
 # Seeds needed from 0 on, as ``python -m everstep.sim --mutations --mix ps`` prints them. If machine, brain or scenarios
 # change, other seeds may be the first: then the whole range is searched.
@@ -53,8 +52,9 @@ def failures(seeds: range) -> list[tuple[int, str]]:
 
 
 @pytest.mark.timeout(600)
-def test_storms_lose_nothing_that_was_promised_and_none_is_stuck() -> None:
-    chunks = [range(i, i + 60) for i in range(0, SEEDS, 60)]
+@pytest.mark.parametrize("seeds", amounts(100, 450))
+def test_storms_lose_nothing_that_was_promised_and_none_is_stuck(seeds: int) -> None:
+    chunks = [range(i, min(i + 25, seeds)) for i in range(0, seeds, 25)]
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         found = [f for some in pool.map(failures, chunks) for f in some]
     assert not found, f"{len(found)} failed; repeat with: python -m everstep.sim --mix ps --seed {found[0][0]} --trace"

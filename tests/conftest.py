@@ -1,0 +1,56 @@
+"""Processes that tests start share one import of torch (see ``forkserver/forkserver.py``)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FORKSERVER = Path(__file__).parent / "forkserver"
+ADDRESS = "EVERSTEP_TEST_FORKSERVER"
+_SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server, once for all workers of pytest-xdist. It imports nothing before it is asked."""
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="everstep-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    address = os.environ[ADDRESS] = f"{folder.name}/sock"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    process = subprocess.Popen(
+        [sys.executable, str(FORKSERVER / "forkserver.py"), str(listener.fileno())],
+        stdin=subprocess.PIPE,  # it ends when this ends
+        env={**os.environ, **_SINGLE_THREADED, "EVERSTEP_RUN_DIR": "-" * 1000},
+        cwd=folder.name,
+        pass_fds=[listener.fileno()],
+    )
+    listener.close()
+
+    def end() -> None:
+        process.kill()
+        process.wait(10)
+        assert process.stdin is not None
+        process.stdin.close()
+
+    config.add_cleanup(end)
+
+
+@pytest.fixture(autouse=True)
+def _fork_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test of real processes starts finds the server, unless it is marked ``cold``."""
+    if request.node.get_closest_marker("cold") or not request.node.get_closest_marker("processes"):
+        monkeypatch.delenv(ADDRESS, raising=False)
+    else:
+        paths = [str(FORKSERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    yield
