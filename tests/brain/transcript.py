@@ -264,7 +264,9 @@ class Story:
                 skipped = _spans(named.get("skipped", ""))
                 return StepsCommitted(at, slot, incarnation, tuple(_committed(text, skipped) for text in plain[1:]))
         silent = tuple(Slot(int(s)) for s in named.get("silent", "").split(",") if s)
-        return GroupStalled(at, slot, incarnation, int(plain[1]), int(plain[2]), 1.5, silent)
+        return GroupStalled(
+            at, slot, incarnation, int(plain[1]), int(plain[2]), float(named.get("waited", 1.5)), silent
+        )
 
     def _lease(self, shard: ShardKey, no: LeaseNo) -> Lease:
         datasets = self.brain.shards.datasets

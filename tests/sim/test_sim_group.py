@@ -19,6 +19,7 @@ CAUGHT: dict[str, int] = {
     "one-line": 1,
     "any-mark-ends": 550,
     "never-stalled": 231,
+    "never-stuck": 126,
     "hold-forgotten": 6,
     "counts-too-much": 1,
     "zombies-welcome": 1,

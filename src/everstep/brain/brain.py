@@ -1010,6 +1010,14 @@ class Brain:
             out += self._gone(silent, e.at, reason, inputs)
             if self.job.over:
                 return [_OK, *out]
+        last, reason = self.groups.stuck(e.worker, e.generation, e.waited_s, e.at)
+        if last is not None:
+            m = last.member
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
+            facts: dict[str, str | int | float | bool] = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            out += self._gone(last, e.at, reason, facts, node_lost=True)  # (not the script's fault)
+            if self.job.over:
+                return [_OK, *out]
         self.groups.stalled(e.generation)
         out += self.groups.settle(e.at)
         group = self.state.groups.group

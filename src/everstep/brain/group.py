@@ -45,6 +45,10 @@ from everstep.policies.stragglers.shares import even
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
 LOST_REMEMBERED = 256
 DONE = "done"  # the reason of who leaves since its script came to its end
+STUCK_S = (
+    10.0  # who has waited for others for so long is stuck (a bucket of gradients takes less, on slow networks too),
+)
+STUCK_TOGETHER_S = 2.0  # and so is the group, where all have said it within this time
 STOP_AFTER_S = 10.0  # for a worker that has left the group to end its script
 
 Inputs = dict[str, str | int | float | bool]
@@ -116,6 +120,9 @@ class Groups(msgspec.Struct, kw_only=True):
     waits. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
+    ``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
+    ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
+    ``ended``: who had to end since, as that had not helped.
     ``blamed``: losses in a row without getting further than ``furthest``. ``splits``: counts versions of splits."""
 
     group: Group | None = None
@@ -140,6 +147,10 @@ class Groups(msgspec.Struct, kw_only=True):
     blamed_at: float = 0.0
     furthest: int = 0
     splits: int = 0
+    stuck: dict[Slot, tuple[int, float]] = {}
+    broken: int = 0
+    broken_step: int = -1
+    ended: list[Slot] = []
 
     def __repr__(self) -> str:
         size = self.group.size if self.group is not None else 0
@@ -315,6 +326,42 @@ class GroupKeeper:
         elif gone:
             self.books.force = "a member waits for one that has left"
 
+    def stuck(self, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[Seat | None, str]:
+        """A member has waited in a group of ``generation``. Where all of that group wait, each for the others, and all
+        are heard, a connection between two of them is dead: they leave that group at once, for one with new
+        connections. Where that does not help, the youngest of them is to end. Returns that one, and why."""
+        books = self.books
+        if books.group is None or waited_s < STUCK_S:
+            return None, ""
+        books.stuck[slot] = (generation, at)
+        waits = [m for m in (*books.group.members, *(x.member for x in books.leavers)) if self._in(m, generation)]
+        for m in waits:
+            where, when = books.stuck.get(m.slot, (0, 0.0))
+            if where != generation or at - when > STUCK_TOGETHER_S:
+                return None, ""
+        if len(waits) < 2:
+            return None, ""
+        books.stuck = {}
+        words = (
+            f"{_workers(len(waits))} wait for each other in step {books.step} for {waited_s:.1f} s, and all are heard"
+        )
+        if books.broken_step != books.step:
+            books.broken_step, books.broken, books.ended = books.step, books.generations, []
+            books.force = f"{words}: a connection is dead, all are made anew"
+            return None, ""
+        if {m.slot for m in waits} <= set(books.ended):
+            books.ended = []
+        # (who came in its place need not be tried again: it is the pair of two others)
+        m = max((m for m in waits if m.slot not in books.ended), key=lambda m: (books.entered[m.slot][1], m.slot))
+        books.ended.append(m.slot)
+        return self.living(m.slot, m.incarnation), f"{words}, also with new connections; it came last"
+
+    def _in(self, m: GroupMember, generation: int) -> bool:
+        """Whether this process, of the newest group or on its way out of one, is in the group of ``generation``."""
+        life, entered = self.books.entered.get(m.slot, (Incarnation(0), 0))
+        left = next((x.generation for x in self.books.leavers if x.member == m), generation + 1)
+        return life == m.incarnation and entered <= generation < left
+
     def ended(self, seat: Seat, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
         books, m = self.books, seat.member
@@ -463,6 +510,7 @@ class GroupKeeper:
             origin=origin,
             split=split,
             lease=lease_no(job.master_incarnation, books.generations),
+            broken=books.broken,
         )
         books.group = msgspec.structs.replace(books.group, joining=self.joining())
         return books.group

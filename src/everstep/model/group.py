@@ -55,9 +55,10 @@ class Split(msgspec.Struct, frozen=True, array_like=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
 
-    A member whose present group has one of ``lost`` leaves it at once, in mid-collective, and meets the others in this
-    one; there they agree on the last committed step. Without a loss the change is planned: the members connect to each
-    other in the background and change over between two steps, all after the same one; nothing is done twice.
+    A member whose present group has one of ``lost`` (or is ``broken``) leaves it at once, in mid-collective, and meets
+    the others in this one; there they agree on the last committed step. Otherwise the change is planned: the members
+    connect to each other in the background and change over between two steps, all after the same one; nothing is done
+    twice.
     """
 
     generation: int
@@ -70,6 +71,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
     origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
     lease: LeaseNo = LeaseNo(0)  # by which its members push to the ps, where there are any
+    broken: int = 0  # nobody gets on in groups up to this generation, though nobody is lost: left at once, too
 
     @property
     def size(self) -> int:
@@ -83,7 +85,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return -1
 
     def broken_by(self, later: Group) -> bool:
-        """Whether ``later`` says that a member of this group is lost."""
+        """Whether ``later`` says that a member of this group is lost, or that nobody gets on in it."""
+        if self.generation <= later.broken:
+            return True
         gone = set(later.lost)
         return any((m.slot, m.incarnation) in gone for m in self.members)
 

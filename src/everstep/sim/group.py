@@ -104,9 +104,15 @@ FAULTS = {
 }
 
 
+DEAD = ("dead connection", "dead pair")
+"""Two members do not reach each other any more, and nobody notices: in their present group; or until one is replaced.
+(Struck in some seeds, beside the others.)"""
+
+
 def group_scenario(seed: int) -> GroupScenario:
     """The scenario of ``seed``."""
     rng = random.Random(f"group {seed}")
+    dead = random.Random(f"dead {seed}")
     second = rng.random() < 0.4
     names = [n for n in FAULTS if second or n not in ("cut node", "kill node")]
     weights = [FAULTS[n] for n in names]
@@ -116,6 +122,8 @@ def group_scenario(seed: int) -> GroupScenario:
     chaos_s = rng.uniform(1.0, 8.0)
     count = rng.randint(0, 12)
     faults = sorted((round(rng.uniform(0.1, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    if seed % 13 == 8:
+        faults = sorted([*faults, (round(dead.uniform(0.1, chaos_s), 3), dead.choice(DEAD))])
     workers = rng.randint(1, 4)
     logical = rng.choice([0, 0, 0, 6])
     return GroupScenario(
@@ -173,7 +181,7 @@ class Ring:
     def __init__(self, sim: GroupSimulation, group: Group) -> None:
         self.sim, self.group = sim, group
         self.there: dict[int, GroupWorker] = {}
-        self.connected = self.broken = False
+        self.connected = self.broken = self.dead = False
         self.broken_by: GroupWorker | None = None
         self.posted: dict[tuple[str, int], dict[int, Any]] = {}
         self.numbers: dict[tuple[int, str], int] = {}
@@ -199,9 +207,14 @@ class Ring:
 
     def _whole(self) -> bool:
         """Every link between two members works."""
-        if not self.sim.net.cut:
+        if self.dead:
+            return False
+        if not self.sim.net.cut and not self.sim.dead_pairs:
             return True
         reaches, there = self.sim.net.reaches, list(self.there.values())
+        names = {worker.name for worker in there}
+        if any(pair <= names for pair in self.sim.dead_pairs):
+            return False
         return all(reaches(a, b) for a in there for b in there if a is not b)
 
     def post(self, kind: str, rank: int, value: Any) -> None:
@@ -752,6 +765,7 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
+        self.dead_pairs: list[set[str]] = []
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
         self.last_cut: tuple[tuple[Mark, int, Split], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
@@ -846,6 +860,10 @@ class GroupSimulation(Simulation):
         elif fault == "cut worker from worker" and len(workers) > 1:
             a, b = rng.sample(workers, 2)
             self.cut(a.name, b.name, rng.random() < 0.5, rng.uniform(0.2, 3.0))
+        elif fault == "dead connection" and worker is not None and worker.ring is not None:
+            worker.ring.dead = worker.ring.group.size > 1
+        elif fault == "dead pair" and len(workers) > 1:
+            self.dead_pairs.append({w.name for w in rng.sample(workers, 2)})
         elif fault == "cut worker off" and worker is not None:
             seconds = rng.uniform(0.3, 6.0)
             for other in [w for w in workers if w is not worker] + [self.master]:

@@ -54,6 +54,10 @@ def _any_mark_is_the_end(self: GroupKeeper, seat: Seat, e: Any) -> bool:
 def _never_stalled(self: GroupKeeper, generation: int) -> None: ...
 
 
+def _never_stuck(self: GroupKeeper, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[None, str]:
+    return None, ""
+
+
 def _hold_forgotten(members: int, least: int) -> str:
     return f"{members} of at least {least} workers" if least > 1 else ""
 
@@ -139,6 +143,7 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch(
         "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
     ),
+    _patch("never-stuck", "members that wait for each other go on waiting", GroupKeeper, "stuck", _never_stuck),
     _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
     _patch("counts-too-much", "samples are counted beyond what was told", Shards, "reach", _counts_repeats),
     _patch("zombies-welcome", "what an older incarnation says counts", Members, "current", _forget_incarnation, _BLIND),
