@@ -96,6 +96,15 @@ def test_a_worker_that_stays_slow_is_restarted_if_there_is_a_place_and_nothing_p
         assert plan is None or not any(isinstance(a, KillRestart) for a in plan.actions), change
 
 
+def test_a_worker_is_restarted_in_its_own_place_once_where_others_are_well() -> None:
+    at_home = job([0.01, 0.01, 0.01, 0.04], places=(NODES[1],))
+    plan, state = nondedicated(at_home, None)
+    assert plan is not None and plan.decision.inputs["place"] == NODES[1] == at_home.workers[3].node
+    _, state = nondedicated(at_home, state)
+    plan, _ = nondedicated(at_home, state)
+    assert plan is not None and isinstance(plan.actions[0], AdjustBatch), "it did not help"
+
+
 def test_a_worker_that_was_slow_for_a_moment_is_not_restarted() -> None:
     seen = job([0.01] * 4)
     short = worker(3, 0.04, 32, (0.01,) * 7 + (0.04,) * 3)

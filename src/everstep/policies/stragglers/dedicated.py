@@ -2,25 +2,31 @@
 
 What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; until
 there are two, the overhead counts as nothing. Where nobody knows what fits into memory, the loader's batch does. A new
-split is asked for only when it is clearly better than the one in force, and worked out only when something has changed.
+split is asked for only when it is clearly better than the one in force, and worked out only when something has changed,
+and while everybody's pace is steady: where it is not, the machines are not dedicated, and equal shares are safer than
+ones that were right a moment ago.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 import msgspec
 
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
-from everstep.model.observation import Observations
+from everstep.model.observation import Observations, WorkerSeen
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
 from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s
+from everstep.policies.stragglers.shares import even
 
 Key = tuple[Slot, Incarnation]
 BETTER = 1.03
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
+STEADY = 5  # sub-windows in a row whose paces must be alike
+UNSTEADY = 1.15
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -71,6 +77,8 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
         return None, State(fits)
     devices = tuple(fits[w.slot, w.incarnation].device(w.memory_batch or seen.loader_batch or w.batch) for w in workers)
     shares = tuple(w.share for w in workers)
+    if not all(map(_steady, workers)):
+        return _back(total, workers), State(fits)
     if shares == state.shares and _alike(devices, state.devices):
         return None, msgspec.structs.replace(state, fits=fits)
     state = State(fits, devices, shares)
@@ -91,6 +99,26 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     accum = {w.slot: p.passes for w, p in zip(workers, best, strict=True)}
     actions = (AdjustBatch(batch=batch), AdjustAccum(accum=accum))
     return Plan(actions=actions, decision=Decision("adjust batches", words, inputs, rejected)), state
+
+
+def _steady(worker: WorkerSeen) -> bool:
+    looks = [h for h in worker.history[-STEADY:] if h > 0]
+    return len(looks) == STEADY and max(looks) < UNSTEADY * min(looks)
+
+
+def _back(total: int, workers: Sequence[WorkerSeen]) -> Plan | None:
+    """To equal shares, where those in force are slower by what was read last."""
+    level = even(total, len(workers))
+    pace = [w.short.per_sample_s or w.long.per_sample_s for w in workers]
+    now_s = max(w.share * p for w, p in zip(workers, pace, strict=True))
+    level_s = max(n * p for n, p in zip(level, pace, strict=True))
+    if now_s < BETTER * level_s:
+        return None
+    inputs: dict[str, str | int | float | bool] = {
+        str(w): f"{p * 1e3:.3g} ms" for w, p in zip(workers, pace, strict=True)
+    }
+    why = Decision("adjust batches", "paces are not steady: equal shares", inputs)
+    return Plan(actions=(AdjustBatch(batch={w.slot: n for w, n in zip(workers, level, strict=True)}),), decision=why)
 
 
 def _alike(a: tuple[Device, ...], b: tuple[Device, ...]) -> bool:

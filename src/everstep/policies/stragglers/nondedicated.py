@@ -46,12 +46,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then."""
+    """``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then.
+    ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
 
     score: float = 0.0
     proposed: dict[Key, int] = {}
     slow: frozenset[Slot] = frozenset()
     slow_ps: frozenset[Slot] = frozenset()
+    in_place: frozenset[tuple[Role, Slot]] = frozenset()
     moved_at: float = float("-inf")
 
 
@@ -145,7 +147,7 @@ def _restart_worker(
     place = _place(seen.places, worst.node, innocent)
     if not place or not restart_pays(len(seen.workers), worst.slowness, settings.restart_s, seen.remaining_s):
         return None, state
-    return _restart(seen, worst, Role.WORKER, place, len(seen.workers), settings), state
+    return _restart(seen, state, worst, Role.WORKER, place, len(seen.workers), settings)
 
 
 def _may_restart(seen: Observations, settings: Settings) -> bool:
@@ -160,7 +162,13 @@ def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str
     return others[0] if others else (node if node in innocent and node in places else "")
 
 
-def _restart(seen: Observations, v: Verdict, role: Role, place: str, members: int, settings: Settings) -> Plan:
+def _restart(
+    seen: Observations, state: State, v: Verdict, role: Role, place: str, members: int, settings: Settings
+) -> tuple[Plan | None, State]:
+    if place == v.node:
+        if (role, v.slot) in state.in_place:
+            return None, state
+        state = msgspec.structs.replace(state, in_place=state.in_place | {(role, v.slot)})
     inputs: Inputs = {
         "slowness": round(v.slowness, 2),
         "slow_share": round(v.slow_share, 2),
@@ -173,7 +181,7 @@ def _restart(seen: Observations, v: Verdict, role: Role, place: str, members: in
     }
     words = f"{role}:{v.slot} takes {v.slowness:.1f} times as long as its peers in {v.slow_share:.0%} of its windows"
     why = Decision("restart", words, inputs, ("keep it: the rest of the job is longer than a restart pays back in",))
-    return Plan(actions=(KillRestart(role=role, slot=v.slot, incarnation=v.incarnation),), decision=why)
+    return Plan(actions=(KillRestart(role=role, slot=v.slot, incarnation=v.incarnation),), decision=why), state
 
 
 # ---------------------------------------------------------------- servers
@@ -201,7 +209,7 @@ def _relieve_server(
     place = _place(seen.places, worst.node, innocent)
     if not place or not restart_pays(len(verdicts), worst.slowness, settings.restart_s, seen.remaining_s):
         return None, state
-    return _restart(seen, worst, Role.PS, place, len(verdicts), settings), state
+    return _restart(seen, state, worst, Role.PS, place, len(verdicts), settings)
 
 
 def relief(
