@@ -15,6 +15,7 @@
 
 #include "arrays.h"
 #include "crc32c.h"
+#include "feed_module.h"
 #include "mirror_module.h"
 #include "route.h"
 #include "rows.h"
@@ -321,6 +322,7 @@ NB_MODULE(_native, m) {
            },
            nb::arg("n_buckets"), nb::arg("seed"))
       .def_prop_ro("n_buckets", &Store::n_buckets)
+      .def("n_tables", &Store::n_tables)
       .def("own", &Store::own, nb::arg("buckets"))
       .def("owned", &Store::owned)
       .def("_declare", &store_declare)
@@ -353,6 +355,7 @@ NB_MODULE(_native, m) {
   bind_contents(store);
   bind_mirror(store);
   bind_gf256(m);
+  bind_feed(m);
 
   m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);

@@ -71,6 +71,11 @@ std::vector<int32_t> Store::owned() const {
   return out;
 }
 
+size_t Store::n_tables() const {
+  std::shared_lock<std::shared_mutex> hold(tables_mutex_);
+  return tables_.size();
+}
+
 const Table& Store::table_of(uint32_t id) const {
   std::shared_lock<std::shared_mutex> hold(tables_mutex_);
   auto found = tables_.find(id);

@@ -81,6 +81,7 @@ class Store {
   uint32_t n_buckets() const { return n_buckets_; }
   size_t dim_of(uint32_t table) const { return table_of(table).dim; }
   size_t state_of(uint32_t table) const { return table_of(table).state; }
+  size_t n_tables() const;
 
   void own(const std::vector<int64_t>& buckets);
   std::vector<int32_t> owned() const;

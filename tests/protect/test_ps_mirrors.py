@@ -142,12 +142,19 @@ class Cluster:
             while owed:
                 assert time.monotonic() < deadline, f"buckets {owed} do not take {self.at}"
                 for slot, p in list(self.ps.items()):
-                    here = [b for b in owed if self.owner[b] == slot]
-                    if here and self.push_to(p, here, parts):
+                    placement = self.placement  # another thread may publish a newer one
+                    here = [b for b in owed if placement.owner[b] == slot]
+                    if here and self.push_to(p, here, parts, placement):
                         owed -= set(here)
             self.at += 1
 
-    def push_to(self, p: Ps, buckets: list[int], parts: list) -> bool:  # type: ignore[type-arg]
+    def push_to(
+        self,
+        p: Ps,
+        buckets: list[int],
+        parts: list,  # type: ignore[type-arg]
+        placement: Placement | None = None,
+    ) -> bool:
         out, body = [], b""
         for spec, ids, grads in parts:
             keys = unique_route(ids, B, spec.id, np.zeros(B, np.int32))[0]
@@ -158,7 +165,7 @@ class Cluster:
             out.append(Part(spec.id, len(keys), len(body), len(body) + 8 * len(keys)))
             body += keys.tobytes() + rows.tobytes()
         token = Token(self.shard, self.at, self.at + 1, LeaseNo(1), p.life, Slot(0), Incarnation(1))
-        request = Push(self.placement.route, token, tuple(out), False, bitmap(buckets, B))
+        request = Push((placement or self.placement).route, token, tuple(out), False, bitmap(buckets, B))
         answer = p.service.handle(request, memoryview(body), None)[0]
         if answer == Pushed(0, 0, fenced=True):
             self.ask_open(p)
@@ -425,7 +432,7 @@ def test_an_unreachable_mirror_holds_acknowledgements_back_and_no_longer_than_th
 
 
 def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_names_it(
-    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+    cluster: Callable[..., Cluster],
 ) -> None:
     c = cluster(3)
     c.mirror([0], 1)
@@ -434,26 +441,18 @@ def test_a_push_that_awaits_a_mirrors_answer_ends_when_the_placement_no_longer_n
     until(c.whole)
     p, stuck = c.ps[Slot(0)], c.ps[Slot(1)]
     p.service.wait_s = 10 * PATIENCE_S
-    reached, go_on = threading.Event(), threading.Event()
-    feed = stuck.service.keeper.feed
-
-    def held(*args: Any) -> Any:
-        reached.set()
-        go_on.wait(PATIENCE_S)
-        return feed(*args)
-
-    monkeypatch.setattr(stuck.service.keeper, "feed", held)
+    stuck.service._inbox.lock((p.slot, p.life))
     batch = [(t, np.arange(5), np.ones((1, 60, t.dim), np.float32)) for t in TABLES]
     push = threading.Thread(target=c.push_to, args=(p, [0], batch))
     push.start()
-    assert reached.wait(PATIENCE_S)
+    until(lambda: p.service.keeper.streams.waits((stuck.slot, stuck.life)))
     c.ps.pop(Slot(1))
     c.mirrors.clear()
     c.owner = [s if s != 1 else Slot(2) for s in c.owner]
     c.publish()
     push.join(PATIENCE_S / 4)
     ended = not push.is_alive()
-    go_on.set()
+    stuck.service._inbox.unlock((p.slot, p.life))
     stuck.end()
     push.join(PATIENCE_S)
     assert ended

@@ -198,6 +198,11 @@ class Store(_native.Store):
         with self._specs_lock:
             return list(self._specs.values())
 
+    def declared(self) -> tuple[int, list[TableSpec]]:
+        """``n_tables()`` (candidates count as well) and the specs, of one moment."""
+        with self._specs_lock:
+            return self.n_tables(), list(self._specs.values())
+
     def tables(self) -> list[int]:
         """Ids of all tables that a bucket's contents lie in: of the specs, and of the candidates of late admission."""
         return [

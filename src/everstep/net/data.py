@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,6 +21,7 @@ from everstep.errors import EverstepError, WireError
 from everstep.model.member import Address
 from everstep.net.arena import Arena, map_arena
 from everstep.net.auth import AUTH_S, Identity, Secret, authenticate_client, authenticate_server
+from everstep.net.feed import decode_feed
 from everstep.net.frames import (
     AUTH_LIMITS,
     DATA_LIMITS,
@@ -33,7 +34,7 @@ from everstep.net.frames import (
     decode_header,
 )
 from everstep.net.log import LineLimit, logger
-from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Taken
+from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Fed, Taken
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect, is_local
 
@@ -58,6 +59,22 @@ class Service(Protocol):
     ) -> tuple[DataAnswer, Sequence[Buffer]]:
         """The answer and the buffers behind it. ``body`` is good until it returns; the buffers until sent."""
         ...
+
+
+class Follower(Protocol):
+    """Reads a connection of a ps in place of its ``FrameSocket``, and takes what goes without saying."""
+
+    def next(self) -> tuple[int, int, bytes, Buffer] | None:
+        """Kind, flags, header and body (good until the next call) of a frame for the service; None: the peer closed the
+        connection. Raises native ``Broken``."""
+        ...
+
+
+@runtime_checkable
+class FollowingService(Protocol):
+    """A service that may have a connection's frames read by somebody else."""
+
+    def follow(self, fd: int, ahead: bytes) -> Follower | None: ...
 
 
 class DataServer:
@@ -141,7 +158,7 @@ class DataServer:
                 self._strangers -= 1
             stream.limits = self._limits
             stream.set_ticks(0.0, 1.0)  # a worker may think as long as it likes between two requests
-            self._converse(stream)
+            self._converse(stream, client)
         except ClosedError:
             pass  # the client left
         except EverstepError as error:
@@ -189,10 +206,16 @@ class DataServer:
 
     # ------------------------------------------------------------ serving
 
-    def _converse(self, stream: FrameSocket) -> None:
+    def _converse(self, stream: FrameSocket, client: Identity) -> None:
         arena: memoryview | None = None
+        follower: Follower | None = None
+        if client.role == "ps" and stream.plain_fd >= 0 and isinstance(self._service, FollowingService):
+            follower = self._service.follow(stream.plain_fd, stream.take_buffered())
         while True:
-            frame = stream.recv()
+            frame = stream.recv() if follower is None else _next_of(follower)
+            if frame.kind == Kind.FEED and follower is not None:
+                self._hand_on(stream, frame)
+                continue
             if frame.kind != Kind.REQUEST:
                 raise WireError(f"unexpected frame of kind {frame.kind}")
             request = decode_header(_request_decoder, frame.header, "request")
@@ -209,6 +232,13 @@ class DataServer:
             stream.send(
                 Kind.ANSWER, _encoder.encode(answer), buffers, deadline=Deadline(_send_s(buffers), "taking the answer")
             )
+
+    def _hand_on(self, stream: FrameSocket, frame: Frame) -> None:
+        """A feed that does not go without saying."""
+        answer, _ = self._handle(decode_feed(frame.header), memoryview(frame.body), None)
+        fed = isinstance(answer, Fed)
+        header = answer.applied if isinstance(answer, Fed) else _encoder.encode(answer)
+        stream.send(Kind.FED if fed else Kind.ANSWER, header, deadline=Deadline(_SEND_S, "taking the answer"))
 
     def _handle(
         self, request: DataRequest, body: memoryview, arena: memoryview | None
@@ -329,6 +359,11 @@ class DataClient:
         return self._receive(into, Deadline(timeout_s, f"an answer of {self.server}"))
 
     @property
+    def plain_fd(self) -> int:
+        """See ``FrameSocket.plain_fd``. Whoever writes and reads there itself does so between two requests."""
+        return self._stream.plain_fd
+
+    @property
     def in_flight(self) -> int:
         """Requests sent whose answers were not received yet."""
         return sum(not ours for ours in list(self._flight))
@@ -412,6 +447,23 @@ class DataClient:
     def __repr__(self) -> str:
         way = "unix" if self.shm else "tcp"
         return f"<DataClient to {_where(self.address)} {way} {'closed' if self.closed else 'open'}>"
+
+
+def answer_of(header: bytes, server: str) -> DataAnswer:
+    """The answer in the header of a frame. WireError: it is none."""
+    return decode_header(_answer_decoder, header, f"answer of {server}")
+
+
+def _next_of(follower: Follower) -> Frame:
+    from everstep.native._native import Broken
+
+    try:
+        found = follower.next()
+    except Broken as error:
+        raise WireError(str(error)) from None
+    if found is None:
+        raise ClosedError("the peer closed the connection")
+    return Frame(*found)
 
 
 def _send_s(buffers: Sequence[Buffer]) -> float:

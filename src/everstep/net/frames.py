@@ -58,10 +58,12 @@ class Kind(IntEnum):
     ORDER = 4
     REQUEST = 5
     ANSWER = 6
+    FEED = 7  # between ps: read and written in C++ (native/wire.h); its checksum does not cover the body
+    FED = 8
 
 
 _KINDS = frozenset(int(k) for k in Kind)
-_CHECKED_KINDS = frozenset((int(Kind.REQUEST), int(Kind.ANSWER)))
+_CHECKED_KINDS = frozenset((int(Kind.REQUEST), int(Kind.ANSWER), int(Kind.FEED), int(Kind.FED)))
 
 
 class Limits(NamedTuple):
@@ -441,6 +443,11 @@ class FrameSocket:
     def take_fd(self) -> int | None:
         """The oldest file descriptor that came along; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
+
+    @property
+    def plain_fd(self) -> int:
+        """The socket's, if what is sent there is sent as it is; else -1."""
+        return self._plain.fileno() if self._plain is not None else -1
 
     def take_buffered(self) -> bytes:
         """What was read ahead and not used; for handing the connection over to a decoder."""

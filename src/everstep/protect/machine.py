@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -65,7 +65,7 @@ from everstep.net.messages import (
     Taken,
     Want,
 )
-from everstep.protect.streams import Batch, Blob, Code, Item, Kind, PeerKey, Streams, SweepTarget
+from everstep.protect.streams import Batch, Blob, Code, Flow, Item, Kind, PeerKey, SweepTarget
 
 REST = BucketId(0xFFFFFFFF)
 """In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""
@@ -306,7 +306,15 @@ class _Sweep(msgspec.Struct):
 class Machine:
     """See the module's docstring. Methods raise InternalError where a promise of the protocol is broken."""
 
-    def __init__(self, slot: Slot, incarnation: Incarnation, port: Port, streams: Streams) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        incarnation: Incarnation,
+        port: Port,
+        streams: Flow,
+        received: MutableMapping[PeerKey, tuple[int, int]] | None = None,
+    ) -> None:
+        """``received``: where to keep how far each sender's stream has come, for who takes entries without us."""
         self.me: PeerKey = (slot, incarnation)
         self.port, self.streams = port, streams
         # ``mirror_apply_many(mirrors, blobs, which)`` of the port, if any: blobs[which[i]] to mirrors[i], in order.
@@ -323,7 +331,8 @@ class Machine:
         self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
         self._sources: dict[BucketId, _Source] = {}
         self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}
-        self._received: dict[PeerKey, tuple[int, int]] = {}  # stream, next number in it
+        # By sender: the stream, and the next number in it.
+        self._received: MutableMapping[PeerKey, tuple[int, int]] = {} if received is None else received
         self._gains: dict[BucketId, _Gain] = {}
         self._loads: set[BucketId] = set()  # images on their way into the store, wanted or not
         self._since: dict[BucketId, int] = {}  # the outbox's ticket when it began to be served
@@ -450,7 +459,8 @@ class Machine:
         for bucket in list(self._goodbyes):
             if not self._alive(self._goodbyes[bucket]):
                 del self._goodbyes[bucket]
-        self._received = {p: n for p, n in self._received.items() if self._alive(p)}
+        for peer in [p for p in self._received if not self._alive(p)]:
+            del self._received[peer]
         self._wishes = {w for w in self._wishes if self._alive(w[0])}
         self._route()
         self.settle()
@@ -578,6 +588,18 @@ class Machine:
             self._tails.pop(bucket, None)
 
     # ------------------------------------------------------------ differences and contents come in
+
+    def followed(self) -> list[tuple[BucketId, PeerKey, list[int]]]:
+        """(bucket, source, mirrors here) of which ``feed`` does nothing with differences, the next in order, but apply
+        them. Good until the machine changes."""
+        placement = self.placement
+        if placement is None:
+            return []
+        return [
+            (bucket, self._sources[bucket].key, ids)
+            for bucket, ids in self._by_bucket.items()
+            if bucket not in self._several and bucket in self._sources and self._alive(self._sources[bucket].key)
+        ]
 
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
         """Entries of a peer's stream. Two of one sender never at once. InternalError: a mirror here is not to be

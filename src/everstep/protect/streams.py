@@ -17,9 +17,9 @@ is done, but ``refused_ticket`` says that nothing up to there may be acknowledge
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from everstep.ids import BucketId, Incarnation, Slot
 
@@ -102,11 +102,29 @@ class _Stream:
         self.confirmed: dict[BucketId, int] = {}  # to be said with the next batch
 
 
+class Flow(Protocol):
+    """What the machine of mirrors needs of ``Streams``, or of their twin in C++ (``protect/carrier.py``)."""
+
+    routes: MutableMapping[BucketId, tuple[PeerKey, ...]]
+
+    @property
+    def done_ticket(self) -> int: ...
+    @property
+    def next_ticket(self) -> int: ...
+    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None: ...
+    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None: ...
+    def end_sweeps(self, bucket: BucketId) -> None: ...
+    def some(self, bucket: BucketId, target: SweepTarget) -> None: ...
+    def send(self, peer: PeerKey, item: Item) -> None: ...
+    def live(self, peers: set[PeerKey], version: int) -> None: ...
+    def owes(self, bucket: BucketId) -> bool: ...
+
+
 class Streams:
     """All streams of one ps. Not thread-safe: the driver holds one lock around it."""
 
     def __init__(self) -> None:
-        self.routes: dict[BucketId, tuple[PeerKey, ...]] = {}
+        self.routes: MutableMapping[BucketId, tuple[PeerKey, ...]] = {}
         self.done_ticket = 0
         self.refused_ticket = -1
         self.next_ticket = 0

@@ -29,6 +29,11 @@ def begin(incarnation: int) -> None:
         _member = slot if int(life) == incarnation else ""
 
 
+def armed(slot: int) -> bool:
+    """Whether this ps is to die at some step."""
+    return _member == f"ps:{slot}"
+
+
 def step(slot: int, name: str) -> None:
     """This ps came to the step ``name``."""
     global _left

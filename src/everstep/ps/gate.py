@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from everstep.native import _native
+
 
 class Gate:
-    """Many holders, or one alone. A waiting exclusive holder keeps new ones out, so it never starves. Not reentrant."""
+    """Many holders, or one alone: the inbox's (native/gate.h), so that what comes from other ps needs no interpreter. A
+    waiting exclusive holder keeps new ones out, so it never starves. Not reentrant."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._inside = 0
-        self._alone = False
+    def __init__(self, inbox: _native.Inbox) -> None:
+        self._inbox = inbox
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        with self._changed:
-            while self._alone:
-                self._changed.wait()
-            self._inside += 1
+        self._inbox.enter()
         try:
             yield
         finally:
-            with self._changed:
-                self._inside -= 1
-                if not self._inside:
-                    self._changed.notify_all()
+            self._inbox.leave()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        with self._changed:
-            while self._alone:
-                self._changed.wait()
-            self._alone = True
-            while self._inside:
-                self._changed.wait()
+        self._inbox.enter_alone()
         try:
             yield
         finally:
-            with self._changed:
-                self._alone = False
-                self._changed.notify_all()
+            self._inbox.leave_alone()

@@ -1,8 +1,12 @@
 """The shell round the machine of mirrors: its locks, its threads, its connections to other ps.
 
 Locks, in this order: the service's *gate* (pushes and feeds share it, whatever changes what is served or mirrored
-holds it alone), then ``lock``, which guards the machine (but for feeds, which have the gate) and the streams. Nobody
-waits for the network with either.
+holds it alone), then ``lock``, which guards the machine (but for feeds, which have the gate). Nobody waits for the
+network with either.
+
+Differences that come as they should never come here: what a push made is brought to the mirrors by ``Carrier.carry``,
+and taken there by ``Follower``, both in C++ and without the interpreter. Here is everything else: contents,
+connections, answers that say no, peers of other nodes (TLS is Python's), and whatever the follower hands on.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +25,8 @@ from numpy.typing import NDArray
 from everstep.errors import EverstepError, InternalError, WireError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement, PsPlace
-from everstep.native import Store
+from everstep.native import Store, _native
+from everstep.net.data import answer_of
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -37,16 +42,16 @@ from everstep.net.messages import (
     Taken,
     Want,
 )
+from everstep.protect.carrier import Carrier, Event, EventKind, Outcome
 from everstep.protect.machine import Action, Ask, Machine
 from everstep.protect.port import Body, StorePort
-from everstep.protect.streams import Batch, Code, Outgoing, PeerKey, Streams
+from everstep.protect.streams import Batch, Code, PeerKey
 from everstep.ps import faults
 from everstep.ps.gate import Gate
 
 FEED_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
 
-TAKE_BYTES = 8 << 20
 SWEEP_AHEAD_BYTES = 8 << 20
 """Contents are put into the streams only while less than this waits there: differences go first."""
 
@@ -65,6 +70,10 @@ logger = logging.getLogger("everstep.ps")
 class Connection(Protocol):
     """The part of ``everstep.net.data.DataClient`` that is used."""
 
+    @property
+    def plain_fd(self) -> int:
+        """The socket's, if what is sent there is sent as it is; else -1."""
+
     def send(self, message: DataRequest, buffers: Sequence[Any] = (), *, timeout_s: float = 30.0) -> None: ...
 
     def receive(self, *, timeout_s: float = 30.0) -> tuple[DataAnswer, memoryview]: ...
@@ -78,18 +87,41 @@ Connect = Callable[[PsPlace], Connection]
 
 
 class _Peer:
-    """A life of a ps (it may be this one) and what leads there. Guarded by the keeper's lock, but that ``link`` and
-    ``told`` belong to who set ``busy``: one thread at a time sends there and takes the answers."""
+    """A life of a ps (it may be this one) and what leads there. ``link`` and ``told`` belong to who has claimed it
+    (``Carrier.claim``): one thread at a time sends there and takes the answers."""
 
-    __slots__ = ("busy", "key", "link", "place", "told", "work")
+    __slots__ = ("key", "link", "place", "told")
 
-    def __init__(self, place: PsPlace, lock: threading.RLock) -> None:
+    def __init__(self, place: PsPlace) -> None:
         self.place = place
         self.key: PeerKey = (place.slot, place.incarnation)
-        self.work = threading.Condition(lock)  # there is something for its thread to do
-        self.busy = False
         self.link: Connection | None = None
         self.told: set[int] = set()  # ids of the tables that it heard of from us
+
+
+class _Received(MutableMapping[PeerKey, tuple[int, int]]):
+    """How far each sender's stream has come; the inbox keeps it."""
+
+    def __init__(self, inbox: _native.Inbox) -> None:
+        self._inbox = inbox
+
+    def __getitem__(self, sender: PeerKey) -> tuple[int, int]:
+        stream, number = self._inbox.received(sender)
+        if stream < 0:
+            raise KeyError(sender)
+        return stream, number
+
+    def __setitem__(self, sender: PeerKey, received: tuple[int, int]) -> None:
+        self._inbox.set_received(sender, received)
+
+    def __delitem__(self, sender: PeerKey) -> None:
+        self._inbox.forget(sender)
+
+    def __iter__(self) -> Iterator[PeerKey]:
+        return iter(self._inbox.senders())
+
+    def __len__(self) -> int:
+        return len(self._inbox.senders())
 
 
 class Keeper:
@@ -105,23 +137,19 @@ class Keeper:
         slot: Slot,
         incarnation: Incarnation,
         gate: Gate,
+        inbox: _native.Inbox,
         do: Callable[[list[Action]], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        self._store, self._gate, self._do, self._on_failure = store, gate, do, on_failure
-        self.streams = Streams()
-        self.machine = Machine(slot, incarnation, StorePort(store), self.streams)
+        self._store, self._gate, self._inbox, self._do, self._on_failure = store, gate, inbox, do, on_failure
+        self.streams = Carrier(store, (slot, incarnation))
+        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox))
         self._slot = slot
         self.lock = threading.RLock()
-        # Who waits is woken for what it waits for, and not before: a thread that wakes in vain costs as much as a
-        # message, and there are as many threads as ps.
         self._changed = threading.Condition(self.lock)  # what is served
-        self._room = threading.Condition(self.lock)  # less waits to be sent
-        self._acks: dict[threading.Condition, int] = {}  # of who waits for a ticket to be done
         self._peers: dict[PeerKey, _Peer] = {}
         self._contents = threading.Condition(self.lock)  # there are contents to be read
         self._asks: list[Ask] = []
-        self._senders: dict[PeerKey, threading.Lock] = {}
         self._connect: Connect | None = None
         self._threads: dict[PeerKey | str, threading.Thread] = {}
         self._closing = False
@@ -152,23 +180,14 @@ class Keeper:
                 self._do(self.machine.take_actions())
                 self.whole = self.machine.answering
                 self._asks = self.machine.asks()
-                self._wake_all()
-
-    def _wake_all(self) -> None:
-        """``lock`` is held."""
-        for condition in (
-            self._changed,
-            self._room,
-            self._contents,
-            *self._acks,
-            *(p.work for p in self._peers.values()),
-        ):
-            condition.notify_all()
+                self._inbox.publish(self.machine.version, self.machine.followed())
+                self._changed.notify_all()
+                self._wake_peers()
 
     def _wake_peers(self) -> None:
         """There is something to ask, or a row to send. ``lock`` is held."""
-        for condition in (self._contents, *(p.work for p in self._peers.values())):
-            condition.notify_all()
+        self._contents.notify_all()
+        self.streams.native.poke_all()
 
     def place(self, placement: Placement) -> None:
         with self.transition() as machine:
@@ -216,82 +235,67 @@ class Keeper:
 
     def room(self, deadline: float) -> bool:
         """Wait until not too much is unsent; False: it still is."""
-        if self._store.outbox_bytes() + self.streams.waiting_bytes <= UNSENT_BYTES:
-            return True
-        with self._room:
-            while self._store.outbox_bytes() + self.streams.waiting_bytes > UNSENT_BYTES:
-                if not self._pause(self._room, deadline):
-                    return False
-        return True
+        return self.streams.native.room(UNSENT_BYTES, max(0.0, deadline - time.monotonic()))
 
-    def drain(self, tell: bool = True) -> None:
-        """Deal out what the outbox holds. ``tell``: have the peers' threads send it."""
-        with self.lock:
-            while True:
-                first, entries, data = self._store.take_outbox(TAKE_BYTES)
-                if not entries:
-                    return
-                whole = memoryview(data)  # type: ignore[arg-type]  # an ndarray is a buffer
-                told = self.streams.append(
-                    first,
-                    [
-                        Outgoing(BucketId(bucket), seq, kind, whole[at : at + size], size)
-                        for bucket, seq, kind, at, size in entries
-                    ],
-                )
-                for key in told & self._peers.keys() if tell else ():
-                    self._peers[key].work.notify()
+    def drain(self) -> None:
+        """Deal out what the outbox holds, and have the peers' threads send it."""
+        self.streams.native.drain(True)
 
     def confirmed(self, before: int, after: int, deadline: float) -> bool:
         """Wait until all mirrors have what the outbox held up to ticket ``after``, and what was there before (a push
         may repeat what the bucket's old owner applied). False: too late, or a mirror refused something from ``before``
         on."""
-        self._carry(deadline)
-        with self.lock:
-            if self.streams.done_ticket < after or self.streams.levelling:
-                mine = threading.Condition(self.lock)
-                self._acks[mine] = after
-                try:
-                    while self.streams.done_ticket < after or self.streams.levelling:
-                        if not self._pause(mine, deadline):
-                            return False
-                finally:
-                    del self._acks[mine]
-            return self.streams.refused_ticket < before
+        while True:
+            left = deadline - time.monotonic()
+            outcome, events = self.streams.carry(before, after, max(0.0, left))
+            if outcome is not Outcome.EVENTS:
+                return outcome is Outcome.CONFIRMED
+            self._see_to(events, left)
 
-    def _carry(self, deadline: float) -> None:
-        """Deal out what the outbox holds and send it where nobody is sending: who waits for an answer anyway does it
-        with fewer changes of threads than any other way."""
+    def _see_to(self, events: Sequence[Event], timeout_s: float) -> None:
+        """Of peers that are claimed for us."""
         with self.lock:
-            self.drain(tell=False)
-            flying: list[tuple[_Peer, Batch]] = []
-            for peer in self._peers.values():
-                if peer.busy or not self.streams.waits(peer.key):
+            known = [(self._peers.get(e.peer), e) for e in events]
+        sent: list[tuple[_Peer, Batch]] = []
+        try:
+            for peer, event in known:
+                if peer is None or (peer.link is None and event.kind is not EventKind.BROKEN):
                     continue
-                if peer.link is None or not self._is_placed(peer.key):
-                    peer.work.notify()
-                    continue
-                batch = self.streams.batch(peer.key, FEED_BYTES)
-                assert batch is not None
-                peer.busy = True
-                flying.append((peer, batch))
-        sent = [(peer, batch) for peer, batch in flying if self._attempt(self._send, peer, batch)]
-        for peer, batch in sent:
-            self._attempt(self._take_answer, peer, batch, max(0.1, deadline - time.monotonic()))
-        with self.lock:
-            for peer, _ in flying:
-                peer.busy = False
-                if self.streams.waits(peer.key) or any(a.peer == peer.key for a in self._asks):
-                    peer.work.notify()
+                match event.kind:
+                    case EventKind.YOURS:
+                        batch = self.streams.batch(peer.key, FEED_BYTES)
+                        if batch is not None and self._attempt(self._send, peer, batch):
+                            sent.append((peer, batch))
+                    case EventKind.BROKEN:
+                        self._cut(peer)
+                    case _:
+                        self._attempt(self._hear, peer, event)
+            for peer, batch in sent:
+                self._attempt(self._take_answer, peer, batch, max(0.1, timeout_s))
+        finally:
+            for event in events:
+                self.streams.native.release(event.peer)
+
+    def _hear(self, peer: _Peer, event: Event) -> None:
+        if event.kind is EventKind.CODES:
+            self._judged(peer, event.first, event.payload)
+        else:
+            self._answered(peer, event.first, None, answer_of(event.payload, f"ps:{peer.key[0]}"))
+
+    def _cut(self, peer: _Peer) -> None:
+        """Its connection does not hold. The peer's thread makes another, and sends again what is owed."""
+        self.streams.native.unlink(peer.key)
+        if peer.link is not None:
+            peer.link.close()
+            peer.link = None
+        self.streams.native.poke(peer.key)
 
     def _attempt(self, what: Callable[..., None], peer: _Peer, *args: Any) -> bool:
         """False: the connection did not hold; what it was to bring is sent again by the peer's thread."""
         try:
             what(peer, *args)
         except EverstepError:
-            if peer.link is not None:
-                peer.link.close()
-            peer.link = None
+            self._cut(peer)
             return False
         except Exception as error:
             self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
@@ -309,11 +313,13 @@ class Keeper:
                     self._store.declare(spec)
         blobs = Body(body, [e.size_bytes for e in request.entries])
         sender = (request.sender, request.incarnation)
-        with self.lock:
-            one_at_a_time = self._senders.setdefault(sender, threading.Lock())
         try:
-            with self._gate.shared(), one_at_a_time:
-                answer = self.machine.feed(request, blobs)
+            with self._gate.shared():
+                self._inbox.lock(sender)
+                try:
+                    answer = self.machine.feed(request, blobs)
+                finally:
+                    self._inbox.unlock(sender)
         except InternalError as error:
             self._on_failure(str(error))
             raise
@@ -361,7 +367,9 @@ class Keeper:
     def close(self, timeout_s: float = 2.0) -> None:
         with self._changed:
             self._closing = True
-            self._wake_all()
+            self._changed.notify_all()
+            self._contents.notify_all()
+            self.streams.native.stop()
             threads = list(self._threads.values())
         deadline = time.monotonic() + timeout_s
         for thread in threads:
@@ -378,7 +386,7 @@ class Keeper:
             for place in placement.servers:
                 key = (place.slot, place.incarnation)
                 if key not in self._threads:
-                    peer = self._peers[key] = _Peer(place, self.lock)
+                    peer = self._peers[key] = _Peer(place)
                     name = f"everstep-to-ps-{place.slot}"
                     self._threads[key] = threading.Thread(target=self._serve_peer, args=(peer,), name=name, daemon=True)
                     self._threads[key].start()
@@ -386,9 +394,7 @@ class Keeper:
     def _drain_for_ever(self) -> None:
         """Who pushes drains for itself, all its buckets at once; this is for what nobody waits for."""
         while not self._closing:
-            if self._store.wait_outbox(_LOOK_S):
-                time.sleep(_IDLE_DRAIN_S)
-                self.drain()
+            self.streams.native.drain_idle(_LOOK_S, _IDLE_DRAIN_S)
 
     def _sweep_for_ever(self) -> None:
         while not self._closing:
@@ -406,8 +412,7 @@ class Keeper:
         try:
             if not self.machine.sweep():
                 return False
-            for peer in self._peers.values():
-                peer.work.notify()
+            self.streams.native.poke_all()
             return True
         except Exception as error:
             self._on_failure(f"ps:{self._slot} cannot read its buckets: {type(error).__name__}: {error}")
@@ -417,105 +422,121 @@ class Keeper:
 
     def _serve_peer(self, peer: _Peer) -> None:
         """Ask this life, and send it what it is owed and nobody else brings, until it is gone from the placement."""
-        wait_s, ask_at, failures = _ASK_AGAIN_S, 0.0, 0
+        wait_s, ask_at, failures, pause_s = _ASK_AGAIN_S, 0.0, 0, 0.0
+        streams = self.streams.native
         try:
             while True:
+                streams.wait(peer.key, pause_s)
                 with self.lock:
-                    batch, asks = self._next(peer, ask_at)
-                    if batch is None and not asks:
-                        if self._closing or not self._is_placed(peer.key):
-                            return
-                        left = ask_at - time.monotonic()
-                        peer.work.wait(left if 0 < left < _LOOK_S else _LOOK_S)
-                        continue
-                    peer.busy = True
+                    if self._closing or not self._is_placed(peer.key):
+                        return
+                    left = ask_at - time.monotonic()
+                    asks = [a for a in self._asks if a.peer == peer.key]
+                pause_s = left if asks and 0 < left < _LOOK_S else _LOOK_S
+                asks = asks if left <= 0 else []
+                if (not asks and not streams.waits(peer.key)) or not streams.claim(peer.key):
+                    continue
                 try:
                     if peer.key != self.machine.me and peer.link is None:
-                        assert self._connect is not None
-                        peer.link, peer.told = self._connect(peer.place), set()
-                    if batch is not None:
-                        self._feed(peer, batch)
+                        self._link(peer)
+                    self._feed(peer)
                     moved = [self._ask(peer.link, ask) for ask in asks]
-                    failures = 0
+                    failures, pause_s = 0, 0.0
                     if asks:
                         wait_s = min(wait_s * 2, _ASK_AGAIN_MAX_S) if all(moved) else _ASK_AGAIN_S
                         ask_at = time.monotonic() + wait_s
                 except EverstepError as error:
-                    if peer.link is not None:
-                        peer.link.close()
-                        peer.link = None
+                    self._cut(peer)
                     failures += 1
+                    pause_s = min(0.02 * 2 ** min(failures, 5), 0.5)
                     if failures > 3:
                         self._limit.warning(f"ps:{peer.key[0]} #{peer.key[1]} cannot be reached: {error}")
                 finally:
-                    with self.lock:
-                        peer.busy = False
-                with self.lock:
-                    if failures and peer.key != self.machine.me:
-                        if self._closing or not self._is_placed(peer.key):
-                            return
-                        peer.work.wait(min(0.02 * 2 ** min(failures, 5), 0.5))
+                    streams.release(peer.key)
+                if failures and peer.key != self.machine.me:
+                    self._pause_link(pause_s)
+                    pause_s = 0.0
         except Exception as error:
             logger.exception("the stream to ps:%s failed", peer.key[0])
             self._on_failure(f"the stream to ps:{peer.key[0]} failed: {type(error).__name__}: {error}")
         finally:
+            streams.unlink(peer.key)
             if peer.link is not None:
                 peer.link.close()  # a push that waits for an answer from there waits no longer
+            streams.forget(peer.key)
 
-    def _next(self, peer: _Peer, ask_at: float) -> tuple[Batch | None, list[Ask]]:
-        if peer.busy or self._closing or not self._is_placed(peer.key):
-            return None, []
-        asks = [a for a in self._asks if a.peer == peer.key] if time.monotonic() >= ask_at else []
-        return self.streams.batch(peer.key, FEED_BYTES), asks
+    def _link(self, peer: _Peer) -> None:
+        assert self._connect is not None
+        peer.link, peer.told = self._connect(peer.place), set()
+        # A death that a drill wants between two messages is counted in Python.
+        fd = -1 if faults.armed(self._slot) else peer.link.plain_fd
+        self.streams.native.link(peer.key, fd, 0)
+
+    def _pause_link(self, pause_s: float) -> None:
+        with self._changed:
+            if not self._closing:
+                self._changed.wait(pause_s)
 
     def _is_placed(self, key: PeerKey) -> bool:
         placement = self.machine.placement
         return placement is not None and any((s.slot, s.incarnation) == key for s in placement.servers)
 
-    def _feed(self, peer: _Peer, batch: Batch) -> None:
+    def _feed(self, peer: _Peer) -> None:
+        """One batch, to a peer that is claimed. EverstepError: the connection does not hold."""
         if peer.link is not None:
-            self._send(peer, batch)
-            self._take_answer(peer, batch, _ANSWER_S)
+            for event in self.streams.flight(peer.key, _ANSWER_S):
+                match event.kind:
+                    case EventKind.YOURS:
+                        batch = self.streams.batch(peer.key, FEED_BYTES)
+                        if batch is not None:
+                            self._send(peer, batch)
+                            self._take_answer(peer, batch, _ANSWER_S)
+                    case EventKind.BROKEN:
+                        raise WireError(event.payload.decode(errors="replace"))
+                    case _:
+                        self._hear(peer, event)
             return
-        with self.lock:
-            request = self.machine.feed_of(batch)
-        self._answered(peer, batch, self._feed_ourselves(request, batch))
+        batch = self.streams.batch(peer.key, FEED_BYTES)
+        if batch is not None:
+            with self.lock:
+                request = self.machine.feed_of(batch)
+            self._answered(peer, batch.first, batch, self._feed_ourselves(request, batch))
 
     def _send(self, peer: _Peer, batch: Batch) -> None:
         assert peer.link is not None
         with self.lock:
             request = self.machine.feed_of(batch)
-        specs = self._store.specs()
+        tables, specs = self._store.declared()
         if len(specs) > len(peer.told):
             request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.told))
         faults.step(self._slot, "before_send")
         peer.link.send(request, [i.blob for i in batch.items], timeout_s=_ANSWER_S)
         faults.step(self._slot, "after_send")
         peer.told.update(spec.id for spec in request.tables)
+        self.streams.native.told(peer.key, tables)
 
     def _take_answer(self, peer: _Peer, batch: Batch, timeout_s: float) -> None:
         assert peer.link is not None
         answer, _ = peer.link.receive(timeout_s=min(timeout_s, _ANSWER_S))
-        self._answered(peer, batch, answer)
+        self._answered(peer, batch.first, batch, answer)
 
-    def _answered(self, peer: _Peer, batch: Batch, answer: DataAnswer) -> None:
+    def _answered(self, peer: _Peer, first: int, batch: Batch | None, answer: DataAnswer) -> None:
         if isinstance(answer, Moved):
             time.sleep(_ASK_AGAIN_S)  # it does not know our placement yet
             return
-        if not isinstance(answer, Fed) or len(answer.applied) != len(batch.items):
+        if batch is None or not isinstance(answer, Fed) or len(answer.applied) != len(batch.items):
             error = answer.error if isinstance(answer, Bad) else f"{answer!r}"
             raise WireError(f"ps:{peer.key[0]} does not take our differences: {error}")
-        if Code.REFUSED in answer.applied or Code.GAP in answer.applied:
+        self._judged(peer, first, answer.applied)
+
+    def _judged(self, peer: _Peer, first: int, codes: bytes) -> None:
+        """A code for each entry from number ``first`` of the stream on."""
+        if Code.REFUSED in codes or Code.GAP in codes:
             with self.transition() as machine:
-                for bucket, ticket in self.streams.answered(peer.key, batch.first, answer.applied).items():
+                for bucket, ticket in self.streams.answered(peer.key, first, codes).items():
                     machine.refused(bucket, ticket)
             return
-        with self.lock:
-            self.streams.answered(peer.key, batch.first, answer.applied)
-            self._room.notify_all()
-            for waiting, ticket in self._acks.items():
-                if ticket <= self.streams.done_ticket and not self.streams.levelling:
-                    waiting.notify()
+        self.streams.answered(peer.key, first, codes)
 
     def _feed_ourselves(self, request: Feed, batch: Batch) -> Fed | Moved:
         with self._gate.shared():

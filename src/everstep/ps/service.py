@@ -31,7 +31,7 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
 from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
-from everstep.native import Recovering, Store, bitmap_buckets
+from everstep.native import Recovering, Store, _native, bitmap_buckets
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -123,7 +123,8 @@ class PsService:
         self.on_gave: Callable[[BucketId], None] | None = None
         self._audit_path = audit
         self._cut_every_s = cut_every_s
-        self._gate = Gate()
+        self._inbox = _native.Inbox(store)
+        self._gate = Gate(self._inbox)
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._pushed = threading.Condition()  # a push was applied
         self._lock = threading.Lock()  # of what follows
@@ -136,7 +137,7 @@ class PsService:
         self.load_of = BucketLoad(store.n_buckets)
         self.meter = Meter()
         self.drag = Drag()
-        self.keeper = Keeper(store, slot, incarnation, self._gate, self._carry_out, self._fail)
+        self.keeper = Keeper(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
 
     @classmethod
     def create(
@@ -323,6 +324,10 @@ class PsService:
             self.on_failure(why)
 
     # ------------------------------------------------------------ requests
+
+    def follow(self, fd: int, ahead: bytes) -> _native.Follower | None:
+        """What reads a connection of another ps, and takes what it can; None: that is ``handle``'s alone."""
+        return None if faults.armed(self.slot) else _native.Follower(self._inbox, fd, ahead)
 
     def handle(self, request: DataRequest, body: memoryview, arena: memoryview | None) -> Reply:
         """Answer one request. ``body``: what came behind its header; ``arena``: the connection's shared memory.
@@ -515,7 +520,7 @@ class PsService:
     def _confirm(self, before: int, buckets: bytes, version: int, deadline: float) -> bool:
         """Wait until the mirrors have what was in the outbox. False: that can not be said."""
         after = self.store.outbox_ticket()
-        if after == self.keeper.streams.done_ticket and not self.keeper.streams.levelling:
+        if self.keeper.streams.is_done(after):
             return True
         if not self.acked:
             self.keeper.drain()

@@ -1,0 +1,220 @@
+// The Python face of carrier.h, inbox.h and wire.h: everstep/protect/carrier.py. Whatever waits does so without the GIL.
+#include "feed_module.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unordered_map.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+
+#include "carrier.h"
+#include "inbox.h"
+
+namespace everstep {
+namespace {
+
+using free_gil = nb::call_guard<nb::gil_scoped_release>;
+using Target = std::tuple<PeerKey, int64_t, int64_t>;  // streams.SweepTarget
+
+SweepTarget target_of(const Target& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t)}; }
+
+// A copy of bytes that Python has.
+OutItem item_of(int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep, nb::handle blob) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(blob.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+  auto held = std::make_shared<std::vector<uint8_t>>(static_cast<uint8_t*>(view.buf),
+                                                     static_cast<uint8_t*>(view.buf) + view.len);
+  PyBuffer_Release(&view);
+  OutItem item;
+  item.bucket = uint32_t(bucket);
+  item.seq = seq;
+  item.kind = kind;
+  item.mirror = mirror;
+  item.sweep = sweep;
+  item.data = held->data();
+  item.bytes = held->size();
+  item.hold = std::move(held);
+  return item;
+}
+
+nb::object batch(Carrier& c, PeerKey peer, size_t max_bytes, size_t max_items) {
+  Carrier::Batch b;
+  if (!c.batch(peer, max_bytes, max_items, b)) return nb::none();
+  nb::list items;
+  for (const OutItem& i : b.items) {
+    auto* held = new std::shared_ptr<const void>(i.hold);
+    nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<const void>*>(p); });
+    nb::ndarray<nb::numpy, uint8_t> data(const_cast<uint8_t*>(i.data), {i.bytes}, owner);
+    items.append(nb::make_tuple(i.ticket, i.bucket, i.seq, i.kind, i.mirror, i.sweep, data, i.bytes));
+  }
+  return nb::make_tuple(b.stream, b.first, items, b.confirmed);
+}
+
+nb::list events_of(const std::vector<Carrier::Event>& events) {
+  nb::list out;
+  for (const Carrier::Event& e : events)
+    out.append(nb::make_tuple(e.peer, int(e.kind), e.first, nb::bytes(e.payload.data(), e.payload.size())));
+  return out;
+}
+
+nb::tuple carry(Carrier& c, int64_t before, int64_t after, double timeout_s) {
+  std::vector<Carrier::Event> events;
+  Carrier::Outcome outcome;
+  {
+    nb::gil_scoped_release free;
+    outcome = c.carry(before, after, timeout_s, events);
+  }
+  return nb::make_tuple(int(outcome), events_of(events));
+}
+
+nb::list flight(Carrier& c, PeerKey peer, double timeout_s) {
+  std::vector<Carrier::Event> events;
+  {
+    nb::gil_scoped_release free;
+    c.flight(peer, timeout_s, events);
+  }
+  return events_of(events);
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> counts(Carrier& c) {
+  const Carrier::Counts n = c.counts();
+  return {n.done_ticket, n.refused_ticket, n.next_ticket, n.sweep_bytes, n.waiting_bytes, n.levelling};
+}
+
+// One connection of a ps: its frames, but for the feeds that go without saying, which are applied and answered.
+class Follower {
+ public:
+  Follower(Inbox& inbox, int fd, nb::bytes ahead) : inbox_(inbox), socket_(fd), reader_(socket_, bytes_of(ahead)) {}
+
+  // (kind, flags, header, body); None: the peer closed the connection. Broken.
+  nb::object next() {
+    {
+      nb::gil_scoped_release free;
+      for (;;) {
+        if (!reader_.next(frame_, [] {})) {
+          closed_ = true;
+          break;
+        }
+        if (frame_.kind != wire::kFeed || !inbox_.follow(frame_, codes_)) break;
+        const wire::Preamble start = wire::preamble(wire::kFed, codes_.data(), codes_.size(), 0);
+        std::vector<iovec> parts{{const_cast<wire::Preamble*>(&start), sizeof(start)}};
+        if (!codes_.empty()) parts.push_back({codes_.data(), codes_.size()});
+        socket_.send(parts, [] {});
+      }
+    }
+    if (closed_) return nb::none();
+    nb::bytes header(frame_.header.data(), frame_.header.size());
+    nb::ndarray<nb::numpy, uint8_t> body(frame_.body, {frame_.body_bytes}, nb::find(this));
+    return nb::make_tuple(int(frame_.kind), int(frame_.flags), header, body);
+  }
+
+ private:
+  Inbox& inbox_;
+  wire::Socket socket_;
+  wire::Reader reader_;
+  wire::Frame frame_;
+  std::vector<uint8_t> codes_;
+  bool closed_ = false;
+};
+
+void enter(Inbox& i) {
+  if (i.gate().try_enter()) return;
+  nb::gil_scoped_release free;
+  i.gate().enter();
+}
+
+}  // namespace
+
+void bind_feed(nb::module_& m) {
+  nb::exception<Broken>(m, "Broken");
+  nb::class_<Inbox>(m, "Inbox")
+      .def(nb::init<Store&>(), nb::arg("store"), nb::keep_alive<1, 2>())
+      .def("enter", &enter)
+      .def("leave", [](Inbox& i) { i.gate().leave(); })
+      .def("enter_alone", [](Inbox& i) { i.gate().enter_alone(); }, free_gil())
+      .def("leave_alone", [](Inbox& i) { i.gate().leave_alone(); })
+      .def("publish",
+           [](Inbox& i, int64_t version,
+              const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>>>& sources) {
+             std::unordered_map<uint32_t, Inbox::Source> by_bucket;
+             for (auto& [bucket, sender, mirrors] : sources) by_bucket[bucket] = Inbox::Source{sender, mirrors};
+             i.publish(version, std::move(by_bucket));
+           },
+           nb::arg("version"), nb::arg("sources"))
+      .def("received", &Inbox::received, nb::arg("sender"))
+      .def("set_received", &Inbox::set_received, nb::arg("sender"), nb::arg("next"))
+      .def("forget", &Inbox::forget, nb::arg("sender"))
+      .def("senders", &Inbox::senders)
+      .def("lock", [](Inbox& i, PeerKey sender) { i.one_at_a_time(sender).lock(); }, nb::arg("sender"), free_gil())
+      .def("unlock", [](Inbox& i, PeerKey sender) { i.one_at_a_time(sender).unlock(); }, nb::arg("sender"));
+  nb::class_<Follower>(m, "Follower")
+      .def(nb::init<Inbox&, int, nb::bytes>(), nb::arg("inbox"), nb::arg("fd"), nb::arg("ahead"), nb::keep_alive<1, 2>())
+      .def("next", &Follower::next);
+  nb::class_<Carrier>(m, "Carrier")
+      .def("__init__", [](Carrier* self, Store& store, PeerKey me) { new (self) Carrier(store, me); }, nb::arg("store"),
+           nb::arg("me"), nb::keep_alive<1, 2>())
+      .def("set_route", &Carrier::set_route, nb::arg("bucket"), nb::arg("peers"), free_gil())
+      .def("set_version", &Carrier::set_version, nb::arg("version"), free_gil())
+      .def("sweep",
+           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
+             std::vector<SweepTarget> all;
+             for (const Target& t : targets) all.push_back(target_of(t));
+             c.sweep(bucket, from_ticket, all);
+           },
+           nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("targets"))
+      .def("widen",
+           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const Target& t) {
+             c.widen(bucket, from_ticket, target_of(t));
+           },
+           nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("target"))
+      .def("end_sweeps", &Carrier::end_sweeps, nb::arg("bucket"))
+      .def("some", [](Carrier& c, uint32_t bucket, const Target& t) { c.some(bucket, target_of(t)); },
+           nb::arg("bucket"), nb::arg("target"))
+      .def("append",
+           [](Carrier& c, int64_t first, nb::list entries) {
+             std::vector<OutItem> items;
+             for (nb::handle e : entries)
+               items.push_back(item_of(nb::cast<int64_t>(e[0]), nb::cast<int64_t>(e[1]), nb::cast<int>(e[2]), 0, 0,
+                                       e[3]));
+             return c.append(first, items);
+           },
+           nb::arg("first_ticket"), nb::arg("entries"))
+      .def("send",
+           [](Carrier& c, PeerKey peer, int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep,
+              nb::handle blob) { c.send(peer, item_of(bucket, seq, kind, mirror, sweep, blob)); },
+           nb::arg("peer"), nb::arg("bucket"), nb::arg("seq"), nb::arg("kind"), nb::arg("mirror"), nb::arg("sweep"),
+           nb::arg("blob"))
+      .def("batch", &batch, nb::arg("peer"), nb::arg("max_bytes"), nb::arg("max_items"))
+      .def("waits", &Carrier::waits, nb::arg("peer"))
+      .def("answered",
+           [](Carrier& c, PeerKey peer, int64_t first, nb::bytes codes) {
+             std::vector<std::pair<int64_t, int64_t>> out;
+             for (auto& pair : c.answered(peer, first, bytes_of(codes))) out.emplace_back(pair);
+             return out;
+           },
+           nb::arg("peer"), nb::arg("first"), nb::arg("codes"))
+      .def("live", &Carrier::live, nb::arg("peers"), nb::arg("version"))
+      .def("peers", &Carrier::peers)
+      .def("owes", &Carrier::owes, nb::arg("bucket"))
+      .def("counts", &counts)
+      .def("link", &Carrier::link, nb::arg("peer"), nb::arg("fd"), nb::arg("told"))
+      .def("told", &Carrier::told, nb::arg("peer"), nb::arg("tables"))
+      .def("unlink", &Carrier::unlink, nb::arg("peer"))
+      .def("claim", &Carrier::claim, nb::arg("peer"))
+      .def("release", &Carrier::release, nb::arg("peer"))
+      .def("poke", &Carrier::poke, nb::arg("peer"))
+      .def("poke_all", &Carrier::poke_all)
+      .def("wait", &Carrier::wait, nb::arg("peer"), nb::arg("timeout_s"), free_gil())
+      .def("forget", &Carrier::forget, nb::arg("peer"))
+      .def("stop", &Carrier::stop)
+      .def("drain", &Carrier::drain, nb::arg("tell"), free_gil())
+      .def("drain_idle", &Carrier::drain_idle, nb::arg("time_s"), nb::arg("idle_s"), free_gil())
+      .def("carry", &carry, nb::arg("before"), nb::arg("after"), nb::arg("timeout_s"))
+      .def("flight", &flight, nb::arg("peer"), nb::arg("timeout_s"))
+      .def("room", &Carrier::room, nb::arg("limit"), nb::arg("timeout_s"), free_gil());
+}
+
+}  // namespace everstep

@@ -1,0 +1,11 @@
+// Differences between ps: what is owed, who brings it, what takes it.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "arrays.h"
+
+namespace everstep {
+
+void bind_feed(nb::module_& m);
+
+}  // namespace everstep

@@ -1,0 +1,88 @@
+#include "inbox.h"
+
+#include <cstring>
+
+#include "blob.h"
+#include "mirror.h"
+
+namespace everstep {
+
+std::pair<int64_t, int64_t> Inbox::received(const PeerKey& sender) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto found = received_.find(sender);
+  return found == received_.end() ? std::pair<int64_t, int64_t>(-1, 0) : found->second;
+}
+
+void Inbox::set_received(const PeerKey& sender, std::pair<int64_t, int64_t> next) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  received_[sender] = next;
+}
+
+void Inbox::forget(const PeerKey& sender) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  received_.erase(sender);
+}
+
+std::vector<PeerKey> Inbox::senders() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  std::vector<PeerKey> out;
+  for (auto& [sender, next] : received_) out.push_back(sender);
+  return out;
+}
+
+std::mutex& Inbox::one_at_a_time(const PeerKey& sender) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto& found = senders_[sender];
+  if (!found) found = std::make_unique<std::mutex>();
+  return *found;
+}
+
+bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
+  wire::Feed feed;
+  if (frame.header.size() < sizeof(feed)) return false;
+  std::memcpy(&feed, frame.header.data(), sizeof(feed));
+  const uint64_t n = feed.n_entries;
+  if (feed.n_confirmed || frame.header.size() != sizeof(feed) + n * sizeof(wire::Entry)) return false;
+  std::vector<wire::Entry> entries(n);
+  if (n) std::memcpy(entries.data(), frame.header.data() + sizeof(feed), n * sizeof(wire::Entry));
+  uint64_t size = 0;
+  for (const wire::Entry& e : entries) {
+    if (e.kind != blob::kChange || e.bytes > frame.body_bytes) return false;
+    size += e.bytes;
+  }
+  if (size != frame.body_bytes) return false;
+  const PeerKey sender{feed.slot, feed.incarnation};
+  Gate::Shared inside(gate_);
+  std::lock_guard<std::mutex> alone(one_at_a_time(sender));
+  if (feed.version > version_ || received(sender) != std::make_pair(feed.stream, feed.first)) return false;
+  for (const wire::Entry& e : entries) {
+    auto found = sources_.find(e.bucket);
+    if (found == sources_.end() || found->second.sender != sender) return false;
+  }
+  codes.assign(n, uint8_t(kNotMember));
+  try {
+    // All before the first: a message with a damaged entry changes nothing, and is taken whole when it comes again.
+    const uint8_t* at = frame.body;
+    for (const wire::Entry& e : entries) {
+      blob::check_seal(at, e.bytes);
+      at += e.bytes;
+    }
+    at = frame.body;
+    for (uint64_t i = 0; i < n; ++i) {
+      const wire::Entry& e = entries[i];
+      for (uint64_t id : sources_.find(e.bucket)->second.mirrors) {
+        if (e.mirror && uint64_t(e.mirror) != id) continue;
+        const ApplyResult done = store_.mirrors->get(id)->apply(at, e.bytes, true);
+        if (done == kGap) return false;  // what was applied is a repeat for the machine
+        if (codes[i] != uint8_t(kApplied)) codes[i] = uint8_t(done);
+      }
+      at += e.bytes;
+    }
+  } catch (const std::exception&) {
+    return false;  // the machine comes to the same, and says what it is
+  }
+  set_received(sender, {feed.stream, feed.first + int64_t(n)});
+  return true;
+}
+
+}  // namespace everstep

@@ -1,0 +1,56 @@
+// What other ps feed to the mirrors here, as far as it goes without saying: the differences that come next in a stream,
+// of buckets whose source the sender is. Everything else is for the machine (everstep/protect/machine.py), which also
+// says, with the gate held alone, what goes without saying.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "gate.h"
+#include "store.h"
+#include "wire.h"
+
+namespace everstep {
+
+using PeerKey = std::pair<int64_t, int64_t>;  // slot, incarnation
+
+class Inbox {
+ public:
+  struct Source {
+    PeerKey sender;
+    std::vector<uint64_t> mirrors;
+  };
+  explicit Inbox(Store& store) : store_(store) {}
+
+  Gate& gate() { return gate_; }
+  // With the gate held alone. Buckets that are not named are the machine's, whoever sends them.
+  void publish(int64_t version, std::unordered_map<uint32_t, Source> sources) {
+    version_ = version;
+    sources_ = std::move(sources);
+  }
+  // Stream, and number of the next entry in it.
+  std::pair<int64_t, int64_t> received(const PeerKey& sender);
+  void set_received(const PeerKey& sender, std::pair<int64_t, int64_t> next);
+  void forget(const PeerKey& sender);
+  std::vector<PeerKey> senders();
+  // Held, inside of the gate, for the time of a feed: two of one sender never at once.
+  std::mutex& one_at_a_time(const PeerKey& sender);
+
+  // Applies the entries of a FEED. False: it is for the machine, from the beginning.
+  bool follow(const wire::Frame& frame, std::vector<uint8_t>& codes);
+
+ private:
+  Store& store_;
+  Gate gate_;
+  int64_t version_ = -1;                          // gate
+  std::unordered_map<uint32_t, Source> sources_;  // gate
+  std::mutex mutex_;                              // of what follows; innermost
+  std::map<PeerKey, std::pair<int64_t, int64_t>> received_;
+  std::map<PeerKey, std::unique_ptr<std::mutex>> senders_;
+};
+
+}  // namespace everstep

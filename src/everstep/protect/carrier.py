@@ -1,0 +1,171 @@
+"""``Streams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what they are owed
+without the interpreter. ``protect/streams.py`` says what it all means and is its oracle; the simulator runs that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from everstep.ids import BucketId
+from everstep.native import Store, _native
+from everstep.protect.streams import Batch, Item, Outgoing, PeerKey, SweepTarget
+
+
+class Outcome(IntEnum):
+    """Of ``carry``."""
+
+    LATE = 0
+    CONFIRMED = 1
+    DENIED = 2
+    EVENTS = 3
+
+
+class EventKind(IntEnum):
+    CODES = 0  # ``payload``: a code for each entry; not all were taken
+    ANSWER = 1  # ``payload``: the header of another answer
+    BROKEN = 2  # the connection; ``payload``: why
+    YOURS = 3  # send to it yourself
+
+
+class Event(NamedTuple):
+    """Of a peer that the caller has claimed now, and has to ``release``."""
+
+    peer: PeerKey
+    kind: EventKind
+    first: int
+    payload: bytes
+
+
+class _Routes(MutableMapping[BucketId, tuple[PeerKey, ...]]):
+    """Who gets differences of a bucket, told to the native side at every change."""
+
+    def __init__(self, native: _native.Carrier) -> None:
+        self._native = native
+        self._known: dict[BucketId, tuple[PeerKey, ...]] = {}
+
+    def __getitem__(self, bucket: BucketId) -> tuple[PeerKey, ...]:
+        return self._known[bucket]
+
+    def __setitem__(self, bucket: BucketId, peers: tuple[PeerKey, ...]) -> None:
+        if self._known.get(bucket) != peers:
+            self._native.set_route(bucket, list(peers))
+        self._known[bucket] = peers
+
+    def __delitem__(self, bucket: BucketId) -> None:
+        del self._known[bucket]
+        self._native.set_route(bucket, [])
+
+    def __iter__(self) -> Iterator[BucketId]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Carrier:
+    """See ``streams.Streams`` for what it has from there. Thread-safe.
+
+    A peer has a *link* (``link``, ``unlink``); who sends there, here or in Python, has *claimed* it. A peer's thread
+    waits in ``wait`` until it is *poked*: there is something for it that nobody brings.
+    """
+
+    def __init__(self, store: Store, me: PeerKey) -> None:
+        self.native = _native.Carrier(store, me)
+        self.routes: MutableMapping[BucketId, tuple[PeerKey, ...]] = _Routes(self.native)
+
+    def __repr__(self) -> str:
+        done, _, next_ticket, _, waiting, _ = self.native.counts()
+        return f"<Carrier done={done}/{next_ticket} waiting={waiting} bytes>"
+
+    # ------------------------------------------------------------ streams
+
+    @property
+    def done_ticket(self) -> int:
+        return self.native.counts()[0]
+
+    @property
+    def refused_ticket(self) -> int:
+        return self.native.counts()[1]
+
+    @property
+    def next_ticket(self) -> int:
+        return self.native.counts()[2]
+
+    @property
+    def sweep_bytes(self) -> int:
+        return self.native.counts()[3]
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self.native.counts()[4]
+
+    @property
+    def levelling(self) -> int:
+        return self.native.counts()[5]
+
+    @property
+    def peers(self) -> list[PeerKey]:
+        return self.native.peers()
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether all up to there is, and nothing older is being levelled."""
+        counts = self.native.counts()
+        return counts[0] == ticket and not counts[5]
+
+    def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
+        self.native.sweep(bucket, from_ticket, list(targets))
+
+    def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None:
+        self.native.widen(bucket, from_ticket, target)
+
+    def end_sweeps(self, bucket: BucketId) -> None:
+        self.native.end_sweeps(bucket)
+
+    def some(self, bucket: BucketId, target: SweepTarget) -> None:
+        self.native.some(bucket, target)
+
+    def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
+        """For tests: ``drain`` takes them from the outbox itself."""
+        return set(self.native.append(first_ticket, [(e.bucket, e.seq, int(e.kind), e.blob) for e in entries]))
+
+    def send(self, peer: PeerKey, item: Item) -> None:
+        self.native.send(peer, item.bucket, item.seq, int(item.kind), item.mirror, item.sweep, item.blob)
+
+    def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
+        found = self.native.batch(peer, max_bytes, max_items)
+        if found is None:
+            return None
+        stream, first, items, confirmed = found
+        return Batch(stream, first, tuple(Item(*i) for i in items), tuple((BucketId(b), s) for b, s in confirmed))
+
+    def waits(self, peer: PeerKey) -> bool:
+        return self.native.waits(peer)
+
+    def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[BucketId, int]:
+        return {BucketId(b): ticket for b, ticket in self.native.answered(peer, first, bytes(codes))}
+
+    def live(self, peers: set[PeerKey], version: int) -> None:
+        self.native.set_version(version)
+        self.native.live(list(peers), version)
+
+    def owes(self, bucket: BucketId) -> bool:
+        return self.native.owes(bucket)
+
+    # ------------------------------------------------------------ carrying
+
+    def carry(self, before: int, after: int, timeout_s: float) -> tuple[Outcome, list[Event]]:
+        """Deal out what the outbox holds and send it, until all mirrors have what it held up to ticket ``after``.
+        DENIED: a mirror refused something from ``before`` on. EVENTS: see to them, and call again."""
+        outcome, events = self.native.carry(before, after, timeout_s)
+        return Outcome(outcome), [_event(e) for e in events]
+
+    def flight(self, peer: PeerKey, timeout_s: float) -> list[Event]:
+        """Send one batch to a claimed peer, and take the answer."""
+        return [_event(e) for e in self.native.flight(peer, timeout_s)]
+
+
+def _event(found: tuple[Any, int, int, bytes]) -> Event:
+    peer, kind, first, payload = found
+    return Event(peer, EventKind(kind), first, payload)

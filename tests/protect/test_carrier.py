@@ -1,0 +1,252 @@
+"""The carrier in C++ against ``Streams``, its oracle, call by call; and what comes over a socket to a follower."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from everstep.errors import WireError
+from everstep.ids import BucketId, Incarnation, Slot
+from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
+from everstep.native import Kind as BlobKind
+from everstep.native import Store, _native
+from everstep.net.feed import decode_feed, encode_feed
+from everstep.net.frames import DATA_LIMITS, FrameSocket, Kind, _head
+from everstep.net.messages import Entry, Feed
+from everstep.protect.carrier import Carrier, Outcome
+from everstep.protect.streams import Batch, Item, Outgoing, PeerKey, Streams, SweepTarget
+from everstep.protect.streams import Kind as Of
+
+PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
+BUCKETS = [BucketId(b) for b in range(4)]
+OWNER = (Slot(0), Incarnation(1))
+TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
+
+
+def facts(batch: Batch | None) -> object:
+    if batch is None:
+        return None
+    items = tuple(i._replace(blob=bytes(i.blob)) for i in batch.items)
+    return batch._replace(items=items, confirmed=tuple(sorted(batch.confirmed)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_carrier_is_its_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    one, two = Streams(), Carrier(Store(4, 1), OWNER)
+    seq, version, swept, ticket = 0, 1, dict.fromkeys(BUCKETS, 0), 0
+    some: list[BucketId] = []
+    sent: dict[PeerKey, Batch] = {}
+
+    def each(name: str, *args: object) -> tuple[object, object]:
+        return getattr(one, name)(*args), getattr(two, name)(*args)
+
+    def agree(name: str, *args: object) -> object:
+        a, b = each(name, *args)
+        assert a == b, name
+        return a
+
+    each("live", set(PEERS), version)
+    for _ in range(150):
+        peer, bucket = rng.choice(PEERS), rng.choice(BUCKETS)
+        match rng.choice(("route", "append", "append", "sweep", "some", "batch", "answer", "answer", "send", "live")):
+            case "route":
+                peers = tuple(rng.sample(PEERS, rng.randrange(4)))
+                one.routes[bucket] = two.routes[bucket] = peers
+                if not peers:
+                    del one.routes[bucket], two.routes[bucket]
+            case "append":
+                entries = []
+                for _ in range(rng.randrange(1, 6)):
+                    seq += 1
+                    b = rng.choice(BUCKETS)
+                    kind = rng.choice((Of.CHANGE, Of.CHANGE, Of.CHANGE, Of.HEADS, Of.BODIES, Of.MARKS))
+                    if b in some:
+                        kind = Of.SOME
+                        some.remove(b)
+                    swept[b] -= kind is Of.MARKS and swept[b] > 0
+                    blob = rng.randbytes(rng.randrange(1, 30))
+                    entries.append(Outgoing(b, seq, kind, blob, len(blob)))
+                assert agree("append", ticket, entries) is not None
+                ticket += len(entries)
+            case "sweep":
+                targets = [SweepTarget(p, rng.randrange(5), seq) for p in rng.sample(PEERS, rng.randrange(1, 3))]
+                each("sweep", bucket, ticket + rng.randrange(2), targets)
+                swept[bucket] += 1
+                if rng.random() < 0.3:
+                    each("widen", bucket, ticket + 1, SweepTarget(peer, 7, seq))
+                if rng.random() < 0.2:
+                    each("end_sweeps", bucket)
+            case "some":
+                each("some", bucket, SweepTarget(peer, 3, seq))
+                some.append(bucket)
+            case "batch":
+                a, b = each("batch", peer, rng.randrange(1, 80), rng.randrange(1, 9))
+                assert facts(a) == facts(b)  # type: ignore[arg-type]
+                if a is not None:
+                    sent[peer] = a  # type: ignore[assignment]
+            case "answer" if peer in sent:
+                batch = sent[peer]
+                codes = [rng.choice((0, 0, 0, 1, 2, 3, 4)) for _ in batch.items]
+                agree("answered", peer, batch.first, codes)
+                if rng.random() < 0.7:
+                    del sent[peer]
+            case "send":
+                blob = rng.randbytes(9)
+                kind = rng.choice((Of.CHANGE, Of.BODIES))
+                each("send", peer, Item(-1, bucket, seq, kind, rng.randrange(3), 0, blob, len(blob)))
+            case "live":
+                version += 1
+                left = set(rng.sample(PEERS, rng.randrange(2, 4)))
+                each("live", left, version)
+                sent = {}  # answers of before are to another stream
+        for name in ("done_ticket", "refused_ticket", "next_ticket", "sweep_bytes", "waiting_bytes", "levelling"):
+            assert getattr(one, name) == getattr(two, name), name
+        assert [one.owes(b) for b in BUCKETS] == [two.owes(b) for b in BUCKETS]
+        assert [one.waits(p) for p in PEERS] == [two.waits(p) for p in PEERS]
+        assert sorted(one.peers) == sorted(two.peers)
+
+
+def test_a_feed_reads_as_it_was_written_and_nothing_else_does() -> None:
+    entries = (Entry(BucketId(3), 17, 1, 40, 0), Entry(BucketId(1), 2, 3, 7, 5))
+    feed = Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((BucketId(3), 16),), 12, 8)
+    header = encode_feed(feed)
+    assert decode_feed(header) == feed
+    for bad in (header[:-1], header + b"x", header[:20], b""):
+        with pytest.raises(WireError, match="malformed feed"):
+            decode_feed(bad)
+
+
+class Mirrored:
+    """An owner of bucket 0 and a store with a complete mirror of it, behind a follower on one end of ``pair``."""
+
+    def __init__(self) -> None:
+        self.owner, self.home = Store(1, 1), Store(1, 1)
+        for store in (self.owner, self.home):
+            store.declare(TABLE)
+        self.home.mirror_make(1, [0])
+        self.owner.own([0])
+        self.owner.protect([0], True)
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
+            self.owner.emit(0, kind, TABLE.id, 0, 64)
+        self.owner.emit_marks(0)
+        for blob, _ in self.emitted():
+            assert self.home.mirror_apply(1, blob) == 0
+        self.owner.open(0, 0, 1)
+        self.inbox = _native.Inbox(self.home)
+        self.inbox.enter_alone()
+        self.inbox.publish(5, [(0, OWNER, [1])])
+        self.inbox.leave_alone()
+        self.inbox.set_received(OWNER, (5, 0))
+        self.pair = socket.socketpair()
+
+    def emitted(self) -> list[tuple[bytes, int]]:
+        _, entries, data = self.owner.take_outbox(1 << 30)
+        return [(data[at : at + size].tobytes(), seq) for _, seq, _, at, size in entries]
+
+    def push(self, at: int) -> None:
+        keys, grads = np.arange(9), np.ones((9, TABLE.dim), np.float32)
+        self.owner.push(0, at, at + 1, 1, b"", [(TABLE.id, keys, grads, -1.0)])
+
+    def frame(self, first: int = 0, version: int = 5) -> bytes:
+        blobs = self.emitted()
+        entries = tuple(Entry(BucketId(0), seq, 1, len(blob)) for blob, seq in blobs)
+        header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), (), first, 5))
+        body = b"".join(blob for blob, _ in blobs)
+        return _head(Kind.FEED, header, (), len(body), 0) + body
+
+    @property
+    def state(self) -> object:
+        return self.home.mirror_state(1), self.home.mirror_pages(1, TABLE.id)
+
+
+@pytest.fixture
+def mirrored() -> Iterator[Mirrored]:
+    found = Mirrored()
+    yield found
+    for sock in found.pair:
+        sock.close()
+
+
+def test_what_comes_next_is_taken_and_answered_without_python(mirrored: Mirrored) -> None:
+    m = mirrored
+    m.push(0)
+    m.push(1)
+    frame = m.frame()  # the shard's opening and two pushes
+    m.pair[0].sendall(frame)
+    m.pair[0].shutdown(socket.SHUT_WR)
+    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    answer = FrameSocket(m.pair[0], DATA_LIMITS).recv()
+    assert (answer.kind, answer.header) == (Kind.FED, bytes(3))
+    assert m.inbox.received(OWNER) == (5, 3)
+    assert m.home.mirror_state(1) == [(0, m.owner.seq(0), True)]
+
+
+@pytest.mark.parametrize("how", ["number", "version", "sender"])
+def test_what_is_not_the_next_of_the_source_is_handed_on(mirrored: Mirrored, how: str) -> None:
+    m = mirrored
+    m.push(0)
+    if how == "sender":
+        m.inbox.publish(5, [(0, PEERS[0], [1])])
+    before = m.state
+    m.pair[0].sendall(m.frame(first=int(how == "number"), version=5 + (how == "version")))
+    found = _native.Follower(m.inbox, m.pair[1].fileno(), b"").next()
+    assert found is not None and found[0] == Kind.FEED and decode_feed(found[2]).sender == OWNER[0]
+    assert m.state == before and m.inbox.received(OWNER) == (5, 0)
+
+
+def test_no_flipped_bit_of_a_feed_gets_into_a_mirror(mirrored: Mirrored) -> None:
+    m = mirrored
+    m.push(0)
+    good, before = m.frame(), m.state
+    for n in range(400):
+        bad = bytearray(good)
+        bit = n if n < 8 * 24 else random.Random(n).randrange(8 * len(good))
+        bad[bit >> 3] ^= 1 << (bit & 7)
+        here, there = socket.socketpair()
+        with here, there:
+            here.sendall(bad)
+            here.shutdown(socket.SHUT_WR)
+            try:
+                found = _native.Follower(m.inbox, there.fileno(), b"").next()
+            except _native.Broken:
+                found = None
+            if found is not None:  # for the machine, which finds what is wrong
+                feed, body = decode_feed(found[2]), found[3]
+                sizes = np.array([e.size_bytes for e in feed.entries], np.int64)
+                with pytest.raises(ValueError, match="damaged"):
+                    m.home.mirror_apply_many(np.ones(len(sizes), np.int64), np.cumsum(sizes) - sizes, sizes, body)
+        assert m.state == before, bit
+    m.pair[0].sendall(good)
+    m.pair[0].shutdown(socket.SHUT_WR)
+    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    assert m.state != before
+
+
+def test_who_carries_hears_of_a_peer_that_is_gone_and_is_not_held_up_for_ever() -> None:
+    owner = Mirrored().owner
+    carrier = Carrier(owner, OWNER)
+    carrier.live({PEERS[0]}, 3)
+    carrier.append(0, [Outgoing(BucketId(0), 0, Of.MARKS, b"", 0)] * 3)  # what was taken to begin the mirror
+    carrier.routes[BucketId(0)] = (PEERS[0],)
+    here, there = socket.socketpair()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, (100_000).to_bytes(16, "little"))
+    carrier.native.claim(PEERS[0])
+    carrier.native.release(PEERS[0])
+    carrier.native.link(PEERS[0], here.fileno(), owner.n_tables())
+    after = owner.outbox_ticket()
+    there.close()
+    outcome, events = carrier.carry(0, after, 5.0)
+    assert outcome is Outcome.EVENTS and [e.peer for e in events] == [PEERS[0]]
+    assert carrier.waits(PEERS[0]) and not carrier.native.claim(PEERS[0])
+    carrier.native.release(PEERS[0])
+    assert carrier.carry(0, after, 0.05)[0] is Outcome.LATE
+    carrier.native.stop()
+    assert carrier.carry(0, after, 60.0)[0] is Outcome.LATE
+    carrier.live(set(), 4)
+    assert carrier.carry(0, after, 60.0)[0] is Outcome.CONFIRMED
+    here.close()
