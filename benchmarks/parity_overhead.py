@@ -55,7 +55,7 @@ SIDES: dict[str, tuple[list[str], str]] = {
 
 
 def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
-    """One run: samples/s of its steady state, CPU a million samples, and bytes a checkpoint (median)."""
+    """One run: samples/s of its steady state, CPU a million samples, of all ps a batch, bytes a checkpoint (median)."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
         home = Path(folder)
         out, run_dir, log = home / "out.jsonl", home / "run", home / "log"
@@ -77,9 +77,13 @@ def side(config: Config, flags: list[str], settings: str) -> dict[str, float]:
                 time.sleep(POLL_S)
             child.process.wait(120)
         steady_s = min(line["wall_s"] for line in lines)
-        seconds, cpu_all, _ = cpu.between(first_at - steady_s, first_at - POLL_S)
+        seconds, cpu_all, cpu_ps = cpu.between(first_at - steady_s, first_at - POLL_S)
         rate = sum(line["samples_per_s"] for line in lines)
-        measured = {"samples_per_s": rate, "cpu_s_per_million": 1e6 * cpu_all / (rate * seconds)}
+        measured = {
+            "samples_per_s": rate,
+            "cpu_s_per_million": 1e6 * cpu_all / (rate * seconds),
+            "ps_cpu_ms_per_batch": 1e3 * cpu_ps * config.batch / (rate * seconds),
+        }
         written = checkpoint_bytes(run_dir)
         if written:
             # The first one writes all rows, also where increments follow.
@@ -117,6 +121,7 @@ def run(quick: bool) -> Result:
     for prefix in ("", "spare_"):
         none = measured[f"{prefix}none"]
         base = [m["samples_per_s"] for m in none]
+        figures[f"{prefix}none.ps_cpu_ms_per_batch"] = median([m["ps_cpu_ms_per_batch"] for m in none])
         figures[f"{prefix}none.samples_per_s"], spreads[f"{prefix}none.samples_per_s"] = median(base), spread(base)
         for name in SIDES:
             if name.startswith("spare_") != bool(prefix) or name == f"{prefix}none":
@@ -125,6 +130,8 @@ def run(quick: bool) -> Result:
             figures[f"{name}_of_none"], spreads[f"{name}_of_none"] = median(ratios), spread(ratios)
             cpu = [m["cpu_s_per_million"] / b["cpu_s_per_million"] for m, b in zip(measured[name], none, strict=True)]
             figures[f"{name}.cpu_of_none"], spreads[f"{name}.cpu_of_none"] = median(cpu), spread(cpu)
+            ps = [m["ps_cpu_ms_per_batch"] for m in measured[name]]
+            figures[f"{name}.ps_cpu_ms_per_batch"], spreads[f"{name}.ps_cpu_ms_per_batch"] = median(ps), spread(ps)
             written = [m["bytes"] for m in measured[name] if "bytes" in m]
             if written:
                 figures[f"{name}.bytes"], spreads[f"{name}.bytes"] = median(written), spread(written)
