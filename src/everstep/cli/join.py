@@ -22,7 +22,7 @@ from everstep.net.sockets import parse_host_port
 JOIN_S = 30.0
 
 
-def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str) -> int:
+def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str, hardware: str = "") -> int:
     """Until the job ends or this agent is stopped; the exit code."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
@@ -59,6 +59,7 @@ def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None,
             keeps_master=False,
             host=own_host(host, port),
             worker_places=workers,
+            hardware=hardware,
         )
         print(
             f"everstep: {name} joins {spec.name} at {master} with {workers} workers, run directory {here}", flush=True

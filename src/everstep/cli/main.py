@@ -41,6 +41,8 @@ def cli() -> None:
 @click.option("--run-dir", help="Where the run keeps everything (default runs/NAME-DATE-TIME).")
 @click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
+@click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
+@click.option("--hardware", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--name", help="Name of the job.")
 @click.option("--parity", help="K+M: K data buckets and M parity buckets a stripe, on K+M ps; 1+1: replicas; 0: off.")
 @click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
@@ -80,6 +82,36 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     from everstep.cli.top import top as show_top
 
     show_top(run_dir, once, as_json)
+
+
+@cli.command()
+@RUN_DIR
+@click.option("--slow", metavar="MEMBER", help="Make it slower, e.g. worker:1 or ps:0 (see --factor).")
+@click.option("--kill", metavar="MEMBER", help="kill -9 it.")
+@click.option("--stop", metavar="MEMBER", help="SIGSTOP it, and let it go on afterwards.")
+@click.option("--heal", is_flag=True, help="End all slowdowns and stops now.")
+@click.option("--schedule", type=click.Path(path_type=Path), help="Play a file of lines SECONDS, WHAT.")
+@click.option("--recording", type=click.Path(path_type=Path), help="Play recorded times of batches (CSV, may be .gz).")
+@click.option("--factor", type=float, default=4.0, show_default=True, help="How many times slower.")
+@click.option("--for", "span", default="", help="How long it lasts (default: slow 60s, stop 5s).")
+@click.option("--every", default="1s", show_default=True, help="--recording: how long one recorded iteration lasts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="--schedule: which member worker:? is.")
+@click.option("--burn", is_flag=True, help="Be slow by computing instead of sleeping.")
+def chaos(run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any) -> None:
+    """Drill a running job: slow, stop or kill its members, and see with everstep top what it does about it."""
+    from everstep.cli.chaos import drill, one, play, read_recording, read_schedule, workers_of
+    from everstep.errors import ConfigError
+
+    given = [(name, value) for name, value in what.items() if value]
+    if len(given) != 1:
+        raise ConfigError("everstep chaos: give one of --slow, --kill, --stop, --heal, --schedule and --recording")
+    name, value = given[0]
+    if name == "schedule":
+        play(run_dir, read_schedule(value), seed, burn)
+    elif name == "recording":
+        play(run_dir, read_recording(value, every, workers_of(run_dir)), seed, burn)
+    else:
+        drill(run_dir, one(name, "" if name == "heal" else value, factor, span), burn)
 
 
 @cli.command()
@@ -259,11 +291,12 @@ def doctor() -> None:
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers that this node takes.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and sockets here.")
 @click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
-def agent(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str) -> None:
+@click.option("--hardware", default="", help="Class of this machine (default: from its GPUs or processor).")
+def agent(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str, hardware: str) -> None:
     """Give this machine to a running job; the script must exist here under the same path."""
     from everstep.cli.join import join_job
 
-    raise SystemExit(join_job(master, secret_file, workers, run_dir, node))
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware))
 
 
 def need_run_dir(run_dir: Path) -> None:

@@ -34,6 +34,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
     spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)
+    spec = msgspec.structs.replace(spec, metrics=settled(spec.metrics))
     refuse_foreign(spec.checkpoint_to)
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
@@ -127,6 +128,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         keeps_master=True,
         host=reachable_host(spec.bind),
         prepare=prepare,
+        hardware=spec.hardware,
     )
     servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
     sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
@@ -134,6 +136,8 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         host, port = agent.host, parse_host_port(spec.bind)[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sys.stdout.write(f"other nodes: everstep agent --join {at} --secret-file (a copy of {run_dir}/secret)\n")
+    if spec.metrics:
+        sys.stdout.write(f"metrics: http://{spec.metrics}/metrics\n")
     sys.stdout.flush()
     began = time.monotonic()
     display.start()

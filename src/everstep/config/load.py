@@ -121,6 +121,8 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         except ConfigError as error:
             where = f"checkpoint_keep_every = {spec.checkpoint_keep_every!r}{at['checkpoint_keep_every']}"
             raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
+    if spec.metrics:
+        parse_host_port(spec.metrics, f"metrics = {spec.metrics!r}{at['metrics']}")
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
 

@@ -75,6 +75,7 @@ from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
 from everstep.master.hot import HotKeeper
+from everstep.master.metrics import MetricsServer, fill
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
@@ -82,6 +83,7 @@ from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
+from everstep.monitor.prometheus import Page
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
@@ -178,6 +180,7 @@ class Master:
             window_s=self.observer.windows.short_s,
             tell=self._tell,
         )
+        self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
         self._undurable: collections.deque[Undurable] = collections.deque()
         self._agents: dict[NodeId, Peer] = {}
@@ -257,6 +260,8 @@ class Master:
             info = MasterInfo(pid=info.pid, incarnation=info.incarnation, host=host, port=sock.getsockname()[1])
             await self.server.listen(sock)
         write_master(self.run_dir, info)
+        if self.metrics is not None:
+            self.metrics.start()
 
     def _signals(self) -> None:
         for signo in (signal.SIGTERM, signal.SIGINT):
@@ -269,6 +274,8 @@ class Master:
     async def _leave(self) -> int:
         if self._failure is not None:
             self._say_failure(self._failure)
+        if self.metrics is not None:
+            await self.metrics.close()
         await self.checkpoints.close()
         await self.server.close(1.0)
         await asyncio.to_thread(self.journal.close)
@@ -566,6 +573,19 @@ class Master:
     def status(self) -> wire.StatusReport:
         finishing = self._finish is not None
         return self.readings.status(self.brain, self.watch, self.clock.now(), finishing, os.getpid())
+
+    def _page(self) -> str:
+        """For the endpoint of metrics."""
+        page = Page()
+        job = self.brain.job
+        fill(
+            page,
+            self.status(),
+            self.seen(),
+            self.observer.windows.of,
+            {"worker": job.workers_wanted, "ps": job.ps_wanted},
+        )
+        return page.text()
 
     def seen(self) -> wire.SeenReport:
         at = self.clock.now()

@@ -1,0 +1,106 @@
+"""``everstep chaos``: make members of one's own job slow, stop or kill them, to see what becomes of it."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import time
+import zlib
+from pathlib import Path
+
+import click
+
+from everstep.brain.events import Refused
+from everstep.cli.link import ask_master
+from everstep.cli.status import need_running
+from everstep.errors import ConfigError, EverstepError, UserError
+from everstep.model.member import MemberState, Role
+from everstep.monitor.schedules import Planned, choose, parse_recording, parse_schedule, plan_recording
+from everstep.net.messages import Drill, GetStatus, StatusReport
+from everstep.units import seconds
+
+FOR_DEFAULT_S = 60.0
+STOP_DEFAULT_S = 5.0
+TEXT_MAX_BYTES = 64 * 2**20
+
+
+def one(what: str, target: str, factor: float, span: str) -> Planned:
+    """What the flags ask for. Raises ConfigError."""
+    default_s = STOP_DEFAULT_S if what == "stop" else FOR_DEFAULT_S
+    try:
+        for_s = seconds(span) if span else default_s
+    except ConfigError as error:
+        raise ConfigError(f"--for {span}: {error}") from None
+    return Planned(0.0, what, target, factor, for_s)
+
+
+def drill(run_dir: Path, plan: Planned, burn: bool) -> None:
+    """One thing, now. Raises UserError with the master's reason."""
+    need_running(run_dir)
+    _order(run_dir, plan, burn)
+    click.echo(str(plan))
+
+
+def play(run_dir: Path, plans: list[Planned], seed: int, burn: bool) -> None:
+    """A whole schedule; returns at its end or the job's. Ctrl-C heals what it had begun."""
+    need_running(run_dir)
+    rng = random.Random(seed)
+    began = time.monotonic()
+    try:
+        for plan in plans:
+            time.sleep(max(0.0, began + plan.at_s - time.monotonic()))
+            try:
+                chosen = choose(plan, _members(run_dir), rng) if "?" in plan.target else plan
+                if chosen is None:
+                    click.echo(f"{plan.at_s:.1f} s: {plan}: there is no such member now")
+                    continue
+                _order(run_dir, chosen, burn)
+                click.echo(f"{plan.at_s:.1f} s: {chosen}")
+            except EverstepError as error:  # e.g. it is just being replaced: the next line may do better
+                need_running(run_dir)
+                click.echo(f"{plan.at_s:.1f} s: {plan}: {error}")
+    except KeyboardInterrupt:
+        _order(run_dir, Planned(0.0, "heal"), False)
+        raise
+
+
+def read_schedule(path: Path) -> list[Planned]:
+    return parse_schedule(_read(path), str(path))
+
+
+def read_recording(path: Path, every: str, workers: int) -> list[Planned]:
+    """Its first rows are played to workers 0, 1, ... . Raises ConfigError."""
+    every_s = seconds(every)
+    if every_s <= 0:
+        raise ConfigError(f"--every {every}: must be above 0")
+    factors = parse_recording(_read(path).splitlines(), str(path))
+    return plan_recording(factors, every_s, {k: f"worker:{k}" for k in range(min(workers, len(factors)))})
+
+
+def workers_of(run_dir: Path) -> int:
+    need_running(run_dir)
+    return sum(m.startswith("worker:") for m in _members(run_dir))
+
+
+def _read(path: Path) -> str:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data: bytes = file.read(TEXT_MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if len(data) > TEXT_MAX_BYTES:
+        raise ConfigError(f"{path}: is larger than {TEXT_MAX_BYTES} bytes; give an excerpt")
+    return data.decode(errors="replace")
+
+
+def _members(run_dir: Path) -> list[str]:
+    status = ask_master(run_dir, GetStatus())
+    assert isinstance(status, StatusReport)
+    return [f"{m.role}:{m.slot}" for m in status.members if m.state == MemberState.ALIVE and m.role is not Role.MASTER]
+
+
+def _order(run_dir: Path, plan: Planned, burn: bool) -> None:
+    request = Drill(plan.what, plan.target, plan.factor, plan.for_s, burn)  # type: ignore[arg-type]
+    answer = ask_master(run_dir, request)
+    if isinstance(answer, Refused):
+        raise UserError(answer.error)

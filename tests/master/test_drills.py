@@ -1,0 +1,90 @@
+"""Drills reach who they are for, refuse nonsense in one line, and are remembered while they run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import Ok, Refused
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.drills import Drills
+from everstep.model.decision import Decision
+from everstep.model.member import Member, MemberKey, MemberState, Role
+from everstep.net.messages import Drill, Hit, OrderType, Slow
+
+
+class Job:
+    """A brain with worker:0 and ps:1, and whoever gets orders."""
+
+    def __init__(self) -> None:
+        brain = Brain()
+        for role, slot in ((Role.WORKER, Slot(0)), (Role.PS, Slot(1))):
+            seat = brain.members.fill(role, slot, NodeId("node0"), 0.0)
+            assert isinstance(seat.member, Member)
+            seat.member.state = MemberState.ALIVE
+        self.orders: list[tuple[str, OrderType]] = []
+        self.notes: list[str] = []
+        self.connected = True
+        self.drills = Drills(brain, self.order, self.order_agent, self.note)
+
+    def order(self, key: MemberKey, order: OrderType) -> bool:
+        self.orders.append((str(key), order))
+        return self.connected
+
+    def order_agent(self, node: NodeId, order: OrderType) -> bool:
+        self.orders.append((node, order))
+        return self.connected
+
+    def note(self, at: float, member: str, decision: Decision) -> None:
+        self.notes.append(f"{member}: {decision}")
+
+
+def test_orders_go_to_the_member_or_its_agent() -> None:
+    job = Job()
+    one = (Role.PS, Slot(1), Incarnation(1))
+    assert job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0) == Ok()
+    assert job.drills.ask(Drill("stop", "ps:1", for_s=5.0), 10.0) == Ok()
+    assert job.orders == [("worker:0", Slow(4.0, 60.0)), ("node0", Hit(*one, "stop", 5.0))]
+    assert [(d.target, d.until) for d in job.drills.running(11.0)] == [("worker:0", 70.0), ("ps:1", 15.0)]
+    assert [d.target for d in job.drills.running(20.0)] == ["worker:0"]
+    assert job.notes[0] == "worker:0: drill: 4 times slower for 60 s"
+
+
+def test_heal_ends_all_of_them() -> None:
+    job = Job()
+    job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0)
+    job.orders.clear()
+    assert job.drills.ask(Drill("heal"), 11.0) == Ok()
+    assert ("worker:0", Slow(1.0, 0.0)) in job.orders and not job.drills.running(11.0)
+
+
+@pytest.mark.parametrize(
+    "drill",
+    [
+        Drill("slow", "worker:0", 0.5, 60.0),
+        Drill("slow", "worker:0", math.nan, 60.0),
+        Drill("slow", "worker:0", math.inf, 60.0),
+        Drill("slow", "worker:0", 4.0, -1.0),
+        Drill("stop", "ps:1", for_s=1e9),
+        Drill("kill", "worker:9"),
+        Drill("kill", "master:0"),
+        Drill("kill", "worker:-1"),
+        Drill("kill", "\u0661"),
+        Drill("slow", "", 4.0, 60.0),
+    ],
+)
+def test_nonsense_is_refused_and_nobody_hears_of_it(drill: Drill) -> None:
+    job = Job()
+    answer = job.drills.ask(drill, 10.0)
+    assert isinstance(answer, Refused) and "\n" not in answer.error
+    assert not job.orders and not job.drills.running(10.0)
+
+
+def test_who_cannot_be_reached_is_told() -> None:
+    job = Job()
+    job.connected = False
+    answer = job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0)
+    assert isinstance(answer, Refused) and "connection" in answer.error
+    assert not job.drills.running(10.0)

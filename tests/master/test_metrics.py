@@ -1,0 +1,130 @@
+"""The endpoint of metrics: what Prometheus reads, and nothing to anyone else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.metrics import REQUEST_MAX_BYTES, TOKEN_FILE, MetricsServer, fill, is_loopback
+from everstep.model.member import Role
+from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.monitor.names import METRICS
+from everstep.monitor.prometheus import Page, number
+from everstep.monitor.windows import Windows
+from everstep.net.messages import GroupStatus, MemberStatus, SeenReport, StatusReport
+
+DOCS = Path(__file__).parents[2] / "docs" / "monitoring.md"
+GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def job() -> Page:
+    """All of a small job."""
+    windows = Windows()
+    for at in (0.0, 1.0):
+        readings = {"computed": 100 * at, "compute_s": at, "per_sample_s": 0.01, "phase.forward": at, "cpu_s": at}
+        windows.take("worker:0", 1, readings, at)
+        windows.take("ps:0", 1, {"requests": at, "bytes_in": 10 * at, "rows": 5.0, "rss_bytes": 1e6}, at)
+    status = StatusReport(
+        "a job", "training", 1.0, 0.0, Incarnation(2),
+        (MemberStatus(Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), 7, "alive"),),
+        (), 100, 50.0, {'odd "name"\n': float("nan")}, {"worker": 3}, 0,
+        group=GroupStatus(1, 1, 0, 42, 1.0, "elastic"),
+    )  # fmt: skip
+    worker = WorkerSeen(
+        slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), short=Pace(samples=100, per_sample_s=0.01)
+    )
+    ps = ServerSeen(slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), service_s=0.002, queue=1.5)
+    page = Page()
+    seen = SeenReport(Observations(at=1.0, workers=(worker,), servers=(ps,)), {"not a number": 2})
+    fill(page, status, seen, windows.of, {"worker": 1, "ps": 1})
+    return page
+
+
+def test_every_line_is_what_prometheus_reads() -> None:
+    text = job().text()
+    sample = re.compile(r'[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? (NaN|[-+]?[0-9.e+-]+)')
+    for line in text.splitlines():
+        assert line.startswith(("# HELP everstep_", "# TYPE everstep_")) or sample.fullmatch(line), line
+    assert 'everstep_worker_samples_total{slot="0"} 100\n' in text
+    assert 'everstep_worker_phase_seconds_total{slot="0",phase="forward"} 1\n' in text
+    assert 'everstep_ps_queue_requests{slot="0"} 1.5\n' in text
+    assert 'everstep_reported{name="odd \\"name\\"\\n"} NaN\n' in text
+    assert "everstep_group_steps_total 42\n" in text
+
+
+def test_names_follow_the_conventions_and_are_in_the_docs() -> None:
+    docs = DOCS.read_text()
+    for m in METRICS:
+        assert re.fullmatch(r"everstep(_[a-z]+)+", m.name)
+        assert m.name.endswith("_total") == (m.kind == "counter"), m.name
+        assert f"`{m.name}`" in docs, f"{m.name} is not in docs/monitoring.md"
+    assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+@pytest.mark.parametrize(("value", "text"), [(1.0, "1"), (0.5, "0.5"), (float("inf"), "+Inf"), (1e300, "1e+300")])
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def server(where: str, folder: Path) -> MetricsServer:
+    return MetricsServer(where, folder, lambda: "everstep_samples_total 1\n")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (GET, b"200"),
+        (b"HEAD /metrics?x=1 HTTP/1.0\r\n\r\n", b"200"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /metrics/../../secret HTTP/1.1\r\n\r\n", b"404"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"\xff\xfe\r\n\r\n", b"400"),
+    ],
+)
+def test_answers(head: bytes, status: bytes, tmp_path: Path) -> None:
+    assert server("127.0.0.1:0", tmp_path).answer(head).split()[1] == status
+
+
+def test_elsewhere_only_with_the_token(tmp_path: Path) -> None:
+    there = server("0.0.0.0:0", tmp_path)
+    file = tmp_path / TOKEN_FILE
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_text().strip().encode()
+    assert there.answer(GET).split()[1] == b"401"
+    for given, status in ((token, b"200"), (b"x" + token, b"401"), (b"", b"401"), (b"\xff", b"401")):
+        head = b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer " + given + b"\r\n\r\n"
+        assert there.answer(head).split()[1] == status
+    assert server("0.0.0.0:0", tmp_path)._token.encode() == token  # the next master keeps it
+    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "evil.localhost.x")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+
+
+def test_over_a_real_socket_and_requests_are_bounded(tmp_path: Path) -> None:
+    async def ask(port: int, head: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head)
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        return answer
+
+    async def story() -> None:
+        there = server("127.0.0.1:0", tmp_path)
+        there.start()
+        while not there.port:
+            await asyncio.sleep(0.001)
+        try:
+            assert (await ask(there.port, GET)).endswith(b"\r\n\r\neverstep_samples_total 1\n")
+            # (400, or cut off while it still sends)
+            with pytest.raises((AssertionError, OSError)):
+                answer = await ask(there.port, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 3 * REQUEST_MAX_BYTES)
+                assert answer.split()[1] != b"400"
+        finally:
+            await there.close()
+
+    asyncio.run(story())
