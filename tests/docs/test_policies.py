@@ -1,0 +1,42 @@
+"""The policy in docs/policies.md is the example's, is as short as promised, and makes plans that are taken."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from everstep.brain.control import as_plan, refuse
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.policy import load
+from everstep.model.observation import Observations, WorkerSeen
+from everstep.model.plan import AdjustBatch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "throttled.py"
+
+
+def test_the_policy_in_the_document_is_the_example() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "policies.md").read_text(), re.M | re.S)
+    shown, stored = ast.parse(code), ast.parse(EXAMPLE.read_text())
+    assert ast.unparse(shown.body) == ast.unparse(stored.body[1:])  # type: ignore[arg-type]
+    assert len(code.splitlines()) <= 22
+
+
+def test_it_takes_work_from_the_throttled_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    choose: Any = load("throttled:choose", EXAMPLE.parent)
+    workers = tuple(
+        WorkerSeen(slot=Slot(i), incarnation=Incarnation(1), node=NodeId("n"), share=32, throttled_share=0.5 * i)
+        for i in range(2)
+    )
+    seen = Observations(at=1.0, mode="allreduce", global_batch=64, workers=workers)
+    plan, state = choose(seen, None)
+    assert refuse(as_plan(plan), seen) == "" and isinstance(plan.actions[0], AdjustBatch)
+    assert plan.actions[0].batch == {0: 43, 1: 21}
+    assert choose(seen, state) == (None, state)
+    assert choose(msgspec.structs.replace(seen, global_batch=0), None) == (None, None)
