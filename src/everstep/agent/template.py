@@ -37,6 +37,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     error: str  # file for what the script raised
     cwd: str
     threads: int
+    shard: int = 1  # processes that the worker consists of
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

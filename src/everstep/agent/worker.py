@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from everstep.agent.unit import await_fate, await_mates, become_unit
 from everstep.errors import EverstepError, ScriptError, script_place
 
 if TYPE_CHECKING:
@@ -48,8 +49,11 @@ def run_worker(request: Fork) -> NoReturn:
     script = Path(request.argv[0])
     code = 0
     try:
+        if request.shard > 1:
+            become_unit(request.shard)
         _run_script(script)
         _leave_job()
+        await_mates()
     except SystemExit as exit_:
         code = _exit_status(exit_)
         if code and code != TERMINATED:
@@ -113,6 +117,7 @@ def _leave_job() -> None:
 
 def _failed(request: Fork, error: BaseException, script: Path) -> int:
     """Tell it; the exit status. Errors of the infrastructure (a server lost, fenced) are not the script's."""
+    await_fate()
     sys.last_value = error  # as the interpreter does: what runs at exit sees that the script failed
     text = "".join(_trim(error, script).format())
     print(f"{ERROR_MARK}\n{text}", end="", file=sys.stderr, flush=True)

@@ -25,9 +25,12 @@ from everstep.allreduce.ahead import AheadReader
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.logical import part_seed, seed_all
 from everstep.allreduce.optimizer import GroupOptimizer
+from everstep.allreduce.parts import settle
 from everstep.allreduce.reducer import Reduced, Reducer
 from everstep.allreduce.restore import SavedScript
+from everstep.allreduce.sharded import ShardedReducer
 from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step, StepTables
+from everstep.allreduce.units import Unit
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, NonFiniteGradientError, ScriptError
 from everstep.ids import LeaseNo
@@ -100,6 +103,8 @@ class GroupEngine:
         self.state: Carrier | None = None
         self.tables: PlacedTables | None = None
         self.registered = 0  # loops begun
+        self.unit = Unit(0, 1, [])  # the processes of this worker
+        self.sharded = False  # the models are, over them
         self._saved = SavedScript(self.inner, self.tracked)
         self._reducer: Reducer | None = None
         self._step: Step | None = None
@@ -209,12 +214,13 @@ class GroupEngine:
             raise ScriptError("no model: call model = job.replicate(model) before job.steps() (mode allreduce)")
         if not self.optimizers:
             raise ScriptError("no optimizer: call opt = job.optimizer(torch.optim...) before job.steps()")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and not self.unit.meshed:
             raise ScriptError(
                 "torch.distributed.init_process_group() was called: in mode allreduce everstep makes the process "
                 "group; remove init_process_group and DistributedDataParallel"
             )
         names: dict[int, tuple[str, nn.Parameter]] = {}
+        settle(self.models)
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
                 names.setdefault(id(p), (f"{i}.{name}" if len(self.models) > 1 else name, p))
@@ -230,13 +236,11 @@ class GroupEngine:
             if [id(p) for p in self._reducer.params] == [id(p) for _, p in params]:
                 return
             self._reducer.close()
-        self._reducer = Reducer(
-            [p for _, p in params],
-            [n for n, _ in params],
-            self.models,
-            self.spec.logical_workers,
-            self._backward_over,
-        )
+        trained, labels = [p for _, p in params], [n for n, _ in params]
+        if self.sharded:
+            self._reducer = ShardedReducer(trained, labels, self.models, self._backward_over, self.unit)
+        else:
+            self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
         self._reducer.clock = self.clock
 
     def _check_optimizer(self, optimizer: GroupOptimizer) -> None:
@@ -277,7 +281,8 @@ class GroupEngine:
         try:
             session.enter(dataset, until_epoch, plan, loader.batch_size)
             if not self.alone and not self.spec.logical_workers:
-                seed_all(part_seed(self.spec.seed, -1, self.slot))  # e.g. for dropout: another stream on each worker
+                process = self.slot * self.unit.size + self.unit.index
+                seed_all(part_seed(self.spec.seed, -1, process))  # e.g. for dropout: another stream on each worker
             for optimizer in self.optimizers:
                 optimizer._share()  # a state that was copied into the inner ones may have replaced their groups
             while (step := self._next(session)) is not None:

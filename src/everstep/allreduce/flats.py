@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 FIRST_BYTES: Final = 1 << 20
 """Of the first bucket: small, so that the network has work early (as in torch's DDP)."""
@@ -25,7 +25,7 @@ class Layout:
 
     ``tail``: float32 elements behind the last bucket (a bucket of its own where that is not float32)."""
 
-    def __init__(self, params: Sequence[nn.Parameter], tail: int, *, whole: bool = False) -> None:
+    def __init__(self, params: Sequence[Tensor], tail: int, *, whole: bool = False) -> None:
         """``whole``: one bucket per kind of parameter, whatever its size."""
         self.buckets: list[list[int]] = []
         self.kinds: list[tuple[torch.dtype, torch.device]] = []
@@ -64,9 +64,12 @@ class Layout:
 class Flats:
     """One set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, flats: list[Tensor] | None = None) -> None:
+        """``flats``: memory to use, as long as the layout says."""
         self.layout = layout
-        self.flats = [torch.zeros(n, dtype=d, device=v) for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)]
+        self.flats = flats or [
+            torch.zeros(n, dtype=d, device=v) for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)
+        ]
         views: dict[int, Tensor] = {}
         for flat, members in zip(self.flats, layout.buckets, strict=True):
             at = 0

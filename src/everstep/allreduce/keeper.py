@@ -183,7 +183,12 @@ class ReplicaKeeper:
     # ------------------------------------------------------------ joining
 
     def follow(self, group: Group) -> None:
-        """Copy the state of a member of ``group`` and follow it, in the background; harmless when repeated."""
+        """Copy the state of a member of ``group`` and follow it, in the background; harmless when repeated. A state
+        that cannot be followed is copied when this member enters, while the others wait."""
+        if not self._state.follows:
+            if not self._has:
+                self._synced()
+            return
         sources = [m for m in group.members if (m.slot, m.incarnation) != self._me]
         with self._lock:
             if self._follower is None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from everstep.allreduce.parts import local, whole
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
 
@@ -72,7 +73,10 @@ class Packed(NamedTuple):
 class Packer:
     """Collects tensors and trees; ``pack`` copies the tensors, so that they may change afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parts: bool = False) -> None:
+        """``parts``: of sharded tensors only what this process has; else the whole, for which every process that has a
+        part must come here too."""
+        self._parts = parts
         self.entries: list[TensorEntry] = []
         self.tensors: list[torch.Tensor] = []
         self._end = 0
@@ -80,6 +84,7 @@ class Packer:
     def tensor(self, name: str, value: torch.Tensor) -> int:
         """Its number. ScriptError: of a kind that has no plain bytes."""
         value = value.detach()
+        value = local(value) if self._parts else whole(value)
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in _DTYPES or value.layout != torch.strided or value.is_quantized or type(value) not in _PLAIN:
             kind = type(value).__name__ if type(value) not in _PLAIN else f"{value.layout}, {value.dtype}"

@@ -61,12 +61,13 @@ class Reducer:
         self.clock: StepClock | None = None  # hears when backward begins
         self._on_end = on_end
         n = len(self.params)
-        self._layout = Layout(self.params, n + _FLAGS + self.buffers.tail, whole=bool(parts))
-        self._flats = Flats(self._layout)
+        self._layout = Layout(self._shapes(), n + _FLAGS + self.buffers.tail, whole=bool(parts))
+        self._flats = self._new_flats()
         self._parts = PartSums(self._layout, parts) if parts else None
         self._step: Step | None = None
         self._micro: Micro | None = None
-        self._weight = 0.0
+        self._weight = 0.0  # of this micro-batch in the step
+        self._scale = 0.0  # of the gradient that arrives here
         self._last = self._open = self._ended = self._local = self._queued = False
         self._fresh = True  # nothing of this step is in the tail
         self._touched = [False] * n  # a gradient of this step (of this part) is in the flat memory
@@ -95,13 +96,30 @@ class Reducer:
         """Of the micro-batch in hand: its share of the step's samples."""
         return self._weight
 
+    # ------------------------------------------------------------ what a sharded model does otherwise
+
+    def _shapes(self) -> Sequence[Tensor]:
+        """What lies in the flat memory, as long as it is here."""
+        return self.params
+
+    def _new_flats(self) -> Flats:
+        return Flats(self._layout)
+
+    def _mine(self, tensor: Tensor) -> Tensor:
+        """What there is of a parameter or gradient in this process."""
+        return tensor
+
+    def _gradient(self, p: nn.Parameter, view: Tensor) -> Tensor:
+        """What ``p.grad`` is when ``view`` is what there is of it in this process."""
+        return view
+
     # ------------------------------------------------------------ a step and its micro-batches
 
     def begin_step(self, step: Step) -> None:
         self._step = step
         self._works.clear()
         if self._broken is not None:  # a collective that was given up may still write into that memory
-            self._flats = Flats(self._layout)
+            self._flats = self._new_flats()
             self._broken = None
             if self._parts is not None:
                 self._parts = PartSums(self._layout, self._parts.parts)
@@ -117,7 +135,7 @@ class Reducer:
     def begin_micro(self, micro: Micro, last: bool) -> None:
         assert self._step is not None
         self._micro, self._last = micro, last
-        self._weight = (micro.hi - micro.lo) / self._step.total
+        self._weight = self._scale = (micro.hi - micro.lo) / self._step.total
         self._open, self._ended, self._queued, self._local = True, False, False, False
         self._seen = [False] * len(self.params)
         self._pending = [len(b) for b in self._layout.buckets]
@@ -169,13 +187,13 @@ class Reducer:
             p.grad = None
             return
         if self.stale[i]:
-            if bool(held.any()):
+            if bool(self._mine(held).any()):
                 raise ScriptError(
                     f"the gradient of {self.names[i]!r} was used by opt.step() and not cleared: call opt.zero_grad() "
                     "in every iteration"
                 )
         else:
-            mine = held.untyped_storage().data_ptr() in self._storages()
+            mine = self._mine(held).untyped_storage().data_ptr() in self._storages()
             self.carried[i] = held.detach().clone() if mine else held
         p.grad = None
 
@@ -196,9 +214,9 @@ class Reducer:
             if self.clock is not None:
                 self.clock.first_gradient()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-        grad, view, weight = p.grad, self._flats.views[i], self._weight
-        if grad is None:
+        if p.grad is None:
             return
+        grad, view, weight = self._mine(p.grad), self._flats.views[i], self._scale
         if grad.layout != torch.strided:
             raise ScriptError(f"the gradient of {self.names[i]!r} is sparse: build its nn.Embedding with sparse=False")
         if self._touched[i]:
@@ -324,13 +342,14 @@ class Reducer:
             self.stale[i] = False
             if not committed:
                 view.zero_()
-                p.grad = view
+                p.grad = self._gradient(p, view)
             elif not all_used and not used[i]:
                 p.grad = before
             elif before is not None:
-                p.grad = before.add_(view)
+                self._mine(before).add_(view)
+                p.grad = before
             else:
-                p.grad = view
+                p.grad = self._gradient(p, view)
 
     def commit_buffers(self) -> None:
         assert self._step is not None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from everstep.allreduce import parts
 from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
@@ -36,6 +37,8 @@ class ReplicaState:
     whoever trains calls it.
     """
 
+    follows = True  # it can be told step by step (``allreduce.tape``)
+
     def __init__(
         self,
         models: Sequence[nn.Module],
@@ -55,6 +58,7 @@ class ReplicaState:
     def parameters(self) -> Iterator[Named]:
         """All that are trained, each once, in a fixed order; also those that only an optimizer knows."""
         seen: set[int] = set()
+        parts.settle(self.models)
         for prefix, model in self._models():
             for name, p in model.named_parameters():
                 if id(p) not in seen:
@@ -134,13 +138,13 @@ class ReplicaState:
         self._check_trees(unpacker)
         with torch.no_grad():
             for number, tensor in into:
-                tensor.copy_(unpacker.view(number))
+                parts.fill(tensor, unpacker.view(number))
             for p in known.values():
                 p.grad = None
             for number in header.gradients:
                 owner = known.get(unpacker.name(number).removesuffix(".grad"))
                 if owner is not None:
-                    owner.grad = unpacker.copy(number).to(owner.device)
+                    owner.grad = parts.as_owner(unpacker.copy(number).to(owner.device), owner)
         self.load_trees(unpacker, known)
         self.carried = bool(header.gradients)
         self.mark = header.mark
@@ -178,8 +182,9 @@ class ReplicaState:
         return _signed(hashed)
 
     def quick_digest(self) -> int:
-        """As ``digest``, at the speed of memory: sums of the bits, which find what happens by mistake."""
-        packer = Packer()
+        """As ``digest``, at the speed of memory: sums of the bits, which find what happens by mistake. Of a sharded
+        model: of what this process has."""
+        packer = Packer(parts=True)
         parameters = list(self.parameters())
         for name, tensor in (*parameters, *self.buffers()):
             packer.tensor(name, tensor)
@@ -196,7 +201,7 @@ class ReplicaState:
         """int64 by parameter's and buffer's name."""
         out: dict[str, int] = {}
         for name, tensor in (*self.parameters(), *self.buffers()):
-            plain = tensor.detach().cpu().contiguous()
+            plain = parts.whole(tensor).detach().cpu().contiguous()
             head = f"{name} {plain.dtype} {tuple(plain.shape)}".encode()
             hashed = hashlib.blake2b(head, digest_size=8)
             if plain.numel():
@@ -363,6 +368,7 @@ def _load_optimizer(
 def _placed(value: torch.Tensor, p: torch.Tensor, old: Any, on_cpu: bool) -> torch.Tensor:
     """A tensor of an optimizer's state where it belongs; one that is there already is filled, so that its address
     stays."""
+    value = parts.as_owner(value, p)
     if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
         old.copy_(value)
         return old

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,16 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.allreduce.engine import GroupEngine
 from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce.leading import FollowingSession, LeadingSession, UnitState
+from everstep.allreduce.parts import gathered, settle
 from everstep.allreduce.session import Session
+from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
+from everstep.allreduce.units import Unit
 from everstep.api.group_tables import GroupTables
 from everstep.api.job import Job
 from everstep.api.tables import TableSet
@@ -38,12 +44,21 @@ class GroupJob(Job):
         engine = GroupEngine(spec, self._seat.slot, alone=self._seat.embedded)
         self._engine = engine
         self._models = engine.models
-        self._state = ReplicaState(engine.models, engine.inner, engine.tracked)
+        unit = self._unit = engine.unit = Unit.from_environment(os.environ)
+        unit.chief = self._seat.slot == 0
+        if unit.size > 1 and unit.leads:
+            self._state: ReplicaState = UnitState(engine.models, engine.inner, engine.tracked, unit)
+        else:
+            self._state = ReplicaState(engine.models, engine.inner, engine.tracked)
         engine.state = self._state
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
-        engine.session = session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
         self._tables = TableSet(self._seat.client)
+        if not unit.leads:
+            engine.session = FollowingSession(self._state, unit)
+            return
+        session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
+        engine.session = LeadingSession(session, unit) if unit.size > 1 else session
         if self._seat.spec.ps:
             engine.tables = session.tables = GroupTables(self._seat, self._tables)
 
@@ -55,8 +70,31 @@ class GroupJob(Job):
 
     def digest(self) -> str:
         """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
-        workers after the same step."""
-        return f"{self._state.digest() & (1 << 64) - 1:016x}"
+        workers after the same step. With ``--shard`` all processes of a worker have to ask."""
+        return f"{ReplicaState.digest(self._state) & (1 << 64) - 1:016x}"
+
+    @property
+    def chief(self) -> bool:
+        """With ``--shard``: true in all processes of that worker, so that they evaluate a sharded model together; for
+        what only one of them shall do, see ``shard``."""
+        return self._seat.chief() if self._unit.size == 1 else self._unit.chief
+
+    @property
+    def shards(self) -> int:
+        """Processes of this worker (``--shard``), over which the script shards its models."""
+        return self._unit.size
+
+    @property
+    def shard(self) -> int:
+        """Which of them this one is, from 0."""
+        return self._unit.index
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The processes of this worker: ``fully_shard(module, mesh=job.shard_mesh)``, before job.replicate and before
+        the optimizer is made. Of one process where the job has no ``--shard``."""
+        life = f"unit-{self._seat.slot}.{self._seat.incarnation}"
+        return self._unit.mesh(self._seat.run_dir / "sock" / life)
 
     # ------------------------------------------------------------ the model
 
@@ -76,6 +114,12 @@ class GroupJob(Job):
             raise ScriptError(
                 f"job.replicate got a {type(model).__name__}: give it the plain model, everstep reduces the gradients"
             )
+        if isinstance(model, nn.Module):
+            mesh = self._unit.mesh_made
+            sharded = check_model(model, self._unit, mesh)
+            if self._models and sharded != self._engine.sharded:
+                raise ScriptError("job.replicate: one model is sharded and another one is not; shard both, or none")
+            self._engine.sharded = sharded
         return super().replicate(model)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -150,23 +194,31 @@ class GroupJob(Job):
             with torch.no_grad():
                 yield
         finally:
+            settle(models)
             for m, was in zip(models, training, strict=True):
                 m.train(was)
 
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        settle(self._models)
+        state = {
             "models": [m.state_dict() for m in self._models],
             "optimizers": [o.state_dict() for o in self._engine.optimizers],
             "tracked": {name: obj.state_dict() for name, obj in self._engine.tracked.items()},
         }
+        return gathered(state) if self._engine.sharded else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._engine.registered:
             raise ScriptError("job.load_state_dict: only before job.steps()")
         if self._tables.started:
             raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
+        if self._engine.sharded:
+            raise ScriptError(
+                "job.load_state_dict of a sharded model: load the plain model before fully_shard (everstep resume goes on "
+                "from a checkpoint of the job)"
+            )
         self._load_models(state)
         optimizers = state.get("optimizers", [])
         if len(optimizers) != len(self._engine.optimizers):
@@ -182,9 +234,15 @@ class GroupJob(Job):
 
     # ------------------------------------------------------------ the end
 
+    def log(self, *words: Any) -> None:
+        if self._unit.leads:
+            super().log(*words)
+
     def _leave(self, error: str) -> None:
         self._unforbid()
         self._engine.close(error)
+        if self._seat.embedded:
+            self._unit.close()
 
 
 def _forbid_process_groups() -> Any:

@@ -51,9 +51,10 @@ def join(
     if _job is not None and not _job.closed:
         return _job
     if "EVERSTEP_RUN_DIR" in os.environ and "EVERSTEP_SLOT" in os.environ:
+        from everstep.api.mate import MateSeat, is_mate
         from everstep.api.worker import WorkerSeat
 
-        seat: Seat = WorkerSeat.from_environment(os.environ)
+        seat: Seat = (MateSeat if is_mate(os.environ) else WorkerSeat).from_environment(os.environ)
         if mode is not None and mode != seat.spec.mode:
             raise ScriptError(
                 f"es.join(mode={mode!r}) in a job of mode {seat.spec.mode}: everstep run --mode {mode} ..."

@@ -35,6 +35,11 @@ def cli() -> None:
 @click.option(
     "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."
 )
+@click.option(
+    "--shard",
+    type=int,
+    help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
+)
 @click.option("--lr-rule", help="allreduce, elastic: none (default), linear or sqrt in the global batch.")
 @click.option("--consistency", help="async: workers never wait for each other.")
 @click.option("--seed", type=int, help="Seed of data order, rows and model (default 0).")
@@ -162,6 +167,7 @@ def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
 @click.argument("source", metavar="RUN_DIR|URL")
 @click.option("--workers", type=int, help="Worker processes (default: as before).")
 @click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
+@click.option("--shard", type=int, help="Processes of a worker, any number (default: as before).")
 @click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
 @click.option("--script", help="The training script (default: as before).")
 @click.option("--checkpoint", type=int, help="This checkpoint (default: the newest that is complete and intact).")

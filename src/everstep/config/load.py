@@ -42,6 +42,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "ps": (0, 10_000),
     "min_workers": (1, 100_000),
     "logical_workers": (0, 100_000),
+    "shard": (1, 1024),
     "seed": (0, 2**63 - 1),
     "buckets": (1, 4096),
     "max_restarts": (0, 1_000_000),
@@ -151,7 +152,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         if spec.ps < 1:
             raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")
         defaults = JobSpec()
-        for field in ("strategy", "min_workers", "logical_workers", "lr_rule"):
+        for field in ("strategy", "min_workers", "logical_workers", "shard", "lr_rule"):
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
         return
@@ -178,6 +179,15 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(
             f"logical_workers = {spec.logical_workers}{at['logical_workers']}: less than workers = {spec.workers}"
             f"{at['workers']}, so some would have nothing to do"
+        )
+    if spec.shard > 1 and spec.ps:
+        raise ConfigError(
+            f"shard = {spec.shard}{at['shard']}: a sharded model cannot have tables on the ps yet; leave shard or ps out"
+        )
+    if spec.shard > 1 and spec.logical_workers:
+        raise ConfigError(
+            f"shard = {spec.shard}{at['shard']}: a logical worker has the whole model (the order of sums is not fixed "
+            "inside of a sharded one); leave shard or logical_workers out"
         )
     if spec.lr_rule != "none" and (spec.strategy == "fixed" or spec.logical_workers):
         raise ConfigError(

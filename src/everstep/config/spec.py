@@ -20,6 +20,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
     min_workers: int = 1  # allreduce: below so many, training waits
     logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
+    shard: int = 1  # allreduce: processes of one worker, which share one replica of the model (FSDP2: fully_shard)
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory

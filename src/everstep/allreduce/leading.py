@@ -1,0 +1,240 @@
+"""A worker of several processes in its group: its leader takes part, and the others do with it what it does.
+
+``LeadingSession`` is the leader's session: the group's (``session``), and after each of its answers a word to the
+mates. ``FollowingSession`` is a mate's: it does what the leader says, until that is a step, or the end. ``UnitState`` is
+the leader's state: to read out or to load the whole one, the mates are asked to help.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.allreduce.packed import Packed
+from everstep.allreduce.state import ReplicaState
+from everstep.allreduce.step import LeaveJob, Outcome, Step
+from everstep.allreduce.units import Leave, Load, Message, Over, ReadOut, Sum, Summed, Train, Unit, Voted, split
+from everstep.errors import EverstepError, InternalError
+from everstep.model.group import Group
+from everstep.model.shard import Plan
+
+_HALF = 1 << 63
+
+
+class UnitState(ReplicaState):
+    """Of the leader. The same to others as that of a model which is not sharded."""
+
+    follows = False  # whole gradients of every step would take all processes: it is copied at the entry
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        tracked: Mapping[str, Any],
+        unit: Unit,
+    ) -> None:
+        super().__init__(models, optimizers, tracked)
+        self.unit = unit
+
+    def snapshot(self, into: torch.Tensor | None = None) -> Packed:
+        with self.unit.ordered(ReadOut("snapshot")):
+            return super().snapshot(into)
+
+    def load(self, packed: Packed, what: str = "the state") -> None:
+        with self.unit.ordered(Load(len(packed.header), packed.body.numel(), what)):
+            self.unit.share(torch.frombuffer(bytearray(packed.header), dtype=torch.uint8))
+            self.unit.share(packed.body)
+            super().load(packed, what)
+
+    def digest(self) -> int:
+        with self.unit.ordered(ReadOut("digest")):
+            return super().digest()
+
+    def quick_digest(self) -> int:
+        with self.unit.ordered(Sum()):
+            parts = [super().quick_digest()]
+            parts += [self.unit.hear(Summed, mate).digest for mate in self.unit.mates]
+        hashed = hashlib.blake2b(repr(parts).encode(), digest_size=8)
+        return int.from_bytes(hashed.digest(), "little") - _HALF
+
+    def parameter_digests(self) -> dict[str, int]:
+        with self.unit.ordered(ReadOut("parameters")):
+            return super().parameter_digests()
+
+
+class LeadingSession:
+    """See the top of this file. ``inner``: the group's session (``allreduce.session.Session``)."""
+
+    def __init__(self, inner: Any, unit: Unit) -> None:
+        self.inner, self.unit = inner, unit
+        self._left = False
+
+    def __repr__(self) -> str:
+        return f"<LeadingSession {self.unit!r} {self.inner!r}>"
+
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+        self.inner.enter(dataset, until_epoch, plan, batch_samples * self.unit.size)
+
+    def begin(self) -> Step | None:
+        unit = self.unit
+        try:
+            step: Step | None = self.inner.begin()
+        except LeaveJob as leave:
+            self._left = True
+            unit.tell_all(Leave(leave.status))
+            raise
+        if step is None:
+            unit.chief = bool(self.inner.seat.chief())
+            unit.tell_all(Over(unit.chief))
+            return None
+        unit.chief = self.inner.seat.slot == 0  # (who stands in for it is asked for where the loop is over)
+        for mate in unit.mates:
+            micros = tuple(split(m, mate, unit.size) for m in step.micros)
+            place = (step.number, step.generation, step.dataset, step.epoch, step.lo, step.hi, step.rank, step.size)
+            unit.tell(mate, Train(*place, micros, step.lr_factor, unit.chief))
+        return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
+
+    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+        outcome: Outcome = self.inner.vote(step, digest, nonfinite)
+        self.unit.tell_all(Voted(outcome.value))
+        return outcome
+
+    def broken(self, step: Step) -> None:
+        self.inner.broken(step)
+
+    def done(self, step: Step) -> None:
+        self.inner.done(step)
+
+    # ------------------------------------------------------------ the master's orders
+
+    def grouped(self, group: Group) -> None:
+        self.inner.grouped(group)
+
+    def welcomed(self) -> None:
+        self.inner.welcomed()
+
+    def leave_soon(self, status: int) -> bool:
+        left: bool = self.inner.leave_soon(status)
+        return left
+
+    def fail(self, error: EverstepError) -> None:
+        self.inner.fail(error)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    def close(self, error: str = "") -> None:
+        if not error and getattr(sys, "last_value", None) is not None:
+            error = "the script failed"  # its other processes are anywhere, and cannot help with a last checkpoint
+        self.inner.close(error)
+        if not error and not self._left:
+            self._left = True
+            with suppress(EverstepError):
+                self.unit.tell_all(Leave(0))
+
+
+class FollowingSession:
+    """See the top of this file."""
+
+    def __init__(self, state: ReplicaState, unit: Unit) -> None:
+        self.state, self.unit = state, unit
+        self._left = False
+
+    def __repr__(self) -> str:
+        return f"<FollowingSession {self.unit!r}>"
+
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+        """The leader does."""
+
+    def begin(self) -> Step | None:
+        match self._serve():
+            case Train() as t:
+                self.unit.chief = t.chief
+                place = (t.number, t.generation, t.dataset, t.epoch, t.lo, t.hi)
+                return Step(*place, t.micros, t.rank, t.size, _LEADERS, t.lr_factor)
+            case Over(chief):
+                self.unit.chief = chief
+                return None
+            case Leave(status):
+                self._left = True
+                raise LeaveJob(status)
+            case other:
+                raise InternalError(f"between two steps the leader of this worker says {other!r}")
+
+    def _serve(self) -> Message:
+        """Help with the state, until the leader says something else."""
+        while True:
+            match message := self.unit.hear_any():
+                case ReadOut(what):
+                    self._read(what)
+                case Load() as load:
+                    self._load(load)
+                case Sum():
+                    self.unit.answer(Summed(self.state.quick_digest()))
+                case _:
+                    return message
+
+    def _read(self, what: str) -> None:
+        if what == "snapshot":
+            self.state.snapshot()
+        elif what == "digest":
+            self.state.digest()
+        else:
+            self.state.parameter_digests()
+
+    def _load(self, load: Load) -> None:
+        header = torch.empty(load.header_bytes, dtype=torch.uint8)
+        body = torch.empty(load.body_bytes, dtype=torch.uint8)
+        self.unit.share(header)
+        self.unit.share(body)
+        self.state.load(Packed(header.numpy().tobytes(), body), load.what)
+
+    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+        return Outcome(self.unit.hear(Voted).outcome)
+
+    def broken(self, step: Step) -> None:
+        """The leader knows."""
+
+    def done(self, step: Step) -> None:
+        """The leader says so."""
+
+    def grouped(self, group: Group) -> None:
+        """Orders come to the leader."""
+
+    def welcomed(self) -> None:
+        """Orders come to the leader."""
+
+    def leave_soon(self, status: int) -> bool:
+        return False
+
+    def fail(self, error: EverstepError) -> None:
+        """Orders come to the leader."""
+
+    def finish(self) -> None:
+        """Orders come to the leader."""
+
+    def close(self, error: str = "") -> None:
+        """The leader leaves the group; a last checkpoint takes all of us."""
+        if not (error or self._left or getattr(sys, "last_value", None) is not None):
+            self._left = True
+            self._serve()
+
+
+class _Leaders:
+    """The group of a mate's step: its leader reduces."""
+
+    rank, size = 0, 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise InternalError(f"{name} of the group was asked for in a process that is not its worker's leader")
+
+
+_LEADERS: Any = _Leaders()
+__all__ = ["FollowingSession", "LeadingSession", "UnitState"]

@@ -1,0 +1,37 @@
+"""The seat of a process that is not its worker's leader (``--shard``): no connection to the master, the leader has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from everstep.allreduce.units import VARIABLE
+from everstep.api.seat import Listener
+from everstep.api.worker import WorkerSeat
+from everstep.brain.events import Answer, Ok, Registered
+from everstep.net import messages
+from everstep.net.messages import RequestType
+
+
+def is_mate(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one."""
+    place = environment.get(VARIABLE, "")
+    return bool(place) and not place.startswith("0/")
+
+
+class MateSeat(WorkerSeat):
+    """See the top of this file. What a script asks the master for is answered here: the leader asks it, too."""
+
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer:
+        return Registered(0) if isinstance(request, messages.Register) else Ok()
+
+    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
+        then(self.call(request, 0.0))
+
+    def chief(self) -> bool:
+        return False
+
+    def close(self, error: str) -> None:
+        """Nothing is open."""
