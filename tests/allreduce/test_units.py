@@ -1,0 +1,66 @@
+"""What the processes of one worker share: samples, words, and the memory of gradients."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+
+from everstep.allreduce.flats import Layout
+from everstep.allreduce.sharded import mapped, shared_flats
+from everstep.allreduce.units import Full, Over, Reduced, Unit, Voted, split
+from everstep.errors import ConfigError, InternalError, PlatformError
+from everstep.model.group import Micro
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [0, 1, 4, 7])
+def test_the_samples_of_a_micro_batch_are_divided_in_order(count: int, size: int) -> None:
+    whole = Micro(30, 30 + count)
+    parts = [split(whole, i, size) for i in range(size)]
+    assert [p for part in parts for p in range(part.lo, part.hi)] == list(range(30, 30 + count))
+    sizes = [part.hi - part.lo for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert count == 0 or sizes[0]  # who has none computes its neighbour's: there is one before it
+
+
+def pair() -> tuple[Unit, Unit]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Unit(0, 2, [ours]), Unit(1, 2, [theirs])
+
+
+def test_gradients_of_a_mate_lie_in_memory_that_its_leader_maps() -> None:
+    leader, mate = pair()
+    layout = Layout([torch.zeros(7), torch.zeros(3, dtype=torch.float64), torch.zeros(0)], 5)
+    flats, fd = shared_flats(layout)
+    flats.views[0].fill_(2.0)
+    flats.tail.fill_(3.0)
+    kinds = tuple((n, str(k[0]).removeprefix("torch.")) for n, k in zip(layout.numels, layout.kinds, strict=True))
+    mate.answer(Full(layout.tail, kinds), fd)
+    os.close(fd)
+    full, got = leader.hear_full(1)
+    assert got is not None
+    found = mapped(got, [(n, getattr(torch, d)) for n, d in full.flats])
+    os.close(got)
+    for mine, theirs in zip(flats.flats, found, strict=True):
+        assert torch.equal(mine, theirs)
+    found[-1].add_(1.0)
+    assert flats.tail.tolist() == [4.0] * 5
+
+
+def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> None:
+    leader, mate = pair()
+    leader.tell_all(Over(True))
+    with pytest.raises(InternalError, match="expected Voted and got Over"):
+        mate.hear(Voted)
+    mate.answer(Reduced(True, True))
+    with pytest.raises(InternalError, match="at the end of backward"):
+        leader.hear_full(1)
+    del leader
+    with pytest.raises(PlatformError, match="is gone"):
+        mate.hear_any()
+    with pytest.raises(ConfigError, match="EVERSTEP_UNIT"):
+        Unit.from_environment({"EVERSTEP_UNIT": "1/x:"})
+    assert Unit.from_environment({}).size == 1

@@ -1,0 +1,81 @@
+"""FSDP2 models in a job of one process: ``fully_shard(..., mesh=job.shard_mesh)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from everstep.api.embedded import EmbeddedSeat
+from everstep.api.group_job import GroupJob
+from everstep.errors import ScriptError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def make(folder: Path, name: str) -> Any:
+    return GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(folder / name)}, None))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def train(job: Any, sharded: bool) -> tuple[str, dict[str, torch.Tensor]]:
+    """Gradients of two steps are accumulated, and the model is evaluated in the midst of it."""
+    x = np.random.default_rng(5).normal(size=(96, 6)).astype(np.float32)
+    model = net()
+    if sharded:
+        for part in (model[3], model):
+            fully_shard(part, mesh=job.shard_mesh)
+    model = job.replicate(model)
+    opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    for batch in job.steps(job.loader({"x": x, "y": x.sum(1, keepdims=True)}, 8, epochs=2)):
+        (model(batch["x"]) - batch["y"]).square().mean().backward()
+        if job.step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+        elif job.step % 6 == 0:
+            with job.eval():
+                model(batch["x"])
+    found = job.digest(), job.state_dict()["models"][0]
+    job.close()
+    return found
+
+
+def test_a_sharded_model_trains_to_the_same_bits(folder: Path) -> None:
+    digest, state = train(make(folder, "plain"), False)
+    same, gathered = train(make(folder, "sharded"), True)
+    assert same == digest
+    for name, value in state.items():
+        assert torch.equal(gathered[name], value), name
+
+
+def test_models_that_cannot_be_trained_so_are_one_line(folder: Path) -> None:
+    job = make(folder, "run")
+    model = net()
+    fully_shard(model[3], mesh=job.shard_mesh)
+    with pytest.raises(
+        ScriptError, match=r"'0.weight' is not sharded: for part in \(\*model.layers, model\): fully_shard"
+    ):
+        job.replicate(model)
+    fully_shard(model, mesh=job.shard_mesh)
+    job.replicate(model)
+    with pytest.raises(ScriptError, match="one model is sharded and another one is not"):
+        job.replicate(net())
+    with pytest.raises(ScriptError, match="load the plain model before fully_shard"):
+        job.load_state_dict({})
+    job.close()
