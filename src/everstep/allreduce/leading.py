@@ -1,8 +1,8 @@
 """A worker of several processes in its group: its leader takes part, and the others do with it what it does.
 
 ``LeadingSession`` is the leader's session: the group's (``session``), and after each of its answers a word to the
-mates. ``FollowingSession`` is a mate's: it does what the leader says, until that is a step, or the end. ``UnitState`` is
-the leader's state: to read out or to load the whole one, the mates are asked to help.
+mates. ``FollowingSession`` is a mate's: it does what the leader says, until that is a step, or the end. ``UnitState``
+is the leader's state: to read out or to load the whole one, the mates are asked to help.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class GroupJob(Job):
             raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
         if self._engine.sharded:
             raise ScriptError(
-                "job.load_state_dict of a sharded model: load the plain model before fully_shard (everstep resume goes on "
-                "from a checkpoint of the job)"
+                "job.load_state_dict of a sharded model: load the plain model before fully_shard (everstep resume goes "
+                "on from a checkpoint of the job)"
             )
         self._load_models(state)
         optimizers = state.get("optimizers", [])
