@@ -17,6 +17,7 @@ from torch import nn
 from everstep.cli.status import stop_job
 from everstep.data.loader import Loader
 
+torch.set_num_threads(1)  # other tests fork from this process
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 MODEL = """
