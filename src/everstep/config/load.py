@@ -182,7 +182,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         )
     if spec.shard > 1 and spec.ps:
         raise ConfigError(
-            f"shard = {spec.shard}{at['shard']}: a sharded model cannot have tables on the ps yet; leave shard or ps out"
+            f"shard = {spec.shard}{at['shard']}: a sharded model cannot have tables on the ps yet: leave one out"
         )
     if spec.shard > 1 and spec.logical_workers:
         raise ConfigError(
