@@ -91,10 +91,10 @@ class Run:
             )
         return self
 
-    def everstep(self, *args: str) -> tuple[int, str]:
+    def everstep(self, *args: str, timeout_s: float = 60.0) -> tuple[int, str]:
         """Another command: exit code, output."""
         argv = [sys.executable, "-m", "everstep.cli", *args]
-        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
     def text(self) -> str:

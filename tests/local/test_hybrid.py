@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_jobs import until
 from replica_jobs import EXAMPLES, KILL, ReplicaRun
 
 from everstep.model.member import Role
+from everstep.monitor.audit import audit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -27,9 +29,10 @@ import everstep as es
 from everstep.data.loader import Loader
 from flights import COLUMNS, N_DENSE, N_FIELDS, features, source
 
-EPOCHS, ROWS, STEP = {epochs}, {rows}, 150
+EPOCHS, ROWS = {epochs}, {rows}
 torch.set_num_threads(1)
 job = es.join()
+STEP = 50 * job.spec.workers  # --strategy fixed
 whole = Loader(source(ROWS), ROWS, columns=COLUMNS, transform=features, shuffle=False).read(0, 0, ROWS)
 data = {{**whole, "row": torch.arange(ROWS)}}
 
@@ -106,3 +109,26 @@ def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
     for pid in pids:
         os.kill(pid, KILL)
     run.finished(2, states=3)
+
+
+def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: HybridRun) -> None:
+    """A ps without parity is lost: all go back to the newest checkpoint. Then the job is stopped, and resumed on other
+    numbers of workers and ps: over all of that every row has every epoch once."""
+    run.write(epochs=10)
+    run.train(2, "--strategy", "fixed", "--ps", "2", "--checkpoint-every", "10batches")
+    until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
+    os.kill(run.alive(Role.PS, 1).pid, KILL)
+    until(lambda: "steps void" in run.text(), why=run.story)
+    until(lambda: "checkpoint committed: checkpoint 4 " in run.text(), why=run.story)
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert code == 0, out
+    assert run.wait() == 0, run.story()
+    code, out = run.everstep("ckpt", "verify", str(run.run_dir))
+    assert code == 0 and "intact" in out, out
+    code, out = run.everstep(
+        *("resume", str(run.run_dir), "--run-dir", str(run.folder / "on"), "--ps", "3", "--workers", "2"),
+        timeout_s=150.0,
+    )
+    assert code == 0 and "counted right" in (run.folder / "on" / "logs" / "worker-0.log").read_text(), out
+    report = audit(run.folder / "on")
+    assert report.ok and report.finished, report.text()

@@ -267,9 +267,10 @@ class Session:
         self.keeper.boundary()
 
     def _settle(self, before: int) -> None:
-        """Everybody has every step below ``before``: they may be told, and checkpoints of them."""
+        """Everybody has every step below ``before``: they may be told, and checkpoints of them, once the ps have what
+        those have."""
         self.commits.settle(before)
-        self.keeper.settled(before)
+        self.keeper.settled(before if self.tables is None else min(before, self.tables.pushed))
 
     def close(self, error: str = "") -> None:
         """The script is over: tell what is untold, leave the group. Harmless when repeated."""
@@ -542,6 +543,8 @@ class Session:
             with self._changed:
                 self.machine.pending = None
             return False
+        if self.tables is not None:
+            self.tables.pushed = mark.step  # everybody had pushed all before it voted
         self._settle(mark.step)
         return True
 

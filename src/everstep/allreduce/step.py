@@ -105,7 +105,11 @@ def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
 
 
 class StepTables(Protocol):
-    """The tables of a job whose rows live on the ps, for engine and session; on the script's thread."""
+    """The tables of a job whose rows live on the ps, for engine and session; on the script's thread.
+
+    ``pushed``: of all steps below it everybody's pushes are acknowledged, as far as known here."""
+
+    pushed: int
 
     def survey(self, group: Group, collective: Collective, mark: Mark, cut: Cut) -> int:
         """Before a step at ``mark`` that would be ``cut``: own what was committed before to the ps, and learn where

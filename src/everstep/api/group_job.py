@@ -54,6 +54,7 @@ class GroupJob(Job):
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
         self._tables = TableSet(self._seat.client)
+        self._tables.clock = engine.clock
         if not unit.leads:
             engine.session = FollowingSession(self._state, unit)
             return

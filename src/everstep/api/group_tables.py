@@ -130,6 +130,7 @@ class GroupTables:
         self._origin = 0
         self._stop = 0
         self._gap_since = 0.0
+        self.pushed = 0
         self.client.on_wait = self._waits_for_rows
 
     def __repr__(self) -> str:
@@ -258,6 +259,7 @@ class GroupTables:
                 self._drop(owed)
             if len(self.pushes.held) > HELD_MAX:
                 raise InternalError(f"{self.pushes!r}: {len(self.pushes.held)} steps are not settled")
+        self.pushed = min(word[2] for word in words)
         self._agreed = version, all(word[1] == version for word in words)
         self._blobs = blobs
         return join_digests([bit_sum(blob) for blob in blobs]), all(word[3] for word in words)

@@ -513,6 +513,8 @@ class Brain:
             worker = self.members.current(Role.WORKER, slot, incarnation)
             if worker is not None and not worker.stopping:
                 words = f"{len(self.keeper.books.gone)} buckets begin empty: the first rows of its tables are due again"
+                if self.replicated:
+                    words = f"{len(self.keeper.books.gone)} buckets go back to what is older than its state"
                 out.append(self._send_away(worker, Decision("stop", words), END_GRACE_S))
         for slot in self.state.protection.leaving:
             seat = self.members.servers.get(slot)

@@ -31,6 +31,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import BucketImage, Manifest
+from everstep.model.shard import shard_key
 from everstep.model.table import TableSpec
 from everstep.policies.checkpoints import since_of
 from everstep.policies.retention import Taken, to_drop
@@ -69,6 +70,7 @@ class Writing(msgspec.Struct, kw_only=True):
     failures: dict[int, int] = {}
     manifest: Manifest | None = None
     disowned: list[int] = []
+    draft: Manifest | None = None  # mode allreduce with ps: it has the replica, and no images yet
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -182,7 +184,7 @@ class Checkpoints(msgspec.Struct):
         self.begun_at = at
         what = f"what changed since checkpoint {since}" if since else "a base: every page"
         if job.spec.mode == "allreduce":
-            what = "the state of rank 0"
+            what = "the state of rank 0" + (", then every page" if job.spec.ps else "")
         inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": reason}
         why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({reason}): {what}", inputs)
         return [OrderImages(self.numbers, since), Note("", why)]
@@ -204,9 +206,13 @@ class Checkpoints(msgspec.Struct):
         writing = self.writing
         if writing is None or writing.number != checkpoint or writing.manifest is not None:
             return []
+        if job.spec.mode == "allreduce" and writing.draft is None:
+            return []  # an image from before the replica may lack what that has
         if error:
             return self.failed(f"ps:{slot}", slot, error)
         for image in images:
+            if writing.draft is not None and (lack := lacks(writing.draft, image)):
+                return self.give_up(lack)
             known = writing.images.get(image.bucket)
             if image.bucket in writing.disowned and image.bucket not in owned:
                 continue
@@ -248,6 +254,12 @@ class Checkpoints(msgspec.Struct):
     def _complete(self, job: Job, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
         """Every bucket has an image: have the manifest written."""
         images = tuple(writing.images[b] for b in sorted(writing.images))
+        tables = tuple(writing.tables[name] for name in sorted(writing.tables))
+        if writing.draft is not None:
+            writing.manifest = msgspec.structs.replace(writing.draft, images=images, tables=tables)
+            words = f"step {writing.draft.replica.mark.step}" if writing.draft.replica is not None else "a replica"
+            why = Decision("commit the checkpoint", f"{words}, all {len(images)} buckets have an image")
+            return [CommitManifest(writing.manifest, why)]
         positions = shards.positions(images)
         manifest = Manifest(
             job=job.spec.name,
@@ -256,7 +268,7 @@ class Checkpoints(msgspec.Struct):
             base=writing.since,
             seed=job.spec.seed,
             buckets=job.spec.buckets,
-            tables=tuple(writing.tables[name] for name in sorted(writing.tables)),
+            tables=tables,
             images=images,
             datasets=positions,
             samples_done=shards.samples_done - sum(shards.releasing[key].samples for key in shards.lacking(images)),
@@ -281,7 +293,7 @@ class Checkpoints(msgspec.Struct):
         took_s = round(at - writing.began_at, 3)
         size_bytes = _bytes_of(manifest.images)
         if manifest.replica is not None:
-            size_bytes = manifest.replica.file.size_bytes
+            size_bytes += manifest.replica.file.size_bytes
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
         self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
@@ -343,7 +355,8 @@ class Checkpoints(msgspec.Struct):
         if self.final or not has_checkpoints(job.spec):
             return None
         if job.spec.mode == "allreduce":  # nobody is left to write one; the last member did before it went
-            return [] if self.writing is not None and self.writing.manifest is not None else None
+            begun = self.writing is not None and (self.writing.manifest or self.writing.draft) is not None
+            return [] if begun else None
         return self.begin(job, at, FINAL, base=False)  # (nothing while another is written, which may lack the end)
 
     def not_the_end(self) -> None:
@@ -378,6 +391,21 @@ class Checkpoints(msgspec.Struct):
             assert self.writing.number == self.numbers and self.writing.since < self.numbers
             whole = len(self.writing.images) == job.spec.buckets or job.spec.mode == "allreduce"
             assert (self.writing.manifest is not None) <= whole
+
+
+def lacks(draft: Manifest, image: BucketImage) -> str:
+    """Why this image of a table's bucket does not go with the replica of ``draft``: a job that went on from both would
+    never train for that bucket what the replica has had; "": it does."""
+    if draft.replica is None:
+        return ""
+    mark = draft.replica.mark
+    epoch, position = mark.epoch, mark.position
+    if not position and epoch and mark.dataset < len(draft.datasets):
+        epoch, position = epoch - 1, draft.datasets[mark.dataset].plan.samples
+    found = dict(image.watermarks).get(shard_key(mark.dataset, epoch, 0), 0)
+    if found >= position:
+        return ""
+    return f"bucket {image.bucket} is at sample {found} of epoch {epoch}, the replica at {position}"
 
 
 def _bytes_of(images: Sequence[BucketImage]) -> int:

@@ -258,6 +258,8 @@ class Keeper:
             if self._workers_end(recovered.lost):
                 return []
             begin_again(draft, recovered)
+        elif self.job.spec.mode == "allreduce" and recovered.behind and self._workers_end(recovered.behind):
+            return []  # nobody has the gradients of what they lack: all go back to the newest checkpoint
         books.gone, books.ending = [], []
         draft.living |= reborn
         out = self._losses(recovered) if recovered.buckets or cut_off else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.brain.checkpoints import Checkpoints, has_checkpoints
-from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, PublishGroup
+from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
 from everstep.brain.job import Job
 from everstep.brain.shards import Shards
@@ -42,7 +42,7 @@ def take_replica(
 ) -> tuple[list[InstructionType], str]:
     """The leader wrote its state, or could not. Returns what follows, and why it must say it again, a little later."""
     writing = checkpoints.writing
-    if writing is None or writing.number != checkpoint or writing.manifest is not None:
+    if writing is None or writing.number != checkpoint or (writing.manifest or writing.draft) is not None:
         return [], ""
     if replica is None or error:
         return checkpoints.failed(f"worker:{slot}", slot, error or "no state"), ""
@@ -57,7 +57,7 @@ def take_replica(
     positions = tuple(
         _position(shards, number, *cursors.get(number, (0, 0)), before) for number in range(len(shards.datasets))
     )
-    writing.manifest = Manifest(
+    manifest = Manifest(
         version=REPLICA_VERSION,
         job=job.spec.name,
         checkpoint=writing.number,
@@ -77,7 +77,11 @@ def take_replica(
         master_incarnation=job.master_incarnation,
     )
     inputs: Inputs = {"checkpoint": writing.number, "bytes": replica.file.size_bytes, "step": mark.step}
-    return [CommitManifest(writing.manifest, Decision("commit the checkpoint", f"step {mark.step}", inputs))], ""
+    if job.spec.ps:  # images from now on have all that it has: what is before a told mark is at all ps
+        writing.draft = manifest
+        return [OrderImages(writing.number, 0)], ""
+    writing.manifest = manifest
+    return [CommitManifest(manifest, Decision("commit the checkpoint", f"step {mark.step}", inputs))], ""
 
 
 def _position(

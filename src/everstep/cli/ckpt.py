@@ -118,7 +118,9 @@ def compact_one(where: str, number: int | None) -> None:
         raise ConfigError(f"{where}: this job is running and goes on from these files: compact when it has ended")
     manifest = _choose(place, number, deep=False)
     if manifest.replica is not None:
-        raise ConfigError(f"{where}: checkpoint {manifest.checkpoint} is of mode allreduce: it is one file already")
+        raise ConfigError(
+            f"{where}: checkpoint {manifest.checkpoint} is of mode allreduce: there are no increments in it"
+        )
     before = sum(place.sizes().values())
     new = compact(place, manifest)
     files = sum(len(image.files) for image in manifest.images)
@@ -151,12 +153,13 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
     place = checkpoint_place(where)
     manifest = _choose(place, number, deep=True)
     if manifest.replica is not None:
-        if tables:
+        if tables and not manifest.tables:
             raise ConfigError(f"--table: checkpoint {manifest.checkpoint} is of mode allreduce and has no tables")
         from everstep.allreduce.checkpoint import export_replica
 
         export_replica(place, manifest, out, click.echo)
-        return
+        if not manifest.tables:
+            return
     for spec in wanted_tables(manifest, tables):
         if form in ("parquet", "both"):
             path = out / f"{file_name(spec.name)}.parquet"
@@ -219,6 +222,10 @@ def _describe_replica(place: Place, manifest: Manifest) -> list[str]:
         if number == mark.dataset:
             place_words += f", goes on in epoch {mark.epoch} at sample {mark.position:,} of {dataset.plan.samples:,}"
         lines.append(f"  {dataset.plan.name!r}: {place_words}")
+    if manifest.images:
+        rows, written = sum(i.rows for i in manifest.images), sum(i.bytes_written for i in manifest.images)
+        names = ", ".join(repr(spec.name) for spec in manifest.tables)
+        lines.append(f"  tables {names}: {rows:,} rows in {len(manifest.images)} buckets, {human_bytes(written)}")
     return lines + [f"  {name} = {value:g}" for name, value in sorted(manifest.values.items())]
 
 
@@ -243,11 +250,10 @@ def _line(place: Place, number: int, sizes: dict[str, int]) -> dict[str, Any]:
         "checkpoint": number,
         "at": manifest.at,
         "kind": "replica" if replica is not None else "increment" if increments else "base",
-        "rows": replica.parameters if replica is not None else sum(image.rows for image in manifest.images),
+        "rows": (replica.parameters if replica is not None else 0) + sum(image.rows for image in manifest.images),
         "size_bytes": sum(file.size_bytes for file in files),
-        "written_bytes": replica.file.size_bytes
-        if replica is not None
-        else sum(image.bytes_written for image in manifest.images),
+        "written_bytes": (replica.file.size_bytes if replica is not None else 0)
+        + sum(image.bytes_written for image in manifest.images),
         "samples": manifest.samples_done,
         "state": "whole" if not wrong else f"{len(wrong)} files missing or cut",
     }

@@ -165,12 +165,6 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(
             f"protect = 'eager'{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; use acked"
         )
-    if spec.ps and (spec.checkpoint_every or spec.checkpoint_to):
-        field = "checkpoint_every" if spec.checkpoint_every else "checkpoint_to"
-        raise ConfigError(
-            f"{field} = {getattr(spec, field)!r}{at[field]}: mode allreduce with ps has no checkpoints; protect the "
-            "tables with parity"
-        )
     if spec.min_workers > spec.workers:
         raise ConfigError(
             f"min_workers = {spec.min_workers}{at['min_workers']}: more than workers = {spec.workers}{at['workers']}"

@@ -133,7 +133,7 @@ class CheckpointKeeper:
         """To every ps that owns a bucket without an image."""
         brain, at = self._brain, self._now()
         writing, placement = brain.checkpoints.writing, brain.placement
-        if writing is not None and writing.manifest is None and brain.replicated:
+        if writing is not None and (writing.manifest or writing.draft) is None and brain.replicated:
             self._order_replica(writing.number, at)
             return
         if writing is None or placement is None or writing.manifest is not None:
@@ -157,7 +157,7 @@ class CheckpointKeeper:
     def hello(self, slot: Slot) -> None:
         """This ps said hello: what it may not have heard."""
         writing = self._brain.checkpoints.writing
-        if writing is not None and writing.manifest is None:
+        if writing is not None and writing.manifest is None and (writing.draft or not self._brain.replicated):
             self._send(slot, TakeImages(writing.number, writing.since, self._url))
 
     # ------------------------------------------------------------ the place

@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float] = {}
     samples_done: int = 0
     spec: JobSpec | None = None  # of the job that wrote it: what a resumed one begins with
-    replica: ReplicaImage | None = None  # mode allreduce: everything that is trained; there are no images then
+    replica: ReplicaImage | None = None  # mode allreduce: everything that is trained, but for tables on the ps
     skipped: tuple[tuple[int, int, int, int], ...] = ()  # with replica: (dataset, epoch, lo, hi) not applied
     master_incarnation: Incarnation = Incarnation(0)  # no fence in the images is of a lease of a later master
 

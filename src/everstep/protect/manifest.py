@@ -148,7 +148,8 @@ def problems(
             known[file] = _replica_problem(place, manifest, file, sizes, deep)
         if known[file]:
             yield known[file]
-        return
+        if not manifest.images:
+            return
     yield from _incomplete(manifest)
     for image in manifest.images:
         for i, file in enumerate(image.files):
