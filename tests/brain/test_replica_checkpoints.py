@@ -145,6 +145,20 @@ def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
     assert not isinstance(job.commit(6, 6, 1, 0, 20)[-1], FinishJob)
 
 
+def test_all_workers_lost_wait_for_a_manifest_that_is_being_written() -> None:
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.say(CheckpointAsked(0.0, "asked"))
+    job.written(Mark(6, 0, 0, 100))
+    for slot in (0, 1):
+        job.kill(slot)
+    for slot in (0, 1):
+        job.hire(slot)
+    assert not any(isinstance(i, PublishGroup) for i in [*job.ask(0), *job.ask(1)])
+    out = job.say(CheckpointCommitted(0.0, 1))
+    assert next(i for i in out if isinstance(i, PublishGroup)).group.restore == 1
+
+
 def test_a_state_of_a_void_line_is_not_taken() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)

@@ -201,8 +201,7 @@ class Brain:
 
     def handle(self, event: BrainEvent) -> list[InstructionType]:
         """Take one event in; return what to do, a ``Reply`` (if any) first."""
-        self.groups.start = self._start_of_line()
-        self.groups.saving = self.checkpoints.writing is not None
+        self._tell_groups()
         grouped = self.replicated and type(event) is not StepsCommitted
         left = grouped and self.groups.last_ones_leave()
         out = self._handlers[type(event)](event)
@@ -990,8 +989,15 @@ class Brain:
         out: list[InstructionType] = []
         if not before and self.groups.last_ones_leave():
             out = save_in_time(self.checkpoints, self.job, self.state.groups, "reclaim", at)
-        self.groups.saving = self.checkpoints.writing is not None
+        self._tell_groups()
         return out
+
+    def _tell_groups(self) -> None:
+        """What the groups' keeper has to know of checkpoints."""
+        writing, groups = self.checkpoints.writing, self.groups
+        groups.start = self._start_of_line()
+        groups.saving = writing is not None
+        groups.committing = writing is not None and writing.manifest is not None
 
     def _group_stalled(self, e: GroupStalled) -> list[InstructionType]:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)

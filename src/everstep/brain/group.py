@@ -164,14 +164,15 @@ class Groups(msgspec.Struct, kw_only=True):
 
 class GroupKeeper:
     """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint);
-    ``saving``: a checkpoint is being written, and who has the only state stays for it."""
+    ``saving``: a checkpoint is being written, and who has the only state stays for it; ``committing``: its manifest is,
+    so that it is about to be the newest: nobody begins from an older one any more."""
 
-    __slots__ = ("books", "job", "members", "saving", "shards", "start")
+    __slots__ = ("books", "committing", "job", "members", "saving", "shards", "start")
 
     def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
         self.job, self.members, self.shards, self.books = job, members, shards, books
         self.start: tuple[Mark, int] = (Mark(), 0)
-        self.saving = False
+        self.saving = self.committing = False
 
     # ------------------------------------------------------------ views
 
@@ -604,7 +605,7 @@ class GroupKeeper:
         books, job = self.books, self.job
         there = self._newcomers(False, members=True)
         out = self._dismiss()
-        if not there:
+        if not there or self.committing:
             books.due_at = 0.0
             return out
         if self.data_done() and any(s.finished for s in self.members.workers.values()):

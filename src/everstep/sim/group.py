@@ -29,15 +29,19 @@ from everstep.brain.events import (
     Note,
     PlanRegistered,
     PublishGroup,
+    Refused,
     Registered,
+    ReplicaWritten,
     Reply,
     StepsCommitted,
     Welcome,
 )
+from everstep.brain.replicas import replica_start
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, Mark, Split
+from everstep.model.image import ImageFile, ReplicaImage
 from everstep.model.member import MemberKey, Role
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
 from everstep.policies.split import Cut as StepCut
@@ -76,6 +80,7 @@ class GroupScenario(Scenario, frozen=True, kw_only=True):
             logical_workers=self.logical,
             suspect_after_s=1.2,
             lost_after_s=2.5,
+            checkpoint_every=f"{self.checkpoint_s:g}s" if self.checkpoint_s else "",
             max_restarts=100_000,
             quarantine_after=0,
         )
@@ -122,6 +127,9 @@ def group_scenario(seed: int) -> GroupScenario:
     chaos_s = rng.uniform(1.0, 8.0)
     count = rng.randint(0, 12)
     faults = sorted((round(rng.uniform(0.1, chaos_s), 3), name) for name in rng.choices(names, weights, k=count))
+    checkpoint_s = dead.choice([0.2, 0.6]) if seed % 13 == 5 else 0.0
+    if checkpoint_s:
+        faults = sorted([*faults, (round(dead.uniform(0.5, chaos_s), 3), "kill all workers")])
     if seed % 13 == 8:
         faults = sorted([*faults, (round(dead.uniform(0.1, chaos_s), 3), dead.choice(DEAD))])
     workers = rng.randint(1, 4)
@@ -145,6 +153,7 @@ def group_scenario(seed: int) -> GroupScenario:
         strategy="elastic" if logical else rng.choice(["elastic", "elastic", "fixed"]),
         min_workers=rng.choice([1, 1, min(2, workers)]),
         logical=logical,
+        checkpoint_s=checkpoint_s,
         straggle=0.2 if seed % 9 == 8 else 0.0,
     )
 
@@ -282,6 +291,17 @@ class GroupMaster(Master):
         if self.alive and 0 < self.brain.state.groups.due_at <= self.now():
             self.record(GroupDue(self.now()))
 
+    def tick_checkpoints(self, now: float) -> None:
+        writing = self.brain.checkpoints.writing
+        if writing is not None or self.brain.state.groups.step > replica_start(self.brain.checkpoints)[0].step:
+            super().tick_checkpoints(now)
+
+    def order_images(self) -> None:
+        writing, group = self.brain.checkpoints.writing, self.brain.state.groups.group
+        if writing is not None and writing.manifest is None and group is not None and group.members:
+            self.images_asked_at = self.now()
+            self.order(("worker", group.members[0].slot), "save", writing.number)
+
     def on_stalled(
         self, conn: Conn, worker: Slot, life: Incarnation, generation: int, step: int, waited: float
     ) -> None:
@@ -334,6 +354,7 @@ class GroupWorker(Child):
         self.asked_at = self.telling = self.untold_since = 0.0
         self.log: list[Committed] = sim.logs.setdefault((slot, incarnation), [])
         self.follows = 0
+        self.save = self.writing = self.copies = self.settled = 0  # checkpoints: ordered, being written; steps
         self.later(0.05 + 0.2 * sim.kernel.random(), self.attend)
 
     # ------------------------------------------------------------ the master
@@ -398,7 +419,38 @@ class GroupWorker(Child):
         self.pump()
 
     def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
-        pass
+        if what == "save" and args[0] != self.writing:
+            self.save = args[0]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def copy(self) -> None:
+        """Between two steps: what is ordered, written in the background."""
+        number, self.save, self.writing = self.save, 0, self.save
+        self.copies += 1
+        path = f"{self.name}-{self.copies}"
+        self.gsim.states[path] = self.mark, self.chain, self.print
+        image = ReplicaImage(mark=self.mark, file=ImageFile(path, 1, ""), origin=self.origin or 0, parameters=1)
+        self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, image)
+
+    def written(self, number: int, image: ReplicaImage) -> None:
+        if self.settled < image.mark.step:
+            if not self.closing:
+                self.later(0.05, self.written, number, image)
+            return
+        self.call(ReplicaWritten, self.on_written, (number, image), *self.me, number, image)
+
+    def on_written(self, conn: Conn, number: int, image: ReplicaImage, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        elif isinstance(answer, Refused) and not self.closing:
+            self.later(0.2, self.written, number, image)
+        else:
+            self.writing = 0
+
+    def settle(self, before: int) -> None:
+        self.commits.settle(before)
+        self.settled = max(self.settled, before)
 
     def terminate(self) -> None:
         """SIGTERM: leave the group first; without one, end."""
@@ -551,6 +603,9 @@ class GroupWorker(Child):
             if self.origin is not None and self.origin != group.origin:
                 self.has_state = False
             self.post("agree", (self.mark if self.has_state else None, self.chain, self.print))
+        elif self.save:
+            self.copy()
+            self.pump()
         elif not group.hold:
             cut = self.next_cut(group.size)
             if cut is None:
@@ -589,7 +644,7 @@ class GroupWorker(Child):
                 self.apply()
             self.step = None
         elif kind == "part":
-            self.commits.settle(self.mark.step)
+            self.settle(self.mark.step)
             self.parted = True
         elif kind == "agree":
             self.agree(values)
@@ -607,11 +662,11 @@ class GroupWorker(Child):
             self.commits.confirm(tally.confirmed)
             if kind == "farewell":
                 self.do(actions)
-                self.commits.settle(self.mark.step)
+                self.settle(self.mark.step)
                 self.finish()
                 return
             assert self.step is not None
-            self.commits.settle(self.step[0].first)
+            self.settle(self.step[0].first)
             self.apply()
             self.do(actions)
         self.pump()
@@ -629,22 +684,29 @@ class GroupWorker(Child):
         self.mark = Mark(c.first + 1, 0, c.epoch, c.hi)
         self.commits.done(c)
         if self.machine.present is not None and self.machine.present.size == 1:
-            self.commits.settle(c.first + 1)
+            self.settle(c.first + 1)
 
     def agree(self, values: list[Any]) -> None:
         group = self.machine.present
         assert group is not None
         if values[0] is None:
             self.mark, self.chain, self.print, self.has_state = group.begin, 0, 0, True
-            if group.begin != Mark():
+            if group.restore:
+                found = self.gsim.manifests[group.restore].replica
+                assert found is not None
+                mark, self.chain, self.print = self.gsim.states[found.file.path]
+                if mark.step != group.begin.step:
+                    raise Violation(f"{group} begins at {group.begin}, but its checkpoint is at {mark}")
+            elif group.begin != Mark():
                 raise Violation(f"{group} begins at {group.begin}, and there is no checkpoint")
         else:
             self.mark, self.chain, self.print = values[0]
             self.has_state = True
         if self.origin != group.origin:
+            self.settled = 0
             self.commits.begin(self.mark.step if self.formed else 0)
         self.origin, self.met, self.synced = group.origin, True, 0
-        self.commits.settle(self.mark.step)
+        self.settle(self.mark.step)
 
     # ------------------------------------------------------------ the ends
 
@@ -765,6 +827,8 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
+        self.manifests = {}
+        self.states: dict[str, tuple[Mark, int, int]] = {}  # mark, chain, print: files of checkpoints
         self.dead_pairs: list[set[str]] = []
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
         self.last_cut: tuple[tuple[Mark, int, Split], StepCut | None] | None = None

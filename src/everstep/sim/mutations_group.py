@@ -26,6 +26,7 @@ from everstep.sim.run import Parts
 
 _told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
+_tell_groups, _fall_back = Brain._tell_groups, GroupKeeper.fall_back
 
 # ---------------------------------------------------------------- the brain
 
@@ -56,6 +57,15 @@ def _never_stalled(self: GroupKeeper, generation: int) -> None: ...
 
 def _never_stuck(self: GroupKeeper, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[None, str]:
     return None, ""
+
+
+def _begins_too_early(self: Brain) -> None:
+    _tell_groups(self)
+    self.groups.committing = False
+
+
+def _falls_back_too_far(self: GroupKeeper, begin: Mark) -> None:
+    _fall_back(self, Mark())
 
 
 def _hold_forgotten(members: int, least: int) -> str:
@@ -144,6 +154,8 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
     ),
     _patch("never-stuck", "members that wait for each other go on waiting", GroupKeeper, "stuck", _never_stuck),
+    _patch("begins-too-early", "a line begins before the newest manifest", Brain, "_tell_groups", _begins_too_early),
+    _patch("falls-back-too-far", "a restart forgets the checkpoint", GroupKeeper, "fall_back", _falls_back_too_far),
     _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
     _patch("counts-too-much", "samples are counted beyond what was told", Shards, "reach", _counts_repeats),
     _patch("zombies-welcome", "what an older incarnation says counts", Members, "current", _forget_incarnation, _BLIND),
