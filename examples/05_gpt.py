@@ -1,12 +1,14 @@
-"""A small GPT that learns to write like Shakespeare, the whole model on every worker.
+"""A small GPT that learns to write like Shakespeare, the whole model on every worker, which may be several processes.
 
 python examples/05_gpt.py                                                                # alone, in one process
 everstep run --mode allreduce --workers 2 examples/05_gpt.py                             # on a local cluster
 everstep run --mode allreduce --workers 3 --logical-workers 4 examples/05_gpt.py         # same bits for any number
+everstep run --mode allreduce --workers 2 --shard 2 examples/05_gpt.py                   # each worker's model in 2 parts
 """
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import everstep as es
 from shakespeare import bigram_loss, digest, letters, mean_loss, options, windows
@@ -49,7 +51,11 @@ cut = len(text) * 9 // 10  # the last tenth is the test
 train, test = windows(text[:cut], args.length)[: args.rows], windows(text[cut:], args.length)
 
 job = es.join(mode="allreduce")
-model = job.replicate(GPT(len(alphabet), args.length, args.width, args.layers, args.dropout))
+model = GPT(len(alphabet), args.length, args.width, args.layers, args.dropout)
+if job.shards > 1:  # processes of this worker: FSDP2 over them
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=job.shard_mesh)
+model = job.replicate(model)
 opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr))
 for batch in job.steps(job.loader({"text": train}, args.batch_size, epochs=args.epochs)):
     logits = model(batch["text"][:, :-1])

@@ -52,9 +52,10 @@ def options(about: str | None) -> argparse.Namespace:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of all weights, bit for bit."""
+    """Of all weights, bit for bit; of a sharded model, all processes of a worker have to ask."""
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
         found.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:32]
 

@@ -56,7 +56,8 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 def test_every_script_is_here() -> None:
     assert set(SCRIPTS) == {
-        "ddp.py", "ddp_after.py", "elastic.py", "elastic_after.py", "horovod.py", "horovod_after.py", "amp_after.py"
+        "ddp.py", "ddp_after.py", "elastic.py", "elastic_after.py", "horovod.py", "horovod_after.py", "amp_after.py",
+        "fsdp.py", "fsdp_after.py",
     }  # fmt: skip
     for code in SCRIPTS.values():
         ast.parse(code)  # Horovod's is only read: it is no longer maintained and not installed
@@ -69,8 +70,14 @@ def test_the_new_script_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_the_sharded_script_learns(tmp_path: Path) -> None:
+    assert run("fsdp_after.py", tmp_path, [*EVERSTEP, "--shard", "2"]) > 0.7
+
+
+@pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "elastic"])
+@pytest.mark.parametrize("name", ["ddp", "elastic", "fsdp"])
 def test_the_old_script_learns_as_much(name: str, tmp_path: Path) -> None:
-    old, new = run(f"{name}.py", tmp_path, TORCHRUN), run(f"{name}_after.py", tmp_path, EVERSTEP)
+    everstep = [*EVERSTEP[:-1], "1", "--shard", "2"] if name == "fsdp" else EVERSTEP
+    old, new = run(f"{name}.py", tmp_path, TORCHRUN), run(f"{name}_after.py", tmp_path, everstep)
     assert old > 0.74 and abs(old - new) < 0.05
