@@ -3,7 +3,7 @@
 python examples/05_gpt.py                                                                # alone, in one process
 everstep run --mode allreduce --workers 2 examples/05_gpt.py                             # on a local cluster
 everstep run --mode allreduce --workers 3 --logical-workers 4 examples/05_gpt.py         # same bits for any number
-everstep run --mode allreduce --workers 2 --shard 2 examples/05_gpt.py                   # each worker's model in 2 parts
+everstep run --mode allreduce --workers 2 --shard 2 examples/05_gpt.py                   # a model in 2 processes
 """
 
 import torch
