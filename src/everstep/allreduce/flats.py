@@ -17,6 +17,7 @@ FIRST_BYTES: Final = 1 << 20
 """Of the first bucket: small, so that the network has work early (as in torch's DDP)."""
 BUCKET_BYTES: Final = 25 << 20
 _CHUNK_BYTES: Final = 1 << 20  # of what is summed and checked at once: stays in the cache between the two
+_WHOLE_BYTES: Final = 4 << 20  # so much at once: in pieces the calls would cost more
 _DIGEST_MASK: Final = (1 << 62) - 1
 
 
@@ -89,8 +90,11 @@ def digest(flat: Tensor) -> tuple[int, bool]:
     """A sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
     if not flat.numel():
         return 0, True
-    count = max(1, _CHUNK_BYTES // flat.element_size()) if flat.device.type == "cpu" else flat.numel()
     bits = _bits(flat)
+    if flat.nbytes <= _WHOLE_BYTES or flat.device.type != "cpu":
+        finite = _finite_number(float(flat.sum(dtype=torch.float32))) or bool(torch.isfinite(flat).all())
+        return int(bits.sum(dtype=torch.int64)) & _DIGEST_MASK, finite
+    count = max(1, _CHUNK_BYTES // flat.element_size())
     per = count * flat.element_size() // bits.element_size()
     sums, finite = 0, True
     for k in range(-(-flat.numel() // count)):
@@ -112,8 +116,7 @@ def join_digests(parts: Sequence[int]) -> int:
 def _bits(flat: Tensor) -> Tensor:
     """``flat`` as integers, as wide as its length allows: the sum over int64 is fastest."""
     for wide in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        size = torch.empty(0, dtype=wide).element_size()
-        if flat.numel() * flat.element_size() % size == 0 and flat.data_ptr() % size == 0:
+        if flat.nbytes % wide.itemsize == 0 and flat.data_ptr() % wide.itemsize == 0:
             return flat.view(wide)
     raise AssertionError("bytes always fit")
 

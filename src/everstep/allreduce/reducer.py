@@ -75,6 +75,8 @@ class Reducer:
         self._used = [False] * n  # in this step, by this member
         self._pending: list[int] = []
         self._works: list[Work] = []
+        self._said: list[float] = []  # along with the gradients, last
+        self._said_tensor = torch.empty(0)
         self._broken: Exception | None = None
         self._backward = False
         self._handles: list[Any] = []
@@ -371,6 +373,8 @@ class Reducer:
         return flags
 
     def _buffer_tail(self) -> Tensor:
+        if not self.buffers.tail:
+            return self._flats.tail  # nobody reads it
         return self._flats.tail[len(self.params) + _FLAGS :]
 
     def _collect_buffers(self) -> None:
@@ -391,7 +395,9 @@ class Reducer:
         said[n + (_SOME_BACKWARD if ran else _NO_BACKWARD)] = 1.0
         if self.stepped is not None:
             said[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
-        self._flats.tail[: n + _FLAGS].copy_(torch.tensor(said))
+        if said != self._said:  # nearly every step says the same
+            self._said, self._said_tensor = said, torch.tensor(said)
+        self._flats.tail[: n + _FLAGS].copy_(self._said_tensor)
 
     def _check_flags(self) -> None:
         assert self._step is not None
