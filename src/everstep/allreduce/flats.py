@@ -80,6 +80,20 @@ class Flats:
                 at += shape.numel()
         self.views = [views[i] for i in range(len(views))]
         self.tail = self.flats[-1][layout.tail_at :]
+        # The same memory: a few numbers are read and written by NumPy in a tenth of the time that torch takes.
+        self._words = self.tail.numpy() if self.tail.device.type == "cpu" else None
+
+    def said(self, lo: int, hi: int) -> list[float]:
+        """Elements ``[lo, hi)`` of the tail."""
+        found: list[float] = (self.tail if self._words is None else self._words)[lo:hi].tolist()
+        return found
+
+    def say(self, values: Sequence[float]) -> None:
+        """Put ``values`` at the begin of the tail."""
+        if self._words is None:
+            self.tail[: len(values)].copy_(torch.tensor(values))
+        else:
+            self._words[: len(values)] = values
 
     def add_(self, other: Flats) -> None:
         for mine, others in zip(self.flats, other.flats, strict=True):

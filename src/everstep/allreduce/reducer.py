@@ -75,8 +75,6 @@ class Reducer:
         self._used = [False] * n  # in this step, by this member
         self._pending: list[int] = []
         self._works: list[Work] = []
-        self._said: list[float] = []  # along with the gradients, last
-        self._said_tensor = torch.empty(0)
         self._broken: Exception | None = None
         self._backward = False
         self._handles: list[Any] = []
@@ -336,7 +334,7 @@ class Reducer:
         """After the vote: ``p.grad`` of every parameter is the reduced gradient (plus what the script accumulates).
 
         Not committed: zeros, for the script's code up to the end of the iteration; nothing of it will stay."""
-        used = self._flats.tail[: len(self.params)].tolist()
+        used = self._flats.said(0, len(self.params))
         all_used = min(used) > 0
         for i, p in enumerate(self.params):
             view = self._flats.views[i]
@@ -369,8 +367,7 @@ class Reducer:
 
     def _flags(self) -> list[float]:
         n = len(self.params)
-        flags: list[float] = self._flats.tail[n : n + _FLAGS].tolist()
-        return flags
+        return self._flats.said(n, n + _FLAGS)
 
     def _buffer_tail(self) -> Tensor:
         if not self.buffers.tail:
@@ -395,9 +392,7 @@ class Reducer:
         said[n + (_SOME_BACKWARD if ran else _NO_BACKWARD)] = 1.0
         if self.stepped is not None:
             said[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
-        if said != self._said:  # nearly every step says the same
-            self._said, self._said_tensor = said, torch.tensor(said)
-        self._flats.tail[: n + _FLAGS].copy_(self._said_tensor)
+        self._flats.say(said)
 
     def _check_flags(self) -> None:
         assert self._step is not None
