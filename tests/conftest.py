@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server, once for all workers of pytest-xdist. It imports nothing before it is asked."""
     if hasattr(config, "workerinput"):
         return
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "worksteal"  # the last long test must not wait behind others
     folder = tempfile.TemporaryDirectory(prefix="everstep-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     address = os.environ[ADDRESS] = f"{folder.name}/sock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,7 @@ def test_it_opens_with_exactly_two_commands() -> None:
     first, second = SHELL[0][0], SHELL[1][0]
     assert README.index(first) < README.index(second) < README.index("## ")
     assert "python3 -m venv" in first and "everstep run" in first
-    assert second.endswith("&& pytest -n 2")
+    assert second.endswith("&& pytest -n 4")
 
 
 def test_ci_runs_the_two_long_commands() -> None:
@@ -95,11 +97,25 @@ def test_the_script_trains(tmp_path: Path) -> None:
     assert everstep("audit", str(run_dir), cwd=tmp_path).returncode == 0
 
 
+def fewer_samples(data: Path, flights_rows: int) -> None:
+    """The commands stay as they stand, what they read is shortened: tests/examples trains on all of it."""
+    flights = data / "flights.parquet"
+    pq.write_table(pq.read_table(flights).slice(0, flights_rows), flights)
+    for which, head in (("images-idx3", 16), ("labels-idx1", 8)):
+        path = data / "fashion_mnist" / f"train-{which}-ubyte.gz"
+        size = 28 * 28 if "images" in which else 1
+        raw = gzip.decompress(path.read_bytes())
+        path.write_bytes(gzip.compress(raw[:4] + (1200).to_bytes(4, "big") + raw[8 : head + 1200 * size], 1))
+    text = data / "tinyshakespeare.txt.gz"
+    text.write_bytes(gzip.compress(gzip.decompress(text.read_bytes())[:400_000], 1))
+
+
 class Job:
     """A command of README.md in the background, in a folder with the examples."""
 
-    def __init__(self, command: str, folder: Path) -> None:
+    def __init__(self, command: str, folder: Path, flights: int = 0) -> None:
         shutil.copytree(ROOT / "examples", folder / "examples")
+        fewer_samples(folder / "examples" / "data", flights)
         self.replicated = "--mode allreduce" in command
         self.folder, self.run_dir = folder, re.search(r"--run-dir (\S+)", command)[1]  # type: ignore[index]
         self.process = subprocess.Popen(
@@ -158,7 +174,7 @@ class Job:
 def test_what_to_kill_and_what_to_watch(tmp_path: Path) -> None:
     """The second part of the README, line by line, against one job that is killed meanwhile."""
     (start,), during, after = SHELL[2], SHELL[3], SHELL[4]
-    job = Job(start, tmp_path)
+    job = Job(start, tmp_path, flights=90_000)
     try:
         until(lambda: job.living("worker") is not None, job.process)
         for line in during:
@@ -181,7 +197,7 @@ def test_what_to_kill_and_what_to_watch(tmp_path: Path) -> None:
 def test_parameters_that_survive(tmp_path: Path) -> None:
     """The third part: a ps is killed, ps are added and emptied, checkpoints are taken and gone on from."""
     (start,), during, after = SHELL[5], SHELL[6], SHELL[7]
-    job = Job(start, tmp_path)
+    job = Job(start, tmp_path, flights=120_000)
     try:
         until(lambda: job.living("worker") is not None and job.protected(), job.process)
         for line in during:

@@ -65,7 +65,7 @@ def until(what: Callable[[], object], timeout_s: float = 60.0, why: Callable[[],
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 class Run:

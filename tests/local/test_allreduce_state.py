@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[ReplicaRun]:
 )
 def test_a_death_while_state_is_handed_over(run: ReplicaRun, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_FAULT", fault)
-    run.write(epochs=6, pause_s=0.02)
+    run.write(epochs=4, pause_s=0.02)
     run.train(2)
     run.trained(300)
     scale(run.run_dir, workers=3, ps=None)

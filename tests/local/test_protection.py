@@ -24,9 +24,9 @@ import everstep as es
 EPOCHS, ROWS = {epochs}, 3000
 job = es.join()
 model = job.sparse(es.nn.Embedding("counts", 2, init=es.Constant(0.0)), optimizer=es.SGD(lr=1.0))
-for batch in job.steps(job.loader({{"ids": np.arange(ROWS)}}, batch_size=50, epochs=EPOCHS)):
+for batch in job.steps(job.loader({{"ids": np.arange(ROWS)}}, batch_size=100, epochs=EPOCHS)):
     (-model(batch["ids"])).sum().backward()
-    time.sleep(0.02)
+    time.sleep(0.03)
 if job.chief:
     with job.eval(model):
         got = model(torch.arange(ROWS)).detach()
@@ -35,7 +35,7 @@ if job.chief:
 """
 
 
-def begin(run: Run, flags: str, epochs: int = 10) -> Run:
+def begin(run: Run, flags: str, epochs: int = 7) -> Run:
     run.script.write_text(COUNTING.format(epochs=epochs))
     return run.start("--workers", "2", *flags.split())
 
@@ -64,7 +64,7 @@ def check(run: Run) -> AuditReport:
 def test_a_ps_is_lost_and_its_replacement_too(run: Run) -> None:
     begin(run, "--ps 6 --parity 4+1")
     for life in (1, 2):
-        run.trained(life * 4000)
+        run.trained(life * 3000)
         kill(run, "ps:1", at_least=life)
     run.alive(Role.PS, 1, at_least=3)
     report = check(run)
@@ -73,9 +73,9 @@ def test_a_ps_is_lost_and_its_replacement_too(run: Run) -> None:
 
 
 def test_two_ps_are_lost_at_once_twice(run: Run) -> None:
-    begin(run, "--ps 7 --parity 4+2", epochs=12)
+    begin(run, "--ps 7 --parity 4+2", epochs=8)
     for life, slots in ((1, (1, 2)), (2, (2, 5))):
-        run.trained(life * 5000)
+        run.trained(life * 3500)
         kill(run, *(f"ps:{slot}" for slot in slots))
     report = check(run)
     assert report.counts["rebuilt"] > 0 and "4 ps" in run.text()
@@ -83,11 +83,11 @@ def test_two_ps_are_lost_at_once_twice(run: Run) -> None:
 
 def test_a_ps_a_worker_and_the_master_are_lost_at_once(run: Run) -> None:
     begin(run, "--ps 3 --parity 1+1")
-    run.trained(4000)
+    run.trained(3000)
     kill(run, "ps:2", "worker:1", "master")
     run.alive(Role.PS, 2, at_least=2)
     run.alive(Role.WORKER, 1, at_least=2)
-    run.trained(12000)
+    run.trained(9000)
     kill(run, "ps:0", "worker:0")
     assert run.wait(150) == 0, run.story()
     assert "counted right" in run.text(), run.story()
@@ -98,7 +98,7 @@ def test_a_ps_a_worker_and_the_master_are_lost_at_once(run: Run) -> None:
 def test_the_master_is_lost_while_buckets_are_rebuilt(run: Run) -> None:
     begin(run, "--ps 6 --parity 4+1")
     for life in (1, 2):
-        run.trained(life * 4000)
+        run.trained(life * 3000)
         kill(run, "ps:3", at_least=life)
         kill(run, "master")
     check(run)
@@ -107,7 +107,7 @@ def test_the_master_is_lost_while_buckets_are_rebuilt(run: Run) -> None:
 def test_eager_protection_may_undo_a_little_and_says_it(run: Run) -> None:
     begin(run, "--ps 4 --parity 2+1 --protect eager")
     for life in (1, 2):
-        run.trained(life * 4000)
+        run.trained(life * 3000)
         kill(run, "ps:1", at_least=life)
     assert run.wait(150) == 0, run.story()
     assert "counted right" in run.text(), run.story()
@@ -116,12 +116,12 @@ def test_eager_protection_may_undo_a_little_and_says_it(run: Run) -> None:
 
 
 def test_ps_are_added_and_taken_away(run: Run) -> None:
-    begin(run, "--ps 2 --parity 1+1", epochs=14)
-    run.trained(4000)
+    begin(run, "--ps 2 --parity 1+1", epochs=9)
+    run.trained(3000)
     code, out = run.everstep("scale", str(run.run_dir), "--ps", "4")
     assert code == 0, out
     run.alive(Role.PS, 3)
-    run.trained(15000)
+    run.trained(10000)
     code, out = run.everstep("scale", str(run.run_dir), "--ps", "2")
     assert code == 0, out
     report = check(run)
@@ -129,8 +129,8 @@ def test_ps_are_added_and_taken_away(run: Run) -> None:
 
 
 def test_a_ps_is_emptied_on_request(run: Run) -> None:
-    begin(run, "--ps 3 --parity 1+1", epochs=12)
-    run.trained(4000)
+    begin(run, "--ps 3 --parity 1+1", epochs=8)
+    run.trained(3000)
     code, out = run.everstep("drain", str(run.run_dir), "ps:1", "--deadline", "30s")
     assert code == 0, out
     report = check(run)
@@ -173,7 +173,7 @@ def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, m
 
 def test_a_ps_that_is_told_to_end_is_emptied_first(run: Run) -> None:
     """SIGTERM from outside is a reclaim notice: nothing is lost by it, and another one takes the slot."""
-    begin(run, "--ps 3 --parity 1+1", epochs=8)
+    begin(run, "--ps 3 --parity 1+1", epochs=6)
     run.trained(3000)
     os.kill(run.alive(Role.PS, 1).pid, signal.SIGTERM)
     run.alive(Role.PS, 1, at_least=2)
