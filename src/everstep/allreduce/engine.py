@@ -229,6 +229,10 @@ class GroupEngine:
         self._trainable = [p.requires_grad for p in self._params]
         for optimizer in self.optimizers:
             self._check_optimizer(optimizer)
+        if self.tables is not None and self._has_scaler():
+            raise ScriptError(
+                "a GradScaler is tracked, and the gradients of tables on the ps would stay scaled: train without it"
+            )
         params = [(name, p) for name, p in names.values() if p.requires_grad]
         if not params:
             raise ScriptError("no parameter of the model requires a gradient: there is nothing to train")
@@ -468,8 +472,9 @@ class GroupEngine:
 
     def _nonfinite(self, step: Step) -> NonFiniteGradientError:
         assert self._reducer is not None
+        name = self._reducer.first_nonfinite()
         error = NonFiniteGradientError(
-            f"the gradient of {self._reducer.first_nonfinite()!r} has NaN or Inf in samples {step.lo}..{step.hi} of "
+            f"the gradient of {repr(name) if name else 'a table'} has NaN or Inf in samples {step.lo}..{step.hi} of "
             f"epoch {step.epoch} (step {step.number}); nothing of that step was applied: lower the learning rate or "
             "clip gradients, or run with --nonfinite skip"
         )

@@ -1066,6 +1066,13 @@ class Brain:
             return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
         if self.job.over:
             return [_OK]
+        writing = self.checkpoints.writing
+        draft = writing.draft if writing is not None else None
+        if draft is not None and draft.replica is not None and draft.replica.origin != self.state.groups.origin:
+            return [
+                _OK,
+                *self.checkpoints.give_up("every state was lost meanwhile; its replica is of steps that are void"),
+            ]
         owned = set(self.placement.owned_by(e.slot)) if self.placement is not None else set()
         took = self.checkpoints.take(
             self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error, owned

@@ -1,0 +1,157 @@
+"""A group whose tables are on ps: both have their losses, one does not disturb the other, and a checkpoint has both."""
+
+from __future__ import annotations
+
+import msgspec
+from test_replica_checkpoints import TRAIN, Script, actions
+
+from everstep.brain.events import (
+    BucketsReady,
+    CheckpointAsked,
+    CheckpointCommitted,
+    CommitManifest,
+    Fenced,
+    ImagesWritten,
+    InstructionType,
+    MemberJoined,
+    MirrorsReady,
+    OrderImages,
+    ProcessExited,
+    PublishGroup,
+    PublishPlacement,
+    Reply,
+    StartProcess,
+    StopProcess,
+    Welcome,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.model.group import Mark
+from everstep.model.image import BucketImage, Holdings, ImageFile, Manifest
+from everstep.model.member import Address, Role
+from everstep.model.shard import LEASE_COUNTER_BITS, shard_key
+
+SPEC = JobSpec(mode="allreduce", workers=2, ps=2, buckets=4, checkpoint_every="1h")
+
+
+class Tables(Script):
+    """As ``Script``, with ps."""
+
+    def __init__(self, spec: JobSpec = SPEC) -> None:
+        self.placed: list[InstructionType] = []
+        super().__init__(spec)
+        for slot in range(spec.ps):
+            self.placed += self.serve(slot)
+
+    def serve(self, slot: int, life: int = 1) -> list[InstructionType]:
+        address = Address(NodeId("node0"), f"sock/ps-{slot}.{life}")
+        node, holds = NodeId("node0"), Holdings()
+        return self.say(MemberJoined(0.0, Role.PS, Slot(slot), Incarnation(life), node, 7, address, (), holds))
+
+    def lose(self, slot: int, life: int = 1) -> list[InstructionType]:
+        return self.say(ProcessExited(0.0, Role.PS, Slot(slot), Incarnation(life), -9, ""))
+
+    def images(self, slot: int, at: int, checkpoint: int = 1) -> list[InstructionType]:
+        placement = self.brain.placement
+        assert placement is not None
+        mine = tuple(
+            BucketImage(
+                bucket=b,
+                seq=at,
+                fingerprint=0,
+                watermarks=((shard_key(0, 0, 0), at),),
+                files=(ImageFile(f"images/000001/bucket-{b}.img", 10, "0" * 32),),
+            )
+            for b in placement.owned_by(Slot(slot))
+        )
+        return self.say(ImagesWritten(0.0, Slot(slot), Incarnation(1), checkpoint, mine))
+
+
+def test_members_get_the_map_and_a_lease_that_grows_with_generation_and_master() -> None:
+    job = Tables()
+    assert any(isinstance(i, PublishPlacement) for i in job.placed)
+    (welcome, *_) = job.say(MemberJoined(0.0, Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), 100))
+    assert isinstance(welcome, Reply) and isinstance(welcome.answer, Welcome)
+    assert welcome.answer.placement == job.brain.placement
+    first = job.brain.state.groups.group
+    assert first is not None and first.lease == 1 << LEASE_COUNTER_BITS | 1
+    out = job.kill(1)
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert group.lease > first.lease
+
+
+def test_a_ps_is_no_member_of_the_group_though_a_worker_has_its_number() -> None:
+    job = Tables(msgspec.structs.replace(SPEC, parity="1+1", checkpoint_every=""))
+    job.commit(0, 2, 0, 0, 40)
+    placement = job.brain.placement
+    assert placement is not None
+    for slot in (0, 1):
+        mirrors = tuple(m.id for m in placement.mirrors_at(Slot(slot)))
+        job.say(MirrorsReady(0.0, Slot(slot), Incarnation(1), mirrors))
+    group = job.brain.state.groups.group
+    assert not any(isinstance(i, PublishGroup) for i in job.lose(1))
+    assert job.brain.state.groups.group == group
+    fenced = job.serve(1)[0]
+    assert isinstance(fenced, Reply) and isinstance(fenced.answer, Fenced)
+    assert not isinstance(job.commit(3, 3, 0, 40, 50)[0], Fenced)
+
+
+def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> None:
+    job = Tables()
+    job.commit(0, 3, 0, 0, 60)
+    assert OrderImages(1, 0) in job.say(CheckpointAsked(0.0, "asked"))
+    assert not any(isinstance(i, CommitManifest) for i in job.images(0, 100)), "from before the replica"
+    out = job.written(Mark(3, 0, 0, 50))
+    assert OrderImages(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
+    job.images(0, 50)
+    out = job.images(1, 60)
+    manifest: Manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
+    assert manifest.replica is not None and manifest.replica.mark == Mark(3, 0, 0, 50)
+    assert [image.bucket for image in manifest.images] == [BucketId(b) for b in range(4)]
+    assert manifest.samples_done == 50 and manifest.datasets[0].plan == TRAIN
+
+
+def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint() -> None:
+    job = Tables()
+    job.commit(0, 3, 0, 0, 60)
+    job.say(CheckpointAsked(0.0, "asked"))
+    job.written(Mark(3, 0, 0, 50))
+    assert "checkpoint given up" in actions(job.images(0, 49))
+    job.say(CheckpointAsked(0.0, "asked"))
+    job.written(Mark(3, 0, 0, 50), checkpoint=2)
+    for slot in (0, 1):
+        job.kill(slot)
+    for slot in (0, 1):
+        job.hire(slot)
+        job.ask(slot)
+    assert "checkpoint given up" in actions(job.images(0, 60, checkpoint=2))
+
+
+def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
+    job = Tables()
+    job.commit(0, 3, 0, 0, 60)
+    job.say(CheckpointAsked(0.0, "asked"))
+    job.written(Mark(3, 0, 0, 50))
+    job.images(0, 60)
+    job.images(1, 60)
+    job.say(CheckpointCommitted(0.0, 1))
+    job.commit(4, 5, 0, 60, 80)
+    out = job.lose(1)
+    assert {i.slot for i in out if isinstance(i, StopProcess)} == {0, 1}
+    assert not any(isinstance(i, PublishPlacement) for i in out), (
+        "first they end: nobody pushes to a bucket that went back"
+    )
+    later: list[InstructionType] = []
+    for slot in (0, 1):
+        later += job.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(1), 143, ""))
+    later += job.serve(1, life=2)  # (its next life had been ordered meanwhile, and is waited for)
+    placement = next(i for i in later if isinstance(i, PublishPlacement)).placement
+    assert dict(placement.images)[BucketId(1)] == dict(placement.images)[BucketId(3)] == 1
+    assert {i.slot for i in later if isinstance(i, StartProcess) and i.role is Role.WORKER} == {0, 1}
+    job.lives = dict.fromkeys(job.lives, 1)
+    for slot in (0, 1):
+        job.hire(slot)
+    out = [*job.ask(0), *job.ask(1)]
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
+    job.say(BucketsReady(0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), "loaded"))
