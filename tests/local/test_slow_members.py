@@ -19,6 +19,7 @@ def judged(run: Run) -> dict[str, tuple[float, str]]:
     return {j["member"]: (j["slowness"], j["why"]) for j in json.loads(text)["judged"]}
 
 
+@pytest.mark.processes
 def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_WINDOW_S", "1.5")
     run.write(rows=60_000, epochs=50, pause_s=0.02)
