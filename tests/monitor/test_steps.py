@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, GroupMember, Mark
+from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.shard import Plan
 from everstep.monitor.report import AuditReport
 from everstep.monitor.steps import StepFacts, StepLog, check_steps, read_step_log
@@ -27,7 +27,8 @@ class Run:
     """Two workers and a third that joins; one total loss, back to step 6 of a checkpoint; two epochs."""
 
     def __init__(self) -> None:
-        self.groups = [group(1, "01"), group(2, "012"), group(3, "34", 3, Mark(6, 0, 1, 20))]
+        divided = msgspec.structs.replace(group(1, "01"), split=Split(1, (3, 1)))  # within the generation
+        self.groups = [group(1, "01"), divided, group(2, "012"), group(3, "34", 3, Mark(6, 0, 1, 20))]
         self.told = [
             Committed(1, 0, 3, 0, 0, 0, 80),
             Committed(2, 4, 4, 0, 0, 80, 100),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from everstep.sim.group import GroupScenario, group_scenario, simulate_group
@@ -45,6 +46,14 @@ FOUND = (0, 17, 27, 93, 152, 183, 196, 207, 218, 230, 393, 533, 628, 657, 890, 2
 
 def run(seed: int, parts: Parts = Parts()) -> Outcome:
     return simulate_group(seed, group_scenario(seed), parts)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_steps_divided_anew_and_workers_replaced_at_any_moment(block: int) -> None:
+    for seed in range(block * 6, block * 6 + 6):
+        calm = group_scenario(seed)
+        wanted = [(0.6 + 0.15 * i, "replace worker" if i % 5 == 4 else "divide") for i in range(16)]
+        simulate_group(seed, msgspec.structs.replace(calm, faults=tuple(sorted([*calm.faults, *wanted]))))
 
 
 @pytest.mark.parametrize("seed", FOUND)

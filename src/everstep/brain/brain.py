@@ -1283,6 +1283,9 @@ class Brain:
         adjusts = [a for a in plan.actions if isinstance(a, AdjustBatch | AdjustAccum | AdjustRate)]
         if not why and moves is not None and not (self.state.placement is not None and self.keeper.at_rest()):
             why = "buckets are under way"
+        for action in plan.actions:
+            if not why and self.replicated and isinstance(action, KillRestart) and action.role is Role.WORKER:
+                why = self.groups.cannot_replace(action.slot, action.incarnation)
         if not why and adjusts:
             why = self.groups.cannot_divide(next((a.batch for a in adjusts if isinstance(a, AdjustBatch)), {}))
         if why:

@@ -415,6 +415,7 @@ class GroupKeeper:
         for m in lost:
             self._lose(m.slot, m.incarnation)
         leavers = [x.member for x in books.leavers]
+        self._keep_the_last([m for m in (*staying, *leavers) if self.holds(m)])
         if not any(map(self.holds, (*members, *leavers))):
             return self._form(at)
         if not any(map(self.holds, staying)) and not synced:
@@ -437,6 +438,13 @@ class GroupKeeper:
             books.due_at = books.quiet_until
             return []
         return self._publish(at, group, wanted, lost, hold, force)
+
+    def _keep_the_last(self, holders: list[GroupMember]) -> None:
+        """Who was to be replaced (by a policy) stays if it has the only state now: its replacement comes only when it
+        has gone, and could get the state from nobody."""
+        seats = [self.members.workers[m.slot] for m in holders]
+        if seats and all(seat.stopping and seat.avoid is not None for seat in seats):
+            seats[0].stopping, seats[0].avoid = False, None
 
     def _all_over(self, members: tuple[GroupMember, ...]) -> bool:
         """Whether the last step is committed, and nobody can miss those of the group that are not there any more."""
@@ -537,6 +545,21 @@ class GroupKeeper:
             return f"worker:{missing[0]} is not in the group"
         if len(batch) == group.size and sum(batch.values()) != self.samples():
             return f"a step has {self.samples()} samples now, not {sum(batch.values())}"
+        return ""
+
+    def cannot_replace(self, slot: Slot, incarnation: Incarnation) -> str:
+        """Why this member should not be asked to leave now, for another one; "": it may. Only from a group at rest of
+        which enough others have the state for certain: nobody needs the replacement to come."""
+        books, group = self.books, self.view()
+        if group is None or group.hold or group.rank(slot, incarnation) < 0:
+            return f"worker:{slot} is in no group that trains"
+        if books.leavers or group.joining or books.confirmed < group.generation:
+            return "the group is changing"
+        if self.data_done():
+            return "all data is trained"
+        rest = [m for m in group.members if m.slot != slot and self.holds(m) and not self._leaves(m)]
+        if len(rest) < max(1, self.job.spec.min_workers):
+            return f"{len(rest)} would be left of at least {max(1, self.job.spec.min_workers)} workers"
         return ""
 
     def adjust(self, actions: list[Adjust], why: Decision) -> list[InstructionType]:

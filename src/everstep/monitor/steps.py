@@ -57,6 +57,8 @@ class StepFacts:
         self.before: dict[int, tuple[int, int]] = {}
 
     def published(self, group: Group) -> None:
+        if group.generation in self.members:
+            return  # the same one, divided anew
         self.members[group.generation] = {(m.slot, m.incarnation) for m in group.members}
         if group.origin == group.generation:
             self.lines.append(Line(group.origin, group.begin, group.restore))

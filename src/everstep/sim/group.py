@@ -27,6 +27,7 @@ from everstep.brain.events import (
     GroupSynced,
     InstructionType,
     Note,
+    PlanMade,
     PlanRegistered,
     PublishGroup,
     Refused,
@@ -40,9 +41,13 @@ from everstep.brain.replicas import replica_start
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark, Split
 from everstep.model.image import ImageFile, ReplicaImage
 from everstep.model.member import MemberKey, Role
+from everstep.model.plan import Action as PlanAction
+from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
+from everstep.model.plan import Plan as PolicyPlan
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
 from everstep.policies.split import Cut as StepCut
 from everstep.policies.split import cut_step
@@ -941,6 +946,15 @@ class GroupSimulation(Simulation):
         elif fault == "scale":
             most = self.spec.logical_workers or 5
             self.scale(rng.randint(1, min(most, 5)))
+        elif fault == "divide" and (group := self.master.brain.state.groups.group) is not None and group.members:
+            slots = [m.slot for m in group.members]
+            shares, total = dict.fromkeys(slots, 1), self.master.brain.groups.samples()
+            for _ in range(total - len(slots)):
+                shares[rng.choice(slots)] += 1
+            self.wanted_by_policy(AdjustBatch(batch=shares), AdjustAccum(accum={slots[0]: rng.randint(1, 3)}))
+        elif fault == "replace worker" and worker is not None:
+            slot, incarnation = worker.me
+            self.wanted_by_policy(KillRestart(role=Role.WORKER, slot=slot, incarnation=incarnation))
         elif fault == "term worker" and worker is not None:
             worker.fire(worker.terminate, ())
         elif fault == "drain" and worker is not None:
@@ -951,6 +965,10 @@ class GroupSimulation(Simulation):
                 self.net.sever(rng.choice(conns), 0.3)
         elif fault == "lossy":
             self.net.loss = min(0.2, self.net.loss + 0.05)
+
+    def wanted_by_policy(self, *actions: PlanAction) -> None:
+        """A policy wants this."""
+        self.record(PlanMade(self.master.now(), "sim", PolicyPlan(actions=actions, decision=Decision("plan", "drawn"))))
 
     def heal(self) -> None:
         super().heal()
