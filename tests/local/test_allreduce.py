@@ -180,7 +180,7 @@ def join(run: ReplicaRun, at: str, node: str, under: tuple[str, ...] = (), worke
 def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None:
     at = f"127.0.0.1:{free_port()}"
     run.write(epochs=10)
-    run.train(1, "--bind", at)
+    run.train(1, "--bind", at, "--tls", "control")
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("b1", "b2"), 1):
         join(run, at, node)
@@ -220,7 +220,7 @@ def cable() -> Iterator[tuple[str, str, str, str]]:
 def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, cable: tuple[str, str, str, str]) -> None:
     one, two, host, device = cable
     run.write(epochs=10)
-    run.train(2, "--bind", f"{host}:7272", under=("ip", "netns", "exec", one))
+    run.train(2, "--bind", f"{host}:7272", "--tls", "control", under=("ip", "netns", "exec", one))
     run.alive(Role.WORKER, 0)
     join(run, f"{host}:7272", "far", under=("ip", "netns", "exec", two))
     run.alive_on("far")

@@ -144,7 +144,6 @@ class Session:
         self._told_to = -1  # of the master's journal, when that was noted
         self._stalled_at = 0.0
         self._log: ChainWriter | None = None
-        self._warned = False
         self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.plan: Plan | None = None
@@ -667,9 +666,6 @@ class Session:
                 f"worker:{self.seat.slot} has peers on other nodes and no address they could reach it by: give the job "
                 "--bind HOST:PORT, and everstep join --host HOST"
             )
-        if self.seat.spec.tls == "all" and not self._warned:
-            self._warned = True
-            logger.warning("gradients between nodes are neither encrypted nor authenticated: gloo cannot")
         return address.host
 
     def _build(self, group: Group, attempt: int, collective: GlooCollective, store: GroupStore) -> None:
