@@ -50,7 +50,10 @@ def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pyt
 
     assert run.everstep("chaos", where, "--heal")[0] == 0
     until(lambda: judged(run)["worker:1"][0] < 2, why=run.story)
-    assert run.everstep("chaos", where, "--kill", "worker:1")[0] == 0
+    schedule = run.folder / "drill.txt"
+    schedule.write_text("0, stop ps:0 for=100ms\n100ms, kill worker:1  # and it comes back\n")
+    code, text = run.everstep("chaos", where, "--schedule", str(schedule))
+    assert code == 0 and "stop ps:0" in text and "kill worker:1" in text, text
     run.alive(Role.WORKER, 1, at_least=2)
     code, text = run.everstep("chaos", where, "--slow", "worker:7")
     assert code == 2 and "worker:7" in text

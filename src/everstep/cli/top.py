@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_master
 from everstep.cli.status import need_running
 from everstep.errors import EverstepError
@@ -40,13 +41,16 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                live.update(table(_ask(run_dir)), refresh=True)
+                live.update(table(_ask(run_dir), console.width), refresh=True)
             except EverstepError:
-                need_running(run_dir)  # the job is over; else its master is coming back
+                if not in_use(run_dir):  # else its master is coming back
+                    break
             time.sleep(EVERY_S)
+    click.echo("the job has ended")
 
 
 def _ask(run_dir: Path) -> SeenReport:
@@ -120,15 +124,21 @@ def headline(seen: Observations, dropped: dict[str, int]) -> str:
     return text
 
 
-def table(report: SeenReport) -> Table:
+NARROW = 110  # columns of a terminal; in fewer, what ``why`` tells in words anyway is left out
+_LEFT_OUT = ("waits", "throttled", "memory", "node")
+
+
+def table(report: SeenReport, width: int = 200) -> Table:
+    """For a terminal of ``width`` columns."""
     from rich.markup import escape
     from rich.table import Table
 
-    out = Table(title=escape(headline(report.seen, report.dropped)), title_justify="left")
-    for name in HEAD:
-        out.add_column(name)
+    shown = [i for i, name in enumerate(HEAD) if width >= NARROW or name not in _LEFT_OUT]
+    out = Table(title=escape(headline(report.seen, report.dropped)), title_justify="left", box=None, pad_edge=False)
+    for i in shown:
+        out.add_column(HEAD[i], no_wrap=HEAD[i] != "why")
     for row in rows(report):
-        out.add_row(*(escape(c) for c in row))
+        out.add_row(*(escape(row[i]) for i in shown))
     return out
 
 

@@ -1,0 +1,44 @@
+"""The table of ``everstep top`` fits its terminal, and says what policies see."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from everstep.cli.top import lines, span, table
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.net.messages import RunningDrill, SeenReport
+
+ONE, HOME = Incarnation(1), NodeId("node0")
+
+
+def report() -> SeenReport:
+    pace = Pace(samples=10, per_sample_s=0.004, phases={"forward": 1.0, "barrier": 3.0, "outside": 9.0})
+    slow = Pace(samples=10, per_sample_s=0.016, phases={"forward": 4.0})
+    workers = tuple(WorkerSeen(slot=Slot(i), incarnation=ONE, node=HOME, short=p) for i, p in enumerate((pace, slow)))
+    servers = (ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME),)
+    seen = Observations(at=100.0, wanted_workers=3, remaining_s=60.0, workers=workers, servers=servers)
+    return SeenReport(seen, {"negative": 2}, (RunningDrill("worker:1", "slow", 4.0, 130.0),))
+
+
+def test_plain_lines_have_the_slowest_first_and_its_reason() -> None:
+    head, names, first, *_ = lines(report())
+    assert head == "mode ps, 2 of 3 workers, 1 ps, about 60 s left; readings dropped: 2 negative"
+    assert names.split()[:2] == ["member", "slower"]
+    assert first.startswith("worker:1") and "4.00x" in first and "16 ms" in first
+    assert first.endswith("compute 4.0x the median of its class, drill: 4 times slower for 30 s more")
+
+
+def test_a_narrow_terminal_shows_whole_cells() -> None:
+    for width in (80, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(table(report(), width))
+        text = console.export_text()
+        assert "worker:1" in text and "4.00x" in text and "16 ms" in text and "\u2026" not in text
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_times_have_a_unit_that_fits() -> None:
+    assert [span(s) for s in (0.0, 2.0, 0.0123, 4.5e-5, 3e-9)] == ["-", "2 s", "12.3 ms", "45 us", "3 ns"]
