@@ -31,6 +31,7 @@ from everstep.allreduce.restore import SavedScript
 from everstep.allreduce.sharded import ShardedReducer
 from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.units import Unit
+from everstep.allreduce.warm import warm_up
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, NonFiniteGradientError, ScriptError
 from everstep.ids import LeaseNo
@@ -279,6 +280,8 @@ class GroupEngine:
         if self._in_script:
             raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
         self._prepare()
+        if not self.alone:
+            warm_up(self._params[0])
         self._thread = threading.get_ident()
         plan = loader.plan()
         reader = AheadReader(loader.read, ahead=not self.alone)

@@ -68,8 +68,9 @@ class Flats:
     def __init__(self, layout: Layout, flats: list[Tensor] | None = None) -> None:
         """``flats``: memory to use, as long as the layout says."""
         self.layout = layout
+        # Written to now, so that a member's first step, for which others wait, does not wait for the kernel's pages.
         self.flats = flats or [
-            torch.zeros(n, dtype=d, device=v) for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)
+            torch.empty(n, dtype=d, device=v).zero_() for n, (d, v) in zip(layout.numels, layout.kinds, strict=True)
         ]
         views: dict[int, Tensor] = {}
         for flat, members in zip(self.flats, layout.buckets, strict=True):
