@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,22 @@ from everstep.api.group_job import GroupJob
 from everstep.errors import ScriptError
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def forked(body: Callable[[Path], None], folder: Path) -> None:
+    """In a process of its own: torch's process group and its threads stay out of this one, from which others fork."""
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(100)
+        status = 1
+        try:
+            body(folder)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def make(folder: Path, name: str) -> Any:
@@ -56,7 +71,7 @@ def train(job: Any, sharded: bool) -> tuple[str, dict[str, torch.Tensor]]:
     return found
 
 
-def test_a_sharded_model_trains_to_the_same_bits(folder: Path) -> None:
+def same_bits(folder: Path) -> None:
     digest, state = train(make(folder, "plain"), False)
     same, gathered = train(make(folder, "sharded"), True)
     assert same == digest
@@ -64,7 +79,7 @@ def test_a_sharded_model_trains_to_the_same_bits(folder: Path) -> None:
         assert torch.equal(gathered[name], value), name
 
 
-def test_models_that_cannot_be_trained_so_are_one_line(folder: Path) -> None:
+def mistakes(folder: Path) -> None:
     job = make(folder, "run")
     model = net()
     fully_shard(model[3], mesh=job.shard_mesh)
@@ -79,3 +94,11 @@ def test_models_that_cannot_be_trained_so_are_one_line(folder: Path) -> None:
     with pytest.raises(ScriptError, match="load the plain model before fully_shard"):
         job.load_state_dict({})
     job.close()
+
+
+def test_a_sharded_model_trains_to_the_same_bits(tmp_path: Path) -> None:
+    forked(same_bits, tmp_path)
+
+
+def test_models_that_cannot_be_trained_so_are_one_line(tmp_path: Path) -> None:
+    forked(mistakes, tmp_path)

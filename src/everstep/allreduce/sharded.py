@@ -270,6 +270,9 @@ class ShardedReducer(Reducer):
         for tail in tails:
             tail.copy_(mine)
 
+    def first_nonfinite(self) -> str:
+        return super().first_nonfinite() or "(part of another process)"
+
     def commit_buffers(self) -> None:
         if self._unit.size == 1:
             super().commit_buffers()
