@@ -69,7 +69,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the cores; more thre
 def output(script: str, folder: Path, *args: str) -> str:
     """Run one example alone; what it says."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *args],
+        [sys.executable, "-X", "fork", str(EXAMPLES / script), *args],
         cwd=folder, env=ENV, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -137,7 +137,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
         (("--rows", "50"), "larger than its 45 training rows"),
     ]:
         done = subprocess.run(
-            [sys.executable, str(EXAMPLES / "01_flights_dlrm.py"), *args],
+            [sys.executable, "-X", "fork", str(EXAMPLES / "01_flights_dlrm.py"), *args],
             cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
