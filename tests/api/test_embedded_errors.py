@@ -24,7 +24,12 @@ _HEAD = "import numpy as np\nimport everstep as es\njob = es.join(run_dir='run')
 def test_a_mistake_is_one_line(tmp_path: Path, body: str, words: tuple[str, ...], code: int) -> None:
     (tmp_path / "train.py").write_text(_HEAD + body)
     done = subprocess.run(
-        [sys.executable, "-X", "fork", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-X", "fork", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("everstep: ")]
     assert done.returncode == code, done.stderr
@@ -35,6 +40,11 @@ def test_a_mistake_is_one_line(tmp_path: Path, body: str, words: tuple[str, ...]
 def test_other_errors_stay_pythons(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_HEAD + "raise KeyError('mine')\n")
     done = subprocess.run(
-        [sys.executable, "-X", "fork", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-X", "fork", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'mine'" in done.stderr

@@ -280,7 +280,9 @@ def test_backward_of_an_old_batch(join: Join) -> None:
 def run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(text)
-    return subprocess.run([sys.executable, "-X", "fork", str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    return subprocess.run(
+        [sys.executable, "-X", "fork", str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
 
 
 HEAD = """
