@@ -1,8 +1,9 @@
-"""A thousand workers (--quick: 200) and one failure a minute, under virtual time: what a loss holds up, goodput, the master's CPU.
+"""Many workers (1,000; --quick: 200) and one failure a minute, under virtual time: what a loss costs.
 
 The same brain, watch and machine of a group as in production; collectives, processes and the network are models
-(``everstep.sim.group``). A lost worker is replaced, copies the state and comes back meanwhile. Goodput: committed steps
-by those of as much calm time, which is measured for 10 s only: some percent of noise. The CPU is the brain's and its journal's events, without sockets.
+(``everstep.sim.group``). A lost worker is replaced, copies the state and comes back meanwhile. Hold-up: from a loss to
+the next committed step, at most. Goodput: committed steps by those of as much calm time, which is measured for 10 s
+only: some percent of noise. The CPU is the brain's and its journal's events, without sockets.
 """
 
 from __future__ import annotations
