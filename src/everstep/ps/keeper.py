@@ -58,7 +58,7 @@ SWEEP_AHEAD_BYTES = 8 << 20
 UNSENT_BYTES = 256 << 20
 """While more than this waits for one peer, pushes wait before they are applied."""
 
-_IDLE_DRAIN_S = 0.01
+_IDLE_DRAIN_S = 0.05  # what nobody waits for may lie so long
 _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.05
 _ANSWER_S = 30.0
