@@ -152,6 +152,65 @@ nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t le
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
 }
 
+// The parts of a request (messages.Part) whose arrays lie in `memory`. With the GIL; every bound is checked.
+std::vector<PushPart> parts_in(Store& s, nb::handle parts, const Py_buffer& memory) {
+  std::vector<PushPart> out;
+  const auto* base = static_cast<const uint8_t*>(memory.buf);
+  auto place = [&](nb::handle part, const char* name, int64_t count, size_t item) {
+    const int64_t at = nb::cast<int64_t>(nb::getattr(part, name));
+    if (at < 0 || at > memory.len || uint64_t(memory.len - at) / item < uint64_t(count))
+      malformed(std::string(name) + " " + std::to_string(at) + ": they do not fit into the " +
+                std::to_string(memory.len) + " bytes that came with the request");
+    if (count && reinterpret_cast<uintptr_t>(base + at) % item) malformed(std::string(name) + " is not aligned");
+    return base + at;
+  };
+  for (nb::handle item : parts) {
+    PushPart part;
+    part.table = table_arg(nb::cast<int64_t>(nb::getattr(item, "table")));
+    part.dim = s.dim_of(part.table);
+    const int64_t n = nb::cast<int64_t>(nb::getattr(item, "n"));
+    if (n < 0 || n > memory.len / 8)
+      malformed("a part of " + std::to_string(n) + " keys in " + std::to_string(memory.len) + " bytes");
+    part.n = size_t(n);
+    part.keys = reinterpret_cast<const int64_t*>(place(item, "keys_at", n, sizeof(int64_t)));
+    part.grads = reinterpret_cast<const float*>(place(item, "rows_at", n * int64_t(part.dim), sizeof(float)));
+    part.lr = nb::cast<double>(nb::getattr(item, "lr"));
+    out.push_back(part);
+  }
+  return out;
+}
+
+// Memory of somebody else, held while this lives. With the GIL.
+struct Memory {
+  Memory(nb::handle from, int flags) {
+    if (PyObject_GetBuffer(from.ptr(), &view, flags)) throw nb::python_error();
+  }
+  ~Memory() { PyBuffer_Release(&view); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  Py_buffer view{};
+};
+
+void store_pull_at(Store& s, nb::handle parts, nb::handle memory) {
+  Memory held(memory, PyBUF_WRITABLE);
+  const std::vector<PushPart> work = parts_in(s, parts, held.view);
+  nb::gil_scoped_release free;
+  for (const PushPart& p : work) s.pull(p.table, p.keys, p.n, const_cast<float*>(p.grads));
+}
+
+nb::tuple store_push_at(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::handle parts,
+                        nb::handle memory, bool skipped, uint32_t now_s) {
+  Memory held(memory, PyBUF_SIMPLE);
+  const std::vector<PushPart> work = parts_in(s, parts, held.view);
+  PushOutcome out;
+  {
+    nb::gil_scoped_release free;
+    out = s.push(shard, lo, hi, lease, {}, work, skipped, now_s);
+  }
+  return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
+                        nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
+}
+
 int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input& rows, uint32_t now_s) {
   const int64_t* k = vec<int64_t>(keys, "keys");
   const float* r = mat<float>(rows, "rows");
@@ -331,6 +390,8 @@ NB_MODULE(_native, m) {
       .def("open", &store_open, nb::arg("shard"), nb::arg("start"), nb::arg("lease"))
       .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("_push", &store_push)
+      .def("pull_at", &store_pull_at, nb::arg("parts"), nb::arg("memory"))
+      .def("_push_at", &store_push_at)
       .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("now_s") = 0)
       .def("locate", &store_locate, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("slots").noconvert())

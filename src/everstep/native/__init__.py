@@ -237,6 +237,24 @@ class Store(_native.Store):
         except Full as error:
             raise self._named(error) from None
 
+    def push_at(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        parts: Sequence[object],
+        memory: memoryview,
+        skipped: bool,
+        now_s: int,
+    ) -> PushResult:
+        """``push`` to all buckets that are owned, of arrays that lie in ``memory``. ``parts``: objects as
+        ``net.messages.Part``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
+        try:
+            return PushResult(*super()._push_at(shard, lo, hi, lease, parts, memory, skipped, now_s))
+        except Full as error:
+            raise self._named(error) from None
+
     def put_absent(self, table: int, keys: NDArray[np.int64], rows: NDArray[np.float32], now_s: int = 0) -> int:
         """Make rows that are not there; how many. Full: the ceiling; some may have been made."""
         try:

@@ -31,7 +31,7 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
 from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
-from everstep.native import Recovering, Store, _native, bitmap_buckets
+from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -460,14 +460,13 @@ class PsService:
 
     def _pull_once(self, request: Pull, body: memoryview, arena: memoryview | None) -> Reply:
         source = _memory(body, arena, request.shm)
-        work = [(part, _keys(part, source), self.store.dim(part.table)) for part in request.parts]
         if self.load_of.request():
-            for part, keys, _ in work:
-                self.load_of.count(part.table, keys)
+            for part in request.parts:
+                self.load_of.count(part.table, _keys(part, source))
         if request.shm:
-            for part, keys, dim in work:
-                self.store.pull(part.table, keys, _rows(part, source, dim))
+            self.store.pull_at(request.parts, source)
             return Pulled(), []
+        work = [(part, _keys(part, source), self.store.dim(part.table)) for part in request.parts]
         if sum(len(keys) * dim for _, keys, dim in work) * 4 > _ANSWER_MAX_BYTES:
             raise ValueError(f"the rows of one pull are over {_ANSWER_MAX_BYTES} bytes: ask for fewer at a time")
         buffers: list[Any] = []
@@ -535,13 +534,9 @@ class PsService:
         """None: the buckets are not served any more."""
         token = request.token
         source = _memory(body, arena, request.shm)
-        parts = [
-            (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
-            for part in request.parts
-        ]
         if self.load_of.request():
-            for table, keys, _, _ in parts:
-                self.load_of.count(table, keys)
+            for part in request.parts:
+                self.load_of.count(part.table, _keys(part, source))
         stripe = self._stripes[hash(token.shard) % _STRIPES]
         with self._gate.shared(), stripe:
             if self._finished:
@@ -551,16 +546,7 @@ class PsService:
             if request.version != self.route or not self._serves(request.buckets):
                 return None
             try:
-                done = self.store.push(
-                    token.shard,
-                    token.lo,
-                    token.hi,
-                    token.lease,
-                    request.buckets,
-                    parts,
-                    request.skipped,
-                    int(time.time()),
-                )
+                done = self._push_in(request, source)
             except (ValueError, KeyError, TypeError, Recovering):
                 raise  # refused whole, before anything was applied
             except BaseException as error:
@@ -586,6 +572,18 @@ class PsService:
         if done.moved:
             return None  # what was applied answers "repeat" when it is sent again
         return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
+
+    def _push_in(self, request: Push, source: memoryview) -> PushResult:
+        token = request.token
+        of = (token.shard, token.lo, token.hi, token.lease)
+        now_s = int(time.time())
+        if not request.buckets:
+            return self.store.push_at(*of, request.parts, source, request.skipped, now_s)
+        parts = [
+            (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
+            for part in request.parts
+        ]
+        return self.store.push(*of, request.buckets, parts, request.skipped, now_s)
 
     def _cut_if_due(self) -> None:
         now = time.monotonic()
