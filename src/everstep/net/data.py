@@ -74,7 +74,12 @@ class Follower(Protocol):
 class FollowingService(Protocol):
     """A service that may have a connection's frames read by somebody else."""
 
-    def follow(self, fd: int, ahead: bytes) -> Follower | None: ...
+    @property
+    def follows(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def follow(self, fd: int, ahead: bytes) -> Follower: ...
 
 
 class DataServer:
@@ -209,11 +214,12 @@ class DataServer:
     def _converse(self, stream: FrameSocket, client: Identity) -> None:
         arena: memoryview | None = None
         follower: Follower | None = None
-        if client.role == "ps" and stream.plain_fd >= 0 and isinstance(self._service, FollowingService):
-            follower = self._service.follow(stream.plain_fd, stream.take_buffered())
+        service, plain = self._service, client.role == "ps" and stream.plain_fd >= 0
+        if plain and isinstance(service, FollowingService) and service.follows:
+            follower = service.follow(stream.plain_fd, stream.take_buffered())
         while True:
             frame = stream.recv() if follower is None else _next_of(follower)
-            if frame.kind == Kind.FEED and follower is not None:
+            if frame.kind == Kind.FEED and client.role == "ps":
                 self._hand_on(stream, frame)
                 continue
             if frame.kind != Kind.REQUEST:

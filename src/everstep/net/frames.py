@@ -112,7 +112,7 @@ def _check(preamble: bytes) -> int:
 def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
     crc32c = _crc32c()
     crc = crc32c(header, crc32c(preamble[: PREAMBLE_BYTES - _CRC.size]))
-    for buffer in body:
+    for buffer in () if preamble[4] == Kind.FEED else body:  # there each entry has its own
         crc = crc32c(buffer, crc)
     return crc
 
