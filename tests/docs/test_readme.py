@@ -105,7 +105,7 @@ def fewer_samples(data: Path, flights_rows: int) -> None:
         path = data / "fashion_mnist" / f"train-{which}-ubyte.gz"
         size = 28 * 28 if "images" in which else 1
         raw = gzip.decompress(path.read_bytes())
-        path.write_bytes(gzip.compress(raw[:4] + (1200).to_bytes(4, "big") + raw[8 : head + 1200 * size], 1))
+        path.write_bytes(gzip.compress(raw[:4] + (800).to_bytes(4, "big") + raw[8 : head + 800 * size], 1))
     text = data / "tinyshakespeare.txt.gz"
     text.write_bytes(gzip.compress(gzip.decompress(text.read_bytes())[:400_000], 1))
 
