@@ -41,6 +41,7 @@ from everstep.net.messages import (
 from everstep.net.sockets import listen_unix
 from everstep.protect.machine import Machine
 from everstep.protect.streams import Kind
+from everstep.ps import faults
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -558,3 +559,18 @@ def test_a_second_loss_while_rows_are_written_on_demand(
         assert c.contents(b) == twin.contents(b)
     life = [type(r).__name__ for r in records(c, 4) if isinstance(r, Took | Gave) and r.bucket == 1]
     assert life == ["Took", "Gave", "Took"]  # what it had was dropped, and came back with what was pushed meanwhile
+
+
+def test_a_ps_that_is_to_die_at_a_named_step_feeds_and_is_fed_like_any_other(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(faults, "_member", "ps:1")  # its steps are counted in Python; those of the others are not
+    c = cluster(3)
+    c.mirror([0], 1)
+    c.mirror([1], 2)
+    c.begin()
+    c.push(3)
+    until(c.whole)
+    c.push(3)
+    c.check_mirrors()
+    assert "closed" not in caplog.text  # no connection had to be made anew
