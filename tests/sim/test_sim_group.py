@@ -56,6 +56,13 @@ def test_steps_divided_anew_and_workers_replaced_at_any_moment(block: int) -> No
         simulate_group(seed, msgspec.structs.replace(calm, faults=tuple(sorted([*calm.faults, *wanted]))))
 
 
+def test_who_is_sent_home_is_told_again_when_its_agent_did_not_hear() -> None:
+    """Seed 111: the order was lost with its agent's connection; the newcomer waited in a group without others."""
+    calm = group_scenario(111)
+    wanted = [(at, "replace worker") for at in (1.2, 1.95, 2.7)]
+    simulate_group(111, msgspec.structs.replace(calm, faults=tuple(sorted([*calm.faults, *wanted]))))
+
+
 @pytest.mark.parametrize("seed", FOUND)
 def test_seeds_that_found_something(seed: int) -> None:
     run(seed)

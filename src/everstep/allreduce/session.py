@@ -429,8 +429,9 @@ class Session:
                 collective = self._present
                 inside = collective is not None and machine.whole and not machine.outside
                 if not inside:
-                    if not machine.member_of(machine.newest) and (self._over or self._passed()):
-                        return False
+                    stranger = not machine.member_of(machine.newest)
+                    if (self._over and (stranger or machine.present is None)) or (stranger and self._passed()):
+                        return False  # over: those that it was to meet in the newest group have gone
                     self._await_news()
                 elif self._resolved:
                     return True

@@ -187,7 +187,7 @@ class GroupKeeper:
     def trains(self, seat: Seat) -> bool:
         """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
         m = seat.member
-        if m.role is not Role.WORKER:
+        if m.role is not Role.WORKER or [m.slot, m.incarnation] in self.books.dismissed:
             return False
         left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
         return left or self.member(seat)
