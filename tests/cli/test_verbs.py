@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from everstep.cli.main import cli
 
 VERBS = (
-    "run status logs scale drain checkpoint resume stop explain replay audit ckpt advise doctor agent".split()  # noqa: SIM905
+    "run status top logs scale drain checkpoint resume stop explain replay audit ckpt advise doctor agent chaos".split()  # noqa: SIM905
 )
 
 
