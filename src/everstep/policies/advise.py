@@ -47,8 +47,8 @@ class Case(NamedTuple):
     base_every: int = 8  # increments, then a base
     restart_s: float = 10.0  # from a loss until training goes on, reading not counted
     network: float = 1e9  # of one ps
-    parity: float = 0.2  # share of the throughput that parity costs
-    replica: float = 0.18
+    parity: float = 0.07  # share of the throughput that parity costs
+    replica: float = 0.09
     rebuilding: float = 0.5  # throughput while a ps is rebuilt
     together: float = 0.2  # share of losses that take more than one ps at once
     step_s: float = 0.0  # 0: not known
