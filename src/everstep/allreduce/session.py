@@ -429,9 +429,8 @@ class Session:
                 collective = self._present
                 inside = collective is not None and machine.whole and not machine.outside
                 if not inside:
-                    stranger = not machine.member_of(machine.newest)
-                    if (self._over and (stranger or machine.present is None)) or (stranger and self._passed()):
-                        return False  # over: those that it was to meet in the newest group have gone
+                    if not machine.member_of(machine.newest) and (self._over or self._passed()):
+                        return False
                     self._await_news()
                 elif self._resolved:
                     return True

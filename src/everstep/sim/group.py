@@ -592,7 +592,7 @@ class GroupWorker(Child):
         if m.present is None or not m.whole or (m.outside and entry is None):
             if leaving and (m.outside or m.present is None):
                 self.leave()
-            elif self.over and (m.present is None or not m.member_of(m.newest)):
+            elif self.over and not m.member_of(m.newest):
                 self.finish()
             return
         group, ring = m.present, self.ring
