@@ -12,7 +12,8 @@ counts as zero there; one that had none on any member keeps None, as in plain Py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -256,6 +257,18 @@ class Reducer:
         """Whether this iteration's backward pass is over."""
         return self._ended
 
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        """A collective: where it fails, the group is broken and not the job, and the step is done again."""
+        try:
+            yield
+        except CollectiveError as error:
+            self._broken = error
+        except EverstepError:
+            raise
+        except Exception as error:
+            self._broken = error
+
     def _launch(self) -> None:
         """Reduce the buckets that are full, in order."""
         step = self._step
@@ -266,15 +279,9 @@ class Reducer:
             number = len(self._works)
             if number == len(self._pending) - 1:
                 self._fill_tail()
-            try:
+            with self._tried():
                 self._works.append(step.collective.allreduce(self._flats.flats[number]))
-            except CollectiveError as error:  # the group is broken, not the job: the step is done again
-                self._broken = error
-                return
-            except EverstepError:
-                raise
-            except Exception as error:
-                self._broken = error
+            if self._broken is not None:
                 return
 
     def finish(self) -> Reduced | None:
@@ -290,38 +297,22 @@ class Reducer:
             if micro.part >= 0:
                 self._parts.push(micro.part, self._flats)
             self._flats = self._parts.result()
-            try:
+            with self._tried():
                 self._parts.exchange(step, self._flats)
-            except CollectiveError as error:
-                self._broken = error
-            except EverstepError:
-                raise
-            except Exception as error:
-                self._broken = error
         else:
             self._launch()
             if step.size == 1:
                 self._fill_tail()
         digests, finite = [], True
         for number, flat in enumerate(self._flats.flats):
+            if self._broken is None and number < len(self._works):
+                with self._tried():
+                    self._works[number].wait()
             if self._broken is not None:
                 return None
-            if number < len(self._works):
-                try:
-                    self._works[number].wait()
-                except CollectiveError as error:
-                    self._broken = error
-                    return None
-                except EverstepError:
-                    raise
-                except Exception as error:
-                    self._broken = error
-                    return None
             sums, fine = digest(flat)
             digests.append(sums)
             finite = finite and fine
-        if self._broken is not None:
-            return None
         self._check_flags()
         return Reduced(join_digests(digests), finite)
 

@@ -27,9 +27,9 @@ from everstep.allreduce.flats import Flats, Layout, digest, join_digests
 from everstep.allreduce.parts import local, settle, sharded_as
 from everstep.allreduce.reducer import Reduced as ReducedHere
 from everstep.allreduce.reducer import Reducer
-from everstep.allreduce.step import Step, Work
+from everstep.allreduce.step import Step
 from everstep.allreduce.units import Full, Reduced, Unit
-from everstep.errors import EverstepError, ScriptError
+from everstep.errors import ScriptError
 from everstep.model.group import Micro
 
 _ALIGN_BYTES: Final = 64
@@ -241,18 +241,11 @@ class ShardedReducer(Reducer):
     def _reduce(self, step: Step, flats: list[Tensor]) -> ReducedHere | None:
         """A mate's gradients, over the group. None: it broke."""
         digests, finite = [], True
-        works: list[Work] = []
-        try:
+        with self._tried():
             if step.size > 1:
                 works = [step.collective.allreduce(flat) for flat in flats]
-            for work in works:
-                work.wait()
-        except CollectiveError as error:
-            self._broken = error
-        except EverstepError:
-            raise
-        except Exception as error:
-            self._broken = error
+                for work in works:
+                    work.wait()
         if self._broken is not None:
             return None
         for flat in flats:

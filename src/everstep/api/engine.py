@@ -54,7 +54,7 @@ from everstep.tables.protocol import (
     WorkerProtocol,
     watermarks_of,
 )
-from everstep.tables.routing import BatchRows, Router, TableRows, parts_by_ps
+from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
 
 _LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
 _MASTER_S = 300.0  # a master may be away so long
@@ -64,38 +64,17 @@ _OPEN_AGAIN_MAX_S = 1.0
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
-class _Payload:
+class _Payload(HeldRows):
     """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("_flying", "_holders", "_settled", "lrs", "parts", "router", "tables")
+    __slots__ = ("lrs", "parts", "router", "tables")
 
     def __init__(
         self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
     ) -> None:
+        super().__init__(holders)
         self.tables, self.router, self.lrs = tables, router, lrs
         self.parts: list[list[Part]] = []
-        self._holders = holders
-        self._flying = 0  # pushes given to a link and not answered
-        self._settled = False
-
-    def hold(self, more: BatchRows) -> None:
-        self._holders.append(more)
-
-    def sent(self) -> None:
-        self._flying += 1
-
-    def landed(self) -> None:
-        self._flying -= 1
-        self._free()
-
-    def settle(self) -> None:
-        self._settled = True
-        self._free()
-
-    def _free(self) -> None:
-        if self._settled and not self._flying:
-            for rows in self._holders:
-                rows.close()
 
 
 class _Run:

@@ -37,7 +37,7 @@ from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenSh
 from everstep.policies.split import Cut
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.protocol import watermarks_of
-from everstep.tables.routing import BatchRows, Router, TableRows, parts_by_ps
+from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
 from everstep.tables.steps import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
 
 GIVE_UP_S = 300.0
@@ -52,16 +52,14 @@ Entry = tuple[TableId, NDArray[np.int64], NDArray[np.float32]]
 """One table's part of one micro-batch: keys [u] and gradients [u, dim]."""
 
 
-class _Sum:
+class _Sum(HeldRows):
     """The gradients of one committed step, of all members. They are merged when this member has to push them."""
 
     def __init__(self, blobs: list[torch.Tensor], client: PsClient, infos: TableSet, lr_factor: float) -> None:
+        super().__init__()
         self._blobs, self._client, self._tables, self._lr_factor = blobs, client, infos, lr_factor
         self._version = -1
         self._parts: list[list[Part]] = []
-        self._holders: list[BatchRows] = []
-        self._flying = 0
-        self._over = False
 
     def parts(self, router: Router) -> list[list[Part]]:
         """By position of the ps; merged anew by each newer map."""
@@ -80,7 +78,7 @@ class _Sum:
                 entries.setdefault(entry[0], []).append(entry)
         specs = {info.spec.id: info.spec for info in self._tables.infos.values()}
         batch = BatchRows(self._client.memory, router)
-        self._holders.append(batch)
+        self.hold(batch)
         for table in sorted(entries):
             found = entries[table]
             keys = np.concatenate([e[1] for e in found])
@@ -88,24 +86,6 @@ class _Sum:
             (rows,) = batch.add([(specs[table], routed, counts)], values=False)
             bag_backward(np.concatenate([e[2] for e in found]), inverse, None, "sum", None, rows.u, rows.grads)
             yield rows
-
-    def sent(self) -> None:
-        self._flying += 1
-
-    def landed(self) -> None:
-        self._flying -= 1
-        self._free()
-
-    def close(self) -> None:
-        """Nobody needs it any more; its memory is freed once no link reads it."""
-        self._over = True
-        self._free()
-
-    def _free(self) -> None:
-        if self._over and not self._flying:
-            for holder in self._holders:
-                holder.close()
-            self._holders.clear()
 
 
 class GroupTables:
@@ -379,7 +359,7 @@ class GroupTables:
     def _drop(self, owed: Owed) -> None:
         held = self._sums.pop(owed.step, None)
         if held is not None:
-            held.close()
+            held.settle()
 
     # ------------------------------------------------------------ waiting
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -88,40 +89,18 @@ class Observer:
         self._line_at = at + self.windows.short_s
         seen = self.observe(at)
         self.windows.keep({str(seat.member.key) for seat in self._brain.members.all()})
-        lines: list[MemberLine] = []
-        for w in seen.workers:
-            lines.append(
-                MemberLine(
-                    at=round(at, 3),
-                    member=str(w),
-                    incarnation=w.incarnation,
-                    node=w.node,
-                    hardware=w.hardware,
-                    per_sample_s=w.short.per_sample_s,
-                    samples=w.short.samples,
-                    compute_s=w.short.compute_s,
-                    phases=w.short.phases,
-                    cpu_share=w.cpu_share,
-                    throttled_share=w.throttled_share,
-                    rss_bytes=w.rss_bytes,
-                )
+        lines = [
+            _line(
+                at,
+                w,
+                per_sample_s=w.short.per_sample_s,
+                samples=w.short.samples,
+                compute_s=w.short.compute_s,
+                phases=w.short.phases,
             )
-        for s in seen.servers:
-            lines.append(
-                MemberLine(
-                    at=round(at, 3),
-                    member=str(s),
-                    incarnation=s.incarnation,
-                    node=s.node,
-                    hardware=s.hardware,
-                    service_s=s.service_s,
-                    queue=s.queue,
-                    bytes_per_s=s.bytes_per_s,
-                    cpu_share=s.cpu_share,
-                    throttled_share=s.throttled_share,
-                    rss_bytes=s.rss_bytes,
-                )
-            )
+            for w in seen.workers
+        ]
+        lines += [_line(at, s, service_s=s.service_s, queue=s.queue, bytes_per_s=s.bytes_per_s) for s in seen.servers]
         self._file.write([msgspec.json.encode(line) for line in lines])
 
     def close(self) -> None:
@@ -210,3 +189,18 @@ class Observer:
 
 def _up(seat: Seat) -> bool:
     return seat.running and seat.member.state is not MemberState.STARTING
+
+
+def _line(at: float, seen: WorkerSeen | ServerSeen, **own: Any) -> MemberLine:
+    """``own``: what only its role has."""
+    return MemberLine(
+        at=round(at, 3),
+        member=str(seen),
+        incarnation=seen.incarnation,
+        node=seen.node,
+        hardware=seen.hardware,
+        cpu_share=seen.cpu_share,
+        throttled_share=seen.throttled_share,
+        rss_bytes=seen.rss_bytes,
+        **own,
+    )

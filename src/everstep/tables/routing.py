@@ -195,6 +195,36 @@ class BatchRows:
             self.memory.free(base)
 
 
+class HeldRows:
+    """The rows of pushes: freed when nobody needs them any more (``settle``), and no link reads them."""
+
+    __slots__ = ("_flying", "_holders", "_settled")
+
+    def __init__(self, holders: Iterable[BatchRows] = ()) -> None:
+        self._holders = list(holders)
+        self._flying = 0  # pushes given to a link and not answered
+        self._settled = False
+
+    def hold(self, more: BatchRows) -> None:
+        self._holders.append(more)
+
+    def sent(self) -> None:
+        self._flying += 1
+
+    def landed(self) -> None:
+        self._flying -= 1
+        self._free()
+
+    def settle(self) -> None:
+        self._settled = True
+        self._free()
+
+    def _free(self) -> None:
+        if self._settled and not self._flying:
+            for rows in self._holders:
+                rows.close()
+
+
 def parts_by_ps(
     tables: Iterable[TableRows], n_ps: int, *, grads: bool, lrs: dict[TableId, float] | None = None
 ) -> list[list[Part]]:
