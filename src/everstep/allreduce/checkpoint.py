@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -21,13 +21,13 @@ import torch
 from everstep.allreduce import faults
 from everstep.allreduce.packed import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
-from everstep.brain.events import Answer, Refused
+from everstep.allreduce.station import Station
+from everstep.brain.events import Refused
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, EverstepError, StorageError
-from everstep.ids import Incarnation, Slot
 from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
-from everstep.net.messages import ReplicaWritten, RequestType, TakeReplica
+from everstep.net.messages import ReplicaWritten, TakeReplica
 from everstep.net.retry import Deadline, backoff
 from everstep.protect.manifest import list_checkpoints, read_manifest
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
@@ -38,17 +38,6 @@ WRITE_S = 120.0  # a place that does not take the file is tried again for so lon
 TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
 
 logger = logging.getLogger("everstep.worker")
-
-
-class Station(Protocol):
-    """What is needed of ``api.seat.Seat``."""
-
-    spec: JobSpec
-    slot: Slot
-    incarnation: Incarnation
-    run_dir: Path
-
-    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
 
 
 class ReplicaWriter:

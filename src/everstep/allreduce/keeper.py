@@ -15,8 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.allreduce import faults
 from everstep.allreduce.checkpoint import ReplicaWriter, find_replica, read_replica
@@ -24,15 +23,15 @@ from everstep.allreduce.handover import Connect, Follower, fetch
 from everstep.allreduce.packed import Packed
 from everstep.allreduce.source import StateSource
 from everstep.allreduce.state import ReplicaState
-from everstep.brain.events import Answer, Refused
-from everstep.config.spec import JobSpec
+from everstep.allreduce.station import Station
+from everstep.brain.events import Refused
 from everstep.errors import DeadlineError, EverstepError, PlatformError, ScriptError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Mark
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import AskCheckpoint, RequestType, TakeReplica
+from everstep.net.messages import AskCheckpoint, TakeReplica
 from everstep.net.rendezvous import SECRET_FILE, worker_socket
 from everstep.net.retry import Deadline
 from everstep.net.sockets import listen_tcp, listen_unix
@@ -43,18 +42,6 @@ FINISH_S = 60.0  # for a last checkpoint
 
 Gather = Callable[[list[int]], list[list[int]]]
 logger = logging.getLogger("everstep.worker")
-
-
-class Station(Protocol):
-    """What is needed of ``api.seat.Seat``."""
-
-    spec: JobSpec
-    slot: Slot
-    incarnation: Incarnation
-    run_dir: Path
-    embedded: bool
-
-    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
 
 
 class ReplicaKeeper:

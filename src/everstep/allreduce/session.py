@@ -19,10 +19,10 @@ import msgspec
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
+from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.store import GroupStore
 from everstep.brain.events import Answer, EndOfData, Grouped, Refused
-from everstep.config.spec import JobSpec
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -31,13 +31,11 @@ from everstep.errors import (
     PlatformError,
     ScriptError,
 )
-from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Address
 from everstep.model.shard import Plan
 from everstep.net import messages
 from everstep.net.log import logger
-from everstep.net.messages import RequestType
 from everstep.policies.split import Cut as StepCut
 from everstep.policies.split import cut_step
 from everstep.storage.chain import ChainWriter
@@ -59,20 +57,6 @@ _TELL_ANYWAY_S = 2.0  # so long the lowest rank may take to have them confirmed;
 _CLOSE_S = 5.0  # for the last reports, when the script is over
 _TICK_S = 0.25
 _WAIT_S = 0.1
-
-
-class Station(Protocol):
-    """What the session needs of ``api.seat.Seat``."""
-
-    spec: JobSpec
-    slot: Slot
-    incarnation: Incarnation
-    run_dir: Path
-    embedded: bool
-
-    def call(self, request: RequestType, timeout_s: float) -> Answer: ...
-
-    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None: ...
 
 
 class State(Protocol):

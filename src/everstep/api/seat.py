@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
-from everstep.brain.events import Answer
-from everstep.config.spec import JobSpec
+from everstep.allreduce.station import Station
 from everstep.errors import EverstepError
-from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.ids import LeaseNo
 from everstep.model.group import Group
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease
 from everstep.monitor.stepclock import StepClock
-from everstep.net.messages import Beat, RequestType
+from everstep.net.messages import Beat
 from everstep.tables.client import PsClient
 
 
@@ -49,25 +47,12 @@ class GroupListener(Listener, Protocol):
         ...
 
 
-class Seat(Protocol):
-    spec: JobSpec
-    slot: Slot
-    incarnation: Incarnation
-    run_dir: Path
-    embedded: bool
+class Seat(Station, Protocol):
     prefetch: int  # batches pulled ahead; 0: pull when the batch is taken, which is exactly what one process would do
     client: PsClient
 
     def start(self, listener: Listener) -> None:
         """Say hello. The placement comes by ``listener.placed``."""
-        ...
-
-    def call(self, request: RequestType, timeout_s: float) -> Answer:
-        """Ask the master and wait. Raises DeadlineError."""
-        ...
-
-    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
-        """Ask the master; ``then`` gets the answer, on any thread, in the order of the requests."""
         ...
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:

@@ -1,0 +1,28 @@
+"""What a member of a group needs of where its script sits (``api.seat.Seat``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from everstep.brain.events import Answer
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, Slot
+from everstep.net.messages import RequestType
+
+
+class Station(Protocol):
+    spec: JobSpec
+    slot: Slot
+    incarnation: Incarnation
+    run_dir: Path
+    embedded: bool
+
+    def call(self, request: RequestType, timeout_s: float) -> Answer:
+        """Ask the master and wait. Raises DeadlineError."""
+        ...
+
+    def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
+        """Ask the master; ``then`` gets the answer, on any thread, in the order of the requests."""
+        ...
