@@ -165,12 +165,7 @@ class _PsCheck:
         log = self.log
         if not len(log.owned):
             return
-        value = np.zeros(log.n, np.uint64)
-        order = np.argsort(log.shard, kind="stable")
-        keys, first = np.unique(log.shard[order], return_index=True)
-        for key, rows in zip(keys.tolist(), np.split(order, first[1:]), strict=False):
-            value[rows] = self.prints.ranges(key, log.lo[rows], log.hi[rows])
-        value[log.skipped] = 0
+        value = self.prints.pushes(log)
         everywhere = np.r_[np.uint64(0), np.cumsum(np.where(log.buckets == ALL, value, 0), dtype=np.uint64)]
         some = np.flatnonzero((log.buckets != ALL) & (value != 0))
         extra = np.zeros(len(log.owned), np.uint64)

@@ -225,13 +225,7 @@ class JourneyCheck:
         """Fingerprint of each push of a log, 0 where it was skipped."""
         found = self._values.get(id(log))
         if found is None:
-            found = np.zeros(log.n, np.uint64)
-            order = np.argsort(log.shard, kind="stable")
-            keys, first = np.unique(log.shard[order], return_index=True)
-            for key, rows in zip(keys.tolist(), np.split(order, first[1:]), strict=False):
-                found[rows] = self.prints.ranges(key, log.lo[rows], log.hi[rows])
-            found[log.skipped] = 0
-            self._values[id(log)] = found
+            found = self._values[id(log)] = self.prints.pushes(log)
             self.report.counts["cuts"] += len(log.cuts)
         return found
 

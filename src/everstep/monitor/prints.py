@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from everstep.ids import ShardKey
 from everstep.model.shard import epoch_key
 from everstep.monitor.facts import JobFacts
+from everstep.monitor.pslog import PsLog
 
 
 def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -49,6 +50,16 @@ class Prints:
         low = np.clip(lo, start, stop) - start
         high = np.maximum(np.clip(hi, start, stop) - start, low)
         return np.asarray(prefix[high] - prefix[low])
+
+    def pushes(self, log: PsLog) -> NDArray[np.uint64]:
+        """Fingerprint of each push of a log, 0 where it was skipped; uint64 [log.n]."""
+        found = np.zeros(log.n, np.uint64)
+        order = np.argsort(log.shard, kind="stable")
+        keys, first = np.unique(log.shard[order], return_index=True)
+        for key, rows in zip(keys.tolist(), np.split(order, first[1:]), strict=False):
+            found[rows] = self.ranges(key, log.lo[rows], log.hi[rows])
+        found[log.skipped] = 0
+        return found
 
     def whole(self, shard: int) -> np.uint64:
         bounds = self._facts.bounds(ShardKey(shard))
