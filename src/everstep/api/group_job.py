@@ -187,17 +187,11 @@ class GroupJob(Job):
             with super().eval(model):
                 yield
             return
-        models = [model] if model is not None else list(self._models)
-        training = [m.training for m in models]
-        for m in models:
-            m.eval()
-        try:
-            with torch.no_grad():
+        with self._evaluating(model) as models:
+            try:
                 yield
-        finally:
-            settle(models)
-            for m, was in zip(models, training, strict=True):
-                m.train(was)
+            finally:
+                settle(models)
 
     # ------------------------------------------------------------ state
 

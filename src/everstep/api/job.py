@@ -268,21 +268,29 @@ class Job:
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
         """Evaluation: newest dense values, rows read only (none are created), modules in eval mode, no gradients."""
-        models = [model] if model is not None else list(self._models)
-        training = [m.training for m in models]
         current, self._tables.current = self._tables.current, None
         self._tables.forget_asides()
         self._tables.refresh_dense()
+        try:
+            with self._evaluating(model):
+                yield
+        finally:
+            self._tables.forget_asides()
+            self._tables.current = current
+
+    @contextmanager
+    def _evaluating(self, model: nn.Module | None) -> Iterator[list[nn.Module]]:
+        """``model``, or all of them, in eval mode and without gradients; each goes back to the mode it was in."""
+        models = [model] if model is not None else list(self._models)
+        training = [m.training for m in models]
         for m in models:
             m.eval()
         try:
             with torch.no_grad():
-                yield
+                yield models
         finally:
             for m, was in zip(models, training, strict=True):
                 m.train(was)
-            self._tables.forget_asides()
-            self._tables.current = current
 
     # ------------------------------------------------------------ state
 
