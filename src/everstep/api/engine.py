@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from everstep.monitor.process import ProcessReadings
 from everstep.native import bag_backward, isfinite_all
 from everstep.net import messages
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.tables.inputs import Inputs
 from everstep.tables.protocol import (
     Action,
     AskLater,
@@ -107,8 +108,7 @@ class Engine:
         self._watched: set[TableId] = set()  # dense groups whose gradients tell the clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._inputs: deque[Callable[[], list[Action]]] = deque()
-        self._feeding = False
+        self.feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
         self._payloads: dict[tuple[LeaseNo, int, int, int], _Payload] = {}
         self._epochs_done: dict[str, int] = {}
         self._group: list[Item] = []  # batches whose gradients go out together, the current one last
@@ -185,21 +185,6 @@ class Engine:
         return messages.Beat(progress, readings, dict(self.values))
 
     # ------------------------------------------------------------ the machine
-
-    def feed(self, event: Callable[[], list[Action]]) -> None:
-        """Give the machine an input and do what it wants. Inputs that come from inside an action wait their turn."""
-        with self._lock:
-            self._inputs.append(event)
-            if self._feeding:
-                return
-            self._feeding = True
-            try:
-                while self._inputs:
-                    for action in self._inputs.popleft()():
-                        self._do(action)
-            finally:
-                self._feeding = False
-                self._changed.notify_all()
 
     def _do(self, action: Action) -> None:
         machine = self.protocol

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +35,7 @@ from everstep.native import bag_backward, isfinite_all
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.policies.split import Cut
 from everstep.tables.client import PsClient, Ticket
+from everstep.tables.inputs import Inputs
 from everstep.tables.protocol import watermarks_of
 from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
 from everstep.tables.steps import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
@@ -98,8 +98,7 @@ class GroupTables:
         self.failure: EverstepError | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._inputs: deque[Callable[[], list[Action]]] = deque()
-        self._feeding = False
+        self._feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
         self._sums: dict[int, _Sum] = {}  # by step
         self._item: Item | None = None
         self._entries: list[Entry] = []
@@ -287,21 +286,6 @@ class GroupTables:
                 self._drop(owed)
 
     # ------------------------------------------------------------ the machine
-
-    def _feed(self, event: Callable[[], list[Action]]) -> None:
-        """Give the machine an input and do what it wants. Inputs that come from inside an action wait their turn."""
-        with self._lock:
-            self._inputs.append(event)
-            if self._feeding:
-                return
-            self._feeding = True
-            try:
-                while self._inputs:
-                    for action in self._inputs.popleft()():
-                        self._do(action)
-            finally:
-                self._feeding = False
-                self._changed.notify_all()
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Send):
