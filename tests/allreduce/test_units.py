@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from everstep.allreduce.flats import Layout
+from everstep.allreduce.leading import FollowingSession, LeadingSession
 from everstep.allreduce.sharded import mapped, shared_flats
+from everstep.allreduce.step import Step
 from everstep.allreduce.units import Full, Over, Reduced, Unit, Voted, split
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
@@ -64,3 +69,29 @@ def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> N
     with pytest.raises(ConfigError, match="EVERSTEP_UNIT"):
         Unit.from_environment({"EVERSTEP_UNIT": "1/x:"})
     assert Unit.from_environment({}).size == 1
+
+
+def test_a_mate_gets_the_leaders_step_with_its_own_samples() -> None:
+    leader, mate = pair()
+    group: Any = "the leaders' collective"
+    step = Step(
+        number=7,
+        generation=3,
+        dataset=1,
+        epoch=2,
+        lo=40,
+        hi=50,
+        micros=(Micro(40, 45), Micro(45, 50, 4)),
+        rank=1,
+        size=2,
+        lr_factor=0.5,
+        collective=group,
+        parts=((0, 1), (1, 2)),
+    )
+    inner = SimpleNamespace(begin=lambda: step, seat=SimpleNamespace(slot=0))
+    mine = LeadingSession(inner, leader).begin()
+    assert mine == replace(step, micros=(Micro(40, 43), Micro(45, 48, 4)))
+    state: Any = None
+    theirs = FollowingSession(state, mate).begin()
+    assert theirs is not None and mate.chief
+    assert replace(theirs, collective=group) == replace(step, micros=(Micro(43, 45), Micro(48, 50, 4)), parts=())

@@ -97,8 +97,7 @@ class LeadingSession:
         unit.chief = self.inner.seat.slot == 0  # (who stands in for it is asked for where the loop is over)
         for mate in unit.mates:
             micros = tuple(split(m, mate, unit.size) for m in step.micros)
-            place = (step.number, step.generation, step.dataset, step.epoch, step.lo, step.hi, step.rank, step.size)
-            unit.tell(mate, Train(*place, micros, step.lr_factor, unit.chief))
+            unit.tell(mate, Train(step.work(micros), unit.chief))
         return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
 
     def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
@@ -155,10 +154,9 @@ class FollowingSession:
 
     def begin(self) -> Step | None:
         match self._serve():
-            case Train() as t:
-                self.unit.chief = t.chief
-                place = (t.number, t.generation, t.dataset, t.epoch, t.lo, t.hi)
-                return Step(*place, t.micros, t.rank, t.size, _LEADERS, t.lr_factor)
+            case Train(step, chief):
+                self.unit.chief = chief
+                return Step(**vars(step), collective=_LEADERS)
             case Over(chief):
                 self.unit.chief = chief
                 return None

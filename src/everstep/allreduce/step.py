@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
 
@@ -53,9 +53,9 @@ class Collective(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Step:
-    """One attempt at a step, as this member has to do it."""
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One attempt at a step, as a process has to do it: what its leader can tell it (``units.Train``)."""
 
     number: int
     generation: int
@@ -63,11 +63,17 @@ class Step:
     epoch: int
     lo: int
     hi: int
-    micros: tuple[Micro, ...]  # of this member; at least one
+    micros: tuple[Micro, ...]  # of this member (of several processes: of this one); at least one
     rank: int
     size: int
-    collective: Collective
     lr_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(StepWork):
+    """One attempt at a step, as this member has to do it, with its group."""
+
+    collective: Collective
     parts: tuple[tuple[int, int], ...] = ()  # logical workers: parts ``[a, b)`` of each member, by rank
 
     @classmethod
@@ -87,6 +93,11 @@ class Step:
             lr_factor=cut.lr_factor,
             parts=tuple(_parts(m) for m in cut.micros),
         )
+
+    def work(self, micros: tuple[Micro, ...]) -> StepWork:
+        """This step for another process of the member."""
+        facts = {f.name: getattr(self, f.name) for f in fields(StepWork)}
+        return StepWork(**facts | {"micros": micros})
 
     @property
     def total(self) -> int:

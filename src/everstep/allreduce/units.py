@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from everstep.allreduce.step import StepWork
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
 
@@ -39,18 +40,9 @@ _init_process_group: Final[Callable[..., None]] = dist.init_process_group
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
-    """Do this step; ``micros``: of this process."""
+    """Do this step. ``chief``: as in ``Over``."""
 
-    number: int
-    generation: int
-    dataset: int
-    epoch: int
-    lo: int
-    hi: int
-    rank: int
-    size: int
-    micros: tuple[Micro, ...]
-    lr_factor: float
+    step: StepWork
     chief: bool
 
 
