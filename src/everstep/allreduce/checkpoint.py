@@ -29,7 +29,7 @@ from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import ReplicaWritten, TakeReplica
 from everstep.net.retry import Deadline, backoff
-from everstep.protect.manifest import list_checkpoints, read_manifest
+from everstep.protect.manifest import list_checkpoints, read_manifest, reading
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
 from everstep.storage.places import Place, open_place
@@ -194,11 +194,7 @@ def read_replica(place: Place, manifest: Manifest) -> Packed:
         )
     file = manifest.replica.file
     where = f"{place.url}/{file.path}"
-    try:
-        stream = place.open(file.path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{where} is missing: checkpoint {manifest.checkpoint} is that file") from None
-    with stream:
+    with reading(place, file, f"checkpoint {manifest.checkpoint} is that file") as stream:
         parts = read_replica_file(stream, where, file)
         head = next(parts)
         assert isinstance(head, ReplicaHead)

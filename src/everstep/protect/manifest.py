@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -126,6 +127,16 @@ def read_manifest(place: Place, checkpoint: int) -> Manifest:
     return manifest
 
 
+@contextmanager
+def reading(place: Place, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
+    """The file to read from. Raises CheckpointError if it is not there (``needed``: what needs it), StorageError."""
+    try:
+        with place.open(file.path) as stream:
+            yield stream
+    except FileNotFoundError:
+        raise CheckpointError(f"{place.url}/{file.path} is missing: {needed}") from None
+
+
 def problems(
     place: Place,
     manifest: Manifest,
@@ -176,15 +187,14 @@ def _incomplete(manifest: Manifest) -> Iterator[str]:
 
 def _replica_problem(place: Place, manifest: Manifest, file: ImageFile, sizes: dict[str, int], deep: bool) -> str:
     where = f"{place.url}/{file.path}"
-    wrong = _size_problem(where, file, sizes, f"checkpoint {manifest.checkpoint} is that file")
+    needed = f"checkpoint {manifest.checkpoint} is that file"
+    wrong = _size_problem(where, file, sizes, needed)
     if wrong or not deep:
         return wrong
     try:
-        with place.open(file.path) as stream:
+        with reading(place, file, needed) as stream:
             for _ in read_replica_file(stream, where, file):
                 pass
-    except FileNotFoundError:
-        return f"{where} is missing: checkpoint {manifest.checkpoint} is that file"
     except CheckpointError as error:
         return str(error)
     return ""
@@ -205,17 +215,16 @@ def _file_problem(
 ) -> str:
     file = image.files[i]
     where = f"{place.url}/{file.path}"
-    wrong = _size_problem(where, file, sizes, f"checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}")
+    needed = f"checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
+    wrong = _size_problem(where, file, sizes, needed)
     if wrong or not deep:
         return wrong
     try:
-        with place.open(file.path) as stream:
+        with reading(place, file, needed) as stream:
             for part in read_image_file(stream, where, file):
                 if isinstance(part, ImageHead) and (part.bucket, part.base) != (image.bucket, i == 0):
                     what = "base" if part.base else "increment"
                     return f"{where} is {what} of bucket {part.bucket}, not file {i} of bucket {image.bucket}"
-    except FileNotFoundError:
-        return f"{where} is missing: checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
     except CheckpointError as error:
         return str(error)
     return ""
@@ -341,11 +350,7 @@ def assemble(place: Place, image: BucketImage) -> Assembled:
     pages: dict[int, dict[int, NDArray[np.uint8]]] = {}
     for i, file in enumerate(image.files):
         where = f"{place.url}/{file.path}"
-        try:
-            stream = place.open(file.path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{where} is missing: the image of bucket {image.bucket} needs it") from None
-        with stream:
+        with reading(place, file, f"the image of bucket {image.bucket} needs it") as stream:
             for part in read_image_file(stream, where, file):
                 match part:
                     case ImageHead():
