@@ -143,7 +143,7 @@ def restarting_kills(name: str, command: list[str], home: Path, kills: int, rng:
     finally:
         launcher.kill()
         for pid in _pids(steps):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if str(steps).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
     return found

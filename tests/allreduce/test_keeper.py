@@ -12,6 +12,7 @@ import torch
 from replica_group import Worker, agree, digests, group_of
 
 from everstep.allreduce import handover, source
+from everstep.allreduce.keeper import ReplicaKeeper
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Mark
 from everstep.net.auth import create_secret
@@ -88,6 +89,36 @@ def test_a_joiner_that_followed_is_not_sent_the_state_again(hire, monkeypatch: p
     for w in old:
         w.train(20)
     monkeypatch.setattr(source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again"))
+    agree(2, [*old, new])
+    assert len(digests([*old, new])) == 1
+
+
+def test_a_joiner_in_the_middle_of_a_step_when_the_group_changes_over_is_not_sent_the_state_again(
+    hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is where it mostly is: the last step was committed a moment ago."""
+    old, new = [hire(0), hire(1)], hire(2)
+    agree(1, old)
+    new.keeper.follow(group_of(1, old))
+    train_until(old, new.synced)
+    replay, level = handover.replay, ReplicaKeeper._level
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slowly(*args):
+        inside.set()
+        assert go_on.wait(20)
+        replay(*args)
+
+    def levels(self, *args):  # everybody has said what it has
+        go_on.set()
+        level(self, *args)
+
+    monkeypatch.setattr(handover, "replay", slowly)
+    monkeypatch.setattr(ReplicaKeeper, "_level", levels)
+    monkeypatch.setattr(source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again"))
+    for w in old:
+        w.train(1)
+    assert inside.wait(20)
     agree(2, [*old, new])
     assert len(digests([*old, new])) == 1
 

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -25,6 +24,7 @@ from everstep.allreduce.tape import replay
 from everstep.errors import CheckpointError, DeadlineError, EverstepError, WireError
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import GroupMember, Mark
+from everstep.native import crc32c
 from everstep.net.messages import (
     AskState,
     Bad,
@@ -126,7 +126,7 @@ def read_parts(
             raise GoneError(answer.reason)
         if not isinstance(answer, StatePart) or piece.nbytes != size:
             raise WireError(f"no part of a state: {_why(answer)}")
-        if zlib.crc32(piece) != answer.crc32:
+        if crc32c(piece) != answer.crc32c:
             raise WireError(f"bytes [{got}, {got + size}) of the state were changed on their way")
         got += size
         faults.step("load_state")
@@ -183,7 +183,8 @@ class Follower:
         self._stop = False
         self._breaks = 0
         self.origin = 0
-        self.whole = False  # the state is that of ``state.mark``: not in the middle of being loaded
+        self.whole = False  # the state is that of ``state.mark``: not in the middle of being loaded, or of a step
+        self._stepping = False  # in the middle of a step
         self.following = False  # what the next steps do is on its way
         self.bytes_read = 0
         self._thread = threading.Thread(target=self._run, name="everstep-follow", daemon=True)
@@ -202,6 +203,12 @@ class Follower:
             self._lock.notify_all()
         if lost and client is not None:
             client.close()
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is a state, be it in the middle of the step that leads to the next one."""
+        with self._lock:
+            return self.whole or self._stepping
 
     def reach(self, mark: Mark, timeout_s: float) -> bool:
         """Wait until the state is that of ``mark``; False: it does not get there by following."""
@@ -320,7 +327,7 @@ class Follower:
 
     def _apply(self, did: StepDid, body: memoryview, source: GroupMember) -> None:
         faults.step("follow")
-        if zlib.crc32(body) != did.crc32:
+        if crc32c(body) != did.crc32c:
             raise WireError("a step was changed on its way")
         parts = []
         at = 0
@@ -335,9 +342,14 @@ class Follower:
             parts.append(Packed(header, tensors))
         if not parts:
             raise WireError("a step without its end")
-        self.whole = False
-        replay(self._state, did.mark, parts, f"a step of {source}")
+        with self._lock:
+            self.whole, self._stepping = False, True
+        try:
+            replay(self._state, did.mark, parts, f"a step of {source}")
+        except BaseException:
+            self._stepping = False  # neither the old state nor the new one
+            raise
         self.bytes_read += at
         with self._lock:
-            self.whole = True
+            self.whole, self._stepping = True, False
             self._lock.notify_all()

@@ -116,7 +116,7 @@ class ReplicaKeeper:
         """Also of one that follows: its state is whole, if behind."""
         follower = self._follower
         if follower is not None:
-            return follower.whole
+            return follower.holds
         return self._has
 
     @has_state.setter

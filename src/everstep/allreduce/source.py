@@ -11,7 +11,6 @@ import itertools
 import logging
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import Did, Recorder
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Mark
+from everstep.native import crc32c
 from everstep.net.messages import (
     AskState,
     Bad,
@@ -264,7 +264,7 @@ class StateSource:
             buffers.append(packed.body.numpy()[max(0, r.at - head) : r.at + r.size_bytes - head])
         crc = 0
         for piece in buffers:
-            crc = zlib.crc32(piece, crc)
+            crc = crc32c(piece, crc)
         return StatePart(crc), buffers
 
     def _next(self, r: NextStep) -> tuple[DataAnswer, Sequence[Any]]:
@@ -289,4 +289,4 @@ class StateSource:
                 self._lock.wait(left_s)
             newest = self._newest
         parts = tuple((len(p.header), p.body.numel()) for p in did.parts)
-        return StepDid(did.mark, parts, did.crc32(), newest), did.buffers()
+        return StepDid(did.mark, parts, did.crc32c(), newest), did.buffers()

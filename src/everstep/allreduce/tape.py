@@ -9,7 +9,6 @@ gradient) breaks the tape: who follows must copy the state anew.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, en
 from everstep.allreduce.state import ReplicaState, load_groups, pack_groups
 from everstep.errors import CheckpointError, EverstepError
 from everstep.model.group import Mark
+from everstep.native import crc32c
 
 
 class Did(NamedTuple):
@@ -37,10 +37,10 @@ class Did(NamedTuple):
         """Headers and tensors in the order of the wire."""
         return [piece for part in self.parts for piece in (part.header, part.body.numpy())]
 
-    def crc32(self) -> int:
+    def crc32c(self) -> int:
         crc = 0
         for piece in self.buffers():
-            crc = zlib.crc32(piece, crc)
+            crc = crc32c(piece, crc)
         return crc
 
 

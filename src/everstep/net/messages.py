@@ -862,7 +862,7 @@ class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
 
 
 class StatePart(msgspec.Struct, frozen=True, tag="state_part"):
-    crc32: int  # of the body
+    crc32c: int  # of the body
 
 
 class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
@@ -870,7 +870,7 @@ class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
 
     mark: Mark
     parts: tuple[tuple[int, int], ...]
-    crc32: int
+    crc32c: int
     newest: int
 
 
