@@ -16,6 +16,7 @@
 #include "arrays.h"
 #include "crc32c.h"
 #include "feed_module.h"
+#include "group_module.h"
 #include "mirror_module.h"
 #include "route.h"
 #include "rows.h"
@@ -417,6 +418,7 @@ NB_MODULE(_native, m) {
   bind_mirror(store);
   bind_gf256(m);
   bind_feed(m);
+  bind_group(m);
 
   m.def("unique_route", &route, nb::arg("ids").noconvert(), nb::arg("n_buckets"), nb::arg("table_id"),
         nb::arg("bucket_ps").noconvert(), nb::arg("n_ps") = -1);

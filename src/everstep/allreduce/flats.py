@@ -13,12 +13,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from everstep.native import sum_bits
+
 FIRST_BYTES: Final = 1 << 20
 """Of the first bucket: small, so that the network has work early (as in torch's DDP)."""
 BUCKET_BYTES: Final = 25 << 20
-_CHUNK_BYTES: Final = 1 << 20  # of what is summed and checked at once: stays in the cache between the two
-_WHOLE_BYTES: Final = 4 << 20  # so much at once: in pieces the calls would cost more
 _DIGEST_MASK: Final = (1 << 62) - 1
+_NATIVE: Final = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class Layout:
@@ -105,19 +111,12 @@ def digest(flat: Tensor) -> tuple[int, bool]:
     """A sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
     if not flat.numel():
         return 0, True
-    bits = _bits(flat)
-    if flat.nbytes <= _WHOLE_BYTES or flat.device.type != "cpu":
-        finite = _finite_number(float(flat.sum(dtype=torch.float32))) or bool(torch.isfinite(flat).all())
-        return int(bits.sum(dtype=torch.int64)) & _DIGEST_MASK, finite
-    count = max(1, _CHUNK_BYTES // flat.element_size())
-    per = count * flat.element_size() // bits.element_size()
-    sums, finite = 0, True
-    for k in range(-(-flat.numel() // count)):
-        sums += int(bits[k * per : (k + 1) * per].sum(dtype=torch.int64))
-        chunk = flat[k * count : (k + 1) * count]
-        if finite and not _finite_number(float(chunk.sum(dtype=torch.float32))):
-            finite = bool(torch.isfinite(chunk).all())  # the sum of finite numbers may overflow
-    return sums & _DIGEST_MASK, finite
+    dtype = _NATIVE.get(flat.dtype)
+    if dtype is not None and flat.device.type == "cpu":
+        sums, finite = sum_bits(flat.view(torch.uint8).numpy(), dtype)
+        return sums & _DIGEST_MASK, finite
+    finite = _finite_number(float(flat.sum(dtype=torch.float32))) or bool(torch.isfinite(flat).all())
+    return int(_bits(flat).sum(dtype=torch.int64)) & _DIGEST_MASK, finite
 
 
 def join_digests(parts: Sequence[int]) -> int:

@@ -15,6 +15,11 @@ Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` ba
 - ``bag_backward(grad_out f32[b, dim], inverse, offsets, mode, weights, u, out f32[u, dim])``: the gradient of the rows;
   ``out`` is overwritten. Sums run in the order of the ids: the same bits every time.
 
+For the members of a group: ``sum_bits(data, "float32")`` gives the sum of the 64-bit words of ``data`` (mod 2^64; the
+last one filled up with zeros) and whether all its elements are finite; ``talk(fds, mine, spin_us, wait_ms)`` sends
+``mine`` to every socket and reads as many bytes of each: how many went and what came; less where one would block, is
+closed or fails, or nothing came in time.
+
 ``out`` of the first two and ``grad_out`` may be column slices of a wider matrix (rows contiguous, any row stride).
 """
 
@@ -40,6 +45,8 @@ from everstep.native._native import (
     gather_rows,
     isa,
     isfinite_all,
+    sum_bits,
+    talk,
     unique_route,
 )
 from everstep.native.blob import Kind, check_seal
@@ -64,6 +71,8 @@ __all__ = [
     "isa",
     "isfinite_all",
     "mix64",
+    "sum_bits",
+    "talk",
     "unique_route",
 ]
 
