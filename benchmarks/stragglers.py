@@ -7,25 +7,33 @@ of the healthy job on (persistent), or every one now and then (transient: spells
 restarts; windows are of 3 healthy batches where nothing else is said. ``traces``: recorded slow-downs of real jobs.
 ``day``: a day of a healthy job on the recorded one that has lasting stragglers. Not ours, for comparison: ``backup``
 drops the slowest worker's gradients (and is charged for them), ``static`` is asynchronous with a fixed part each,
-``shared`` asynchronous with shards for whoever is free. ``real`` figures (not quick): `everstep run`, real processes,
-with a sleep of 4 ms for each sample in the place of an accelerator.
+``shared`` asynchronous with shards for whoever is free.
+
+``real`` figures (not quick): `everstep run`, real processes, a sleep of 2 ms for each sample in the place of an
+accelerator (``twins/slow_device.py``), the same patterns, windows of half a second; from the moment that everybody is
+up to the last of exactly N samples, each run audited. ``trace``: the recorded job 4, ten healthy batches an entry, from
+another place for each seed; ``ceiling`` there and for spells: divided anew at every moment. ``second_half``: samples/s
+in the second half of the run, so without what it takes to see and act. Sides: ``sync`` (mode allreduce, no policy; what
+all others are compared with), ``static``, ``shared`` (mode ps), ``nondedicated``, ``dedicated``. One machine, so a
+restart finds no better place, and none pays in jobs as short as these.
+    --only virtual|real --patterns deterministic,persistent,transient,trace --n 4,8 --s 2,4,8 --seeds 5 --sides ...
+    --healthy-s 40 --together 6 (jobs side by side) --out cases.jsonl (goes on where it was ended)
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import os
-import re
-import subprocess
-import sys
-import tempfile
+import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
-from benchmarks._measure import Result, interleaved, say, spread
+import msgspec
+
+from benchmarks._device_jobs import BATCH as DEVICE_BATCH
+from benchmarks._device_jobs import SAMPLE_S, SIDES, Case, Timed, measure_all
+from benchmarks._measure import Result, say, spread
+from benchmarks._patterns import from_words, recorded
 from everstep.policies.stragglers.dedicated import dedicated
 from everstep.policies.stragglers.nondedicated import Settings, nondedicated
 from everstep.policies.stragglers.policy import Policy
@@ -33,15 +41,14 @@ from everstep.sim.stragglers import (
     BATCH,
     Constant,
     Pattern,
-    Recorded,
     Spells,
     asynchronous,
     ceiling,
+    finish,
     synchronous,
     with_backup,
 )
 
-TRACES = Path(__file__).parent / "traces" / "alibaba-pai-minibatch"
 STEPS = 1000  # healthy batches of each worker
 SPELL, GAP = 30.0, 230.0
 WINDOW = 3.0
@@ -53,23 +60,14 @@ SPLITS: Policy = partial(nondedicated, settings=Settings(budget=0))
 WHOLE: Policy = partial(nondedicated, settings=Settings(restart_s=RESTART, cooldown_s=200.0))
 
 
-def recorded(job: int, width: float = 1.0) -> Recorded:
-    """Factors of the ten workers of a real job: each worker's times over the median of the fastest half of workers."""
-    by_worker: dict[int, list[float]] = {}
-    with gzip.open(TRACES / f"job_{job}_norm.csv.gz", "rt") as file:
-        for row in csv.DictReader(file):
-            by_worker.setdefault(int(row["worker"]), []).append(float(row["batch_time_norm"]))
-    columns = [by_worker[worker] for worker in sorted(by_worker)]
-    healthy = median(sorted(map(median, columns))[: len(columns) // 2])
-    return Recorded([[max(0.05, value / healthy) for value in row] for row in zip(*columns, strict=False)], width)
-
-
-def run(quick: bool) -> Result:
+def run(quick: bool, arguments: list[str] | None = None) -> Result:
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
-    virtual(result, range(2 if quick else 5))
-    traces(result)
-    if not quick:
-        real(result)
+    args = options(arguments or [], quick)
+    if args.only != "real":
+        virtual(result, range(2 if quick else 5))
+        traces(result)
+    if args.only == "real" or (not quick and args.only is None):
+        real(result, args)
     return result
 
 
@@ -153,50 +151,99 @@ def traces(result: Result) -> None:
 
 # ---------------------------------------------------------------- real processes
 
-SCRIPT = """
-import sys, time
-import numpy as np, torch
-from torch import nn
-import everstep as es
 
-torch.set_num_threads(1)
-slow, rows, sample_s = {slow}, {rows}, {sample_s}
-job = es.join(mode="allreduce")
-
-class Device(nn.Module):  # in the place of an accelerator: so long it takes for a sample
-    def forward(self, x):
-        time.sleep(sample_s * x.shape[0] * (slow if job.slot == 0 else 1.0))
-        return x
-
-rng = np.random.default_rng(0)
-x = rng.standard_normal((rows, 16), dtype=np.float32)
-data = {{"x": x, "y": x.sum(axis=1, keepdims=True)}}
-device, model = Device(), job.replicate(nn.Linear(16, 1))
-opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.02))
-began = time.monotonic()
-for batch in job.steps(job.loader(data, batch_size=32, epochs=1)):
-    loss = nn.functional.mse_loss(model(device(batch["x"])), batch["y"])
-    opt.zero_grad(); loss.backward(); opt.step()
-print("took", time.monotonic() - began, "loss", float(loss.detach()), flush=True)
-"""
+def options(arguments: list[str], quick: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks stragglers", description=__doc__)
+    parser.add_argument("--only", choices=("virtual", "real"))
+    parser.add_argument("--patterns", default="deterministic,persistent,transient,trace")
+    parser.add_argument("--n", default="4", help="how many workers: 4,8")
+    parser.add_argument("--s", default="4", help="how many times slower: 2,4,8")
+    parser.add_argument("--seeds", type=int, default=1 if quick else 5)
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--healthy-s", type=float, default=40.0, help="seconds of the job where nobody is slow")
+    parser.add_argument("--together", type=int, default=6, help="jobs side by side")
+    parser.add_argument("--out", type=Path, help="file of cases: those in it are not run again")
+    return parser.parse_args(arguments)
 
 
-def real(result: Result, n: int = 4, s: float = 4.0, rounds: int = 5) -> None:
-    """A deterministic straggler, in turns with and without the policy."""
-    sample_s, rows = 0.004, 4 * 32 * 120
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Round by round, the sides in turns; the long ones of a round first would be faster, and not in turns."""
+    sides = args.sides.split(",")
+    if unknown := set(sides) - set(SIDES):
+        raise SystemExit(f"--sides: no {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
+    if "sync" not in sides:
+        raise SystemExit("--sides: sync is what all others are compared with")
+    kinds = []
+    for pattern in args.patterns.split(","):
+        for n in map(int, args.n.split(",")):
+            for s in map(float, args.s.split(",")) if pattern != "trace" else (1.0,):
+                kinds.append((pattern, n, s))
+    cases = []
+    for pattern, n, s in kinds:
+        for seed in range(args.seeds):
+            turn = [sides[(i + seed) % len(sides)] for i in range(len(sides))]
+            cases += [Case(pattern, n, s, side, seed, args.healthy_s) for side in turn]
+    return cases
 
-    def job(policy: str) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "train.py"
-            script.write_text(SCRIPT.format(slow=s, rows=rows, sample_s=sample_s))
-            command = [sys.executable, "-m", "everstep.cli", "run", "--mode", "allreduce", "--workers", str(n)]
-            command += ["--policy", policy, "--run-dir", f"{folder}/run", "--no-display", str(script)]
-            env = {**os.environ, "EVERSTEP_WINDOW_S": "1"}
-            subprocess.run(command, env=env, check=True, capture_output=True, timeout=600)
-            said = "".join(log.read_text() for log in Path(folder).glob("run/logs/worker-*.log"))
-            return max(float(took) for took in re.findall(r"^took ([\d.]+)", said, re.M))
 
-    walls = interleaved({"none": lambda: job("none"), "nondedicated": lambda: job("nondedicated")}, rounds, say)
-    ratios = [a / b for a, b in zip(walls["none"], walls["nondedicated"], strict=True)]
-    result["figures"][f"real.n{n}.s{s:g}.deterministic.ceiling"] = ceiling(n, s)
-    claim(result, f"real.n{n}.s{s:g}.deterministic.nondedicated", ratios, 0.95 * ceiling(n, s))
+def real(result: Result, args: argparse.Namespace) -> None:
+    """Times of real jobs on the same patterns; ratios are of the same seed."""
+    cases = cases_of(args)
+    timed: dict[Case, Timed] = {}
+    if args.out is not None and args.out.exists():
+        for line in args.out.read_text().splitlines():
+            one = msgspec.json.decode(line, type=Timed)
+            timed[one.case] = one
+
+    def found(one: Timed) -> None:
+        timed[one.case] = one
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(msgspec.json.encode(one).decode() + "\n")
+
+    failed = measure_all([case for case in cases if case not in timed], args.together, found)
+    result["figures"]["real.failed"] = len(failed)
+    by_name: dict[str, list[Timed]] = {}
+    for case in cases:
+        if case in timed:
+            by_name.setdefault(case.name, []).append(timed[case])
+    for name, runs in by_name.items():
+        real_figures(result, f"real.{name}", runs)
+
+
+def real_figures(result: Result, name: str, runs: list[Timed]) -> None:
+    base = {one.case.seed: one for one in runs if one.case.side == "sync"}
+    if not base:
+        return
+    best = mean(best_ratio(one.case) for one in base.values())
+    lasting = ".deterministic" in name or ".persistent" in name
+    result["figures"][f"{name}.ceiling"] = round(best, 3)
+    claim(result, f"{name}.sync_s", [one.wall_s for one in base.values()])
+    for side in SIDES:
+        mine = [one for one in runs if one.case.side == side and one.case.seed in base]
+        if side == "sync" or not mine:
+            continue
+        aim = None
+        if side in ("nondedicated", "dedicated"):
+            aim = 0.95 * best if lasting else 0.98
+        claim(result, f"{name}.{side}", [base[one.case.seed].wall_s / one.wall_s for one in mine], aim)
+        if lasting and aim is not None:
+            late = [one.late_rate / base[one.case.seed].late_rate for one in mine]
+            claim(result, f"{name}.{side}.second_half", late, 0.95 * ceiling(mine[0].case.n, mine[0].case.s))
+
+
+def best_ratio(case: Case) -> float:
+    """What dividing without loss could gain at best, anew at every moment: where one is slow all the time, this is
+    ``ceiling``."""
+    pattern, unit = from_words(case.words()), SAMPLE_S * DEVICE_BATCH
+    t = 0.0
+    for _ in range(case.samples // (DEVICE_BATCH * case.n)):
+        t = max(finish(pattern, k, t, unit) for k in range(case.n))
+    ideal = apart = 0.0
+    work = case.samples * SAMPLE_S
+    while work > 0:
+        looks = [pattern.at(k, ideal) for k in range(case.n)]
+        speed = sum(1 / factor for factor, _ in looks)
+        apart = min(min(until for _, until in looks) - ideal, work / speed)
+        ideal, work = ideal + apart, work - max(apart, 1e-9) * speed
+    return t / ideal
