@@ -3,7 +3,8 @@
 A benchmark is a file here with ``run(quick: bool) -> {"figures", "aims", "holds", "spread"}``: numbers by name, what
 they should be, whether they are, and their lowest and highest value over the rounds. Progress goes to standard output;
 the last line is one JSON object with all of it, its name, the date and the machine. Exit code 0 if all aims hold,
-1 if not, 2 for a wrong name. ``--quick`` ends within two minutes and says less.
+1 if not, 2 for a wrong name. ``--quick`` ends within two minutes and says less. Some have flags of their own,
+which their files name: ``run(quick, arguments)``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import sys
 import time
@@ -35,7 +37,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run a benchmark, or list them.")
     parser.add_argument("name", nargs="?")
     parser.add_argument("--quick", action="store_true", help="within two minutes, fewer rounds")
-    args = parser.parse_args(arguments)
+    args, more = parser.parse_known_args(arguments)
     names = available()
     if args.name is None:
         width = max((len(name) for name in names), default=0)
@@ -45,8 +47,11 @@ def main(arguments: list[str]) -> int:
     if args.name not in names:
         print(f"no benchmark '{args.name}': there are {', '.join(names)}", file=sys.stderr)
         return 2
+    run = importlib.import_module(f"benchmarks.{args.name}").run
+    if more and "arguments" not in inspect.signature(run).parameters:
+        parser.error(f"{args.name} has no flags but --quick: {' '.join(more)}")
     began = time.monotonic()
-    result = importlib.import_module(f"benchmarks.{args.name}").run(args.quick)
+    result = run(args.quick, arguments=more) if more else run(args.quick)
     took = time.monotonic() - began
     for name, value in result["figures"].items():
         low, high = result["spread"].get(name, (None, None))
