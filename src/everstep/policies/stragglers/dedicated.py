@@ -25,7 +25,7 @@ Key = tuple[Slot, Incarnation]
 BETTER = 1.03
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
-STEADY = 5  # sub-windows in a row whose paces must be alike
+STEADY = 5  # readings in a row that must be alike
 UNSTEADY = 1.15
 
 
@@ -102,7 +102,7 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
 
 
 def _steady(worker: WorkerSeen) -> bool:
-    looks = [h for h in worker.history[-STEADY:] if h > 0]
+    looks = [h for h in worker.history if h > 0][-STEADY:]  # (a step may be longer than a sub-window)
     return len(looks) == STEADY and max(looks) < UNSTEADY * min(looks)
 
 

@@ -46,10 +46,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then.
+    """``score``: it begins a little above 0, so that what is seen first is acted on at once; if that was wrong, the
+    next look says so. ``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then.
     ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
 
-    score: float = 0.0
+    score: float = 0.05
     proposed: dict[Key, int] = {}
     slow: frozenset[Slot] = frozenset()
     slow_ps: frozenset[Slot] = frozenset()
