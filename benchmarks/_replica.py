@@ -22,6 +22,7 @@ from everstep.net.rendezvous import read_master
 
 TWIN = ROOT / "benchmarks" / "twins" / "replica_everstep.py"
 BASELINES = ROOT / "benchmarks" / "baselines"
+AROUND_S = 0.75
 
 
 class Steps:
@@ -50,7 +51,8 @@ class Kill:
     ``recovered_s``: from the death until every survivor has committed two steps: the first may have been reduced
     already when it happened, so the second is the first that surely was not. ``rejoined_s``: until the replacement's
     first committed step (nan: not seen). ``redone``: steps that survivors did again. ``pause_s``: longest gap between
-    steps of a survivor from one second before the replacement's first step to one second after it."""
+    steps of a survivor from ``AROUND_S`` before the replacement's first step to as long after it. ``usual_s``: the same
+    over as long a time before the death, when nothing happened: what the machine does to a step anyway."""
 
     def __init__(self, records: list[Steps], at: float, dead: set[int], until: float, restarted: bool = False) -> None:
         alive = [s for s in records if s.pid not in dead and s.at[0] < at]
@@ -64,15 +66,21 @@ class Kill:
         self.redone = max(again, default=0)
         self.pause_s = float("nan")
         if fresh and not restarted and self.recovered_s == self.recovered_s:
-            begin, end = max(at + self.recovered_s, at + self.rejoined_s - 1), at + self.rejoined_s + 1
-            gaps = [np.diff(s.at[(s.at >= begin) & (s.at <= end)]) for s in alive]
-            self.pause_s = max((float(g.max()) for g in gaps if len(g)), default=float("nan"))
+            joined = at + self.rejoined_s
+            self.pause_s = longest_gap_s(alive, max(at + self.recovered_s, joined - AROUND_S), joined + AROUND_S)
+        self.usual_s = longest_gap_s(alive, at - 2 * AROUND_S, at)
 
     def __repr__(self) -> str:
         return (
             f"recovered {self.recovered_s:.3f} s, {self.redone} redone, full strength {self.rejoined_s:.3f} s,"
-            f" pause there {self.pause_s:.3f} s"
+            f" pause there {self.pause_s:.3f} s (usual {self.usual_s:.3f} s)"
         )
+
+
+def longest_gap_s(records: list[Steps], begin: float, end: float) -> float:
+    """Longest time between two committed steps of one process; nan: none has two in that time."""
+    gaps = [np.diff(s.at[(s.at >= begin) & (s.at <= end)]) for s in records]
+    return max((float(g.max()) for g in gaps if len(g)), default=float("nan"))
 
 
 def step_s(records: list[Steps]) -> float:

@@ -5,10 +5,12 @@ stopped (SIGSTOP) instead. All times come from what the workers themselves wrote
 
 - ``recovered_s`` (median, ``_max``): a death to the second step that all survivors committed after it (the first may
   have been reduced already); ``redone_max``: steps that survivors repeated; ``stopped_s``: the same for SIGSTOP;
-- ``rejoined_s``: to the replacement's first committed step; ``pause_steps``: longest gap of the others around that
-  moment / their median step;
+- ``rejoined_s``: to the replacement's first committed step; ``pause_steps``: how much longer than the median step the
+  longest gap of the others around that moment is, in median steps; ``usual_steps``: the same over as long a time when
+  nothing happens; ``device.`` the same where every step waits 40 ms as for a GPU, ``50mb.`` with 50 MB of gradients;
 - ``torchft_s``, ``torchft_tuned_s``, ``torchrun_s``, ``dlrover_s``: the same kill there, where they are installed
   (benchmarks/baselines); torchrun and DLRover restart every process: until all of them have committed two steps.
+  ``*_kills``: how many of them recovered within the time that a baseline gets (``LIMIT_S``).
 
 The random moments are drawn from ``EVERSTEP_KILL_SEED`` (default 1).
 """
@@ -21,20 +23,26 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks._measure import Child, Result, median, python, say, spread
-from benchmarks._replica import BASELINES, Kill, ReplicaJob, interpreter, read_steps, step_s, wait_until
+from benchmarks._replica import BASELINES, TWIN, Kill, ReplicaJob, interpreter, read_steps, step_s, wait_until
 from benchmarks.allreduce_step import ONE_THREAD, free_port
 
 WORKERS = 3
 EPOCHS = 100_000  # the job is stopped, not finished
 SETTLE_S = 1.5
+LIMIT_S = 300.0  # of a baseline: it begins no further kill then
+LONG_STEPS = {"device.": ["--device-ms", "40"], "50mb.": ["--mb", "50"]}
 
 
-def everstep_kills(home: Path, kills: int, stops: int, rng: random.Random) -> tuple[list[Kill], list[Kill], float]:
-    """What kills and stops cost one long run, and its median step in seconds."""
-    job = ReplicaJob(home, WORKERS, EPOCHS, 120.0 + 60.0 * (kills + stops))
+def everstep_kills(
+    home: Path, kills: int, stops: int, rng: random.Random, args: Sequence[str] = ()
+) -> tuple[list[Kill], list[Kill], float]:
+    """What kills and stops cost one long run, and its median step in seconds. ``args``: of the script."""
+    script = [str(TWIN), "--epochs", str(EPOCHS), *args]
+    job = ReplicaJob(home, WORKERS, EPOCHS, 120.0 + 60.0 * (kills + stops), script=script)
     done: list[tuple[float, int, float]] = []
     try:
         for number in range(kills + stops):
@@ -87,8 +95,11 @@ def torchft_kills(python_of: str, home: Path, kills: int, tuned: bool, rng: rand
     replicas = Replicas(commands, home, {**ONE_THREAD, "RUST_LOG": "error"})
     found: list[Kill] = []
     dead: set[int] = set()
+    end = time.monotonic() + LIMIT_S
     try:
         for _ in range(kills):
+            if time.monotonic() > end:
+                break
             alive = {replicas.running[n].pid for n in names}
             if not wait_until(lambda alive=alive: len(_pids(steps) & alive) == WORKERS, 180.0):
                 say("torchft: the group was not whole again within 180 s")
@@ -107,7 +118,6 @@ def torchft_kills(python_of: str, home: Path, kills: int, tuned: bool, rng: rand
             replicas.start(name)
             if back:
                 wait_until(lambda name=name: replicas.running[name].pid in _pids(steps), 180.0)
-            time.sleep(SETTLE_S)
             dead.add(pid)
             found.append(Kill(read_steps(steps), moment, dead, time.time()))
             say(f"torchft{' tuned' if tuned else ''}: {found[-1]}")
@@ -116,15 +126,20 @@ def torchft_kills(python_of: str, home: Path, kills: int, tuned: bool, rng: rand
     return found
 
 
-def restarting_kills(name: str, command: list[str], home: Path, kills: int, rng: random.Random) -> list[Kill]:
+def restarting_kills(
+    name: str, command: list[str], home: Path, kills: int, rng: random.Random, env: Mapping[str, str] | None = None
+) -> list[Kill]:
     """torchrun and DLRover: a launcher that restarts all processes when one dies."""
     steps = home / "steps"
     script = [str(BASELINES / "torchrun_elastic.py"), "--record", str(steps)]
-    launcher = Child([*command, *script], ONE_THREAD, home / f"{name}.out")
+    launcher = Child([*command, *script], {**ONE_THREAD, **(env or {})}, home / f"{name}.out")
     found: list[Kill] = []
     before: set[int] = set()
+    end = time.monotonic() + LIMIT_S
     try:
         for _ in range(kills):
+            if time.monotonic() > end:
+                break
             whole = lambda before=before: len(_pids(steps) - before) >= WORKERS  # noqa: E731
             if not wait_until(lambda whole=whole: whole() or launcher.process.poll() is not None, 180.0) or not whole():
                 say(f"{name}: no step: {(home / f'{name}.out').read_text()[-800:]}")
@@ -147,6 +162,17 @@ def restarting_kills(name: str, command: list[str], home: Path, kills: int, rng:
                 if str(steps).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
     return found
+
+
+def dlrover_kills(python_of: str, home: Path, kills: int, rng: random.Random) -> list[Kill]:
+    """Its launcher cannot start its own master with torch 2.13 (``SubprocessHandler`` takes one argument more than
+    0.6.1 gives it), so that is started here as it would start it."""
+    at = free_port()
+    master = [python_of, "-u", "-m", "dlrover.python.master.main", "--port", str(at), "--node_num", "1"]
+    with Child([*master, "--job_name", "kill", "--platform", "local"], None, home / "master.out"):
+        command = [python_of, "-m", "dlrover.trainer.torch.elastic_run", "--standalone"]
+        command += ["--nproc_per_node", str(WORKERS), "--max_restarts", str(2 * kills)]
+        return restarting_kills("dlrover", command, home, kills, rng, {"DLROVER_MASTER_ADDR": f"127.0.0.1:{at}"})
 
 
 def _pids(folder: Path) -> set[int]:
@@ -174,6 +200,10 @@ def run(quick: bool) -> Result:
         if most is not None:
             result["aims"][name], result["holds"][name] = f"<= {most}", median(values) <= most
 
+    def put_pause(prefix: str, kills: list[Kill], step: float, most: float | None = None) -> None:
+        put(f"{prefix}pause_steps", [k.pause_s / step - 1 for k in kills], most)
+        put(f"{prefix}usual_steps", [k.usual_s / step - 1 for k in kills])
+
     with tempfile.TemporaryDirectory(prefix="everstep-kill-") as folder:
         kills, stops, step = everstep_kills(Path(folder), 5 if quick else 20, 1 if quick else 5, rng)
         recovered = [k.recovered_s for k in kills]
@@ -186,23 +216,30 @@ def run(quick: bool) -> Result:
         put("recovered_s_max", _most(recovered), 1.0)
         put("redone_max", [float(max(k.redone for k in kills))], 1.0)
         put("rejoined_s", [k.rejoined_s for k in kills], 1.5)
-        put("pause_steps", [k.pause_s / step for k in kills])
+        put_pause("", kills, step)
         put("stopped_s_max", _most([k.recovered_s for k in stops]), 3.0)
+    for prefix, args in LONG_STEPS.items():
+        with tempfile.TemporaryDirectory(prefix="everstep-kill-") as folder:
+            kills, _, step = everstep_kills(Path(folder), 2 if quick else 10, 0, rng, args)
+            result["figures"][f"{prefix}step_ms"] = step * 1e3
+            put(f"{prefix}recovered_s", [k.recovered_s for k in kills])
+            put_pause(prefix, kills, step, 1.0)
+
+    baselines: dict[str, Callable[[Path, int], list[Kill]]] = {}
     if torchft:
-        for tuned in (False, True):
-            if quick and not tuned:
-                continue
-            with tempfile.TemporaryDirectory(prefix="torchft-kill-") as folder:
-                found = torchft_kills(torchft, Path(folder), 1 if quick else 5, tuned, rng)
-                put(f"torchft{'_tuned' if tuned else ''}_s", [k.recovered_s for k in found])
+        baselines["torchft_tuned"] = lambda home, n: torchft_kills(torchft, home, n, True, rng)
+    if torchft and not quick:
+        baselines["torchft"] = lambda home, n: torchft_kills(torchft, home, n, False, rng)
     if not quick:
         torchrun = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
-        launchers = {"torchrun": [*torchrun, "--max-restarts", "20"]}
-        if dlrover:
-            entry = [dlrover, "-m", "dlrover.trainer.torch.elastic_run", "--standalone"]
-            launchers["dlrover"] = [*entry, "--nproc_per_node", str(WORKERS), "--max_restarts", "20"]
-        for name, command in launchers.items():
-            with tempfile.TemporaryDirectory(prefix=f"{name}-kill-") as folder:
-                found = restarting_kills(name, command, Path(folder), 3, rng)
-                put(f"{name}_s", [k.recovered_s for k in found])
+        torchrun += ["--max-restarts", "40"]
+        baselines["torchrun"] = lambda home, n: restarting_kills("torchrun", torchrun, home, n, rng)
+    if dlrover and not quick:
+        baselines["dlrover"] = lambda home, n: dlrover_kills(dlrover, home, n, rng)
+    for name, kill in baselines.items():
+        with tempfile.TemporaryDirectory(prefix=f"{name}-kill-") as folder:
+            seconds = [k.recovered_s for k in kill(Path(folder), 1 if quick else 20)]
+            put(f"{name}_s", seconds)
+            put(f"{name}_s_max", _most(seconds))
+            result["figures"][f"{name}_kills"] = float(sum(s == s for s in seconds))
     return result

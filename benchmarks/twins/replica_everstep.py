@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="stop timing after STEPS steps (default: all)")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--device-ms", type=float, default=0.0, help="wait so long in every forward pass, as for a GPU")
     parser.add_argument("--record", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,6 +38,8 @@ def main() -> None:
     witness = model[-1].bias  # changes in every committed step, and in no other
     before, step, ends = float(witness.detach()[0]), 0, []
     for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
+        if args.device_ms:
+            time.sleep(args.device_ms * 1e-3)
         loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
         opt.zero_grad()
         loss.backward()

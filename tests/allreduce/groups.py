@@ -13,10 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch._dynamo  # optimizers import it on first use: once, here, not in every member
 from torch.distributed import ProcessGroupGloo
 
+from everstep.allreduce.collective import Alone
 from everstep.allreduce.engine import GroupEngine
 from everstep.allreduce.step import LeaveJob, Outcome, Step
 from everstep.config.spec import JobSpec
@@ -78,6 +80,16 @@ class ScriptedSession:
         self.log: list[tuple[int, int, int, str]] = []
         self.leave_at = -1
         self._outcome = Outcome.REDO
+        self.rehearse = self.rehearsing = False
+
+    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+        self.rehearsing, self.rehearse = self.rehearse, False
+        cut = cut_step(self.mark, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
+        return cut and Step.of(msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.mark, 1, 0, Alone())
+
+    def rehearsed(self) -> None:
+        assert self.rehearsing
+        self.rehearsing = False
 
     def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples

@@ -316,6 +316,32 @@ def test_a_newcomer_enters_at_a_vote_and_nothing_is_done_again(world: World) -> 
     assert {s.generation for s in world.steps} == {1, 2}
 
 
+def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(Keeper, "follow", lambda self, group: followed.append(group.generation))
+
+    def newcomer() -> Session:
+        state = State()
+        return Session(Seat(world, 2), state, Keeper(state))
+
+    assert newcomer().rehearsal(0, 1, world.plan, BATCH) is None  # nobody trains
+    group = world.publish(0, 1)
+    one = newcomer()
+    step = one.rehearsal(0, 1, world.plan, BATCH)
+    assert step is not None and (step.size, len(step.micros), step.generation) == (1, 1, group.generation)
+    assert one.rehearsal(0, 0, world.plan, BATCH) is None  # no epoch of it is left
+    assert one.rehearsal(0, 1, world.plan, BATCH) is not None
+    me = GroupMember(Slot(2), Incarnation(1), NodeId("node0"))
+    one.grouped(msgspec.structs.replace(group, joining=(me,)))
+    assert not followed
+    one.rehearsed()
+    assert followed == [group.generation]
+    for waiting in (world.publish(0, 1, hold="not enough"), world.publish(0, 1, 2)):
+        assert newcomer().rehearsal(0, 1, world.plan, BATCH) is None, waiting  # somebody waits for it
+
+
 def test_a_newcomer_that_is_the_last_one_left_tells_its_steps(world: World) -> None:
     world.plan = msgspec.structs.replace(world.plan, samples=4000)
     a, b = world.start(0, 1)

@@ -32,8 +32,18 @@ def test_a_kill_is_the_second_step_of_the_slowest_survivor(tmp_path: Path) -> No
     records = read_steps(tmp_path)
     kill = Kill(records, 5.0, {12, 9}, 9.0)
     assert kill.recovered_s == pytest.approx(0.43) and kill.rejoined_s == pytest.approx(1.5)
-    assert kill.redone == 1 and kill.pause_s == pytest.approx(0.1)
+    assert kill.redone == 1 and kill.pause_s == kill.usual_s == pytest.approx(0.1)
     assert step_s(records) == pytest.approx(0.1)
+
+
+def test_the_pause_of_a_rejoin_is_the_longest_gap_around_it(tmp_path: Path) -> None:
+    from benchmarks._replica import Kill, read_steps
+
+    write(tmp_path, "w0", 10, ticks(0, 4) + ticks(4.05, 6.4) + ticks(6.7, 9))
+    write(tmp_path, "w1", 11, ticks(0, 5))
+    write(tmp_path, "w1", 12, ticks(6.7, 9))
+    kill = Kill(read_steps(tmp_path), 5.0, {11}, 9.0)
+    assert kill.pause_s == pytest.approx(0.35) and kill.usual_s == pytest.approx(0.15)
 
 
 def test_a_survivor_that_never_steps_again_is_not_forgotten(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class GroupEngine:
         self._saved = SavedScript(self.inner, self.tracked)
         self._reducer: Reducer | None = None
         self._step: Step | None = None
-        self._last = self._in_script = self._stepped = False
+        self._last = self._in_script = self._stepped = self._rehearsing = False
         self._outcome: Outcome | None = None
         self._scaler_checked = False
         self._replicated: set[int] = set()
@@ -286,6 +286,10 @@ class GroupEngine:
         plan = loader.plan()
         reader = AheadReader(loader.read, ahead=not self.alone)
         try:
+            if not self.alone:
+                rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size)
+                if rehearsal is not None:
+                    yield from self._rehearse(session, rehearsal, loader)
             session.enter(dataset, until_epoch, plan, loader.batch_size)
             if not self.alone and not self.spec.logical_workers:
                 process = self.slot * self.unit.size + self.unit.index
@@ -322,6 +326,28 @@ class GroupEngine:
                 self.tables.release()
             if self._reducer is not None:
                 self._reducer.close_micro()
+
+    def _rehearse(self, session: GroupSession, step: Step, loader: Batches) -> Iterator[Any]:
+        """One iteration of the script whose outcome is thrown away, as that of a step which is done again: what is slow
+        for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
+        try:
+            self._begin(step)
+            micro = step.micros[0]
+            batch = loader.read(step.epoch, micro.lo, micro.hi)
+            self._open(step, micro, True)
+            self._in_script = self._rehearsing = True
+            yield batch
+        finally:  # also where the script leaves the loop
+            self._in_script = self._rehearsing = False
+            if self._reducer is not None:
+                if self._outcome is None:
+                    self._saved.save_large()
+                self._reducer.close_micro()
+                self._reducer.buffers.restore()
+                self._reducer.put_back()
+            self._saved.restore()
+            self._step = None
+            session.rehearsed()
 
     def _next(self, session: GroupSession) -> Step | None:
         self.clock.switch(stepclock.BARRIER)
@@ -423,6 +449,13 @@ class GroupEngine:
         assert reducer is not None
         assert step is not None
         assert session is not None
+        if self._rehearsing:
+            if not self.spec.logical_workers:  # (of which there is one part)
+                reducer.finish()
+            self._outcome = Outcome.REDO
+            self._saved.save_large()
+            reducer.place(False)
+            return
         self.clock.computed(sum(m.hi - m.lo for m in step.micros))
         self.clock.switch(stepclock.BARRIER)
         begin = time.perf_counter()

@@ -79,6 +79,13 @@ class LeadingSession:
     def __repr__(self) -> str:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
 
+    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+        """None: it would take all processes of this worker."""
+        return None
+
+    def rehearsed(self) -> None:
+        """There is none."""
+
     def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
         self.inner.enter(dataset, until_epoch, plan, batch_samples * self.unit.size)
 
@@ -148,6 +155,13 @@ class FollowingSession:
 
     def __repr__(self) -> str:
         return f"<FollowingSession {self.unit!r}>"
+
+    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+        """None: the leader has none."""
+        return None
+
+    def rehearsed(self) -> None:
+        """There is none."""
 
     def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
         """The leader does."""

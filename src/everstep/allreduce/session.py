@@ -51,6 +51,7 @@ AGAIN_S = 2.0
 
 _STALL_AGAIN_S = 0.25  # until somebody does something about it
 _ASK_S = 2.0  # between two questions to be let in
+_REHEARSAL_ASK_S = 5.0  # to be told whether there is a group; then we enter it cold
 _LEAVE_S = 8.0  # to be let go; then we go anyway, which is a loss to the others, before SIGKILL comes
 _TELL_S = 0.05  # between two reports of committed steps, 20 a second
 _TELL_ANYWAY_S = 2.0  # so long the lowest rank may take to have them confirmed; then everybody tells
@@ -118,6 +119,8 @@ class Session:
         self._leaving: int | None = None  # exit status of the script
         self._leaving_since = 0.0
         self._leave_said = False
+        self._rehearsing = False  # the script's thread uses the state before the first group
+        self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
         self._entered = False
         self._looping = False
@@ -148,6 +151,32 @@ class Session:
         return self.machine.present
 
     # ------------------------------------------------------------ the loop, on the script's thread
+
+    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+        if self._entered or self.seat.embedded or self.tables is not None:
+            return None
+        self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
+        self._rehearsing = True
+        with contextlib.suppress(EverstepError):  # (``enter`` asks again, and waits for as long as it takes)
+            answer = self.seat.call(self._question(), _REHEARSAL_ASK_S)
+            if isinstance(answer, Grouped) and answer.group is not None and self._has_time(answer.group):
+                cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.seat.spec, 1)
+                if cut is not None:
+                    cut = msgspec.structs.replace(cut, micros=(cut.micros[0][:1],))
+                    return Step.of(cut, answer.cursor, answer.group.generation, 0, Alone())
+        self.rehearsed()
+        return None
+
+    def _has_time(self, group: Group) -> bool:
+        """Whether the others train without us meanwhile."""
+        return not group.hold and not self.machine.member_of(group)
+
+    def rehearsed(self) -> None:
+        with self._changed:
+            self._rehearsing = False
+            held_back, self._held_back = self._held_back, None
+            if held_back is not None:
+                self._do([held_back])
 
     def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
         """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
@@ -601,7 +630,9 @@ class Session:
                 self._connect(action.group, action.attempt)
             elif isinstance(action, Cut):
                 self._cut(action.generation)
-            elif isinstance(action, Follow):
+            elif self._rehearsing:
+                self._held_back = action
+            else:
                 self._synced = 0
                 self.keeper.follow(action.group)
 

@@ -166,6 +166,16 @@ class LeaveJob(Exception):
 class GroupSession(Protocol):
     """The group, for the engine (``allreduce.session``). Called from the script's thread only."""
 
+    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+        """Before ``enter``: where a group trains already without this process, a step like the next one, of one member
+        and one micro-batch, to do once without its ever being committed; until ``rehearsed`` nobody changes the
+        state. None: there is no such group, or somebody waits for this process."""
+        ...
+
+    def rehearsed(self) -> None:
+        """The state is again as it was before the rehearsal."""
+        ...
+
     def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
         """Returns when this process is a member of a group and has its state."""
         ...
