@@ -23,7 +23,6 @@ from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import Did, Recorder
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Mark
-from everstep.native import crc32c
 from everstep.net.messages import (
     AskState,
     Bad,
@@ -262,10 +261,7 @@ class StateSource:
             buffers.append(memoryview(packed.header)[r.at : r.at + r.size_bytes])
         if r.at + r.size_bytes > head:
             buffers.append(packed.body.numpy()[max(0, r.at - head) : r.at + r.size_bytes - head])
-        crc = 0
-        for piece in buffers:
-            crc = crc32c(piece, crc)
-        return StatePart(crc), buffers
+        return StatePart(), buffers
 
     def _next(self, r: NextStep) -> tuple[DataAnswer, Sequence[Any]]:
         peer = (r.slot, r.incarnation)
@@ -289,4 +285,4 @@ class StateSource:
                 self._lock.wait(left_s)
             newest = self._newest
         parts = tuple((len(p.header), p.body.numel()) for p in did.parts)
-        return StepDid(did.mark, parts, did.crc32c(), newest), did.buffers()
+        return StepDid(did.mark, parts, newest), did.buffers()

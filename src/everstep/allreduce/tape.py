@@ -19,7 +19,6 @@ from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, en
 from everstep.allreduce.state import ReplicaState, load_groups, pack_groups
 from everstep.errors import CheckpointError, EverstepError
 from everstep.model.group import Mark
-from everstep.native import crc32c
 
 
 class Did(NamedTuple):
@@ -36,12 +35,6 @@ class Did(NamedTuple):
     def buffers(self) -> list[Any]:
         """Headers and tensors in the order of the wire."""
         return [piece for part in self.parts for piece in (part.header, part.body.numpy())]
-
-    def crc32c(self) -> int:
-        crc = 0
-        for piece in self.buffers():
-            crc = crc32c(piece, crc)
-        return crc
 
 
 class Recorder:

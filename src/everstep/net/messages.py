@@ -862,7 +862,7 @@ class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
 
 
 class StatePart(msgspec.Struct, frozen=True, tag="state_part"):
-    crc32c: int  # of the body
+    """The bytes that were asked for, in the body."""
 
 
 class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
@@ -870,7 +870,6 @@ class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
 
     mark: Mark
     parts: tuple[tuple[int, int], ...]
-    crc32c: int
     newest: int
 
 
