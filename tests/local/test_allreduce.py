@@ -4,17 +4,14 @@ and the same bits on everybody in the end."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from local_jobs import until
+from node_jobs import Networks, free_port, join
 from replica_jobs import KILL, STOP, ReplicaRun
 
 from everstep.cli.scale import scale
@@ -23,11 +20,7 @@ from everstep.model.member import Role
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ReplicaRun]:
-    made = ReplicaRun(tmp_path)
-    yield made
-    made.close()
+RUN = ReplicaRun
 
 
 def test_a_job_trains_to_its_end_and_leaves_nothing(run: ReplicaRun) -> None:
@@ -164,19 +157,6 @@ def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path
 # ---------------------------------------------------------------- several nodes
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def join(run: ReplicaRun, at: str, node: str, under: tuple[str, ...] = (), workers: int = 1) -> Path:
-    run_dir = run.folder / node
-    argv = [sys.executable, "-m", "everstep.cli", "agent", "--join", at, "--node", node, "--workers", str(workers)]
-    argv += ["--secret-file", str(run.run_dir / "secret"), "--run-dir", str(run_dir)]
-    run.join(node, [*under, *argv], run_dir)
-    return run_dir
-
-
 def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None:
     at = f"127.0.0.1:{free_port()}"
     run.write(epochs=10)
@@ -190,35 +170,9 @@ def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None
     run.finished(4, states=1)  # each worker, and the next life that its node is asked for until that is lost as well
 
 
-@pytest.fixture
-def cable() -> Iterator[tuple[str, str, str, str]]:
-    """Two network namespaces joined by a cable: both names, the first one's address, and its end of the cable."""
-    tag = f"er{os.getpid() % 10000}"
-    one, two = f"{tag}a", f"{tag}b"
-    commands = [
-        f"netns add {one}",
-        f"netns add {two}",
-        f"link add {tag}v0 netns {one} type veth peer name {tag}v1 netns {two}",
-        f"-n {one} addr add 10.231.8.1/24 dev {tag}v0",
-        f"-n {two} addr add 10.231.8.2/24 dev {tag}v1",
-        *(f"-n {ns} link set {dev} up" for ns, dev in ((one, f"{tag}v0"), (two, f"{tag}v1"), (one, "lo"), (two, "lo"))),
-    ]
-    try:
-        if shutil.which("ip") is None:
-            pytest.skip("no ip command")
-        for command in commands:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"network namespaces are not permitted: {done.stderr.strip()}")
-        yield one, two, "10.231.8.1", f"{tag}v0"
-    finally:
-        for ns in (one, two):
-            subprocess.run(["ip", "netns", "del", ns], capture_output=True, check=False)
-
-
 @pytest.mark.cold  # the fork server is in another network
-def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, cable: tuple[str, str, str, str]) -> None:
-    one, two, host, device = cable
+def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, networks: Networks) -> None:
+    one, two, host, device = networks
     run.write(epochs=10)
     run.train(2, "--bind", f"{host}:7272", "--tls", "control", under=("ip", "netns", "exec", one))
     run.alive(Role.WORKER, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,7 @@ from everstep.cli.scale import scale
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ReplicaRun]:
-    made = ReplicaRun(tmp_path)
-    yield made
-    made.close()
+RUN = ReplicaRun
 
 
 @pytest.mark.parametrize(

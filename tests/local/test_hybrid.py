@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from local_jobs import until
@@ -75,11 +73,7 @@ class HybridRun(ReplicaRun):
         return found
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[HybridRun]:
-    made = HybridRun(tmp_path)
-    yield made
-    made.close()
+RUN = HybridRun
 
 
 FLAGS = ("--strategy", "fixed", "--ps", "2", "--parity", "1+1")

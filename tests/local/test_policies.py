@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from replica_jobs import ReplicaRun
@@ -27,11 +25,7 @@ def choose(seen, state):
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ReplicaRun]:
-    made = ReplicaRun(tmp_path)
-    yield made
-    made.close()
+RUN = ReplicaRun
 
 
 def test_steps_are_divided_anew_and_a_worker_is_replaced(run: ReplicaRun, monkeypatch: pytest.MonkeyPatch) -> None:

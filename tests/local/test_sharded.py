@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -125,11 +124,7 @@ def plain() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[ShardedRun]:
-    made = ShardedRun(tmp_path)
-    yield made
-    made.close()
+RUN = ShardedRun
 
 
 def test_processes_of_both_workers_are_killed_in_mid_backward(run: ShardedRun) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from node_jobs import Networks, free_port, join
 
 from everstep.cli.status import stop_job
 from everstep.model.member import Role
@@ -22,20 +16,6 @@ if TYPE_CHECKING:
     from local_jobs import Run
 
 pytestmark = pytest.mark.processes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def join(run: Run, at: str, node: str, *, under: tuple[str, ...] = (), secret: Path | None = None) -> Path:
-    """Start an agent; its run directory. It is ended with the run."""
-    run_dir = run.folder / node
-    argv = [sys.executable, "-m", "everstep.cli", "agent", "--join", at, "--node", node, "--workers", "1"]
-    argv += ["--secret-file", str(secret or run.run_dir / "secret"), "--run-dir", str(run_dir)]
-    run.join(node, [*under, *argv], run_dir)
-    return run_dir
 
 
 def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
@@ -111,35 +91,9 @@ def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
     run.check_audit()
 
 
-@pytest.fixture
-def networks() -> Iterator[tuple[str, str, str]]:
-    """Two network namespaces joined by a cable: names of both and the first one's address."""
-    tag = f"es{os.getpid() % 10000}"
-    one, two = f"{tag}a", f"{tag}b"
-    commands = [
-        f"netns add {one}",
-        f"netns add {two}",
-        f"link add {tag}v0 netns {one} type veth peer name {tag}v1 netns {two}",
-        f"-n {one} addr add 10.231.7.1/24 dev {tag}v0",
-        f"-n {two} addr add 10.231.7.2/24 dev {tag}v1",
-        *(f"-n {ns} link set {dev} up" for ns, dev in ((one, f"{tag}v0"), (two, f"{tag}v1"), (one, "lo"), (two, "lo"))),
-    ]
-    try:
-        if shutil.which("ip") is None:
-            pytest.skip("no ip command")
-        for command in commands:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"network namespaces are not permitted: {done.stderr.strip()}")
-        yield one, two, "10.231.7.1"
-    finally:
-        for ns in (one, two):
-            subprocess.run(["ip", "netns", "del", ns], capture_output=True)
-
-
 @pytest.mark.cold  # the fork server is in another network
-def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: tuple[str, str, str]) -> None:
-    one, two, host = networks
+def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: Networks) -> None:
+    one, two, host, _ = networks
     at = f"{host}:7171"
     run.write(epochs=12)
     run.start("--workers", "1", "--ps", "2", "--bind", at, under=("ip", "netns", "exec", one))
