@@ -24,7 +24,7 @@ RUN = ReplicaRun
     [
         "worker:0.1:serve_state:2",  # the source, in mid-transfer: the joiner goes on with another member
         "worker:2.1:load_state:1",  # the joiner, in mid-transfer
-        "worker:2.1:follow:2",  # the joiner, while it follows
+        "worker:2.1:follow:1",  # the joiner, while it follows
         "worker:1.1:agree:2",  # a member, in the midst of letting the joiner in
         "worker:2.1:agree:1",  # the joiner there
     ],
