@@ -8,6 +8,8 @@ tile its positions, and where the group is, is one :class:`Mark`.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
@@ -52,7 +54,7 @@ class Split(msgspec.Struct, frozen=True, array_like=True):
         return all(len(by_rank) in (0, members) for by_rank in (self.shares, self.passes))
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
 
     A member whose present group has one of ``lost`` (or is ``broken``) leaves it at once, in mid-collective, and meets
@@ -79,17 +81,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank(self, slot: Slot, incarnation: Incarnation) -> int:
         """-1 if this process is not in the group."""
-        for rank, member in enumerate(self.members):
-            if (member.slot, member.incarnation) == (slot, incarnation):
-                return rank
-        return -1
+        return self._ranks.get((slot, incarnation), -1)
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[Slot, Incarnation], int]:
+        """Asked for every member after most events: a search each time would cost the square of their number."""
+        return {(member.slot, member.incarnation): rank for rank, member in enumerate(self.members)}
 
     def broken_by(self, later: Group) -> bool:
         """Whether ``later`` says that a member of this group is lost, or that nobody gets on in it."""
         if self.generation <= later.broken:
             return True
-        gone = set(later.lost)
-        return any((m.slot, m.incarnation) in gone for m in self.members)
+        return any(life in self._ranks for life in later.lost)
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
