@@ -9,6 +9,7 @@ number, which two states share only if the same steps made them.
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from typing import Any, Literal
 
 from everstep.allreduce.commits import Commits
@@ -166,6 +167,7 @@ def group_scenario(seed: int) -> GroupScenario:
 MASK = (1 << 64) - 1
 
 
+@lru_cache(maxsize=64)  # every member of a group asks for the same
 def prints(epoch: int, lo: int, hi: int) -> int:
     """What training these positions adds to a state's print, in whatever steps."""
     return sum(hash((epoch, position)) & MASK for position in range(lo, hi))
@@ -618,6 +620,7 @@ class GroupWorker(Child):
                 return
             new = Committed(group.generation, self.mark.step, self.mark.step, 0, cut.epoch, cut.lo, cut.hi)
             self.step = new, cut
+            self.gsim.begins(new)
             self.phase = "computing"
             self.later(self.sim.scenario.batch_s * (0.7 + 0.6 * self.kernel.random()), self.computed, ring)
 
@@ -889,6 +892,9 @@ class GroupSimulation(Simulation):
             if isinstance(process, GroupWorker) and process.me == (slot, incarnation):
                 return process
         return None
+
+    def begins(self, c: Committed) -> None:
+        """A worker begins to compute this step."""
 
     def applies(self, origin: int, c: Committed) -> None:
         """A worker committed a step. (Not all who do are survived by somebody who knows.)"""
