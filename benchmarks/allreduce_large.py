@@ -18,7 +18,7 @@ EVERY_S = 60.0  # between two failures
 
 def run(quick: bool) -> dict[str, Any]:
     """Figures, aims, whether they hold; one round: a seeded simulation has no spread, but for the CPU."""
-    figures: dict[str, Any] = dict(measure(200 if quick else 1000, 120.0 if quick else 600.0, EVERY_S, STEP_S))
+    figures: dict[str, Any] = dict(measure(200 if quick else 1000, 120.0 if quick else 300.0, EVERY_S, STEP_S))
     figures["hold_up_steps"] = round(figures["hold_up_s"] * figures["steps_per_s"], 2)
     figures["generations_per_loss"] = round((figures.pop("generations") - 1) / max(1, figures["losses"]), 1)
     return {

@@ -338,6 +338,8 @@ class GroupWorker(Child):
     """What ``allreduce.session`` does, driven by events. ``chain``, ``print``: of the state: of the steps that made
     it, and of the samples that are in it, whatever the steps."""
 
+    tell_s = TELL_S
+
     def __init__(self, sim: GroupSimulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, f"worker:{slot}.{incarnation}", node)
         self.gsim = sim
@@ -748,7 +750,7 @@ class GroupWorker(Child):
 
     def attend(self) -> None:
         now = self.kernel.now
-        self.later(TELL_S if self.commits.waiting else 0.25, self.attend)
+        self.later(self.tell_s if self.commits.waiting else 0.25, self.attend)
         if self.closing:
             return
         self.tell(False)
