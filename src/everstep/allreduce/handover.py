@@ -1,9 +1,9 @@
 """Getting the state of a group's member: whole, and then step by step until one trains along.
 
 A joiner does it in the background, while the others train: it copies a snapshot in pieces (whose frames have checksums)
-and then does to the copy what each later step did (``tape``), so that it enters with nothing left to copy. When its source
-is lost it goes on with another member, from the beginning; when it is too slow to follow, it says that it can enter all
-the same, and what it lacks is copied while the group changes over.
+and then does to the copy what each later step did (``tape``), so that it enters with nothing left to copy. When its
+source is lost it goes on with another member, from the beginning; when it is too slow to follow, it says that it can
+enter all the same, and what it lacks is copied while the group changes over.
 """
 
 from __future__ import annotations
