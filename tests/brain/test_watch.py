@@ -9,6 +9,7 @@ from everstep.brain.events import (
     MemberHeard,
     MemberJoined,
     MemberSilent,
+    NodeHeard,
     NodeJoined,
     NodeLost,
     PlanRegistered,
@@ -76,8 +77,9 @@ def test_a_process_that_never_says_hello_is_replaced() -> None:
     time = Time(brain)
     time.beating = {W0, PS}
     assert time.run(SPEC.start_s - 1.0) == []
-    (silent,) = time.run(2.0)
+    silent, heard = time.run(3.0)
     assert isinstance(silent, MemberSilent) and silent.lost and silent.slot == 1
+    assert heard == NodeHeard(heard.at, NODE)  # it alone was silent: its node takes another one
     seat = brain.members.workers[Slot(1)]
     assert seat.member.incarnation == 2 and seat.running
     assert time.run(SPEC.start_s - 5.0) == []
@@ -94,7 +96,7 @@ def test_a_silent_worker_is_suspect_then_lost_once_each() -> None:
     (suspect,) = time.run(4.0)
     assert isinstance(suspect, MemberSilent) and not suspect.lost
     assert 3.0 <= suspect.silent_s <= 3.0 + TICK_S
-    (lost,) = time.run(10.0)
+    lost, _ = time.run(10.0)
     assert isinstance(lost, MemberSilent) and lost.lost and (lost.role, lost.slot) == (Role.WORKER, 0)
     assert 8.0 <= lost.silent_s <= 8.0 + TICK_S
 
@@ -138,6 +140,22 @@ def test_a_silent_agent_is_no_lost_node_while_its_members_beat() -> None:
     time = Time(started())
     time.agent_beats = False
     assert time.run(60.0) == []
+
+
+def test_a_node_of_a_silent_process_takes_another_one_only_when_its_agent_is_heard() -> None:
+    time = Time(started())
+    time.run(2.0)
+    time.beating.discard(W0)
+    time.run(7.5)
+    time.agent_beats = False
+    *_, lost = time.run(5.0)
+    assert isinstance(lost, MemberSilent) and lost.lost
+    seat = time.brain.members.workers[Slot(0)]
+    assert seat.waiting and not seat.running
+    time.agent_beats = True
+    (heard,) = time.run(1.0)
+    assert isinstance(heard, NodeHeard)
+    assert seat.running and not seat.waiting and seat.member.incarnation == 2
 
 
 def test_a_silent_node_is_lost_and_named_before_its_members() -> None:

@@ -48,6 +48,7 @@ from everstep.brain.events import (
     MemberJoined,
     MemberSilent,
     MirrorsReady,
+    NodeHeard,
     NodeJoined,
     NodeLost,
     Note,
@@ -156,6 +157,8 @@ class Story:
                 return NodeJoined(at, node, "", int(named.get("workers", 0)), int(named.get("ps", 0)), tuple(running))
             case "node-lost":
                 return NodeLost(at, NodeId(plain[0]), " ".join(plain[1:]))
+            case "node-heard":
+                return NodeHeard(at, NodeId(plain[0]))
             case "join":
                 role, slot, incarnation = parse_member(plain[0])
                 node = NodeId(named.get("node", "node0"))

@@ -51,6 +51,7 @@ from everstep.brain.events import (
     MemberJoined,
     MemberSilent,
     MirrorsReady,
+    NodeHeard,
     NodeJoined,
     NodeLost,
     Note,
@@ -159,6 +160,7 @@ class Brain:
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
+            NodeHeard: self._node_heard,
             MemberJoined: self._member_joined,
             MemberSilent: self._member_silent,
             MemberHeard: self._member_heard,
@@ -317,6 +319,7 @@ class Brain:
             if not node.alive:
                 out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
+        node.quiet_since = 0.0
         runs: set[tuple[Role, Slot, Incarnation]] = set()
         for role, slot, incarnation, pid in e.running:
             seat = members.of(role).get(slot)
@@ -365,7 +368,7 @@ class Brain:
         node = self.members.nodes.get(e.node)
         if node is None or not node.alive:
             return []
-        node.alive = False
+        node.alive, node.quiet_since = False, 0.0
         if self.job.over:
             return []
         self.job.node_failures += 1
@@ -381,6 +384,19 @@ class Brain:
             if self.job.over:
                 return out
         return out + self._fill(e.at)
+
+    def _await_word(self, node: NodeId, at: float) -> None:
+        """A process of this node was silent for too long: it alone, or a node that is cut off. One that is started
+        there now would be lost with the node, a second time."""
+        if (known := self.members.nodes.get(node)) is not None:
+            known.quiet_since = at
+
+    def _node_heard(self, e: NodeHeard) -> list[InstructionType]:
+        node = self.members.nodes.get(e.node)
+        if node is None or not node.quiet_since:
+            return []
+        node.quiet_since = 0.0
+        return self._fill(e.at)
 
     def _fill(self, at: float) -> list[InstructionType]:
         """Start a process in every slot that wants one and finds a place."""
@@ -408,11 +424,15 @@ class Brain:
             others = [room for room in rooms if room.node != seat.avoid]
             node = choose_worker_node(others, None) if role is Role.WORKER else choose_ps_node(others)
         node = node or (choose_worker_node(rooms, home) if role is Role.WORKER else choose_ps_node(rooms))
-        if node is None:
+        quiet = node is not None and bool(members.nodes[node].quiet_since)
+        if node is None or quiet:
             if seat is None or seat.waiting:
                 return []
             seat.waiting = True
-            return [Note(str(seat.member.key), Decision("waiting", "no node has a free place for it", {"slot": slot}))]
+            words = "no node has a free place for it"
+            if quiet:
+                words = f"{node} may be cut off: its agent has to be heard first"
+            return [Note(str(seat.member.key), Decision("waiting", words, {"slot": slot}))]
         seat = members.fill(role, slot, node, at)
         seat.avoid = None
         return [StartProcess(node, role, slot, seat.member.incarnation, why)]
@@ -556,6 +576,7 @@ class Brain:
             0.0,
             Decision("stop", f"it was declared lost ({reason}); it must not come back to life"),
         )
+        self._await_word(member.node, e.at)
         return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress)]
 
     def _member_heard(self, e: MemberHeard) -> list[InstructionType]:
@@ -568,8 +589,10 @@ class Brain:
 
     def _process_exited(self, e: ProcessExited) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
-        if seat is None:
-            return [_OK]  # an older life, or said before: its end is known
+        if seat is None:  # an older life, or said before: its end is known
+            ended = self.members.of(e.role).get(e.slot)
+            here = ended is not None and ended.member.incarnation == e.incarnation
+            return [_OK, *(self._node_heard(NodeHeard(e.at, ended.member.node)) if here and ended is not None else ())]
         if self.replicated:
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:
@@ -1015,6 +1038,7 @@ class Brain:
             why = Decision("stop", f"it was declared lost ({reason}); it must not come back to life")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
             inputs: dict[str, str | int | float | bool] = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            self._await_word(m.node, e.at)
             out += self._gone(silent, e.at, reason, inputs)
             if self.job.over:
                 return [_OK, *out]

@@ -52,6 +52,13 @@ class NodeLost(Event, frozen=True, tag="node_lost"):
     reason: str
 
 
+class NodeHeard(Event, frozen=True, tag="node_heard"):
+    """The agent of a node gave a sign of life after one of its processes was declared lost for its silence
+    (``Node.quiet_since``)."""
+
+    node: NodeId
+
+
 class MemberJoined(Event, frozen=True, tag="member_joined"):
     """A worker or ps said hello (also after a reconnect). A worker tells which leases it holds."""
 
@@ -316,6 +323,7 @@ BrainEvent = (
     MasterStarted
     | NodeJoined
     | NodeLost
+    | NodeHeard
     | MemberJoined
     | MemberSilent
     | MemberHeard

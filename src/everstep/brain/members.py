@@ -14,7 +14,9 @@ RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 
 
 class Node(msgspec.Struct):
-    """A machine with an agent. ``brought``: worker slots that this node added to the job when it joined."""
+    """A machine with an agent. ``brought``: worker slots that this node added to the job when it joined.
+    ``quiet_since``: when one of its processes was declared lost for its silence; until its agent has said anything the
+    whole node may be cut off, and nobody is started there. 0.0: it is heard."""
 
     node: NodeId
     host: str
@@ -23,6 +25,7 @@ class Node(msgspec.Struct):
     alive: bool = True
     draining: bool = False  # takes nobody any more
     brought: int = 0
+    quiet_since: float = 0.0
 
 
 class Seat(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Who is silent, and which lease makes no progress: soft state from heartbeats, never journaled.
 
-The watch turns time into events (``MemberSilent``, ``MemberHeard``, ``NodeLost``, ``LeaseExpired``); only these
-events change the brain. Pure: every call is told the time. Three cautions keep it from killing the living:
+The watch turns time into events (``MemberSilent``, ``MemberHeard``, ``NodeLost``, ``NodeHeard``, ``LeaseExpired``);
+only these events change the brain. Pure: every call is told the time. Three cautions keep it from killing the living:
 
 - *Grace.* Whoever the watch has just come to know (a joiner, everybody after a restart of the master) counts as heard
   at that moment.
@@ -17,12 +17,12 @@ from __future__ import annotations
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import LeaseExpired, MemberHeard, MemberSilent, NodeLost
+from everstep.brain.events import LeaseExpired, MemberHeard, MemberSilent, NodeHeard, NodeLost
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import MemberKey, MemberState
 
-WatchEvent = MemberSilent | MemberHeard | NodeLost | LeaseExpired
+WatchEvent = MemberSilent | MemberHeard | NodeLost | NodeHeard | LeaseExpired
 
 TICK_S = 0.25  # how often the shell ticks
 STALL_S = 1.5  # silence of a worker for which its group waits; they beat every 0.5 s (mode allreduce)
@@ -50,13 +50,15 @@ class _Progress(msgspec.Struct):
 class Watch:
     """``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick`` at 4 Hz."""
 
-    __slots__ = ("_leases", "_members", "_nodes", "_ticked", "spec")
+    __slots__ = ("_leases", "_members", "_nodes", "_quiet", "_spoke", "_ticked", "spec")
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self._members: dict[MemberKey, _Ear] = {}
         self._nodes: dict[NodeId, _Ear] = {}
         self._leases: dict[LeaseNo, _Progress] = {}
+        self._quiet: dict[NodeId, float] = {}  # nodes whose agents have to be heard: since when
+        self._spoke: set[NodeId] = set()  # of those: heard
         self._ticked: float | None = None
 
     def __repr__(self) -> str:
@@ -99,6 +101,8 @@ class Watch:
 
     def node_heard(self, node: NodeId, at: float) -> None:
         """The node's agent gave a sign of life."""
+        if at > self._quiet.get(node, at):
+            self._spoke.add(node)
         ear = self._nodes.get(node)
         if ear is None or ear.lost:
             self._nodes[node] = _Ear(Incarnation(0), node, at)
@@ -160,6 +164,8 @@ class Watch:
                 ear.suspect = ear.suspect or member.state is MemberState.SUSPECT
         for key in [key for key in self._members if key not in known]:
             del self._members[key]
+        self._quiet = {n.node: n.quiet_since for n in brain.members.nodes.values() if n.quiet_since}
+        self._spoke &= self._quiet.keys()
         for node in brain.members.nodes.values():
             if not node.alive:
                 self._nodes.pop(node.node, None)
@@ -206,12 +212,14 @@ class Watch:
             if silent_s >= lost_s and not ear.lost and node not in heard_on:
                 ear.lost = True
                 lost_nodes.append(NodeLost(at, node, f"no heartbeat of its agent or members for {silent_s:.1f} s"))
+        heard: list[WatchEvent] = [NodeHeard(at, node) for node in sorted(self._spoke)]
+        self._spoke.clear()
         for no, lease in self._leases.items():
             idle_s = at - lease.at
             if idle_s >= self.spec.lease_s:
                 lease.at = at  # said again after another lease_s, should the brain not have taken it
                 out.append(LeaseExpired(at, lease.shard, no, idle_s))
-        return lost_nodes + out  # the node first: its members are then known to be lost with it
+        return heard + lost_nodes + out  # the node first: its members are then known to be lost with it
 
     def _forgive(self, at: float) -> None:
         for ear in self._members.values():
