@@ -5,12 +5,16 @@ Every kind of victim in turn, ``kill -9`` at random moments: a ps (each keeps pa
 master; a ps with a worker; a ps with the master; the agent of a second node, with the worker that it started; a second
 ps in the middle of the first recovery (4+2). Each run has a named step besides at which one ps dies in its first life:
 before and after it applies a push, sends a difference, takes one, acknowledges; in the middle of an image of a
-checkpoint; the master before and after a manifest; and, under 4+2, in the middle of another ps's rebuild and of moving
-buckets back, where a second loss is within the level. Between losses of ps the run is left alone until every bucket is
-protected again: what lies beyond the level is the business of checkpoints. Each run's rows are compared with those of
-a twin in which nobody was killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS: how many
-moments for each code (50; --quick 3); EVERSTEP_EXACT_CODES ("4+1,4+2"); EVERSTEP_EXACT_SEED; EVERSTEP_EXACT_KEEP: a
-folder for the run directories of runs that went wrong.
+checkpoint; the master before and after a manifest. Three steps come only while buckets are rebuilt or moved, which the
+run brings about (``CAUSED``): under 4+2 another ps is lost first, and it is the ps that rebuilds that dies, the one
+that hands buckets back, or the replacement that takes them: second losses, within the level. Under 4+1 the moves are
+those of a seventh ps that is asked for; who dies in mid-rebuild there is beyond the level, so that run has checkpoints
+to fall back to. Between losses of ps the run is left alone until every bucket is protected again: what else lies
+beyond the level is the business of checkpoints. Each run's rows are compared with those of a twin in which nobody was
+killed, all bytes, and its audit must say exactly once. EVERSTEP_EXACT_MOMENTS: how many moments for each code (50;
+--quick 3); EVERSTEP_EXACT_CODES ("4+1,4+2"); EVERSTEP_EXACT_STEPS: these steps alone, one run and one moment each
+("mid_rebuild,before_hand_over"); EVERSTEP_EXACT_SEED; EVERSTEP_EXACT_KEEP: a folder for the run directories of runs
+that went wrong.
 """
 
 from __future__ import annotations
@@ -24,17 +28,24 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks._jobs import Job
 from benchmarks._measure import ROOT, Child, Result, everstep, say
+from benchmarks.scaling import tell
 from benchmarks.throughput import free_port
+from everstep.config.parity import parse_code
+from everstep.ids import Slot
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
+from everstep.policies.stripes import arrange
 
 SCRIPT = ROOT / "benchmarks" / "twins" / "exact_flights.py"
 LIMIT_S = 900.0  # a loaded machine; a run takes half a minute
 KILLS_A_RUN = 4
-FAULTED = 1  # the ps that dies at a named step; others are the victims of the moments before it did
+PS = 6
+BUCKETS = 64
+FAULTED = Slot(1)  # the ps that dies at a step that comes by itself
 STEPS = (
     "before_apply",
     "after_apply",
@@ -48,27 +59,67 @@ STEPS = (
     "before_manifest",
     "after_manifest",
 )
-SECOND_LOSS = ("mid_rebuild", "mid_move", "before_hand_over")
-"""Steps that come while another ps's loss is dealt with."""
+CAUSED = ("mid_rebuild", "before_hand_over", "mid_move")
+"""Steps that come only while buckets are rebuilt or moved."""
+
+
+class Fault(NamedTuple):
+    """A member that dies at a named step. ``victim``: the ps that is killed before, so that the step comes; ``grow``: a
+    seventh ps is asked for instead."""
+
+    step: str
+    role: Role = Role.PS
+    slot: Slot = FAULTED
+    life: int = 1
+    victim: Slot | None = None
+    grow: bool = False
+
+    def words(self, times: int) -> str:
+        """For EVERSTEP_FAULT."""
+        life = f".{self.life}" if self.role is Role.PS else ""
+        return f"{self.role.value}:{self.slot}{life}:{self.step}:{times}"
+
+
+def fault_of(code: str, step: str) -> Fault:
+    """Who dies at ``step``, and what brings it about."""
+    if step.endswith("_manifest"):
+        return Fault(step, Role.MASTER, Slot(1))  # its first life
+    if step not in CAUSED:
+        return Fault(step)
+    layout = arrange(parse_code(code), BUCKETS, [Slot(s) for s in range(PS)])
+    # A lost bucket is rebuilt by the ps of its stripe's first row.
+    victim, rebuilder = layout.owner[0], layout.sites[0][0]
+    if step == "mid_rebuild":
+        return Fault(step, slot=rebuilder, victim=victim)
+    if code == "4+1":  # without another loss: this one is all that is within the level
+        return Fault(step, grow=True) if step == "before_hand_over" else Fault(step, slot=Slot(PS), grow=True)
+    if step == "before_hand_over":
+        return Fault(step, slot=rebuilder, victim=victim)
+    return Fault(step, slot=victim, life=2, victim=victim)
 
 
 class Cluster:
-    """A job of 6 ps and 2 workers; ``node1``: one of them is at a second node. ``step``: where a member dies, or ""."""
+    """A job of 6 ps and 2 workers; ``node1``: one of them is at a second node. ``fault``: who dies at a step, when it
+    comes there for the ``times``-th time."""
 
-    def __init__(self, home: Path, flags: list[str], quick: bool, step: str = "", times: int = 1, node1: bool = False):
-        self.home, self.out, self.step = home, home / "out.json", step
-        member = "master:1" if step.endswith("_manifest") else f"ps:{FAULTED}.1"
-        self.fault = f"{member}:{step}:{times}" if step else ""
+    def __init__(
+        self, home: Path, code: str, quick: bool, fault: Fault | None = None, times: int = 1, node1: bool = False
+    ) -> None:
+        self.home, self.out, self.fault = home, home / "out.json", fault
+        flags = ["--parity", code] if code else []
         epochs = ["--epochs", "3" if quick else "4"]
         script = ["--", str(SCRIPT), *epochs, "--batch-size", "256", "--out", str(self.out)]
-        if step.startswith(("mid_image", "before_man", "after_man")):
+        step = fault.step if fault is not None else ""
+        self.falls_back = step == "mid_rebuild" and code == "4+1"
+        if self.falls_back or step == "mid_image" or step.endswith("_manifest"):
             flags = [*flags, "--checkpoint-every", "2s"]
         self.port = free_port() if node1 else 0
         if node1:
             (home / "job.yaml").write_text("tls: control\n")
             flags = [*flags, "-c", str(home / "job.yaml"), "--bind", f"127.0.0.1:{self.port}"]
-        flags = ["--workers", "1" if node1 else "2", "--ps", "6", *flags]
-        self.job = Job(home, ["run", *flags], script, LIMIT_S, env={"EVERSTEP_FAULT": self.fault})
+        flags = ["--workers", "1" if node1 else "2", "--ps", str(PS), *flags]
+        env = {"EVERSTEP_FAULT": fault.words(times) if fault is not None else ""}
+        self.job = Job(home, ["run", *flags], script, LIMIT_S, env=env)
         self.agents: list[Child] = []
         if node1:
             self.join()
@@ -88,13 +139,31 @@ class Cluster:
         self.agents.append(Child(command, log=self.home / f"{name}.log"))
 
     def died(self) -> bool:
-        """Whether the member that is to die at the step did."""
+        """Whether the member that is to die at a step did."""
+        status, fault = self.job.status(), self.fault
+        assert fault is not None
+        if status is None:
+            return False
+        if fault.role is Role.MASTER:
+            return status.master_incarnation > 1
+        return any((m.role, m.slot) == (fault.role, fault.slot) and m.incarnation > fault.life for m in status.members)
+
+    def cause(self) -> Slot | None:
+        """Bring about what has the step in it. Returns the ps that was killed for it."""
+        fault = self.fault
+        if fault is None:
+            return None
+        if self.falls_back:
+            self.job.wait_for(self._has_checkpoint)
+        if fault.grow:
+            tell("scale", self.job.run_dir, "--ps", str(PS + 1))
+        if fault.victim is not None:
+            self.job.kill_ps(fault.victim)
+        return fault.victim
+
+    def _has_checkpoint(self) -> bool:
         status = self.job.status()
-        if self.step.endswith("_manifest"):
-            return status is not None and status.master_incarnation > 1
-        return status is not None and any(
-            (m.role, m.slot) == (Role.PS, FAULTED) and m.incarnation > 1 for m in status.members
-        )
+        return status is not None and status.checkpoint is not None and status.checkpoint.newest > 0
 
     def close(self) -> None:
         for agent in self.agents:
@@ -106,7 +175,7 @@ def twin(quick: bool) -> tuple[str, float]:
     """Digest of the rows of a run in which nothing happens, and the seconds it took."""
     with tempfile.TemporaryDirectory(prefix="everstep-exact-") as folder:
         began = time.monotonic()
-        cluster = Cluster(Path(folder), [], quick)
+        cluster = Cluster(Path(folder), "", quick)
         try:
             cluster.job.finish()
             cluster.job.check()
@@ -125,15 +194,13 @@ def pids_of(job: Job, role: Role) -> dict[int, int]:
     return {m.slot: m.pid for m in status.members if m.role is role and m.pid} if status is not None else {}
 
 
-def kill(cluster: Cluster, kinds: tuple[str, ...], rng: random.Random, spare: bool) -> bool:
-    """kill -9 now; of two ps the second a moment later, in the middle of the first one's recovery. ``spare``: not the
-    ps that is still to die at its step. False: the job is over, or they are not there."""
+def kill(cluster: Cluster, kinds: tuple[str, ...], rng: random.Random) -> bool:
+    """kill -9 now; of two ps the second a moment later, in the middle of the first one's recovery. False: the job is
+    over, or they are not there."""
     job = cluster.job
     ps, workers = pids_of(job, Role.PS), list(pids_of(job, Role.WORKER).values())
-    if len(ps) < 6 or not workers or job.over:
+    if len(ps) < PS or not workers or job.over:
         return False
-    if spare:
-        del ps[FAULTED]
     left = list(ps.values())
     rng.shuffle(left)
     pids: list[int] = []
@@ -173,29 +240,26 @@ def one_run(
     """``keep``: where the run directory goes if something is wrong with it."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="everstep-exact-") as folder:
-        times = 1 if step.startswith("mid_") or step.endswith("_manifest") else rng.randrange(1, 200)
-        node1 = ("agent",) in kinds
-        cluster = Cluster(Path(folder), ["--parity", code], quick, step, times, node1)
+        times = 1 if step in CAUSED or step == "mid_image" or step.endswith("_manifest") else rng.randrange(1, 200)
+        fault = fault_of(code, step) if step else None
+        cluster = Cluster(Path(folder), code, quick, fault, times, ("agent",) in kinds)
         job = cluster.job
         try:
-            second = step in SECOND_LOSS
-            for n, kind in enumerate(kinds):
+            if fault is not None:
+                if step in CAUSED:
+                    job.wait_for(lambda: job.samples_done() > 0 and job.safe())
+                    victim = cluster.cause()
+                    outcome.kills += [("ps",)] if victim is not None else []
+                job.wait_for(cluster.died)
+                outcome.stepped = step
+            for kind in kinds:
                 while not job.over and not (job.samples_done() > 0 and job.safe()):
                     if time.monotonic() > job.until:
                         raise RuntimeError(f"not protected again in time:\n{job.words()}")
                     time.sleep(0.05)
-                if step and not outcome.stepped and cluster.died():
-                    outcome.stepped = step
-                if step and not second and not outcome.stepped:
-                    # Its own loss, alone: the moments come after it.
-                    job.wait_for(cluster.died)
-                    outcome.stepped = step
-                    job.wait_for(job.safe)
                 time.sleep(rng.uniform(0.0, 1.0))
-                # The first loss of a ps sets off a step that comes while it is dealt with.
-                now = ("ps",) if second and n == 0 else kind
-                if kill(cluster, now, rng, spare=second and not outcome.stepped):
-                    outcome.kills.append(now)
+                if kill(cluster, kind, rng):
+                    outcome.kills.append(kind)
             job.finish()
             outcome.finished = True
             outcome.same = json.loads(cluster.out.read_text())["digest"] == want
@@ -221,20 +285,29 @@ def run(quick: bool) -> Result:
     figures: dict[str, float] = {}
     aims: dict[str, str] = {}
     holds: dict[str, bool] = {}
+    chosen = [step for step in os.environ.get("EVERSTEP_EXACT_STEPS", "").split(",") if step]
+    if unknown := set(chosen) - {*STEPS, *CAUSED}:
+        raise ValueError(f"EVERSTEP_EXACT_STEPS: no step {', '.join(sorted(unknown))}; there are {[*STEPS, *CAUSED]}")
+    steps = chosen or [*STEPS, *CAUSED]
+    moments = len(steps) if chosen else moments
     for code in os.environ.get("EVERSTEP_EXACT_CODES", "4+1,4+2").split(","):
         kinds = victims(code)
-        steps = [*STEPS, *(SECOND_LOSS if code == "4+2" else ())]
         outcomes: list[Outcome] = []
         misses = 0
         while (
-            sum(len(o.kills) for o in outcomes) < moments or (not quick and len(outcomes) < len(steps))
+            sum(len(o.kills) for o in outcomes) < moments or ((chosen or not quick) and len(outcomes) < len(steps))
         ) and misses < 3:
             n = len(outcomes)
-            some = [kinds[(n * KILLS_A_RUN + i + rng.randrange(2)) % len(kinds)] for i in range(KILLS_A_RUN)]
-            if n % 4 == 3:
+            some = [
+                kinds[(n * KILLS_A_RUN + i + rng.randrange(2)) % len(kinds)]
+                for i in range(1 if chosen else KILLS_A_RUN)
+            ]
+            if n % 4 == 3 and not chosen:
                 some[1:3] = [("agent",), ("ps", "agent")]
             keep = Path(kept) / f"{code}-{seed}-{n}" if kept else None
-            outcome = one_run(code, some, "" if quick and n else steps[n % len(steps)], want, quick, rng, keep)
+            outcome = one_run(
+                code, some, "" if quick and n and not chosen else steps[n % len(steps)], want, quick, rng, keep
+            )
             outcomes.append(outcome)
             misses = 0 if outcome.kills else misses + 1
             killed = ", ".join("+".join(kind) for kind in outcome.kills)
@@ -254,7 +327,7 @@ def run(quick: bool) -> Result:
             figures[f"{code}.{name}"] = sum(good) / len(good)
             aims[f"{code}.{name}"], holds[f"{code}.{name}"] = "= 1", all(good)
         aims[f"{code}.kills"], holds[f"{code}.kills"] = f">= {moments}", figures[f"{code}.kills"] >= moments
-        if not quick:
+        if chosen or not quick:
             aims[f"{code}.steps"], holds[f"{code}.steps"] = f"= {len(steps)}", len(stepped) == len(steps)
             say(f"{code}: steps not met: {', '.join(sorted(set(steps) - stepped)) or 'none'}")
     return {"figures": figures, "aims": aims, "holds": holds, "spread": {}}
