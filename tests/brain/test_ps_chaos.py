@@ -50,6 +50,7 @@ class Ps(msgspec.Struct):
     version: int = 0
     has: dict[int, str] = {}
     whole: set[int] = set()
+    torn: set[int] = set()
     came: dict[int, tuple[int, str]] = {}
 
 
@@ -65,7 +66,7 @@ class World:
         self.starting: list[Ps] = []
         self.placement: Placement | None = None
         self.finish: FinishJob | None = None
-        self.kills = 0
+        self.kills = self.tears = 0
         self.first: dict[BucketId, tuple[Slot, Incarnation]] = {}
         self.said: list[BrainEvent] = []
 
@@ -177,7 +178,8 @@ class World:
         here = {m.id: m for m in placement.mirrors_at(ps.slot)}
         ps.whole &= set(here)
         todo: list[int | Mirror] = [b for b in mine if ps.has.get(b) != "serves"]
-        todo += [m for m in here.values() if m.id not in ps.whole and all(self.held(b) for b in m.members)]
+        made = ps.whole | ps.torn
+        todo += [m for m in here.values() if m.id not in made and all(self.held(b) for b in m.members)]
         if not todo:
             return
         item = self.rng.choice(todo)
@@ -213,6 +215,17 @@ class World:
             self.say(MirrorsReady(self.at, ps.slot, ps.incarnation, tuple(ps.whole)))
         for bucket, (version, how) in list(ps.came.items()):
             self.say(BucketsReady(self.at, ps.slot, ps.incarnation, version, (BucketId(bucket),), how))
+
+    def tear(self, ps: Ps) -> None:
+        """One of its mirrors lacks something: it is worth nothing from now on."""
+        mirror = self.rng.choice(sorted(ps.whole))
+        ps.whole.discard(mirror)
+        ps.torn.add(mirror)
+        before = self.brain.keeper.levels()["full"]
+        self.say(MirrorsReady(self.at, ps.slot, ps.incarnation, (), (mirror,)))
+        self.tears += 1
+        assert self.placement is not None and self.brain.keeper.levels()["full"] <= before
+        assert all(m.id != mirror for m in self.placement.mirrors) or self.brain.state.protection.torn
 
     def kill(self, ps: Ps) -> None:
         del self.ps[ps.slot]
@@ -255,6 +268,8 @@ class World:
             self.say(ScaleAsked(self.at, Role.PS, self.code.width + rng.randrange(5)))
         elif what < 0.955 and len(self.ps) > self.code.width + 1:
             self.say(DrainAsked(self.at, f"ps:{ps.slot}", 10.0))
+        elif what < 0.965 and ps.whole and self.expendable():
+            self.tear(ps)
         elif self.expendable():
             full = self.brain.keeper.levels()["full"] == self.spec.buckets
             self.kill(ps)

@@ -565,6 +565,65 @@ def test_two_members_of_a_stripe_are_lost_at_once() -> None:
     w.heal()
 
 
+def lose_a_difference(w: World, mirror: int) -> None:
+    """What a mirror got last never came; the next one shows it. Returns when its ps has thrown it away."""
+    m = next(m for m in w.mirrors if m.id == mirror)
+    p = w.at(m.at)
+    b = next(b for b in m.members if p.store.mirrors[mirror].seq[b] > 0)
+    p.store.mirrors[mirror].seq[b] -= 1
+    w.push(b)
+    for _ in range(20_000):
+        w.step(w.random.choice(list(w.ps.values())))
+        if mirror in p.machine.torn:
+            return
+    raise AssertionError(f"mirror {mirror} is still trusted")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mirror_that_lacks_a_difference_is_made_again_and_nobody_ends(rows: int) -> None:
+    w = World(7, 6, 8)
+    stripes(w, 4, rows)
+    w.publish()
+    w.run(3000)
+    w.heal()
+    torn = w.mirrors[0]
+    lose_a_difference(w, torn.id)
+    p = w.at(torn.at)
+    assert torn.id not in p.machine.complete and torn.id not in p.machine.holdings().mirrors
+    assert torn.id not in p.store.mirrors
+    w.run(500)  # what is pushed meanwhile is confirmed without it
+    w.mirrors = [m for m in w.mirrors if m is not torn]
+    again = w.mirror(torn.members, torn.at, torn.row)
+    w.publish(route=False)
+    w.heal()
+    assert again in p.machine.complete and not p.machine.torn
+    recover(w, w.owner[0])  # and it is as good as the one before
+    w.run(1000)
+    w.heal()
+
+
+def test_a_bucket_whose_only_mirror_is_torn_while_it_is_rebuilt_is_said_to_be_stuck() -> None:
+    w = World(8, 5, 4)
+    stripes(w, 4, 1)
+    w.publish()
+    w.run(2000)
+    w.heal()
+    at = w.mirrors[0].at
+    toy = w.at(at).store.mirrors[w.mirrors[0].id]
+    w.lose(0)
+    w.owner[0] = at
+    w.publish()
+    living = next(b for b in toy.members if b != 0 and toy.seq[b] > 0)
+    toy.seq[living] -= 1
+    w.at(w.owner[living]).store.change(living, 3, 99)
+    for _ in range(20_000):
+        w.step(w.random.choice(list(w.ps.values())))
+        if w.at(at).machine.stuck:
+            break
+    assert w.at(at).machine.stuck == (0,)
+    assert not w.at(at).machine.serves(BucketId(0))
+
+
 def test_a_bucket_moves_while_it_changes() -> None:
     w = World(4, 4, 6)
     stripes(w, 3, 1)
@@ -626,6 +685,8 @@ def test_random_losses_moves_and_a_bad_network(seed: int) -> None:
         move(w)
         w.run(r.randrange(300, 1500))
         w.heal()
+        if w.mirrors and r.random() < 0.5:
+            tear(w)
         switch(w)
         w.loss = r.choice((0.0, 0.3))
         w.run(r.randrange(0, 300))
@@ -645,6 +706,21 @@ def move(w: World) -> None:
     if w.owner[b] != to and not any(x.kind is MirrorKind.MOVE for x in w.mirrors):
         w.mirror([b], to, kind=MirrorKind.MOVE)
         w.publish(route=False, to=0.5)
+
+
+def tear(w: World) -> None:
+    """One mirror lacks a difference; sooner or later the brain makes another."""
+    whole = [m for m in w.mirrors if m.id in w.at(m.at).store.mirrors]
+    if not whole:
+        return
+    m = w.random.choice(whole)
+    if not any(s > 0 for s in w.at(m.at).store.mirrors[m.id].seq.values()):
+        return
+    lose_a_difference(w, m.id)
+    w.run(w.random.randrange(0, 300))
+    w.mirrors = [x for x in w.mirrors if x is not m]
+    w.mirror(m.members, m.at, m.row, m.kind)
+    w.publish(route=False, to=0.5)
 
 
 def switch(w: World) -> None:

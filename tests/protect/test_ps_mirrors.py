@@ -359,6 +359,43 @@ def test_a_gap_in_what_is_folded_is_swept_again(
     assert c.digests(lost) == before
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
+    cluster: Callable[..., Cluster], rows: int
+) -> None:
+    """No member ends by it, no push waits for it, and what is made again is good for a recovery."""
+    c = cluster(4 + rows)
+    striped(c, rows)
+    c.push(10)
+    until(c.whole)
+    taker = c.ps[Slot(4)]
+    machine, inbox = taker.service.keeper.machine, taker.service._inbox
+    stream, number = inbox.received((0, 1))
+    inbox.set_received((0, 1), (stream, number + 1))  # the next one of ps:0 counts as one that came before
+    c.push(5)
+    until(lambda: bool(machine.torn))
+    torn = set(machine.torn)
+    assert not any(p.failures for p in c.ps.values())
+    assert not torn & set(machine.complete)
+    c.mirrors = [m for m in c.mirrors if m.id not in torn]
+    for first in (0, 4):
+        if not any(m.at == 4 and m.members[0] == first for m in c.mirrors):
+            c.mirror([first, first + 1, first + 2, first + 3], 4, 0)
+    c.publish(route=False)
+    c.push(10)
+    until(c.whole)
+    c.check_mirrors()
+    assert not machine.torn
+    lost = [1, 5]
+    before = c.digests(lost)
+    c.lose(1)
+    for b in lost:
+        c.owner[b] = Slot(4)
+    c.publish()
+    until(lambda: not machine.lacking)
+    assert c.digests(lost) == before
+
+
 def test_two_lost_members_are_solved(cluster: Callable[..., Cluster]) -> None:
     c = cluster(6)
     c.owner = [Slot(b % 4) for b in range(B)]

@@ -73,11 +73,12 @@ class MemberJoined(Event, frozen=True, tag="member_joined"):
 
 
 class MirrorsReady(Event, frozen=True, tag="mirrors_ready"):
-    """A ps has everything of these mirrors' members."""
+    """A ps has everything of these mirrors' members. ``torn``: mirrors that lack something for good."""
 
     slot: Slot
     incarnation: Incarnation
     mirrors: tuple[int, ...]
+    torn: tuple[int, ...] = ()
 
 
 class BucketsReady(Event, frozen=True, tag="buckets_ready"):

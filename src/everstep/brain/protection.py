@@ -43,7 +43,8 @@ class Protection(msgspec.Struct, kw_only=True):
     """What the brain knows of buckets and mirrors.
 
     ``layout``: what the placement shall become, over the ps ``over``. ``mirrors``: the last mirror id used. ``ready``:
-    mirrors that have everything. ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
+    mirrors that have everything. ``torn``: mirrors that lack something for good, until the map names them no more.
+    ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
     everything away and are not filled again, but for ``refill``: where another ps is started then. ``wave``: slots of
     ps that were started together: they get something when all of them have joined, by one plan. ``maps``:
     acknowledgements that count, newest last, none by a map from before ``counts_from``. ``gone``: buckets of which
@@ -64,6 +65,7 @@ class Protection(msgspec.Struct, kw_only=True):
     wave: list[Slot] = []
     gone: list[BucketId] = []
     ending: list[tuple[Slot, Incarnation]] = []
+    torn: list[int] = []
 
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0
@@ -171,7 +173,7 @@ class Keeper:
         """A ps tells what is whole there."""
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(e.slot, e.mirrors)
-            return []
+            return self._torn(e)
         if e.how == "stuck":
             return self._stuck(e)
         news = self.buckets_ready(e.slot, e.placement, e.buckets)
@@ -182,6 +184,18 @@ class Keeper:
         inputs: Inputs = {"buckets": len(news), "how": e.how}
         words = f"every bucket is whole where the map has it (the last ones at ps:{e.slot}: {e.how})"
         return [Note("", Decision("buckets ready", words, inputs))]
+
+    def _torn(self, e: MirrorsReady) -> list[InstructionType]:
+        """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
+        placement, books = self.books.placement, self.books
+        named = {m.id for m in placement.mirrors} if placement is not None else set()
+        news = sorted((set(e.torn) & named) - set(books.torn))
+        if not news:
+            return []
+        books.torn = sorted([*books.torn, *news])
+        words = f"{len(news)} mirrors lack differences of their members: others are made in their place"
+        why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
+        return [Note(f"ps:{e.slot}", why)]
 
     def _stuck(self, e: BucketsReady) -> list[InstructionType]:
         """A ps has no way to get buckets: they are taken for lost there, if that is about what was last ordered."""
@@ -211,7 +225,12 @@ class Keeper:
         # A ps of the map in a later life is not the one that was meant.
         stale = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
         living = {m.slot for m in self.servers()}
-        mirrors = [m for m in placement.mirrors if m.at not in stale]
+        torn = [m for m in placement.mirrors if m.id in books.torn]
+        mirrors = [m for m in placement.mirrors if m.at not in stale and m not in torn]
+        # Who was to make its buckets of one has nothing now to make them of.
+        made = [(b, books.missing[b].how, m) for m in torn for b in m.members if b in books.missing]
+        of = (How.PROMOTE, How.FOLD, How.HAND_OVER)
+        cut = {b for b, how, m in made if how in of and placement.owner[b] == m.at}
         return Draft(
             code=self.code,
             version=placement.version + 1,
@@ -223,7 +242,7 @@ class Keeper:
             missing=dict(books.missing),
             images=dict(placement.images),
             next_id=books.mirrors + 1,
-            stuck=self.stuck,
+            stuck=self.stuck | cut,
         )
 
     def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
@@ -374,6 +393,7 @@ class Keeper:
         places = places_of(m for m in self.servers() if m.slot not in away or m.slot in still)
         images = {b: c for b, c in draft.images.items() if c == 0 or draft.missing}  # all of them in one placement
         books.missing, books.ready, books.mirrors = draft.missing, sorted(draft.ready), draft.next_id - 1
+        books.torn = []
         same_route = tuple(draft.owner) == old.owner and places == old.servers and not recovered.behind
         new = Placement(
             draft.version,
@@ -476,7 +496,8 @@ class Keeper:
         """Mirrors of stripes that do not have everything yet."""
         placement = self.books.placement
         mirrors = placement.mirrors if placement is not None else ()
-        return sum(m.kind is MirrorKind.PARITY and m.id not in self.books.ready for m in mirrors)
+        whole = set(self.books.ready) - set(self.books.torn)
+        return sum(m.kind is MirrorKind.PARITY and m.id not in whole for m in mirrors)
 
     def empty(self, slot: Slot) -> bool:
         """Whether nothing is lost when this ps ends."""
@@ -510,6 +531,7 @@ class Keeper:
         ids = [m.id for m in placement.mirrors]
         assert len(ids) == len(set(ids)) and all(0 < i <= books.mirrors for i in ids), "a mirror id is used twice"
         assert set(books.ready) <= set(ids), "a mirror that is gone is ready"
+        assert set(books.torn) <= set(ids), "a mirror that is gone is torn"
         assert all(m.at in serving for m in placement.mirrors), "a mirror at a ps that is not there"
         images = dict(placement.images)
         for bucket, pending in books.missing.items():

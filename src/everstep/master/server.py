@@ -547,7 +547,7 @@ class Master:
     def _mirror_ready(self, peer: Peer, r: wire.MirrorReady) -> Any:
         if (refused := _other(peer, r.slot, r.incarnation)) is not None:
             return refused
-        return self._submit(MirrorsReady(self.clock.now(), r.slot, r.incarnation, r.mirrors))
+        return self._submit(MirrorsReady(self.clock.now(), r.slot, r.incarnation, r.mirrors, r.torn))
 
     def _buckets_ready(self, peer: Peer, r: wire.BucketsReady) -> Any:
         if (refused := _other(peer, r.slot, r.incarnation)) is not None:

@@ -55,11 +55,13 @@ class HelloMember(Request, frozen=True, tag="hello_member"):
 
 
 class MirrorReady(Request, frozen=True, tag="mirror_ready"):
-    """A ps: this mirror has everything of its members. Said again after every hello. Answer: Ok | Fenced."""
+    """A ps: these mirrors have everything of their members; ``torn``: these lack something, and are to be made again.
+    Said again after every hello. Answer: Ok | Fenced."""
 
     slot: Slot
     incarnation: Incarnation
     mirrors: tuple[int, ...]
+    torn: tuple[int, ...] = ()
 
 
 class BucketsReady(Request, frozen=True, tag="buckets_ready"):

@@ -27,6 +27,8 @@ missed. Five rules:
    row, pushes too: its differences go to its mirrors like any other's, also to the one it is being folded from, where
    they do not concern what is left of the members. Rows that somebody waits for are folded out of turn (``demand``).
    A fold that has to begin anew drops the bucket, and waits until all mirrors have what it made: it comes back with it.
+7. **Torn.** A mirror that lacks a difference, whatever the reason, is worth nothing and harms nobody: it is thrown away
+   for good, the master hears of it (``torn``) and makes another one, which begins with contents like any other.
 
 Driving it
 ----------
@@ -48,7 +50,6 @@ from typing import Protocol
 
 import msgspec
 
-from everstep.errors import InternalError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.image import Holdings
 from everstep.model.placement import Mirror, Placement
@@ -199,7 +200,7 @@ class Stuck(Action, frozen=True, gc=False):
 
 
 class Torn(Action, frozen=True, gc=False):
-    """``mirror`` begins anew with what it was about, for people: ``why``."""
+    """``mirror`` is thrown away, or begins anew with what it was about, for people: ``why``."""
 
     mirror: int
     why: str
@@ -277,6 +278,7 @@ class _Held(msgspec.Struct):
     swept: set[BucketId] = msgspec.field(default_factory=set)
     taken: set[BucketId] = msgspec.field(default_factory=set)
     recovery: _Recovery | None = None
+    torn: str = ""  # why it is to be thrown away
 
 
 class _Gain(msgspec.Struct):
@@ -304,7 +306,7 @@ class _Sweep(msgspec.Struct):
 
 
 class Machine:
-    """See the module's docstring. Methods raise InternalError where a promise of the protocol is broken."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -337,8 +339,13 @@ class Machine:
         self._loads: set[BucketId] = set()  # images on their way into the store, wanted or not
         self._since: dict[BucketId, int] = {}  # the outbox's ticket when it began to be served
         self._used: set[int] = set()  # mirrors that became buckets
+        self.torn: set[int] = set()
+        """Mirrors that the placement still names and that must be made again: thrown away here, or at another ps and
+        beyond being brought to the same point as ours."""
         self._fenced: dict[BucketId, _Fenced] = {}
-        self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]]] = (frozenset(), frozenset())
+        # What the master was told to be asked for: complete mirrors, buckets that came, mirrors that are torn.
+        self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]], frozenset[int]]
+        self._told = (frozenset(), frozenset(), frozenset())
         self._goodbyes: dict[BucketId, PeerKey] = {}
         self._sweeps: dict[BucketId, deque[_Sweep]] = {}
         self._wishes: set[tuple[PeerKey, int, int, BucketId]] = set()
@@ -431,6 +438,7 @@ class Machine:
         """A placement came. An older one, or the same again, changes nothing."""
         if placement.version <= self.version:
             return
+        self._throw_away_torn()
         before, self.placement = self.placement, placement
         members = [b for m in placement.mirrors for b in m.members]
         self._several = {b for b, n in Counter(members).items() if n > 1}
@@ -541,13 +549,14 @@ class Machine:
 
     def _keep_mirrors(self, placement: Placement) -> None:
         wanted = {m.id: m for m in placement.mirrors_at(self.me[0])} if self._alive(self.me) else {}
+        self.torn &= {m.id for m in placement.mirrors}  # ids are never used again
         for id_ in [i for i in self._mirrors if i not in wanted]:
             # Also one from which a bucket could be got: its owner may have confirmed pushes without it since.
             self._forget(id_)
         self._index()
         # With no complete mirror of a bucket here, nobody can have levelled it: the owner is its source.
         for id_, mirror in wanted.items():
-            if id_ not in self._mirrors and id_ not in self._used:
+            if id_ not in self._mirrors and id_ not in self._used and id_ not in self.torn:
                 self._make(mirror)
         self._index()
         for bucket, ids in self._by_bucket.items():
@@ -578,6 +587,26 @@ class Machine:
         del self._mirrors[mirror]
         self.port.mirror_drop(mirror)
 
+    def tear(self, mirror: int, why: str) -> None:
+        """A complete mirror here is not to be trusted any more. Afterwards: ``dirty``."""
+        held = self._mirrors.get(mirror)
+        if held is not None and held.complete:
+            self._tear(held, why)
+
+    def _tear(self, held: _Held, why: str) -> None:
+        """It lacks something: from now on it takes no part, and is thrown away as soon as nobody feeds."""
+        held.complete, held.torn = False, held.torn or why
+        self.dirty = True
+
+    def _throw_away_torn(self) -> None:
+        torn = [(id_, held.torn) for id_, held in self._mirrors.items() if held.torn]
+        for id_, why in torn:
+            self._actions.append(Torn(id_, f"mirror {id_} is thrown away, and made again: {why}"))
+            self._forget(id_)
+            self.torn.add(id_)
+        if torn:
+            self._index()
+
     def _index(self) -> None:
         self._by_bucket = {}
         for id_, held in sorted(self._mirrors.items()):
@@ -602,8 +631,7 @@ class Machine:
         ]
 
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
-        """Entries of a peer's stream. Two of one sender never at once. InternalError: a mirror here is not to be
-        trusted any more, and neither is this ps."""
+        """Entries of a peer's stream. Two of one sender never at once."""
         placement = self.placement
         if placement is None or request.version > placement.version:
             return Moved(self.version)
@@ -659,13 +687,14 @@ class Machine:
         for (i, id_), done in zip(
             run, self._apply_many([id_ for _, id_ in run], blobs, [i for i, _ in run]), strict=True
         ):
-            entry = request.entries[i]
+            entry, held = request.entries[i], self._mirrors[id_]
+            if held.torn:
+                continue  # nobody counts on it any more: as where no mirror is
             if done == Code.GAP:
-                if self._mirrors[id_].complete:
-                    raise InternalError(
-                        f"mirror {id_} lacks differences of bucket {entry.bucket} before {entry.seq} "
-                        f"(it is at {self.port.mirror_seq(id_, entry.bucket)})"
-                    )
+                if held.complete:
+                    at = self.port.mirror_seq(id_, entry.bucket)
+                    self._tear(held, f"differences of bucket {entry.bucket} between {at} and {entry.seq} never came")
+                    continue
                 done = Code.APPLIED  # what is still to be swept has it
             if codes[i] != Code.APPLIED:
                 codes[i] = done
@@ -679,7 +708,7 @@ class Machine:
 
     def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
         held = self._mirrors.get(mirror)
-        if held is None or entry.bucket not in held.mirror.members:
+        if held is None or held.torn or entry.bucket not in held.mirror.members:
             return Code.NO_MIRROR
         recovery = held.recovery
         if recovery is not None and entry.sweep == recovery.sweep:
@@ -701,9 +730,10 @@ class Machine:
         if entry.kind == Kind.MARKS:
             held.swept.add(entry.bucket)
             if len(held.swept) == len(held.mirror.members):
-                if not self.port.mirror_complete(mirror):
-                    raise InternalError(f"mirror {mirror} got all contents of its members and is not complete")
-                held.complete = True
+                if self.port.mirror_complete(mirror):
+                    held.complete = True
+                else:
+                    self._tear(held, "its members' contents had a gap")
                 self.dirty = True
         return code
 
@@ -981,6 +1011,7 @@ class Machine:
     def settle(self) -> None:
         """Go on wherever that is possible now."""
         self.dirty = False
+        self._throw_away_torn()
         before = -1
         while before != len(self._gains) or self._restart:  # one may have waited for another
             before, self._restart = len(self._gains), False
@@ -991,8 +1022,8 @@ class Machine:
                 if held.recovery is not None:
                     self._recovering(held)
         self._clear_away()
-        news = (frozenset(self.complete), frozenset(self.gained.items()))
-        if not (news[0] <= self._told[0] and news[1] <= self._told[1]):
+        news = (frozenset(self.complete), frozenset(self.gained.items()), frozenset(self.torn))
+        if not (news[0] <= self._told[0] and news[1] <= self._told[1] and news[2] <= self._told[2]):
             self._actions.append(Report())
         self._told = news
 
@@ -1161,13 +1192,16 @@ class Machine:
                 continue
             kept = self.port.keep(blob)
             for id_ in self._by_bucket[bucket]:
-                if self._mirrors[id_].complete and self.port.mirror_apply(id_, kept) == Code.GAP:
-                    raise InternalError(
-                        f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}"
-                    )
+                held = self._mirrors[id_]
+                if held.complete and self.port.mirror_apply(id_, kept) == Code.GAP:
+                    self._tear(held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}")
             tail.append((entry.seq, kept))
         if self._level_of(bucket) < answer.seq:
-            raise InternalError(f"the tail of mirror {mirror} does not reach {answer.seq} of bucket {bucket}")
+            # It cannot be brought to the same point: the other one is the newer, and the bucket is to be had there.
+            for id_ in self._by_bucket.get(bucket, ()):
+                if self._mirrors[id_].complete:
+                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of bucket {bucket}"
+                    self._tear(self._mirrors[id_], why)
 
     def _level(self, bucket: BucketId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
         """Everybody else gets what it lacks."""
@@ -1178,10 +1212,11 @@ class Machine:
             if seq < 0 or seq >= top:
                 continue
             lacking = [(s, blob) for s, blob in kept if s > seq]
-            if not lacking or lacking[0][0] != seq + 1:
-                raise InternalError(
-                    f"mirror {mirror} has bucket {bucket} up to {seq}, ours is at {top}, the tail is gone"
-                )
+            if not lacking or lacking[0][0] != seq + 1:  # it lacks more than anybody kept for it
+                self.torn.add(mirror)
+                why = f"it has bucket {bucket} up to {seq}, ours is at {top}, what is between is kept nowhere"
+                self._actions.append(Torn(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
+                continue
             for s, blob in lacking:
                 self.streams.send(peer, Item(-1, bucket, s, Kind.CHANGE, mirror, 0, blob, self.port.size(blob)))
 

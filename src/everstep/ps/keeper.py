@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.errors import EverstepError, InternalError, WireError
+from everstep.errors import EverstepError, WireError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement, PsPlace
 from everstep.native import Store, _native
@@ -313,16 +313,12 @@ class Keeper:
                     self._store.declare(spec)
         blobs = Body(body, [e.size_bytes for e in request.entries])
         sender = (request.sender, request.incarnation)
-        try:
-            with self._gate.shared():
-                self._inbox.lock(sender)
-                try:
-                    answer = self.machine.feed(request, blobs)
-                finally:
-                    self._inbox.unlock(sender)
-        except InternalError as error:
-            self._on_failure(str(error))
-            raise
+        with self._gate.shared():
+            self._inbox.lock(sender)
+            try:
+                answer = self.machine.feed(request, blobs)
+            finally:
+                self._inbox.unlock(sender)
         if self.machine.dirty:
             with self.transition():
                 pass

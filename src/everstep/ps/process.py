@@ -257,7 +257,7 @@ class PsProcess:
     def _report_for_ever(self) -> None:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         keeper = self.service.keeper
-        told: tuple[set[int], dict[BucketId, tuple[int, str]]] = (set(), {})
+        told: tuple[set[int], dict[BucketId, tuple[int, str]], set[int]] = (set(), {}, set())
         stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
@@ -270,19 +270,20 @@ class PsProcess:
             self._news.clear()
             if self._again:
                 self._again = False
-                told = (set(), {})
+                told = (set(), {}, set())
             with keeper.lock:
                 complete, gained = set(keeper.machine.complete), dict(keeper.machine.gained)
-            mirrors = tuple(sorted(complete - told[0]))
-            if mirrors:
-                self._tell(MirrorReady(self.slot, self.incarnation, mirrors))
+                torn = set(keeper.machine.torn)
+            mirrors, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
+            if mirrors or lacking:
+                self._tell(MirrorReady(self.slot, self.incarnation, mirrors, lacking))
             new: dict[tuple[int, str], list[BucketId]] = {}
             for bucket, key in sorted(gained.items()):
                 if told[1].get(bucket) != key:
                     new.setdefault(key, []).append(bucket)
             for (version, how), buckets in new.items():
                 self._tell(BucketsReady(self.slot, self.incarnation, version, tuple(buckets), how))
-            told = (complete, gained)
+            told = (complete, gained, torn)
 
     def _images_written(self, written: ImagesWritten) -> None:
         faults.step(self.slot, "mid_image")

@@ -96,7 +96,8 @@ class PsService:
     the buckets that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps can
     no longer keep its promises (log not writable, out of memory in the middle of a push); every later request is
     answered Bad. ``load(bucket, checkpoint)``: read that image into the store, own it; raises EverstepError.
-    ``on_report()``: there is more to tell the master (``keeper.machine.complete``, ``ready``). ``on_gave(bucket)``.
+    ``on_report()``: there is more to tell the master (``keeper.machine.complete``, ``ready``, ``torn``).
+    ``on_gave(bucket)``.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from everstep.brain.watch import Watch
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import Manifest
 from everstep.model.member import Role
-from everstep.model.placement import MirrorKind
+from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, ShardState, split_key
 from everstep.native.ledger import Ledger, batch_fingerprint
 from everstep.policies.draft import How
@@ -88,6 +88,7 @@ class Simulation:
         self.files: dict[str, Bucket] = {}  # images, durable or not
         self.manifests: dict[int, Manifest] = {}
         self.ps_deaths = 0
+        self.torn: set[int] = set()  # mirrors; ids are never used again
         self.doomed: set[Slot] = set()  # lost, or about to be, and the map still names them
         self.doomed_lives: dict[Slot, Incarnation] = {}
         self.disk = Disk()
@@ -225,6 +226,12 @@ class Simulation:
         elif fault == "cut ps from ps" and len(living) > 1:
             other = rng.choice([p for p in living if p is not ps])
             self.cut(ps.name, other.name, rng.random() < 0.6, rng.uniform(0.1, 3.0))
+        elif fault == "tear mirror":
+            whole = [m for m in ps.machine.complete if self.may_tear(m)]
+            if whole:
+                mirror = rng.choice(whole)
+                kernel.say("FAULT", f"mirror {mirror} at {ps} is torn")
+                ps.tear(mirror)
         elif fault == "cut ps from master briefly":
             self.cut(ps.name, self.master.name, rng.random() < 0.7, rng.uniform(0.05, 0.8))
         elif fault in ("kill ps", "kill ps and worker", "kill ps and master", "kill two ps", "zombie ps"):
@@ -263,11 +270,31 @@ class Simulation:
         self.doomed = {s for s in self.doomed if (s, self.doomed_lives[s]) in placed}
         if (ps.key.slot, ps.incarnation) not in placed:
             return False
-        keeper = brain.keeper
-        gone = {ps.key.slot, *self.doomed}
+        if not self._bearable(placement, {ps.key.slot, *self.doomed}):
+            return False
+        self.doomed.add(ps.key.slot)
+        self.doomed_lives[ps.key.slot] = ps.incarnation
+        return True
+
+    def may_tear(self, mirror: int) -> bool:
+        """Whether every bucket can still be had without this mirror, and those whose tear the master has not heard of.
+        If so, it is noted."""
+        placement = self.master.brain.placement
+        if not self.master.alive or placement is None or self.master.brain.job.over or self.master.outdated():
+            return False
+        self.torn.add(mirror)
+        if self._bearable(placement, set(self.doomed)):
+            return True
+        self.torn.remove(mirror)
+        return False
+
+    def _bearable(self, placement: Placement, gone: set[Slot]) -> bool:
+        """Whether every bucket could be had without the ps ``gone`` and the torn mirrors."""
+        keeper = self.master.brain.keeper
         for switched in (False, True):  # a mirror's "ready" may be on its way: then the bucket goes to who is lost
             draft = keeper.draft()
             draft.living = {p.slot for p in placement.servers if p.slot in draft.living} - gone
+            draft.drop([m for m in draft.mirrors if m.id in self.torn])
             away = set(draft.missing)
             if switched:
                 moves = [m for m in draft.mirrors if m.kind is MirrorKind.MOVE and m.at in gone]
@@ -277,8 +304,6 @@ class Simulation:
             draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
             if not draft.living or (recover(draft, keeper._image_of).lost and not self.may_begin_again()):
                 return False
-        self.doomed.add(ps.key.slot)
-        self.doomed_lives[ps.key.slot] = ps.incarnation
         return True
 
     def outlived(self, life: PeerKey, bucket: BucketId) -> bool:

@@ -134,7 +134,9 @@ class MirrorPs(Child):
 
     def report(self) -> None:
         slot, incarnation = self.me
-        self.reports = [(MirrorsReady, (slot, incarnation, tuple(self.machine.complete)))]
+        self.reports = [
+            (MirrorsReady, (slot, incarnation, tuple(self.machine.complete), tuple(sorted(self.machine.torn))))
+        ]
         self.reports += [
             (BucketsReady, (slot, incarnation, version, buckets, how)) for version, how, buckets in self.machine.ready()
         ]
@@ -224,6 +226,10 @@ class MirrorPs(Child):
         there = self.kernel.random() < 0.8 or self.machine.wants_image(bucket, checkpoint)
         self.store.load_end(bucket, self.sim.image_of(checkpoint, bucket).copy() if there else None)
         self.machine.loaded(bucket, checkpoint, there)
+        self.moved_on()
+
+    def tear(self, mirror: int) -> None:
+        self.machine.tear(mirror, "a drill")
         self.moved_on()
 
     # ------------------------------------------------------------ other ps
