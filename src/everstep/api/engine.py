@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from everstep.api.dense import DenseGroup, PsOptimizer
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, TableSet
 from everstep.brain.events import Answer, Fenced, Refused, Registered
+from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
 from everstep.errors import (
     DataError,
@@ -33,11 +34,13 @@ from everstep.errors import (
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
+from everstep.model.turn import Turn
 from everstep.monitor import stepclock
 from everstep.monitor.process import ProcessReadings
 from everstep.native import bag_backward, isfinite_all
 from everstep.net import messages
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.tables.gate import Gate, Late, Verdict
 from everstep.tables.inputs import Inputs
 from everstep.tables.protocol import (
     Action,
@@ -62,6 +65,7 @@ _MASTER_S = 300.0  # a master may be away so long
 _MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
 _OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
 _OPEN_AGAIN_MAX_S = 1.0
+_SAY_AGAIN_S = 1.0  # where we are, while we wait for the others: a word may have been lost
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
@@ -76,6 +80,11 @@ class _Payload(HeldRows):
         super().__init__(holders)
         self.tables, self.router, self.lrs = tables, router, lrs
         self.parts: list[list[Part]] = []
+
+    def weigh(self, weight: float) -> None:
+        """Scale the gradients, in place. Before they are sent."""
+        for rows in self.tables:
+            np.multiply(rows.grads, np.float32(weight), out=rows.grads)
 
 
 class _Run:
@@ -108,7 +117,7 @@ class Engine:
         self._watched: set[TableId] = set()  # dense groups whose gradients tell the clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
+        self._inputs = Inputs(self._changed, self._do)
         self._payloads: dict[tuple[LeaseNo, int, int, int], _Payload] = {}
         self._epochs_done: dict[str, int] = {}
         self._group: list[Item] = []  # batches whose gradients go out together, the current one last
@@ -118,6 +127,12 @@ class Engine:
         self._job_over = False
         self._looping = False
         self._exit_status = 0
+        consistency = parse_consistency(seat.spec.consistency)
+        self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
+        self._sync = self.gate is not None and self.gate.sync
+        self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
+        self._batch = 0  # the loader's batch size
+        self._dropped: set[tuple[LeaseNo, int, int, int]] = set()  # sync: works whose gradient is not finite
         self.registered = 0  # loops begun
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
@@ -140,6 +155,20 @@ class Engine:
         with self._lock:
             self.failure = self.failure or error
             self._changed.notify_all()
+
+    def turned(self, turn: Turn) -> None:
+        """Consistency sync and bounded: who may go on."""
+        if self.gate is None:
+            return
+        with self._lock:
+            self._judge(self.gate.turn(turn))
+            self._say_place()
+            self._changed.notify_all()
+
+    def welcomed(self) -> None:
+        """Said hello to a master, perhaps another one than before: it may know nothing of where we are."""
+        with self._lock:
+            self._say_place(again=True)
 
     def finish(self) -> None:
         """The job is over: the loop ends the script after the batch in hand, and waits for nobody (the ps and the
@@ -186,6 +215,13 @@ class Engine:
 
     # ------------------------------------------------------------ the machine
 
+    def feed(self, event: Callable[[], list[Action]]) -> None:
+        """Give the machine an input and do what it wants."""
+        self._inputs.feed(event)
+        if self.gate is not None:
+            with self._lock:
+                self._say_place()
+
     def _do(self, action: Action) -> None:
         machine = self.protocol
         if isinstance(action, SendPush):
@@ -194,6 +230,8 @@ class Engine:
             payload = self._payloads.pop(action.work.key, None)
             if payload is not None:
                 payload.settle()
+            if self.gate is not None:
+                self.gate.settled(action.work)
             if action.applied:
                 self.samples += action.work.hi - action.work.lo
         elif isinstance(action, AskShard):
@@ -285,6 +323,71 @@ class Engine:
         payload.router = router
         payload.parts = parts_by_ps(payload.tables, len(router.slots), grads=True, lrs=payload.lrs)
 
+    # ------------------------------------------------------------ whose turn it is (sync, bounded)
+
+    def _say_place(self, again: bool = False) -> None:
+        """Tell the master where we are, if it needs to know. With the lock held."""
+        place = self.gate.due(again) if self.gate is not None and self._batch else None
+        if place is not None:
+            self.seat.ask(messages.TellPlace(place), lambda answer: None)
+
+    def _judge(self, verdict: Verdict | None) -> None:
+        """Do what was decided about the part in hand. With the lock held."""
+        if verdict is None:
+            return
+        work = verdict.work
+        dropped = work.key in self._dropped
+        self._dropped.discard(work.key)
+        if isinstance(verdict, Late):
+            payload = self._payloads.pop(work.key, None)
+            if payload is not None:
+                payload.settle()
+            self.feed(lambda: self.protocol.late(work))
+            return
+        payload = self._payloads.get(work.key)
+        if payload is not None and verdict.weight != 1.0:
+            payload.weigh(verdict.weight)
+        self.feed(lambda: self.protocol.computed(work, dropped))
+
+    def _ready(self, work: Work, dropped: bool = False) -> None:
+        """Gradients of ``work`` are computed (``dropped``: not finite). With the lock held."""
+        if not self._sync:
+            self.feed(lambda: self.protocol.computed(work, dropped))
+            return
+        assert self.gate is not None
+        if dropped:
+            self._dropped.add(work.key)
+        self._judge(self.gate.ready(work, 0 if dropped else work.hi - work.lo))
+        self._say_place()
+
+    def _await_turn(self, run: _Run, work: Work) -> bool:
+        """Wait until the rows of ``work`` may be pulled. False: it is not wanted any more, or the loop is to end."""
+        gate = self.gate
+        if gate is None:
+            return True
+        say_at = time.monotonic() + _SAY_AGAIN_S
+        phase = self.clock.switch(stepclock.BARRIER) if run.thread is None else -1
+        try:
+            with self._lock:
+                while True:
+                    self._check()
+                    if run.stop.is_set() or self._stopping:
+                        return False
+                    if not self.protocol.current(work):
+                        self.feed(lambda: self.protocol.computed(work))
+                        return False
+                    if gate.may_begin():
+                        gate.begin(work)
+                        self.protocol.set_batch_samples(gate.samples or self._batch)
+                        return True
+                    if time.monotonic() >= say_at:
+                        say_at = time.monotonic() + _SAY_AGAIN_S
+                        self._say_place(again=True)
+                    self._changed.wait(0.2)
+        finally:
+            if run.thread is None:
+                self.clock.switch(phase)
+
     def _unexpected(self, ps: Slot, answer: DataAnswer) -> None:
         text = answer.error if isinstance(answer, Bad) else repr(answer)
         self.fail(InternalError(f"ps:{ps} refused: {text}"))
@@ -346,9 +449,12 @@ class Engine:
         self._watch_backward()
         with self._lock:
             self.protocol.set_batch_samples(loader.batch_size)
+            self._batch = loader.batch_size
+            if self.gate is not None:
+                self.gate.batch = loader.batch_size
         self.feed(lambda: self.protocol.begin(dataset, until))
-        run = _Run(loader, self.seat.prefetch)
-        if self.seat.prefetch:
+        run = _Run(loader, self._ahead)
+        if self._ahead:
             run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
             run.thread.start()
         complete = False
@@ -437,12 +543,12 @@ class Engine:
 
     def _read(self, run: _Run) -> Item | None:
         """Take work, read its batch, ask for its rows. None when all data is done."""
-        work = self._await_work(run)
-        if work is None:
-            return None
-        _, epoch, _ = split_key(work.lease.shard)
-        batch = run.loader.read(epoch, work.lo, work.hi)
-        return self.tables.prepare(work, batch, create=True)
+        while (work := self._await_work(run)) is not None:
+            _, epoch, _ = split_key(work.lease.shard)
+            batch = run.loader.read(epoch, work.lo, work.hi)
+            if self._await_turn(run, work):
+                return self.tables.prepare(work, batch, create=True)
+        return None
 
     def _await_work(self, run: _Run) -> Work | None:
         with self._lock:
@@ -453,7 +559,17 @@ class Engine:
                 work = self.protocol.next_work()
                 self.feed(self.protocol.more)
                 if work is not None:
+                    if self.gate is not None:
+                        self.gate.work()
+                        self._say_place()
                     return work
+                if (
+                    self.gate is not None
+                    and not self.gate.pending
+                    and (self.protocol.waiting or self.protocol.finished)
+                ):
+                    self.gate.rest()
+                    self._say_place()
                 if self.protocol.finished:
                     return None
                 self._changed.wait(0.2)
@@ -526,8 +642,11 @@ class Engine:
         """Wait a little for pushes on their way, then give all leases back."""
         limit = time.monotonic() + _LEAVE_S
         with self._lock:
-            while self.protocol.unacknowledged and not self._ending() and time.monotonic() < limit:
+            while (self.protocol.unacknowledged or self._payloads) and not self._ending() and time.monotonic() < limit:
                 self._changed.wait(0.1)
+            if self.gate is not None:
+                self.gate.leave()
+                self._say_place()
             if self._job_over or self.protocol.finished or not (self.protocol.held() or self.protocol.asking):
                 return
             self.feed(lambda: self.protocol.leave(reason))
@@ -576,7 +695,8 @@ class Engine:
                 self.fail(error)
                 raise error
             self.skipped += 1
-            self.feed(lambda: self.protocol.computed(work, True))
+            with self._lock:
+                self._ready(work, dropped=True)
             return
         out = []
         router = self.tables.client.router
@@ -590,7 +710,7 @@ class Engine:
         with self._lock:
             self._payloads[work.key] = payload = _Payload(out, holders, router, dict(self._lrs))
             self._route(payload, router)
-            self.feed(lambda: self.protocol.computed(work))
+            self._ready(work)
 
     def _fold_group(self) -> None:
         """Gradient accumulation: add the newest batch's gradients to those before, so that memory stays bounded."""

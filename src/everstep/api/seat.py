@@ -11,6 +11,7 @@ from everstep.ids import LeaseNo
 from everstep.model.group import Group
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease
+from everstep.model.turn import Turn
 from everstep.monitor.stepclock import StepClock
 from everstep.net.messages import Beat
 from everstep.tables.client import PsClient
@@ -35,6 +36,16 @@ class Listener(Protocol):
     def held(self) -> tuple[Lease, ...]: ...
 
     def beat(self) -> Beat: ...
+
+
+class TurnListener(Listener, Protocol):
+    """In mode ps."""
+
+    def turned(self, turn: Turn) -> None: ...
+
+    def welcomed(self) -> None:
+        """Said hello to a master, perhaps another one than before."""
+        ...
 
 
 class GroupListener(Listener, Protocol):

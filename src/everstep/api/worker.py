@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from everstep.api.seat import GroupListener, Listener
+from everstep.api.seat import GroupListener, Listener, TurnListener
 from everstep.brain.events import Answer, Fenced, Welcome
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
@@ -179,6 +179,8 @@ class WorkerSeat:
             self._listener.revoked(lease)
         if self._group is not None:
             self._group.welcomed()
+        else:
+            cast(TurnListener, self._listener).welcomed()
 
     def _hello_again(self) -> None:
         if not self._placed.is_set() and self.control is not None:
@@ -193,6 +195,9 @@ class WorkerSeat:
         elif isinstance(order, messages.NewGroup):
             if self._group is not None:
                 self._group.grouped(order.group)
+        elif isinstance(order, messages.NewTurn):
+            if self._group is None:
+                cast(TurnListener, listener).turned(order.turn)
         elif isinstance(order, messages.TakeReplica):
             if self.on_replica is not None:
                 self.on_replica(order)

@@ -92,6 +92,7 @@ from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
+from everstep.model.turn import LATE
 from everstep.policies.hot import HotMove
 from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
@@ -945,7 +946,7 @@ class Brain:
             return [_OK]
         self._release_hold(seat, held, settled=True)
         self.shards.take_back(e.shard, 0)
-        return [_OK, self._returned_note(seat, held, e.reason or "given back")]
+        return [_OK] if e.reason == LATE else [_OK, self._returned_note(seat, held, e.reason or "given back")]
 
     def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
         held = self.shards.leases.get(e.shard)

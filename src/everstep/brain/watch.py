@@ -117,6 +117,11 @@ class Watch:
         """A lease is over (done, returned, revoked)."""
         self._leases.pop(no, None)
 
+    def excuse(self, no: LeaseNo, at: float) -> None:
+        """It makes no progress because its worker has to wait for others."""
+        if (known := self._leases.get(no)) is not None:
+            known.at = max(known.at, at)
+
     def position(self, no: LeaseNo, default: int) -> int:
         """The last position that its worker told of a lease."""
         known = self._leases.get(no)

@@ -41,7 +41,10 @@ def cli() -> None:
     help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
 )
 @click.option("--lr-rule", help="allreduce, elastic: none (default), linear or sqrt in the global batch.")
-@click.option("--consistency", help="async: workers never wait for each other.")
+@click.option(
+    "--consistency",
+    help="ps: async (default); bounded:S: at most S batches ahead; sync; sync:B: a step waits for all but B.",
+)
 @click.option("--seed", type=int, help="Seed of data order, rows and model (default 0).")
 @click.option("--run-dir", help="Where the run keeps everything (default runs/NAME-DATE-TIME).")
 @click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")

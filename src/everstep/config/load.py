@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.parity import parse_code, refuse_few
 from everstep.config.spec import JobSpec
@@ -133,6 +134,7 @@ POLICIES: Final = ("none", "nondedicated", "dedicated", "backup")
 
 def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
     name, where = spec.policy, f"policy = {spec.policy!r}{at['policy']}"
+    steps = spec.mode == "ps" and parse_consistency(spec.consistency).kind == "sync"
     module, colon, attribute = name.partition(":")
     if not colon and name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, 1)
@@ -140,14 +142,36 @@ def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(f"{where}: no such policy; {what}")
     if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ConfigError(f"{where}: expected module:callable, such as mine:choose for choose in mine.py")
-    if name == "backup":
-        raise ConfigError(f"{where}: needs steps with a quorum, and mode {spec.mode} has none; see nondedicated")
+    if name == "backup" and not steps:
+        raise ConfigError(
+            f"{where}: needs steps with a quorum (mode ps, consistency sync); {_words(spec)} has none: see nondedicated"
+        )
     if name == "dedicated" and spec.mode == "ps":
         raise ConfigError(f"{where}: divides common steps, and mode ps ({spec.consistency}) has none; see nondedicated")
 
 
+def _words(spec: JobSpec) -> str:
+    return f"mode ps with consistency {spec.consistency}" if spec.mode == "ps" else f"mode {spec.mode}"
+
+
+def _check_consistency(spec: JobSpec, at: Mapping[str, str]) -> None:
+    where = f"consistency = {spec.consistency!r}{at['consistency']}"
+    try:
+        found = parse_consistency(spec.consistency)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if spec.mode == "allreduce" and found.kind != "async":
+        raise ConfigError(f"{where}: for mode ps; mode allreduce is synchronous by itself: leave consistency out")
+    if found.backup and found.backup >= spec.workers:
+        raise ConfigError(
+            f"{where}: with workers = {spec.workers}{at['workers']} a step would wait for nobody; at most "
+            f"sync:{spec.workers - 1}" + ("" if spec.workers > 1 else ", which is sync")
+        )
+
+
 def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
     """What belongs to one mode only. ``at``: field -> where its value came from, for the message."""
+    _check_consistency(spec, at)
     if spec.mode == "ps":
         if spec.ps < 1:
             raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")

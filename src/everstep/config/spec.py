@@ -15,7 +15,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     args: tuple[str, ...] = ()  # its arguments
     workers: int = 1
     ps: int = 1
-    consistency: Literal["async"] = "async"
+    consistency: str = "async"  # mode ps: async, bounded:S, sync, sync:B (see config.consistency)
     mode: Literal["ps", "allreduce"] = "ps"  # where the dense part lives: on the ps, or on every worker (synchronous)
     strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
     min_workers: int = 1  # allreduce: below so many, training waits

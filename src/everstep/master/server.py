@@ -40,6 +40,7 @@ from everstep.brain.events import (
     GroupSynced,
     ImagesWritten,
     InstructionType,
+    LeaseExpired,
     MasterStarted,
     MemberJoined,
     MemberSilent,
@@ -77,6 +78,7 @@ from everstep.master.drills import Drills
 from everstep.master.hot import HotKeeper
 from everstep.master.metrics import MetricsServer, fill
 from everstep.master.observe import Observer
+from everstep.master.pacing import PaceKeeper
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
@@ -171,6 +173,7 @@ class Master:
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
         self.stalls = Stalls()
+        self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_worker)
         self.hot = HotKeeper(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
         self.policy = PolicyKeeper(
@@ -205,6 +208,7 @@ class Master:
             wire.MirrorReady: self._mirror_ready,
             wire.BucketsReady: self._buckets_ready,
             wire.Report: self._report,
+            wire.TellPlace: self._tell_place,
             wire.AskGroup: self._ask_group,
             wire.Synced: self._synced,
             wire.LeaveGroup: self._leave_group,
@@ -308,6 +312,8 @@ class Master:
 
     def _tell(self, event: BrainEvent, future: asyncio.Future[Answer] | None = None) -> None:
         """Hand an event to the brain and queue what follows until it is durable."""
+        if isinstance(event, LeaseExpired):
+            self.pace.expired(event)
         try:
             instructions = self.brain.handle(event)
         except Exception:
@@ -324,6 +330,7 @@ class Master:
             return
         self.journal.maybe_snapshot(self.brain)
         self._undurable.append(Undurable(seq, event.at, future, answer, instructions))
+        self.pace.handled(event)
 
     def _submit(self, event: BrainEvent) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = self._loop.create_future()
@@ -497,6 +504,13 @@ class Master:
         self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
         return _OK
 
+    def _tell_place(self, peer: Peer, r: wire.TellPlace) -> Answer:
+        who = peer.identity
+        if self.brain.members.current(Role.WORKER, who.slot, who.incarnation) is None:
+            return Fenced(f"worker:{who.slot} #{who.incarnation} was replaced")
+        self.pace.told(who.slot, who.incarnation, r.place)
+        return _OK
+
     def _register(self, peer: Peer, r: wire.Register) -> Any:
         who = peer.identity
         return self._submit(PlanRegistered(self.clock.now(), who.slot, who.incarnation, r.plan))
@@ -599,6 +613,7 @@ class Master:
             await asyncio.sleep(TICK_S)
             at = self.clock.now()
             self.watch.look(self.brain, at)
+            self.pace.tick(at)
             for event in self.watch.tick(at):
                 if isinstance(event, MemberSilent) and event.lost:
                     event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))

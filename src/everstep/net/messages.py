@@ -22,6 +22,7 @@ from everstep.model.observation import Observations
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Plan, Token
 from everstep.model.table import TableSpec
+from everstep.model.turn import Place, Turn
 
 # ---------------------------------------------------------------- control plane: requests
 
@@ -269,6 +270,12 @@ class GetSpec(Request, frozen=True, tag="get_spec"):
     """From an agent that joins from another node. Answer: SpecReport."""
 
 
+class TellPlace(Request, frozen=True, tag="tell_place"):
+    """Consistency sync and bounded: where this worker is. Answer: Ok; what follows for all comes as NewTurn."""
+
+    place: Place
+
+
 RequestType = (
     HelloNode
     | HelloMember
@@ -298,6 +305,7 @@ RequestType = (
     | Stalled
     | StoreSet
     | StoreGet
+    | TellPlace
 )
 
 
@@ -537,8 +545,26 @@ class NewGroup(Order, frozen=True, tag="new_group"):
     group: Group
 
 
+class NewTurn(Order, frozen=True, tag="new_turn"):
+    """To workers, consistency sync and bounded: who may go on."""
+
+    turn: Turn
+
+
 OrderType = (
-    Start | End | NewPlacement | NewGroup | Release | Revoke | Finish | News | TakeImages | TakeReplica | Slow | Hit
+    Start
+    | End
+    | NewPlacement
+    | NewGroup
+    | NewTurn
+    | Release
+    | Revoke
+    | Finish
+    | News
+    | TakeImages
+    | TakeReplica
+    | Slow
+    | Hit
 )
 
 # ---------------------------------------------------------------- data plane: worker -> ps

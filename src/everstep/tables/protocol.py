@@ -57,6 +57,7 @@ from everstep.brain.events import Answer, EndOfData, Fenced, Granted, Ok, Refuse
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token
+from everstep.model.turn import LATE
 from everstep.net.messages import Opened, Pushed
 
 # ---------------------------------------------------------------- work
@@ -311,6 +312,11 @@ class WorkerProtocol:
     def asking(self) -> bool:
         """Whether it has no final answer yet."""
         return self._asking
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the master had no shard for us, and we are to ask again."""
+        return self._asking and self._waiting
 
     @property
     def route(self) -> int:
@@ -600,6 +606,12 @@ class WorkerProtocol:
         held.sent[work.lo, work.hi] = batch
         self._unacknowledged += 1
         return self._send(held, batch) if held.state is _State.ACTIVE else []  # else: once it is open again
+
+    def late(self, work: Work) -> list[Action]:
+        """``work`` is computed, but its step went on without it: none of it is pushed. Its lease goes back, so that
+        whoever is free computes it again."""
+        out: list[Action] = [Settled(work, False)]
+        return out + self._over(work.lease.no, LATE)
 
     # ------------------------------------------------------------ inside
 

@@ -1,0 +1,202 @@
+"""Who may go on (consistency sync and bounded): the master's side, a pure machine, soft state like the watch.
+
+Theory
+------
+Nothing here is needed for exactly-once: buckets apply a range only at its watermark, whoever says what about steps.
+So nothing of it is journaled, and a word that is lost, repeated or late costs time only. What it is needed for is that
+all ps take the same decision about a late gradient. It is taken here, before the gradient leaves its worker: a worker
+pushes only what a closed step names, all of it; else nothing, and gives its shard back.
+
+Sync, one step after the other::
+
+    open --as many ready as the quorum--> closed (parts named) --all of them have pushed, or are lost--> open, step + 1
+
+The quorum is as many workers as the job wants, less the backups, or all who have work where these are fewer. Who has no
+work (waits for somebody else's shards, has just come, is lost, holds a lease that expired) is waited for by nobody.
+
+Bounded: the *floor* is the least number of finished batches among those who have work. It never falls; who comes or
+comes back begins at it.
+
+A new master knows nothing. It takes over what workers tell of: the highest step, and the parts of it if one of them
+knows that it was closed. It closes nothing itself, and says no floor, before it has heard everybody who holds a lease:
+one of them may know what the last master decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from everstep.config.consistency import Consistency
+from everstep.ids import Incarnation, Slot
+from everstep.model.turn import Place, Share, Turn
+
+
+class _Seen(msgspec.Struct):
+    """What a worker told last. ``out``: it does not count until it tells something else (its lease expired)."""
+
+    incarnation: Incarnation
+    place: Place
+    out: bool = False
+
+
+class Pacing:
+    """``told`` with what workers tell, ``look`` after the brain has changed; then ``turn`` is the word for all."""
+
+    __slots__ = (
+        "_closed",
+        "_here",
+        "_number",
+        "_seen",
+        "_unheard",
+        "backup",
+        "batches",
+        "consistency",
+        "master",
+        "step",
+        "wanted",
+    )
+
+    def __init__(self, consistency: Consistency, master: Incarnation) -> None:
+        self.consistency, self.master = consistency, master
+        self.backup = consistency.backup  # of the steps that close from now on
+        self.wanted = 0  # workers
+        self.batches: dict[Slot, int] = {}  # see Turn.batches
+        self.step = 0 if master == 1 else -1
+        self._closed: dict[Slot, Share] = {}
+        self._seen: dict[Slot, _Seen] = {}
+        self._here: dict[Slot, Incarnation] = {}
+        self._unheard: set[Slot] | None = set() if master == 1 else None  # None: not looked yet
+        self._number = 0
+
+    def __repr__(self) -> str:
+        what = f"closed with {sorted(self._closed)}" if self._closed else "open"
+        return f"<pacing {self.consistency} step {self.step} {what}, {len(self._seen)} workers>"
+
+    @property
+    def turn(self) -> Turn:
+        parts = tuple(share for _, share in sorted(self._closed.items()))
+        batches = tuple(sorted(self.batches.items())) if self.consistency.kind == "sync" else ()
+        return Turn(
+            self.master, self._number, -1 if self._unheard or self._unheard is None else self.step, parts, batches
+        )
+
+    @property
+    def quorum(self) -> int:
+        """Parts that close the step now."""
+        return max(1, min(len(self._active()), self.wanted - self.backup))
+
+    def loader_batch(self) -> int:
+        """The script's batch size, as workers told; 0: nobody did."""
+        return max((seen.place.batch for seen in self._seen.values()), default=0)
+
+    def waits(self, slot: Slot) -> bool:
+        """Whether this worker does not get on because it has to wait for others."""
+        seen = self._seen.get(slot)
+        if seen is None or seen.out:
+            return False
+        if self.consistency.kind == "sync":
+            return seen.place.state != "busy" or seen.place.step < self.step
+        return seen.place.state != "busy" or seen.place.step > self.step
+
+    def working(self) -> tuple[Slot, ...]:
+        """Workers that take part now."""
+        return tuple(sorted(self._active()))
+
+    # ------------------------------------------------------------ inputs
+
+    def look(self, here: Mapping[Slot, Incarnation], holding: Collection[Slot], wanted: int) -> bool:
+        """``here``: the processes that run, by slot; ``holding``: those who hold a lease; ``wanted``: workers of the
+        job. Whether ``turn`` changed."""
+        before = self._state()
+        self.wanted = wanted
+        self._here = dict(here)
+        if self._unheard is None:
+            self._unheard = set(holding)
+        self._unheard = {s for s in self._unheard if s in holding and s in here and s not in self._seen}
+        for slot in [s for s, seen in self._seen.items() if here.get(s) != seen.incarnation]:
+            del self._seen[slot]
+        self.batches = {s: n for s, n in self.batches.items() if s in here}
+        return self._settle(before)
+
+    def told(self, slot: Slot, incarnation: Incarnation, place: Place) -> bool:
+        """A worker told where it is. Whether ``turn`` changed."""
+        before = self._state()
+        if self._here.get(slot, incarnation) > incarnation:
+            return False
+        self._here[slot] = incarnation
+        seen = self._seen.get(slot)
+        if seen is not None and seen.incarnation == incarnation and seen.place.number >= place.number:
+            return False
+        self._seen[slot] = _Seen(incarnation, place)
+        if self._unheard:
+            self._unheard.discard(slot)
+        if self.consistency.kind == "sync" and place.state != "idle":
+            if place.step > self.step:
+                self.step, self._closed = place.step, {}
+            if place.step == self.step and place.parts and not self._closed:
+                self._closed = {part.slot: part for part in place.parts}
+        return self._settle(before)
+
+    def expired(self, slot: Slot) -> bool:
+        """A lease of this worker was taken back because it did not get on. Whether ``turn`` changed."""
+        before = self._state()
+        if (seen := self._seen.get(slot)) is not None:
+            seen.out = True
+        return self._settle(before)
+
+    # ------------------------------------------------------------ inside
+
+    def _state(self) -> tuple[object, ...]:
+        turn = self.turn
+        return turn.step, turn.parts, turn.batches
+
+    def _active(self) -> dict[Slot, _Seen]:
+        return {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}
+
+    def _settle(self, before: tuple[object, ...]) -> bool:
+        if not self._unheard and self._unheard is not None:
+            if self.consistency.kind == "sync":
+                self.step = max(self.step, 0)
+                while self._advance():
+                    pass
+            else:
+                active = self._active().values()
+                told = [seen.place.step for seen in active if seen.place.state != "new"]
+                if self.step >= 0 and len(told) < len(active):
+                    told.append(self.step)  # it begins there, and is about to say so
+                self.step = max([self.step, 0, *([min(told)] if told else [])])
+        if self._state() == before:
+            return False
+        self._number += 1
+        return True
+
+    def _advance(self) -> bool:
+        """One transition of a step, if it is due."""
+        if self._closed:
+            if any(self._owes(share) for share in self._closed.values()):
+                return False
+            self.step, self._closed = self.step + 1, {}
+            return True
+        active = self._active()
+        ready = {
+            slot: Share(slot, seen.incarnation, seen.place.samples)
+            for slot, seen in active.items()
+            if seen.place.state == "ready" and seen.place.step == self.step
+        }
+        if not ready or len(ready) < self.quorum:
+            return False
+        self._closed = ready
+        return True
+
+    def _owes(self, share: Share) -> bool:
+        """Whether a named worker is still to push its part."""
+        if self._here.get(share.slot) != share.incarnation:
+            return False
+        seen = self._seen.get(share.slot)
+        if seen is None:
+            return True  # a new master has not heard it
+        if seen.out or seen.place.step > self.step or seen.place.state in ("idle", "new"):
+            return False
+        return seen.place.state != "pushed"

@@ -1,0 +1,76 @@
+"""The shell round ``brain.pacing``: places of workers in, turns out. Consistency sync and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import BrainEvent, LeaseExpired
+from everstep.brain.pacing import Pacing
+from everstep.brain.watch import Watch
+from everstep.config.consistency import parse_consistency
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, Slot
+from everstep.model.turn import Place
+from everstep.net.messages import NewTurn
+
+
+class PaceKeeper:
+    """``order(slot, order)``: to a worker, if it is connected; who is not hears of it when it tells its place again."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        watch: Watch,
+        spec: JobSpec,
+        master: Incarnation,
+        order: Callable[[Slot, NewTurn], object],
+    ) -> None:
+        self._brain, self._watch, self._order = brain, watch, order
+        consistency = parse_consistency(spec.consistency)
+        self.pacing = Pacing(consistency, master) if consistency.kind != "async" else None
+
+    def __repr__(self) -> str:
+        return f"<pace keeper {self.pacing!r}>"
+
+    def told(self, slot: Slot, incarnation: Incarnation, place: Place) -> None:
+        """A worker says where it is."""
+        if self.pacing is None:
+            return
+        self._look()
+        if self.pacing.told(slot, incarnation, place):
+            self._publish()
+        else:
+            self._order(slot, NewTurn(self.pacing.turn))
+
+    def handled(self, event: BrainEvent) -> None:
+        """The brain has handled this event. Call it for a LeaseExpired with ``expired`` before."""
+        if self.pacing is not None and self._look():
+            self._publish()
+
+    def expired(self, event: LeaseExpired) -> None:
+        """Before the brain hears of it: whose lease it is."""
+        held = self._brain.leases.get(event.shard)
+        if self.pacing is not None and held is not None and held.no == event.lease and self.pacing.expired(held.worker):
+            self._publish()
+
+    def tick(self, at: float) -> None:
+        """Before the watch's: leases of those who wait for others do not expire for that."""
+        if self.pacing is None:
+            return
+        for held in self._brain.leases.values():
+            if self.pacing.waits(held.worker):
+                self._watch.excuse(held.no, at)
+
+    def _look(self) -> bool:
+        assert self.pacing is not None
+        here = {s: seat.member.incarnation for s, seat in self._brain.members.workers.items() if seat.running}
+        return self.pacing.look(
+            here, {held.worker for held in self._brain.leases.values()}, self._brain.job.workers_wanted
+        )
+
+    def _publish(self) -> None:
+        assert self.pacing is not None
+        order = NewTurn(self.pacing.turn)
+        for slot in self._brain.members.workers:
+            self._order(slot, order)

@@ -1,0 +1,66 @@
+"""Whose turn it is in mode ps where workers do not run freely (consistency sync and bounded)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from everstep.ids import Incarnation, Slot
+
+LATE = "its step went on without it"
+"""Why a worker gives a shard back in a sync job with backups: as often as it is late, so nobody is told each time."""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's part of a step: its samples, of which it has the gradient."""
+
+    slot: Slot
+    incarnation: Incarnation
+    samples: int
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """Where the job is, by the master. Words of one master are numbered; a later master's replace an earlier one's.
+
+    Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
+    it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
+    slowest worker has finished. -1: not known yet (a new master asks around). ``batches``: sync, samples that a worker
+    takes of a step from now on, where a policy wants other than the script's batch size.
+    """
+
+    master: Incarnation
+    number: int
+    step: int = -1
+    parts: tuple[Share, ...] = ()
+    batches: tuple[tuple[Slot, int], ...] = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.master, self.number
+
+    @property
+    def samples(self) -> int:
+        """Of a closed step."""
+        return sum(part.samples for part in self.parts)
+
+
+State = Literal["idle", "new", "busy", "ready", "pushed"]
+"""Of a worker. idle: it has nothing to compute; new: it has, and needs to hear where the job is; busy: computing for
+``step``; ready: it has its gradient of ``step``; pushed: all ps have it."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker is, as it tells the master: whenever that changes, and again when a master may not know.
+
+    Sync: ``step`` is the one it takes part in; ``samples`` of its part; ``parts``: of the closed step, where it has
+    heard of them (so that a new master keeps to what the one before has decided). Bounded: ``step`` is how many batches
+    it has finished. ``number``: larger for each new place, so that one which comes late does not count.
+    """
+
+    state: State
+    step: int = -1
+    samples: int = 0
+    batch: int = 0  # the loader's batch size
+    parts: tuple[Share, ...] = ()
+    number: int = 0

@@ -1,0 +1,209 @@
+"""A worker's side of ``brain/pacing.py``: when it may begin a batch, and whether its gradient counts. Pure.
+
+Bounded: batch number i (of this worker) begins when ``i - floor <= ahead``. Batches that were begun and are not
+settled are ``_begun``; so finished ones are counted without counting what was given up twice.
+
+Sync: a *part* is all that is computed for one step::
+
+    begin, begin, ... -> ready --(turn names it)--> Pushing -> settled -> pushed -> (turn of the next step) -> begin
+                              --(turn does not)---> Late: nothing of it may leave; the shard goes back
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.config.consistency import Consistency
+from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.model.turn import Place, Share, State, Turn
+from everstep.tables.protocol import Work
+
+
+class Pushing(msgspec.Struct, frozen=True):
+    """Push this part; its gradient is a mean over its own samples and counts ``weight`` times in the step's."""
+
+    work: Work
+    weight: float
+
+
+class Late(msgspec.Struct, frozen=True):
+    """The step was closed without this part."""
+
+    work: Work
+
+
+Verdict = Pushing | Late
+_Begun = tuple[LeaseNo, int, int]
+
+
+class Gate:
+    """See the top of this file. Not thread-safe: the caller has a lock."""
+
+    __slots__ = (
+        "_begun",
+        "_finished",
+        "_me",
+        "_part",
+        "_parts",
+        "_resting",
+        "_said",
+        "_stage",
+        "_step",
+        "_turn",
+        "batch",
+        "consistency",
+        "late",
+    )
+
+    def __init__(self, consistency: Consistency, slot: Slot, incarnation: Incarnation) -> None:
+        self.consistency = consistency
+        self.batch = 0  # the loader's batch size, for the master
+        self.late = 0  # parts that came too late
+        self._me = slot, incarnation
+        self._turn: Turn | None = None
+        self._begun: list[_Begun] = []  # batches begun and not settled
+        self._finished = 0  # bounded
+        self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
+        self._part: Work | None = None  # sync: computed
+        self._parts: tuple[Share, ...] = ()  # sync: of the closed step
+        self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
+        self._resting = True
+        self._said: Place | None = None
+
+    def __repr__(self) -> str:
+        return f"<gate {self.consistency} {self.place()} {len(self._begun)} begun>"
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def sync(self) -> bool:
+        return self.consistency.kind == "sync"
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is computed, waits for its verdict, or is being pushed."""
+        return bool(self._begun)
+
+    @property
+    def samples(self) -> int:
+        """Sync: that this worker shall take of a step; 0: as many as the script's batch has."""
+        batches = self._turn.batches if self._turn is not None else ()
+        return next((n for slot, n in batches if slot == self._me[0]), 0)
+
+    def may_begin(self) -> bool:
+        """Whether the rows of another batch may be pulled now."""
+        turn = self._turn
+        if turn is None or turn.step < 0:
+            return False
+        if not self.sync:
+            return self._finished + len(self._begun) - turn.step <= self.consistency.ahead
+        if self._step < 0:
+            return not turn.parts
+        return self._stage == "busy"
+
+    def place(self) -> Place:
+        """Where this worker is."""
+        known = self._turn is not None and self._turn.step >= 0
+        if self._resting and not self._begun:
+            return Place("idle", -1, 0, self.batch)
+        if not self.sync:
+            return Place("busy" if known else "new", self._finished if known else -1, 0, self.batch)
+        if self._step < 0:
+            assert self._turn is not None or not known
+            return (
+                Place("busy", self._turn.step, 0, self.batch)
+                if known and self._turn
+                else Place("new", -1, 0, self.batch)
+            )
+        samples = self._samples() if self._stage != "busy" else 0
+        return Place(self._stage, self._step, samples, self.batch, self._parts)
+
+    def due(self, again: bool = False) -> Place | None:
+        """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
+        place, said = self.place(), self._said
+        if said is not None:
+            place = msgspec.structs.replace(place, number=said.number)
+            known = place == said or (self.sync and place.state == "busy" and said.state in ("busy", "pushed"))
+            if known and not again:
+                return None
+        if place != said:
+            place = msgspec.structs.replace(place, number=place.number + 1)
+        self._said = place
+        return place
+
+    # ------------------------------------------------------------ inputs
+
+    def work(self) -> None:
+        """There is something to compute."""
+        self._resting = False
+
+    def rest(self) -> None:
+        """There is nothing to compute."""
+        self._resting = True
+
+    def leave(self) -> None:
+        """The loop is over; nothing that is in hand will be pushed."""
+        self._resting, self._begun, self._part = True, [], None
+        self._step, self._stage, self._parts = -1, "busy", ()
+
+    def begin(self, work: Work) -> None:
+        """The rows for ``work`` are asked for. Only after ``may_begin``."""
+        self._resting = False
+        self._begun.append((work.lease.no, work.lo, work.hi))
+        if self.sync and self._step < 0:
+            assert self._turn is not None
+            self._step, self._stage = self._turn.step, "busy"
+
+    def ready(self, work: Work, samples: int) -> Verdict | None:
+        """Sync: the part is computed; ``samples`` count (0: its gradient is dropped)."""
+        self._part, self._stage = work, "ready"
+        self._begun = [(work.lease.no, work.lo, work.lo + samples)]
+        return self._judge()
+
+    def settled(self, work: Work) -> None:
+        """The gradients of ``work`` are at all ps, or were given up."""
+        left = [b for b in self._begun if not (b[0] == work.lease.no and work.lo <= b[1] and b[2] <= work.hi)]
+        gone, self._begun = len(self._begun) - len(left), left
+        if not self.sync:
+            self._finished += gone
+        elif self._part is not None and self._part.key == work.key:
+            self._part, self._stage, self._begun = None, "pushed", []
+            self._over()
+        elif gone and not left and self._part is None:
+            self._step = -1  # nothing has come of it
+
+    def turn(self, turn: Turn) -> Verdict | None:
+        """A word of the master."""
+        if self._turn is not None and turn.order <= self._turn.order:
+            return None
+        self._turn = turn
+        if not self.sync:
+            self._finished = max(self._finished, turn.step)
+            return None
+        self._over()
+        return self._judge()
+
+    # ------------------------------------------------------------ inside
+
+    def _samples(self) -> int:
+        return sum(hi - lo for _, lo, hi in self._begun)
+
+    def _over(self) -> None:
+        """The step of what was pushed is over."""
+        if self._stage == "pushed" and self._turn is not None and self._turn.step > self._step >= 0:
+            self._step, self._stage, self._parts = -1, "busy", ()
+
+    def _judge(self) -> Verdict | None:
+        work, turn = self._part, self._turn
+        if work is None or turn is None or self._parts or turn.step < self._step:
+            return None
+        if turn.step == self._step:
+            if not turn.parts:
+                return None
+            mine = next((p for p in turn.parts if (p.slot, p.incarnation) == self._me), None)
+            if mine is not None:
+                self._parts = turn.parts
+                return Pushing(work, mine.samples / max(1, turn.samples))
+        self.late += 1
+        self._part, self._step, self._stage, self._begun = None, -1, "busy", []
+        return Late(work)

@@ -1,0 +1,257 @@
+"""Sync and bounded: the master's machine and the workers' ones, joined by a link that loses, repeats and delays."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from everstep.brain.pacing import Pacing
+from everstep.config.consistency import parse_consistency
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.shard import Lease
+from everstep.model.turn import Place, Share, Turn
+from everstep.tables.gate import Gate, Late, Pushing, Verdict
+from everstep.tables.protocol import Work
+from seeds import seeds
+
+ONE = Incarnation(1)
+A, B, C = Slot(0), Slot(1), Slot(2)
+
+
+def work(slot: int, number: int, samples: int = 4) -> Work:
+    lo = number * 100
+    return Work(Lease(LeaseNo(1 + slot), ShardKey(slot), 0, 10**9), lo, lo + samples, {}, 0)
+
+
+def pacing(text: str, workers: int, master: int = 1) -> Pacing:
+    made = Pacing(parse_consistency(text), Incarnation(master))
+    made.look({Slot(s): ONE for s in range(workers)}, {Slot(s) for s in range(workers)}, workers)
+    return made
+
+
+# ---------------------------------------------------------------- one transition at a time
+
+
+def test_a_step_closes_when_all_are_ready_and_the_next_begins_when_all_have_pushed() -> None:
+    p = pacing("sync", 2)
+    p.told(A, ONE, Place("busy", 0, number=1))
+    p.told(B, ONE, Place("busy", 0, number=2))
+    assert not p.told(A, ONE, Place("ready", 0, 30, number=3)) and not p.turn.parts
+    assert p.told(B, ONE, Place("ready", 0, 10, number=4))
+    assert p.turn.parts == (Share(A, ONE, 30), Share(B, ONE, 10)) and p.turn.step == 0
+    assert not p.told(A, ONE, Place("pushed", 0, 30, 0, p.turn.parts, number=5))
+    assert p.told(B, ONE, Place("pushed", 0, 10, 0, p.turn.parts, number=6))
+    assert (p.turn.step, p.turn.parts) == (1, ())
+
+
+def test_who_is_lost_is_waited_for_neither_before_nor_after_the_step_is_closed() -> None:
+    p = pacing("sync", 3)
+    for slot in (A, B, C):
+        p.told(slot, ONE, Place("busy", 0, number=7))
+    p.told(A, ONE, Place("ready", 0, 4, number=8))
+    p.told(B, ONE, Place("ready", 0, 4, number=9))
+    assert p.look({A: ONE, B: ONE}, {A, B}, 3) and len(p.turn.parts) == 2
+    p.told(A, ONE, Place("pushed", 0, 4, number=10))
+    assert p.look({A: ONE, B: Incarnation(2)}, {A}, 3) and p.turn.step == 1
+
+
+def test_who_has_no_work_or_does_not_get_on_is_not_waited_for() -> None:
+    p = pacing("sync", 3)
+    for slot in (A, B, C):
+        p.told(slot, ONE, Place("busy", 0, number=11))
+    p.told(A, ONE, Place("ready", 0, 4, number=12))
+    assert not p.told(B, ONE, Place("idle", number=13))
+    assert p.waits(A) and p.waits(B) and not p.waits(C)
+    assert p.expired(C) and p.turn.parts == (Share(A, ONE, 4),)
+    assert not p.told(C, ONE, Place("busy", 0, number=11))  # said again: nothing has become of it
+
+
+def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
+    p, gates = pacing("sync:1", 3), [Gate(parse_consistency("sync:1"), Slot(s), ONE) for s in range(3)]
+    for slot, gate in enumerate(gates):
+        gate.work()
+        p.told(Slot(slot), ONE, gate.due() or Place("new", number=15))
+        gate.turn(p.turn)
+        assert gate.may_begin()
+        gate.begin(work(slot, 0))
+    for slot in (2, 0):
+        assert gates[slot].ready(work(slot, 0), 4 * (slot + 1)) is None
+        p.told(Slot(slot), ONE, gates[slot].due() or Place("new", number=16))
+    verdicts = [gate.turn(p.turn) for gate in gates]
+    assert verdicts[0] == Pushing(work(0, 0), 0.25) and verdicts[2] == Pushing(work(2, 0), 0.75)
+    assert gates[1].ready(work(1, 0), 4) == Late(work(1, 0)) and gates[1].late == 1
+    assert not gates[1].may_begin()  # what it would pull is half applied
+
+
+def test_a_new_master_keeps_to_what_the_last_one_has_decided() -> None:
+    parts = (Share(A, ONE, 4), Share(B, ONE, 4))
+    p = pacing("sync:1", 3, master=2)
+    assert p.turn.step == -1
+    p.told(C, ONE, Place("ready", 7, 4, number=17))
+    p.told(B, ONE, Place("ready", 7, 4, number=18))
+    assert p.turn.step == -1 and not p.turn.parts  # two would do, but the third may know more
+    p.told(A, ONE, Place("pushed", 7, 4, 0, parts, number=19))
+    assert (p.turn.step, p.turn.parts) == (7, parts)
+
+
+def test_a_gate_takes_each_word_once_and_no_older_one() -> None:
+    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate.turn(Turn(ONE, 3, 5))
+    gate.begin(work(0, 0))
+    assert gate.ready(work(0, 0), 4) is None
+    closed = Turn(ONE, 4, 5, (Share(A, ONE, 4),))
+    assert gate.turn(closed) == Pushing(work(0, 0), 1.0)
+    assert gate.turn(closed) is None and gate.turn(Turn(ONE, 3, 5)) is None
+    gate.settled(work(0, 0))
+    assert gate.place().state == "pushed" and not gate.may_begin()
+    gate.turn(Turn(Incarnation(2), 1, 6))
+    assert gate.may_begin()
+
+
+def test_bounded_nobody_begins_more_than_s_ahead_of_the_slowest_and_newcomers_begin_at_the_floor() -> None:
+    rule = parse_consistency("bounded:2")
+    p, a = pacing("bounded:2", 2), Gate(rule, A, ONE)
+    p.told(B, ONE, Place("busy", 0, number=20))
+    for number in range(3):
+        a.work()
+        p.told(A, ONE, a.due() or Place("new", number=21))
+        a.turn(p.turn)
+        assert a.may_begin(), number
+        a.begin(work(0, number))
+        a.settled(work(0, number))
+    assert not a.may_begin() and a.place().step == 3
+    p.told(A, ONE, a.due(again=True) or Place("new"))
+    assert p.waits(A) and not p.waits(B)
+    assert p.told(B, ONE, Place("busy", 1, number=22))
+    a.turn(p.turn)
+    assert a.may_begin()
+    c = Gate(rule, C, ONE)
+    c.work()
+    assert c.place().state == "new"
+    p.told(C, ONE, c.place())
+    p.told(B, ONE, Place("idle", number=23))
+    c.turn(p.turn)
+    assert c.place() == Place("busy", 1) and p.turn.step == 1
+    p.told(C, ONE, Place("busy", 2, number=24))
+    p.told(C, ONE, Place("idle", number=25))
+    assert p.turn.step == 3
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+class World:
+    """Workers that compute and push, a master that dies, and words that are lost, repeated and late."""
+
+    def __init__(self, text: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.rule = parse_consistency(text)
+        self.workers = self.rng.randint(2, 5)
+        self.master = 1
+        self.pacing = pacing(text, self.workers)
+        self.gates = {Slot(s): Gate(self.rule, Slot(s), ONE) for s in range(self.workers)}
+        self.left = dict.fromkeys(self.gates, 12)  # parts that each has to bring in
+        self.now: dict[Slot, tuple[str, Work]] = {}  # computing, waiting or pushing
+        self.number = 0
+        self.wire: list[tuple[Slot, Place | Turn]] = []
+        self.pushing: dict[Slot, int] = {}  # step of the push under way
+        self.step_of: dict[Slot, int] = {}
+        self.weights: dict[int, list[float]] = defaultdict(list)
+        self.torn: set[tuple[object, ...]] = set()
+        self.verdicts: dict[tuple[object, ...], Verdict] = {}
+        self.loss = self.rng.choice([0.0, 0.1, 0.4])
+        self.masters = 0
+
+    def send(self, slot: Slot, what: Place | Turn | None) -> None:
+        if what is not None and self.rng.random() >= self.loss:
+            self.wire += [(slot, what)] * self.rng.choice([1, 1, 2])
+
+    def publish(self) -> None:
+        for slot in self.gates:
+            self.send(slot, self.pacing.turn)
+
+    def judge(self, slot: Slot, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        assert verdict.work.key not in self.verdicts, "decided twice"
+        self.verdicts[verdict.work.key] = verdict
+        if isinstance(verdict, Late):
+            del self.now[slot]
+            return
+        self.now[slot] = ("pushing", verdict.work)
+        assert verdict.work.key not in self.torn, "it pulled what was half applied"
+        self.weights[self.step_of[slot]].append(verdict.weight)
+        self.pushing[slot] = self.step_of[slot]
+
+    def go(self) -> None:
+        rng = self.rng
+        slot = rng.choice(list(self.gates))
+        gate = self.gates[slot]
+        doing = self.now.get(slot)
+        if rng.random() < 0.02 and self.masters < 5:
+            self.masters += 1
+            self.master += 1
+            self.pacing = Pacing(self.rule, Incarnation(self.master))
+            here = dict.fromkeys(self.gates, ONE)
+            self.pacing.look(here, {s for s in self.gates if self.left[s]}, self.workers)
+            self.wire = [(s, w) for s, w in self.wire if isinstance(w, Turn)]
+        elif self.wire and rng.random() < 0.6:
+            to, what = self.wire.pop(0 if rng.random() < 0.8 else rng.randrange(len(self.wire)))
+            if isinstance(what, Turn):
+                self.judge(to, self.gates[to].turn(what))
+                self.send(to, self.gates[to].due())
+            elif self.pacing.told(to, ONE, what):
+                self.publish()
+            else:
+                self.send(to, self.pacing.turn)
+        elif doing is None and self.left[slot]:
+            gate.work()
+            if gate.may_begin():
+                self.number += 1
+                made = work(slot, self.number, rng.randint(1, 9))
+                gate.begin(made)
+                if self.rule.kind == "sync":
+                    self.step_of[slot] = gate.place().step
+                    assert all(step >= self.step_of[slot] for step in self.pushing.values()), (
+                        "the step before is not over"
+                    )
+                    if self.step_of[slot] in self.weights:  # it has not heard that the step was closed without it
+                        self.torn.add(made.key)
+                else:
+                    finished = [self.gates[s].place().step for s in self.pacing.working() if self.left[s]]
+                    known = [n for n in finished if n >= 0] or [gate.place().step]
+                    assert gate.place().step - min(known) <= self.rule.ahead, "it runs too far ahead"
+                self.now[slot] = ("computing", made)
+            self.send(slot, gate.due(again=rng.random() < 0.3))
+        elif doing is not None and doing[0] == "computing":
+            if self.rule.kind == "sync":
+                self.now[slot] = ("waiting", doing[1])
+                self.judge(slot, gate.ready(doing[1], doing[1].hi - doing[1].lo))
+            else:
+                self.now[slot] = ("pushing", doing[1])
+            self.send(slot, gate.due())
+        elif doing is not None and doing[0] == "pushing":
+            self.pushing.pop(slot, None)
+            del self.now[slot]
+            gate.settled(doing[1])
+            self.left[slot] -= 1
+            if not self.left[slot]:
+                gate.rest()
+            self.send(slot, gate.due())
+        else:
+            self.send(slot, gate.due(again=True))
+
+
+@pytest.mark.parametrize("seed", seeds(60, 3000))
+@pytest.mark.parametrize("text", ["sync", "sync:1", "bounded:1", "bounded:3"])
+def test_everybody_gets_through_and_no_rule_is_broken(text: str, seed: int) -> None:
+    world = World(text, seed)
+    for _ in range(60_000):
+        if not any(world.left.values()):
+            break
+        world.go()
+    assert not any(world.left.values()), f"stuck: {world.pacing!r} {list(world.gates.values())} {world.now}"
+    if text == "sync" and not world.masters:
+        assert all(abs(sum(parts) - 1.0) < 1e-9 for parts in world.weights.values())
