@@ -51,10 +51,18 @@ class Kill:
     ``recovered_s``: from the death until every survivor has committed two steps: the first may have been reduced
     already when it happened, so the second is the first that surely was not. ``rejoined_s``: until the replacement's
     first committed step (nan: not seen). ``redone``: steps that survivors did again. ``pause_s``: longest gap between
-    steps of a survivor from ``AROUND_S`` before the replacement's first step to as long after it. ``usual_s``: the same
+    steps of a survivor from ``around_s`` before the replacement's first step to as long after it. ``usual_s``: the same
     over as long a time before the death, when nothing happened: what the machine does to a step anyway."""
 
-    def __init__(self, records: list[Steps], at: float, dead: set[int], until: float, restarted: bool = False) -> None:
+    def __init__(
+        self,
+        records: list[Steps],
+        at: float,
+        dead: set[int],
+        until: float,
+        restarted: bool = False,
+        around_s: float = AROUND_S,
+    ) -> None:
         alive = [s for s in records if s.pid not in dead and s.at[0] < at]
         fresh = [s for s in records if at < s.at[0] < until]
         who = fresh if restarted else alive  # restarted: everybody's process is new
@@ -67,8 +75,8 @@ class Kill:
         self.pause_s = float("nan")
         if fresh and not restarted and self.recovered_s == self.recovered_s:
             joined = at + self.rejoined_s
-            self.pause_s = longest_gap_s(alive, max(at + self.recovered_s, joined - AROUND_S), joined + AROUND_S)
-        self.usual_s = longest_gap_s(alive, at - 2 * AROUND_S, at)
+            self.pause_s = longest_gap_s(alive, max(at + self.recovered_s, joined - around_s), joined + around_s)
+        self.usual_s = longest_gap_s(alive, at - 2 * around_s, at)
 
     def __repr__(self) -> str:
         return (

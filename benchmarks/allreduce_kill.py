@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks._measure import Child, Result, median, python, say, spread
-from benchmarks._replica import BASELINES, TWIN, Kill, ReplicaJob, interpreter, read_steps, step_s, wait_until
+from benchmarks._replica import AROUND_S, BASELINES, TWIN, Kill, ReplicaJob, interpreter, read_steps, step_s, wait_until
 from benchmarks.allreduce_step import ONE_THREAD, free_port
 
 WORKERS = 3
@@ -57,10 +57,14 @@ def everstep_kills(
     records = read_steps(job.steps)
     ends = [at for at, _, _ in done[1:]] + [time.time()]
     dead = [{pid for _, pid, _ in done[: i + 1]} for i in range(len(done))]
-    found = [Kill(records, at, gone, end) for (at, _, _), gone, end in zip(done, dead, ends, strict=True)]
+    step = step_s(records)
+    around = max(AROUND_S, 4 * step)  # more than a few long steps
+    found = [
+        Kill(records, at, gone, end, around_s=around) for (at, _, _), gone, end in zip(done, dead, ends, strict=True)
+    ]
     for kill in found:
         say(f"everstep: {kill}")
-    return found[:kills], found[kills:], step_s(records)
+    return found[:kills], found[kills:], step
 
 
 class Replicas:

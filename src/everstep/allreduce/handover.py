@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from everstep.allreduce import faults
-from everstep.allreduce.packed import BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
+from everstep.allreduce.packed import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import replay
 from everstep.errors import CheckpointError, DeadlineError, EverstepError, WireError
@@ -184,6 +184,7 @@ class Follower:
         self._stepping = False  # in the middle of a step
         self.following = False  # what the next steps do is on its way
         self.bytes_read = 0
+        self._room = torch.empty(0, dtype=torch.uint8)
         self._thread = threading.Thread(target=self._run, name="everstep-follow", daemon=True)
 
     def __repr__(self) -> str:
@@ -322,18 +323,26 @@ class Follower:
         with contextlib.suppress(EverstepError):
             client.request(EndFollow(*self._me), timeout_s=1.0)
 
+    def _room_for(self, size_bytes: int) -> torch.Tensor:
+        """Where the tensors of a step lie until it is done: the same memory for each, since new one is slow."""
+        if self._room.numel() < size_bytes:
+            self._room = torch.empty(size_bytes, dtype=torch.uint8)
+        return self._room
+
     def _apply(self, did: StepDid, body: memoryview, source: GroupMember) -> None:
         faults.step("follow")
         parts = []
-        at = 0
+        at = used = 0
+        room = self._room_for(body.nbytes + ALIGN_BYTES * len(did.parts))
         for header_bytes, body_bytes in did.parts[:PARTS_MAX]:
             if min(header_bytes, body_bytes) < 0 or at + header_bytes + body_bytes > body.nbytes:
                 raise WireError("a step is longer than what came")
             header = bytes(body[at : at + header_bytes])
             at += header_bytes
-            tensors = torch.empty(body_bytes, dtype=torch.uint8)  # (aligned, which the place in the frame is not)
+            tensors = room[used : used + body_bytes]  # (aligned, which the place in the frame is not)
             tensors.numpy()[:] = body[at : at + body_bytes]
             at += body_bytes
+            used += -(-body_bytes // ALIGN_BYTES) * ALIGN_BYTES
             parts.append(Packed(header, tensors))
         if not parts:
             raise WireError("a step without its end")
