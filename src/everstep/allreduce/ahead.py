@@ -1,10 +1,12 @@
 """Reads the batch that will probably be asked for next, while the present one is trained.
 
-What is read quickly (from memory) is read when it is asked for: handing it to another thread would cost more.
+What is read slowly is read on another thread. What is read quickly (from memory) is read by the thread that asks, since
+handing it over would cost more: while it has nothing else to do (``fill``), or else when it asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,20 +20,26 @@ _RECENT = 4  # batches, of which the quickest counts: a thread that others inter
 
 
 class AheadReader:
-    """``read(epoch, lo, hi)`` on one other thread; one batch ahead at most. A wrong guess costs one read."""
+    """``read(epoch, lo, hi)``, one batch ahead at most. A wrong guess costs one read."""
 
     def __init__(self, read: Callable[[int, int, int], Any], ahead: bool) -> None:
         self._read = read
         self._took_s: deque[float] = deque(maxlen=_RECENT)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="everstep-reader") if ahead else None
         self._guess: tuple[Place, Future[Any]] | None = None
+        self._next: Place | None = None  # a guess that nobody reads yet
+        self._held: tuple[Place, Any] | None = None  # one that was read by ``fill``
 
     def __repr__(self) -> str:
-        return f"<AheadReader next {self._guess[0] if self._guess else None}>"
+        return f"<AheadReader next {self._next or (self._guess and self._guess[0]) or (self._held and self._held[0])}>"
 
     def get(self, place: Place) -> Any:
         """The batch at ``(epoch, lo, hi)``. Raises what ``read`` raises."""
         guess, self._guess = self._guess, None
+        held, self._held = self._held, None
+        self._next = None
+        if held is not None and held[0] == place:
+            return held[1]
         if guess is not None:
             if guess[0] == place:
                 return guess[1].result(_READ_S)
@@ -40,8 +48,21 @@ class AheadReader:
         return self._timed(*place)
 
     def begin(self, place: Place) -> None:
-        if self._pool is not None and min(self._took_s, default=0.0) > _QUICK_S:
+        """``place`` will probably be asked for next."""
+        if self._pool is None:
+            return
+        if min(self._took_s, default=0.0) > _QUICK_S:
             self._guess = (place, self._pool.submit(self._timed, *place))
+        else:
+            self._next = place
+
+    def fill(self) -> None:
+        """The asking thread has time now: read what will be asked for, if that is quick."""
+        place, self._next = self._next, None
+        if place is None or not self._took_s:
+            return
+        with contextlib.suppress(Exception):  # whoever asks for it hears of it
+            self._held = (place, self._timed(*place))
 
     def _timed(self, epoch: int, lo: int, hi: int) -> Any:
         begun = time.perf_counter()
@@ -50,5 +71,6 @@ class AheadReader:
         return batch
 
     def close(self) -> None:
+        self._held = None
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

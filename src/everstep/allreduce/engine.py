@@ -109,6 +109,8 @@ class GroupEngine:
         self._saved = SavedScript(self.inner, self.tracked)
         self._reducer: Reducer | None = None
         self._step: Step | None = None
+        self._reader: AheadReader | None = None
+        self._options = 0  # digest of the learning rates
         self._last = self._in_script = self._stepped = self._rehearsing = False
         self._outcome: Outcome | None = None
         self._scaler_checked = False
@@ -284,7 +286,7 @@ class GroupEngine:
             warm_up(self._params[0])
         self._thread = threading.get_ident()
         plan = loader.plan()
-        reader = AheadReader(loader.read, ahead=not self.alone)
+        reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
         try:
             if not self.alone:
                 rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size)
@@ -320,6 +322,7 @@ class GroupEngine:
         finally:
             self.clock.switch(stepclock.OUTSIDE)
             reader.close()
+            self._reader = None
             if self._in_script:
                 self._break_off(session)
             if self.tables is not None:
@@ -464,7 +467,7 @@ class GroupEngine:
                 "requires_grad of a parameter was turned on between the begin of an iteration and the end of its "
                 "backward(): do it after opt.step(), then it is reduced from the next step on"
             )
-        reduced = reducer.finish()
+        reduced = reducer.finish(self._meanwhile)
         if reduced is not None and self.tables is not None:
             reduced = self._with_tables(reduced, step)
         if reduced is None:
@@ -474,7 +477,7 @@ class GroupEngine:
             nonfinite = not reduced.finite and not self._has_scaler()
             if nonfinite and self.spec.nonfinite == "raise":
                 raise self._nonfinite(step)
-            digest = 0 if not reduced.finite else join_digests([reduced.digest, self._options_digest()])
+            digest = 0 if not reduced.finite else join_digests([reduced.digest, self._options])
             self._outcome = session.vote(step, digest, nonfinite)
         if self.tables is not None:
             self.tables.voted(step, self._outcome)
@@ -485,6 +488,12 @@ class GroupEngine:
         reducer.place(self._outcome is Outcome.COMMITTED)
         self._wait_s += time.perf_counter() - begin
         self.clock.switch(stepclock.UPDATE)
+
+    def _meanwhile(self) -> None:
+        """While gradients are reduced this thread has nothing else to do."""
+        self._options = self._options_digest()
+        if self._reader is not None:
+            self._reader.fill()
 
     def _with_tables(self, reduced: Reduced, step: Step) -> Reduced | None:
         """The gradients of the tables' rows go along with those of the parameters."""

@@ -57,8 +57,23 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._stepper.has_stepped(self)
         return loss
 
+    # What torch puts around ``step`` (profile, hooks) is around the inner one already; twice is time in every step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Runs where ``inner`` really steps, and gets that one."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        return self.inner.register_step_post_hook(hook)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
+        if not set_to_none or type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.inner.zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # what torch's does, without its profile
+            for p in group["params"]:
+                p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

@@ -77,7 +77,7 @@ class Reducer:
         self._pending: list[int] = []
         self._works: list[Work] = []
         self._broken: Exception | None = None
-        self._backward = False
+        self._backward = self._placed = False
         self._handles: list[Any] = []
         for i, p in enumerate(self.params):
             self._handles.append(p.register_hook(partial(self._before, i)))  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class Reducer:
             self._broken = None
             if self._parts is not None:
                 self._parts = PartSums(self._layout, self._parts.parts)
-        self._backward = False
+        self._backward = self._placed = False
         self._fresh = True
         n = len(self.params)
         self._touched, self._used = [False] * n, [False] * n
@@ -284,8 +284,9 @@ class Reducer:
             if self._broken is not None:
                 return
 
-    def finish(self) -> Reduced | None:
-        """Reduce what is left and wait. None: a collective failed; the step has to be done again."""
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> Reduced | None:
+        """Reduce what is left and wait; ``meanwhile`` is called while others work. None: a collective failed; the step
+        has to be done again."""
         step, micro = self._step, self._micro
         assert step is not None
         assert micro is not None
@@ -303,6 +304,10 @@ class Reducer:
             self._launch()
             if step.size == 1:
                 self._fill_tail()
+        if self._works:
+            self._place_early()
+        if meanwhile is not None:
+            meanwhile()
         digests, finite = [], True
         for number, flat in enumerate(self._flats.flats):
             if self._broken is None and number < len(self._works):
@@ -316,6 +321,13 @@ class Reducer:
         self._check_flags()
         return Reduced(join_digests(digests), finite)
 
+    def _place_early(self) -> None:
+        """What ``place`` will do in nearly every step, while others reduce."""
+        self._placed = not self.carried
+        if self._placed:
+            for p, view in zip(self.params, self._flats.views, strict=True):
+                p.grad = self._gradient(p, view)
+
     @property
     def error(self) -> Exception | None:
         """Why the last ``finish`` returned None."""
@@ -325,12 +337,15 @@ class Reducer:
         """After the vote: ``p.grad`` of every parameter is the reduced gradient (plus what the script accumulates).
 
         Not committed: zeros, for the script's code up to the end of the iteration; nothing of it will stay."""
+        placed, self._placed = self._placed, False
+        self.stale = [False] * len(self.params)
         used = self._flats.said(0, len(self.params))
         all_used = min(used) > 0
+        if placed and committed and all_used:
+            return
         for i, p in enumerate(self.params):
             view = self._flats.views[i]
             before = self.carried.get(i)
-            self.stale[i] = False
             if not committed:
                 view.zero_()
                 p.grad = self._gradient(p, view)

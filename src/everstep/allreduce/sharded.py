@@ -194,9 +194,11 @@ class ShardedReducer(Reducer):
         if self._unit.leads:
             super()._launch()
 
-    def finish(self) -> ReducedHere | None:
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> ReducedHere | None:
         if self._unit.size == 1:
-            return super().finish()
+            return super().finish(meanwhile)
+        if meanwhile is not None:
+            meanwhile()
         return self._finish_all() if self._unit.leads else self._finish_mine()
 
     def _finish_mine(self) -> ReducedHere | None:
