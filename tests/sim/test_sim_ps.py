@@ -8,37 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from everstep.sim.__main__ import main
-from everstep.sim.mutations import Mutation, catch
+from everstep.sim.mutations import Mutation
 from everstep.sim.mutations_ps import PS_MUTATIONS, storm
 from everstep.sim.scenario import CODES, PS_FAULTS, storm_scenario
 from everstep.sim.store import plus, times
+from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
-
-# Seeds needed from 0 on, as ``python -m everstep.sim --mutations --mix ps`` prints them. If machine, brain or scenarios
-# change, other seeds may be the first: then the whole range is searched.
-CAUGHT: dict[str, int] = {
-    "difference-twice": 1,
-    "changes-lost-in-sweep": 2,
-    "changes-before-sweep": 5,
-    "fold-misses-changes": 8,
-    "fences-forgotten": 1,
-    "marks-forgotten": 1,
-    "rows-alike": 34,
-    "no-levelling": 5,
-    "tail-does-not-fence": 5,
-    "tails-go-at-once": 97,
-    "complete-too-early": 1,
-    "wants-once": 15,
-    "one-row-for-two": 34,
-    "acked-at-once": 5,
-    "repeat-acked-at-once": 417,
-    "opened-at-once": 816,
-    "refusal-ignored": 22,
-    "serves-what-is-fenced": 722,
-    "unready-promoted": 13,
-    "reopens-nothing": 13,
-    "oldest-image": 38,
-}
 
 
 def failures(seeds: range) -> list[tuple[int, str]]:
@@ -61,17 +36,13 @@ def test_storms_lose_nothing_that_was_promised_and_none_is_stuck(seeds: int) -> 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutation", PS_MUTATIONS, ids=lambda m: m.name)
-def test_planted_bug_is_caught(mutation: Mutation) -> None:
-    known = CAUGHT.get(mutation.name, 1) - 1
-    found = catch(mutation, range(known, known + 1), storm) or catch(mutation, range(0, 3000), storm)
-    assert found is not None, f"{mutation.what}: not caught in 3,000 seeds"
+@planted_bugs(PS_MUTATIONS)
+def test_planted_bug_is_caught(mutation: Mutation, searched: bool) -> None:
+    must_be_caught("ps", mutation, searched, storm)
 
 
-def test_every_bug_has_a_name_and_a_seed() -> None:
-    assert len({m.name for m in PS_MUTATIONS}) == len(PS_MUTATIONS)
-    assert set(CAUGHT) == {m.name for m in PS_MUTATIONS}
-    assert all(n <= 3000 for n in CAUGHT.values())
+def test_every_bug_has_a_name_and_seeds() -> None:
+    recorded_for_all("ps", PS_MUTATIONS)
 
 
 def test_every_kind_of_fault_and_protection_is_met() -> None:

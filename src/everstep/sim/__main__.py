@@ -3,32 +3,40 @@
 --seed 17 [--trace]    one run; a readable trace of everything that happened
 --seeds 0..3000        many (also A..B:STEP); stops at the first failure, prints the command that repeats it
 --mutations            plant each bug and say which seed finds it
+--record FILE          plant each bug (or --mutation NAME) and write three seeds that find it to this JSON file
 --mix group            runs of mode allreduce: workers, masters and nodes are lost, stopped, cut off, scaled, drained
+--mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from everstep.sim.group import group_scenario, simulate_group
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
+from everstep.sim.mutations_resume import RESUME_MUTATIONS
+from everstep.sim.resume import resume_scenario, simulate_resume
 from everstep.sim.run import Outcome, Parts, simulate
 from everstep.sim.scenario import random_scenario, storm_scenario
 
 CHUNK = 100
+RECORDED, MOST = 3, 3000  # seeds for each planted bug, and how many are searched for them
 MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[..., Outcome]]] = {
     "jobs": (random_scenario, MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
+    "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
     "group": (group_scenario, GROUP_MUTATIONS, simulate_group),
 }
 
@@ -135,16 +143,49 @@ def run_mutations(seeds: range, mix: str) -> int:
     return 1 if missed else 0
 
 
+def record(path: Path, mix: str, name: str) -> int:
+    """Write to ``path`` which seeds catch each bug of ``mix``; 1 if one is not caught in as many as MOST."""
+    scenario_of, mutations, simulation = MIXES[mix]
+
+    def run(seed: int, parts: Parts) -> Outcome:
+        return simulation(seed, scenario_of(seed), parts)
+
+    caught = json.loads(path.read_text()) if path.exists() else {}
+    mine = caught.setdefault(mix, {})
+    missed = 0
+    for mutation in [m for m in mutations if name in ("", m.name)]:
+        seeds: list[int] = []
+        while len(seeds) < RECORDED:
+            found = catch(mutation, range(seeds[-1] + 1 if seeds else 0, MOST), run)
+            if found is None:
+                break
+            seeds.append(found[0])
+        mine[mutation.name] = seeds
+        missed += not seeds
+        print(f"{mutation.name:<22} {seeds}", flush=True)
+        text = ",\n".join(
+            f"  {json.dumps(m)}: {{\n"
+            + ",\n".join(f"    {json.dumps(bug)}: {json.dumps(found)}" for bug, found in caught[m].items())
+            + "\n  }"
+            for m in sorted(caught)
+        )
+        path.write_text(f"{{\n{text}\n}}\n")
+    return 1 if missed else 0
+
+
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m everstep.sim", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, help="run this one")
     parser.add_argument("--trace", action="store_true", help="print everything that happened")
-    parser.add_argument("--mutation", default="", help="with --seed: plant this bug")
+    parser.add_argument("--mutation", default="", help="with --seed, --record: plant this bug")
     parser.add_argument("--seeds", type=seeds_of, default=range(0, 3000), help="A..B, default 0..3000")
     parser.add_argument("--mutations", action="store_true", help="plant every bug in turn")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes for --seeds")
     parser.add_argument("--mix", choices=sorted(MIXES), default="jobs", help="kind of runs")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write seeds that catch the planted bugs to it")
     chosen = parser.parse_args(args)
+    if chosen.record is not None:
+        return record(chosen.record, chosen.mix, chosen.mutation)
     if chosen.seed is not None:
         return run_one(chosen.seed, chosen.trace, chosen.mutation, chosen.mix)
     if chosen.mutations:

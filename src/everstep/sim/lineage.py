@@ -8,10 +8,12 @@ must be exactly those of the changes that remain.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Lease, Plan, split_key
+from everstep.model.image import DatasetPosition
+from everstep.model.shard import Lease, Plan, shard_key, split_key
 from everstep.native.ledger import batch_fingerprint
 from everstep.protect.streams import PeerKey
 from everstep.sim.kernel import Violation
@@ -47,6 +49,7 @@ class Lineage(Truth):
         self.bases: dict[BucketId, int] = {}  # fingerprint of the image under the log
         self.undone = self.loaded = self.moved = self.begun = 0
         self.restarted: set[BucketId] = set()  # went on from an image, or began again
+        self.kept: set[ShardKey] = set()  # of a resumed job: done by its manifest, and not to be trained again
 
     def _bits(self, shard: ShardKey, lo: int, hi: int) -> int:
         return ((1 << (hi - lo)) - 1) << (split_key(shard)[1] * self.plan.samples + lo)
@@ -106,7 +109,9 @@ class Lineage(Truth):
         log = self.log[bucket]
         if how == "new":
             if bucket in self.holder:
-                raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, ps:{self.holder[bucket]} had it")
+                had = self.holder[bucket]
+                where = f"ps:{had[0]} had it" if had is not None else "there is an image of it"
+                raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, {where}")
         elif how == "begun":
             self.begun += 1
             if what.seq or what.content:
@@ -201,9 +206,37 @@ class Lineage(Truth):
         for number, (_, fence) in what.book.shards.items():
             self.fences[bucket, ShardKey(number)] = fence
 
+    # ------------------------------------------------------------ a whole job that goes on from a checkpoint
+
+    def resumed(self, images: dict[BucketId, Bucket], positions: Sequence[DatasetPosition]) -> None:
+        """Another job begins with these images of all buckets, and its manifest tells these positions."""
+        for bucket, image in images.items():
+            self._loaded(bucket, image)
+            self.holder[bucket] = None
+        self.restarted.clear()
+        self.granted.clear()
+        complete: set[ShardKey] = set()
+        for epoch in range(self.epochs):
+            for index in range(self.plan.shards):
+                start, stop = self.plan.bounds(index)
+                if all(all(counts[start:stop]) for counts in self.counts[epoch]):
+                    complete.add(shard_key(0, epoch, index))
+        self.done = dict.fromkeys(complete, LeaseNo(0))
+        told: set[ShardKey] = set()
+        for number, position in enumerate(positions):
+            known = {e.epoch: e for e in position.epochs}
+            for epoch in {*range(position.finished_epochs), *known}:
+                ranges = known[epoch].done if epoch in known else ((0, self.plan.shards),)
+                told |= {shard_key(number, epoch, index) for lo, hi in ranges for index in range(lo, hi)}
+        for shard in sorted(told - complete):
+            raise Violation(f"the manifest says that shard {shard:x} is done, and an image lacks some of it")
+        self.kept = told
+
     # ------------------------------------------------------------ at the master
 
     def grants(self, worker: Slot, incarnation: Incarnation, ask: int, lease: Lease, current: bool) -> None:
+        if lease.shard in self.kept:
+            raise Violation(f"shard {lease.shard:x}, which every image has, was granted again by the resumed job")
         self.done.pop(lease.shard, None)  # the brain may have it opened again to see whether something is missing
         super().grants(worker, incarnation, ask, lease, current)
 

@@ -67,7 +67,11 @@ class Outcome(NamedTuple):
 
 
 class Simulation:
-    """All of one run's state."""
+    """All of one run's state. ``origin``: the manifest that the present job goes on from, and the last number of a
+    checkpoint before it; ``jobs``: how many there were (see ``sim.resume``)."""
+
+    origin: tuple[Manifest, int] | None = None
+    jobs = 1
 
     def __init__(
         self, seed: int, scenario: Scenario, parts: Parts = Parts(), trace: bool = False, validate: bool = True
@@ -255,6 +259,8 @@ class Simulation:
                     kernel.after(rng.choice([0.0, 0.3, 1.0]) * rng.random(), self.kill_again_ps, other)
 
     def kill_again_ps(self, ps: MirrorPs) -> None:
+        if self.lives.get(ps.me) is not ps:
+            return  # of a job that is no more
         self.doomed.discard(ps.key.slot)
         if ps.alive and self.may_lose(ps):
             ps.exit(-9)

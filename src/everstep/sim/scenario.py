@@ -165,12 +165,16 @@ PS_FAULTS = {
 CODES = ["0", "1+1", "2+1", "3+1", "1+2", "2+2", "3+2"]
 
 
+def least_ps(parity: str) -> int:
+    """How many ps this parity needs."""
+    return sum(int(part) for part in parity.split("+")) or 1
+
+
 def storm_scenario(seed: int) -> Scenario:
     """The scenario of ``seed`` where ps are lost, moved, scaled and rebuilt."""
     rng = random.Random(f"storm {seed}")
     parity = rng.choice(CODES)
-    k, m = (int(x) for x in parity.split("+")) if parity != "0" else (1, 0)
-    least = max(k + m, 1)
+    least = least_ps(parity)
     ps = min(least + rng.choice([0, 0, 1, 2]), 6)
     checkpoint_s = rng.choice([0.0, 0.0, 1.5])
     names, weights = list(PS_FAULTS), list(PS_FAULTS.values())

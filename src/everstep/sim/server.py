@@ -415,7 +415,7 @@ class MirrorPs(Child):
         for b in self.machine.serving:
             bucket = self.store.buckets[b]
             self.images += 1
-            path = f"{self.name}-{self.images}"
+            path = f"job {self.sim.jobs}/{self.name}-{self.images}"
             self.sim.files[path] = bucket.copy()
             marks = tuple((ShardKey(s), m[0]) for s, m in sorted(bucket.book.shards.items()))
             images.append(
