@@ -7,7 +7,8 @@ stopped (SIGSTOP) instead. All times come from what the workers themselves wrote
   have been reduced already); ``redone_max``: steps that survivors repeated; ``stopped_s``: the same for SIGSTOP;
 - ``rejoined_s``: to the replacement's first committed step; ``pause_steps``: how much longer than the median step the
   longest gap of the others around that moment is, in median steps; ``usual_steps``: the same over as long a time when
-  nothing happens; ``device.`` the same where every step waits 40 ms as for a GPU, ``50mb.`` with 50 MB of gradients;
+  nothing happens. ``device.``: where every step waits 40 ms as for a GPU; ``cold.``: where besides the first forward
+  pass of a process takes 1 s longer, as where a model is compiled; ``50mb.``: with 50 MB of gradients;
 - ``torchft_s``, ``torchft_tuned_s``, ``torchrun_s``, ``dlrover_s``: the same kill there, where they are installed
   (benchmarks/baselines); torchrun and DLRover restart every process: until all of them have committed two steps.
   ``*_kills``: how many of them recovered within the time that a baseline gets (``LIMIT_S``).
@@ -34,7 +35,11 @@ WORKERS = 3
 EPOCHS = 100_000  # the job is stopped, not finished
 SETTLE_S = 1.5
 LIMIT_S = 300.0  # of a baseline: it begins no further kill then
-LONG_STEPS = {"device.": ["--device-ms", "40"], "50mb.": ["--mb", "50"]}
+LONG_STEPS = {
+    "device.": ["--device-ms", "40"],
+    "cold.": ["--device-ms", "40", "--cold-ms", "1000"],
+    "50mb.": ["--mb", "50"],
+}
 
 
 def everstep_kills(
@@ -227,6 +232,7 @@ def run(quick: bool) -> Result:
             kills, _, step = everstep_kills(Path(folder), 2 if quick else 10, 0, rng, args)
             result["figures"][f"{prefix}step_ms"] = step * 1e3
             put(f"{prefix}recovered_s", [k.recovered_s for k in kills])
+            put(f"{prefix}rejoined_s", [k.rejoined_s for k in kills])
             put_pause(prefix, kills, step, 1.0)
 
     baselines: dict[str, Callable[[Path, int], list[Kill]]] = {}

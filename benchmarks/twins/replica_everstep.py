@@ -28,18 +28,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--device-ms", type=float, default=0.0, help="wait so long in every forward pass, as for a GPU")
+    parser.add_argument("--cold-ms", type=float, default=0.0, help="so much longer is a process's first forward pass")
     parser.add_argument("--record", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = es.join(mode="allreduce")
     model = job.replicate(network(args.mb))
     opt = job.optimizer(optimizer(model))
+    cold_s = args.cold_ms * 1e-3
     log = StepLog(args.record, f"w{job.slot}") if args.record else None
     witness = model[-1].bias  # changes in every committed step, and in no other
     before, step, ends = float(witness.detach()[0]), 0, []
     for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
-        if args.device_ms:
-            time.sleep(args.device_ms * 1e-3)
+        if args.device_ms or cold_s:
+            time.sleep(args.device_ms * 1e-3 + cold_s)
+            cold_s = 0.0
         loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
         opt.zero_grad()
         loss.backward()
