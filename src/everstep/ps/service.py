@@ -355,7 +355,7 @@ class PsService:
             return Bad("this parameter server is out of memory"), []
         finally:
             own_s = self.meter.own(time.perf_counter() - began)
-            if self.drag.on:  # a drill
+            if self.drag.on and isinstance(request, Pull | Push):  # a drill
                 own_s += self.drag.pause(own_s)
             if reply is not None and isinstance(request, Pull | Push) and isinstance(reply[0], Pulled | Pushed):
                 size = sum(part.n * (8 + 4 * self.store.dim(part.table)) for part in request.parts)
