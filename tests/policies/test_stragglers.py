@@ -192,3 +192,22 @@ def test_without_readings_nothing_is_done(name: str, paces: list[float]) -> None
     plan, state = SHIPPED[name](job(paces), None)
     assert plan is None
     assert SHIPPED[name](job(paces), state)[0] is None
+
+
+def test_a_slow_ps_whose_answers_take_no_longer_any_more_keeps_what_it_has() -> None:
+    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
+    seen = Observations(
+        at=100.0,
+        servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.0021, owned[2][:3])),
+    )  # a request's fixed part: seven times as long for each bucket, and nobody waits for it
+    plan, _ = nondedicated(seen, None)
+    assert plan is None
+
+
+def test_buckets_go_also_to_a_ps_without_a_reading() -> None:
+    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
+    mute = server(1, 0.0, owned[1], (0.0,) * 10)
+    seen = Observations(at=100.0, servers=(server(0, 0.002, owned[0]), mute, server(2, 0.008, owned[2])))
+    plan, _ = nondedicated(seen, None)
+    assert plan is not None and isinstance(plan.actions[0], MoveBuckets)
+    assert set(plan.actions[0].owners.values()) == {0, 1}

@@ -15,6 +15,7 @@ in most of its windows gives buckets away until its time is everybody's; if it s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import msgspec
 
@@ -25,7 +26,7 @@ from everstep.model.observation import Observations, ServerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, MoveBuckets, Plan
 from everstep.policies.stragglers.payoff import restart_pays
 from everstep.policies.stragglers.shares import even, proportional
-from everstep.policies.stragglers.slow import Verdict, judge, judge_servers
+from everstep.policies.stragglers.slow import CALM, Verdict, judge, judge_servers
 
 Inputs = dict[str, str | int | float | bool]
 Key = tuple[Slot, Incarnation]
@@ -41,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
     cooldown_s: float = 300.0  # between two restarts, of any role
     budget: int = 8  # restarts by this policy in the whole job
-    move_cooldown_s: float = 60.0
+    move_cooldown: float = 3.0  # windows (of 10 s where nobody says): buckets move, then readings are new
     move_most: int = 8  # buckets at once
 
 
@@ -194,10 +195,15 @@ def _relieve_server(
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
     if worst is None or len(verdicts) < 2:
         return None, state
-    speeds = {v.slot: 1 / (v.pace_s if v.slow else v.normal_s) for v in verdicts}
-    servers = {s.slot: s for s in seen.servers if s.slot in speeds}
-    owners = relief(worst.slot, servers, speeds, settings.move_most)
-    if owners and seen.at >= state.moved_at + settings.move_cooldown_s:
+    paces = {v.slot: v.pace_s if v.slow else v.normal_s for v in verdicts}
+    # who has no reading now is as fast as most
+    speeds = {s.slot: 1 / paces.get(s.slot, worst.normal_s) for s in seen.servers}
+    servers = {s.slot: s for s in seen.servers}
+    # workers wait for the slowest answer; a request's fixed part makes a ps of few buckets look slow for each of them
+    times = [s.service_s for s in seen.servers if s.slot != worst.slot and s.service_s > 0]
+    late = servers[worst.slot].service_s > CALM * median(times)
+    owners = relief(worst.slot, servers, speeds, settings.move_most) if late else {}
+    if owners and seen.at >= state.moved_at + settings.move_cooldown * (seen.window_s or 10.0):
         inputs: Inputs = {f"ps:{v.slot}": f"{v.pace_s * 1e3:.3g} ms, {servers[v.slot].buckets}" for v in verdicts}
         inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
         words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
