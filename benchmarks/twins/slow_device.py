@@ -33,9 +33,11 @@ parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--sample-s", type=float, default=0.002)
 parser.add_argument("--static", action="store_true")
+parser.add_argument("--fields", type=int, default=1, help="mode ps: rows of a sample")
+parser.add_argument("--keys", type=int, default=512, help="mode ps: different rows")
 args = parser.parse_args()
 
-FEATURES, KEYS = 16, 512
+FEATURES, DIM = 16, 4
 WAIT_S = 120.0
 
 torch.set_num_threads(1)
@@ -46,11 +48,11 @@ job = es.join(mode=args.mode)
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rows = es.nn.Embedding("keys", 4) if args.mode == "ps" else None
-        self.dense = nn.Linear(FEATURES + (4 if args.mode == "ps" else 0), 1)
+        self.rows = es.nn.Embedding("keys", DIM) if args.mode == "ps" else None
+        self.dense = nn.Linear(FEATURES + (DIM if args.mode == "ps" else 0), 1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        x = batch["x"] if self.rows is None else torch.cat([batch["x"], self.rows(batch["key"])], dim=1)
+        x = batch["x"] if self.rows is None else torch.cat([batch["x"], self.rows(batch["key"]).mean(dim=1)], dim=1)
         device(len(x))
         return self.dense(x)
 
@@ -76,9 +78,15 @@ def device(samples: int) -> None:
         time.sleep(left)
 
 
+def with_keys(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``--fields`` rows of ``--keys`` for each sample, scattered."""
+    fields = torch.arange(args.fields) * 104_729
+    return {**batch, "key": (batch["id"].unsqueeze(1) * 7_919 + fields) % args.keys}
+
+
 rng = np.random.default_rng(0)
 x = rng.standard_normal((args.rows, FEATURES), dtype=np.float32)
-data = {"x": x, "y": x.sum(axis=1, keepdims=True), "key": np.arange(args.rows, dtype=np.int64) % KEYS}
+data = {"x": x, "y": x.sum(axis=1, keepdims=True), "id": np.arange(args.rows, dtype=np.int64)}
 name = "train"
 if args.static:
     name = f"part{job.slot}"
@@ -91,7 +99,7 @@ net = job.replicate(net)
 opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.02))
 began = 0.0
 with (args.home / f"{job.slot}.{os.getpid()}").open("w", buffering=1) as log:
-    for batch in job.steps(job.loader(data, batch_size=args.batch, epochs=1, name=name)):
+    for batch in job.steps(job.loader(data, batch_size=args.batch, epochs=1, name=name, transform=with_keys)):
         if not began:
             began = everybody_up()
         loss = nn.functional.mse_loss(net(batch), batch["y"])
