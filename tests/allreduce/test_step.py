@@ -12,6 +12,7 @@ from groups import ListLoader, Member, alone, run_group
 from scripts import State, adam, close, data, loss_of, net, plain, same, trained, values
 from torch import nn
 
+from everstep.allreduce import flats
 from everstep.config.spec import JobSpec
 from everstep.model.group import Mark, Split
 
@@ -405,6 +406,25 @@ def test_logical_workers_give_the_same_bits_on_any_number_of_processes(parts: in
         if n <= parts:
             for state in run_group(n, spec, logical, redo=frozenset({1} if n == 3 else ())):
                 same(state, expected)
+
+
+def test_parts_are_reduced_in_buckets_while_backward_runs_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = JobSpec(workers=2, logical_workers=5, seed=7)
+    expected = alone(spec, logical)
+    monkeypatch.setattr(flats, "FIRST_BYTES", 64)
+    monkeypatch.setattr(flats, "BUCKET_BYTES", 64)
+
+    def script(member: Member) -> tuple[bool, int, State]:
+        member.session.break_at = {2} if member.size == 2 else set()  # of its all-reduces
+        state = logical(member)
+        reducer = member.engine._reducer
+        assert reducer is not None
+        return reducer._direct, len(reducer._layout.buckets), state
+
+    for n in (2, 3):
+        for direct, buckets, state in run_group(n, spec, script, redo=frozenset({1})):
+            assert direct == (n == 2) and buckets > 2
+            same(state, expected)
 
 
 def test_more_members_than_parts_still_agree() -> None:

@@ -32,8 +32,7 @@ class Layout:
 
     ``tail``: float32 elements behind the last bucket (a bucket of its own where that is not float32)."""
 
-    def __init__(self, params: Sequence[Tensor], tail: int, *, whole: bool = False) -> None:
-        """``whole``: one bucket per kind of parameter, whatever its size."""
+    def __init__(self, params: Sequence[Tensor], tail: int) -> None:
         self.buckets: list[list[int]] = []
         self.kinds: list[tuple[torch.dtype, torch.device]] = []
         self.bucket_of = [0] * len(params)
@@ -46,7 +45,7 @@ class Layout:
             b = open_.get(kind, -1)
             # Full is what has reached its limit, as in torch's DDP: what is a little larger is not cut in two, since
             # each bucket costs several changes of thread.
-            if b < 0 or (not whole and sizes[b] >= (FIRST_BYTES if b == 0 else BUCKET_BYTES)):
+            if b < 0 or sizes[b] >= (FIRST_BYTES if b == 0 else BUCKET_BYTES):
                 b = open_[kind] = len(self.buckets)
                 self.buckets.append([])
                 self.kinds.append(kind)

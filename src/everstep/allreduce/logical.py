@@ -4,6 +4,9 @@ The gradients of V parts are added in the order of one binary tree: the node of 
 plus that of ``[m, b)``, ``m`` halfway. Members hold contiguous parts. Each adds up the complete subtrees that it
 covers; the flat memory is cut in one chunk per member, whose owner gets the subtrees' chunks of all members, finishes
 the tree in order and sends the result to all. Addition commutes, so only the tree decides the bits.
+
+Two members that hold the two halves of the tree have one addition left per element: an ordinary all-reduce has the same
+bits then, and goes on bucket by bucket while backward runs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from everstep.allreduce.flats import Flats, Layout
 from everstep.allreduce.step import Step, Work
 
 Range = tuple[int, int]
+_EXACT = (torch.float32, torch.float64)  # gloo adds two of them as everybody does
 
 
 def halves(node: Range) -> tuple[Range, Range]:
@@ -97,6 +101,24 @@ class PartSums:
             a.add_(b)
             self._free.append(b)
             self._nodes[-2:] = [(parent, a)]
+
+    def direct(self, step: Step) -> bool:
+        """Whether an all-reduce of what the two members have is the whole sum, in the tree's order."""
+        if step.size != 2 or tuple(step.parts) != halves((0, self.parts)):
+            return False
+        return all(d in _EXACT and v.type == "cpu" for d, v in self._layout.kinds)
+
+    def fold(self, last: Flats, number: int) -> Tensor:
+        """Bucket ``number`` of this member's sum, where that is a whole node of the tree; each bucket once. ``last``:
+        of its last part, complete in that bucket. What was pushed before it are the left siblings of its ancestors."""
+        total = last.flats[number]
+        for _, sums in reversed(self._nodes):
+            total = sums.flats[number].add_(total)
+        return total
+
+    def folded(self, last: Flats) -> Flats:
+        """Where ``fold`` puts its sums."""
+        return self._nodes[0][1] if self._nodes else last
 
     def result(self) -> Flats:
         """Where ``exchange`` shall put the whole sum."""

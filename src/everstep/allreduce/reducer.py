@@ -62,13 +62,14 @@ class Reducer:
         self.clock: StepClock | None = None  # hears when backward begins
         self._on_end = on_end
         n = len(self.params)
-        self._layout = Layout(self._shapes(), n + _FLAGS + self.buffers.tail, whole=bool(parts))
+        self._layout = Layout(self._shapes(), n + _FLAGS + self.buffers.tail)
         self._flats = self._new_flats()
         self._parts = PartSums(self._layout, parts) if parts else None
         self._step: Step | None = None
         self._micro: Micro | None = None
         self._weight = 0.0  # of this micro-batch in the step
         self._scale = 0.0  # of the gradient that arrives here
+        self._direct = False  # the sums of logical workers are reduced as they are in a job without
         self._last = self._open = self._ended = self._local = self._queued = False
         self._fresh = True  # nothing of this step is in the tail
         self._touched = [False] * n  # a gradient of this step (of this part) is in the flat memory
@@ -131,6 +132,7 @@ class Reducer:
         self.carried.clear()
         if self._parts is not None:
             self._parts.begin()
+            self._direct = self._parts.direct(step)
         self.buffers.save()
 
     def begin_micro(self, micro: Micro, last: bool) -> None:
@@ -273,14 +275,15 @@ class Reducer:
         """Reduce the buckets that are full, in order."""
         step = self._step
         assert step is not None
-        if step.size == 1 or self._parts is not None or self._broken is not None:
+        if step.size == 1 or self._broken is not None or (self._parts is not None and not self._direct):
             return
         while len(self._works) < len(self._pending) and not self._pending[len(self._works)]:
             number = len(self._works)
             if number == len(self._pending) - 1:
                 self._fill_tail()
+            flat = self._flats.flats[number] if self._parts is None else self._parts.fold(self._flats, number)
             with self._tried():
-                self._works.append(step.collective.allreduce(self._flats.flats[number]))
+                self._works.append(step.collective.allreduce(flat))
             if self._broken is not None:
                 return
 
@@ -293,7 +296,10 @@ class Reducer:
         self._ended = True
         self._zero_untouched()
         self._pending = [0] * len(self._pending)
-        if self._parts is not None:
+        if self._parts is not None and self._direct:
+            self._launch()
+            self._flats = self._parts.folded(self._flats)
+        elif self._parts is not None:
             self._fill_tail()
             if micro.part >= 0:
                 self._parts.push(micro.part, self._flats)
@@ -304,7 +310,7 @@ class Reducer:
             self._launch()
             if step.size == 1:
                 self._fill_tail()
-        if self._works:
+        if self._works and self._broken is None:
             self._place_early()
         if meanwhile is not None:
             meanwhile()
