@@ -33,7 +33,8 @@ for batch in job.steps(job.loader(data, batch_size={batch}, epochs={epochs})):
     loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"].long())
     opt.zero_grad(); loss.backward(); opt.step()
     job.report(loss=loss)
-    time.sleep({pause_s})
+    if not os.path.exists({hurry!r}):
+        time.sleep({pause_s})
 
 found = hashlib.sha256()
 def take(name, value):
@@ -58,8 +59,8 @@ class ReplicaRun(Run):
 
     def write(self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.01, batch: int = 16) -> None:
         self.rows, self.epochs = rows, epochs
-        text = REPLICA.format(examples=str(EXAMPLES), rows=rows, epochs=epochs, pause_s=pause_s, batch=batch)
-        self.script.write_text(text)
+        facts = {"rows": rows, "epochs": epochs, "pause_s": pause_s, "batch": batch, "hurry": str(self._hurry)}
+        self.script.write_text(REPLICA.format(examples=str(EXAMPLES), **facts))
 
     def train(self, workers: int, *flags: str, under: tuple[str, ...] = ()) -> ReplicaRun:
         self.start("--mode", "allreduce", "--workers", str(workers), *flags, under=under)

@@ -92,6 +92,7 @@ def test_master_killed_twice_while_workers_train_on(run: ReplicaRun) -> None:
         os.kill(pid, KILL)
     run.master_pid(other_than=pid)
     assert run.alive(Role.WORKER, 0).incarnation == 1
+    run.hurry()
     run.finished(states=2)
 
 
@@ -114,6 +115,7 @@ def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
     run.trained(3500)
     scale(run.run_dir, workers=2, ps=None)
     until(lambda: (m := run.member(Role.WORKER, 2)) is None or m.state != "alive", why=run.story)
+    run.hurry()
     run.finished(states=2)
     assert "killed" not in run.text(), run.text()
 

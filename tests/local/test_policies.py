@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from local_jobs import until
 from replica_jobs import ReplicaRun
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -30,9 +32,13 @@ RUN = ReplicaRun
 
 def test_steps_are_divided_anew_and_a_worker_is_replaced(run: ReplicaRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_WINDOW_S", "0.3")
-    run.write(rows=960, epochs=10, pause_s=0.02)
+    run.write(rows=960, epochs=6, pause_s=0.04)
     (run.script.parent / "mine.py").write_text(MINE)
-    run.train(2, "--policy", "mine:choose").finished(states=2)
+    run.train(2, "--policy", "mine:choose")
+    run.pid(1, at_least=2)
+    until(lambda: len(re.findall("group [0-9]+: worker:1 entered", run.text())) > 0, why=run.story)
+    run.hurry()
+    run.finished(states=2)
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     told = [(e["action"], e["reason"]) for e in events]
     assert ("divide steps", "to divide") in told and ("try", "to replace") in told, told

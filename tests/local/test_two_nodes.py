@@ -30,9 +30,8 @@ def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
         run.kill_join(node)
         assert run.leftovers(run.folder / node) == {}
         assert member.role == Role.WORKER
-    assert run.wait(120) == 0, run.story()
-    assert run.leftovers() == {}
-    run.check_audit()
+    run.hurry()
+    run.ended_well(120)
 
 
 def test_a_second_node_ends_with_the_job(run: Run) -> None:
@@ -63,8 +62,8 @@ def test_a_second_node_that_is_told_to_leave_gives_back_and_goes(run: Run) -> No
     run.joined["b"].send_signal(signal.SIGTERM)
     assert run.wait_join("b") == 130, run.join_text("b")
     assert run.leftovers(run_dir) == {}
-    assert run.wait() == 0, run.story()
-    run.check_audit()
+    run.hurry()
+    run.ended_well()
 
 
 def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
@@ -87,8 +86,8 @@ def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
         assert run.wait_join(node) in (2, 4)
         text = run.join_text(node)
         assert text.startswith("everstep: ") and text.count("\n") == 1 and "secret" in text, text
-    assert run.wait() == 0, run.story()
-    run.check_audit()
+    run.hurry()
+    run.ended_well()
 
 
 @pytest.mark.cold  # the fork server is in another network
@@ -104,5 +103,5 @@ def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: Netwo
         run.trained(life * 200)
         run.kill_join(node)
         assert run.leftovers(run.folder / node) == {}
-    assert run.wait(120) == 0, run.story()
-    run.check_audit()
+    run.hurry()
+    run.ended_well(120)
