@@ -449,8 +449,8 @@ class Simulation:
             prints[b] = ps.store.buckets[bucket].book.fingerprint
         for mirror in placement.mirrors:
             ps = lives.get(mirror.at)
-            if ps is None or mirror.id not in ps.machine.complete:
-                continue
+            if ps is None or not ps.alive or mirror.id not in ps.machine.complete:
+                continue  # who died unnoticed shortly before the end has what it had then
             ps.store.check_mirror(mirror.id, {b: lives[placement.owner[b]].store.buckets[b] for b in mirror.members})
         return prints
 
