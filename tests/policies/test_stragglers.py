@@ -55,9 +55,7 @@ def test_a_restart_pays_below_a_share_of_what_is_left(slowness: float, share: fl
 
 def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:
     slow = job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0)
-    first, _ = nondedicated(slow, None)
-    assert batches(first)[Slot(3)] == 10, "what is seen first is acted on"
-    plan, state = nondedicated(slow, State(score=0.0))
+    plan, state = nondedicated(slow, None)
     assert plan is None, "nobody knows yet whether the next window is like this one"
     plan, state = nondedicated(slow, state)
     assert batches(plan) == {0: 40, 1: 39, 2: 39, 3: 10}
@@ -76,7 +74,7 @@ def test_spells_as_short_as_a_window_are_left_alone() -> None:
         paces = [0.01] * 4
         if look % 4 == 0:
             paces[look // 4 % 4] = 0.04
-        plan, state = nondedicated(job(paces, shares, at=2.0 * look, remaining_s=0.0), state)
+        plan, state = nondedicated(job(paces, shares, at=2.0 * look, places=()), state)
         assert (plan is None) == (look > 1), f"look {look}: {plan} (tried once, and taken back)"
         if plan is not None:
             shares = [batches(plan)[Slot(i)] for i in range(4)]

@@ -153,7 +153,8 @@ def synchronous(
             workers[i].windows.append(median(workers[i].readings))
             workers[i].readings.clear()
         if len(here) == n or len(here) > 1:
-            seen = _seen(workers, here, t, step, n, result.restarts, restarted_at, (samples - done) * SAMPLE_S / n)
+            left = (samples - done) * SAMPLE_S / n
+            seen = _seen(workers, here, t, window, step, n, result.restarts, restarted_at, left)
             if observe is not None:
                 observe(seen)
             made, state = policy(seen, state)
@@ -188,6 +189,7 @@ def _seen(
     workers: list[_Worker],
     here: list[int],
     t: float,
+    window: float,
     step: int,
     n: int,
     restarts: int,
@@ -211,6 +213,7 @@ def _seen(
         )
     return Observations(
         at=t,
+        window_s=window,
         mode="allreduce",
         consistency="sync",
         step=step,

@@ -38,20 +38,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     worth: float = 1.05  # a split must make the step so many times faster than equal shares, as the readings say
     better: float = 1.03  # and so many times faster than the one in force, or it is left alone
     fade: float = 0.97  # of the score, a window
+    trust: float = 0.05  # the score's first value in a long job
+    long: float = 20.0  # windows that are left of it
     bound: float = 2.0  # of the score, both ways: what counts is what happened lately
     restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
     cooldown_s: float = 300.0  # between two restarts, of any role
     budget: int = 8  # restarts by this policy in the whole job
-    move_cooldown: float = 3.0  # windows (of 10 s where nobody says): buckets move, then readings are new
+    move_cooldown: float = 3.0  # windows: buckets move, then readings are new
     move_most: int = 8  # buckets at once
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """``score``: it begins a little above 0, so that what is seen first is acted on at once; if that was wrong, the
-    next look says so. ``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``: who was slow then.
+    """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``:
+    who was slow then.
     ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
 
-    score: float = 0.05
+    score: float | None = None
     proposed: dict[Key, int] = {}
     slow: frozenset[Slot] = frozenset()
     slow_ps: frozenset[Slot] = frozenset()
@@ -60,6 +62,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEFAULT = Settings()
+WINDOW_S = 10.0  # where nobody says
 
 
 def nondedicated(
@@ -96,7 +99,10 @@ def _divide(
     level = even(total, len(workers))
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
     best_s = total / sum(1 / p for p in pace)
-    score = state.score * settings.fade
+    if state.score is None:  # what is seen first is acted on at once, where one wrong window costs next to nothing
+        trusted = seen.remaining_s > settings.long * (seen.window_s or WINDOW_S)
+        state = msgspec.structs.replace(state, score=settings.trust if trusted else 0.0)
+    score = (state.score or 0.0) * settings.fade
     if set(state.proposed) == set(keys) and sum(state.proposed.values()) == total:
         proposed_s = step_s([state.proposed[key] for key in keys], pace)
         score += best_s / proposed_s - best_s / step_s(level, pace)
@@ -203,7 +209,7 @@ def _relieve_server(
     times = [s.service_s for s in seen.servers if s.slot != worst.slot and s.service_s > 0]
     late = servers[worst.slot].service_s > CALM * median(times)
     owners = relief(worst.slot, servers, speeds, settings.move_most) if late else {}
-    if owners and seen.at >= state.moved_at + settings.move_cooldown * (seen.window_s or 10.0):
+    if owners and seen.at >= state.moved_at + settings.move_cooldown * (seen.window_s or WINDOW_S):
         inputs: Inputs = {f"ps:{v.slot}": f"{v.pace_s * 1e3:.3g} ms, {servers[v.slot].buckets}" for v in verdicts}
         inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
         words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
