@@ -34,7 +34,8 @@ from benchmarks.allreduce_step import ONE_THREAD, free_port
 WORKERS = 3
 EPOCHS = 100_000  # the job is stopped, not finished
 SETTLE_S = 1.5
-LIMIT_S = 300.0  # of a baseline: it begins no further kill then
+BASELINE_SETTLE_S = 0.5
+LIMIT_S = 330.0  # of a baseline: it begins no further kill then
 LONG_STEPS = {
     "device.": ["--device-ms", "40"],
     "cold.": ["--device-ms", "40", "--cold-ms", "1000"],
@@ -113,7 +114,7 @@ def torchft_kills(python_of: str, home: Path, kills: int, tuned: bool, rng: rand
             if not wait_until(lambda alive=alive: len(_pids(steps) & alive) == WORKERS, 180.0):
                 say("torchft: the group was not whole again within 180 s")
                 break
-            time.sleep(SETTLE_S + rng.random())
+            time.sleep(BASELINE_SETTLE_S + rng.random() / 2)
             name = rng.choice(names)
             pid, moment = replicas.running[name].pid, time.time()
             replicas.running[name].kill()
@@ -153,7 +154,7 @@ def restarting_kills(
             if not wait_until(lambda whole=whole: whole() or launcher.process.poll() is not None, 180.0) or not whole():
                 say(f"{name}: no step: {(home / f'{name}.out').read_text()[-800:]}")
                 break
-            time.sleep(SETTLE_S + rng.random())
+            time.sleep(BASELINE_SETTLE_S + rng.random() / 2)
             fresh = sorted(_pids(steps) - before)
             before |= set(fresh)
             victim, moment = rng.choice(fresh), time.time()
