@@ -139,10 +139,14 @@ class ReplicaJob(Job):
                 return float(times.user + times.system)
         return float("nan")
 
-    def states(self) -> list[str]:
-        """The digests of the final state that workers printed."""
-        text = "\n".join(p.read_text(errors="replace") for p in (self.run_dir / "logs").glob("worker-*.log"))
-        return re.findall(r"state ([0-9a-f]{32})", text)
+    def states(self) -> dict[int, list[str]]:
+        """The digests of the final state that workers printed, by slot."""
+        found = {}
+        for path in sorted((self.run_dir / "logs").glob("worker-*.log")):
+            digests = re.findall(r"state ([0-9a-f]{32})", path.read_text(errors="replace"))
+            if digests:
+                found[int(path.stem.removeprefix("worker-"))] = digests
+        return found
 
 
 def living_workers(job: Job) -> dict[int, int]:

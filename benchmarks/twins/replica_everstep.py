@@ -2,7 +2,8 @@
 
 everstep run --mode allreduce --workers 2 benchmarks/twins/replica_everstep.py --mb 1 --steps 300
 
-With ``--record FOLDER`` every worker writes a line a committed step, and in the end the digest of its state.
+With ``--record FOLDER`` every worker writes a line a committed step, and in the end the digest of its state. With
+``everstep run --shard N`` FSDP2 shards the network over a worker's processes; steps done again are not told apart then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import everstep as es
 
@@ -33,12 +35,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     job = es.join(mode="allreduce")
-    model = job.replicate(network(args.mb))
+    net = network(args.mb)
+    if job.shards > 1:
+        for part in (*(layer for layer in net if isinstance(layer, nn.Linear)), net):
+            fully_shard(part, mesh=job.shard_mesh)
+    model = job.replicate(net)
     opt = job.optimizer(optimizer(model))
     cold_s = args.cold_ms * 1e-3
-    log = StepLog(args.record, f"w{job.slot}") if args.record else None
+    log = StepLog(args.record, f"w{job.slot}") if args.record and job.shard == 0 else None
     witness = model[-1].bias  # changes in every committed step, and in no other
-    before, step, ends = float(witness.detach()[0]), 0, []
+    whole = job.shards == 1
+    before, step, ends = float(witness.detach()[0]) if whole else 0.0, 0, []
     for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
         if args.device_ms or cold_s:
             time.sleep(args.device_ms * 1e-3 + cold_s)
@@ -47,7 +54,7 @@ def main() -> None:
         opt.zero_grad()
         loss.backward()
         opt.step()
-        now = float(witness.detach()[0])
+        now = float(witness.detach()[0]) if whole else before + 1
         step += now != before
         if log is None and now != before:  # with logical workers an iteration is not always a step
             ends.append(time.perf_counter())
@@ -56,8 +63,10 @@ def main() -> None:
         before = now
     if job.chief and ends:
         say_times(ends[: args.steps or None])
-    if log is not None:
-        print("state", digest([model.state_dict(), job.state_dict()["optimizers"]]), flush=True)
+    if args.record:
+        state = job.state_dict()
+        if log is not None:
+            print("state", digest([state["models"], state["optimizers"]]), flush=True)
 
 
 if __name__ == "__main__":
