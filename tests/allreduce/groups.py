@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -196,10 +197,15 @@ def run_group(n: int, spec: JobSpec, script: Callable[[Member], Any], redo: froz
         for pid in pids:
             os.waitpid(pid, 0)
         outs = [Path(folder) / f"{rank}.out" for rank in range(n)]
-        results = [pickle.loads(o.read_bytes()) if o.exists() else (False, f"{o.name} hangs") for o in outs]
+        results = [pickle.loads(o.read_bytes()) if o.exists() else (False, _stuck(o)) for o in outs]
     bad = [text for ok, text in results if not ok]
     assert not bad, "\n".join(bad)
     return [value for _, value in results]
+
+
+def _stuck(out: Path) -> str:
+    """Where a member was that did not come to its end."""
+    return f"{out.stem} hangs:\n{out.with_suffix('.stack').read_text()}"
 
 
 def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], folder: Path) -> int:
@@ -210,6 +216,8 @@ def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], f
 
     signal.alarm(2 * int(WAIT.total_seconds()))  # nothing hangs for ever
     try:
+        stack = (folder / f"{rank}.stack").open("w")
+        faulthandler.dump_traceback_later(1.5 * WAIT.total_seconds(), file=stack)
         torch.set_num_threads(1)
         torch.manual_seed(spec.seed)
         member = Member(spec, Gloo(rank, n, folder / "store"), redo)
