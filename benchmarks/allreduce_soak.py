@@ -5,7 +5,7 @@ being built anew (no waiting for it to be whole). Kinds of runs: ``plain`` (3 wo
 logical parts) and ``sharded`` (2 workers of two processes each, FSDP2; any of the processes is killed). After the last
 kill all come back, and train to the end together. Figures of each: ``kills``; ``finished``; ``exact``: what the audit
 says; ``equal``: whether every one of the workers ended, all with the same bits (``states``: how many said theirs);
-``redone_per_kill`` (a survivor's steps that were done again); ``lost_share``: share of the run's time that the median
+``redone_per_kill`` (steps done again, of all survivors); ``lost_share``: share of the run's time that the median
 survivor spent in gaps longer than ten median steps; ``took_s``. Full: 200 kills of ``plain``, 60 of the others; quick:
 10 and 6. ``--kinds plain,sharded`` and ``--kills 60`` say otherwise; the moments are drawn from
 ``EVERSTEP_KILL_SEED`` (default 1).
@@ -112,7 +112,7 @@ def soak(name: str, kind: Kind, kills: int) -> dict[str, float]:
         step = step_s(records)
         gaps = [np.diff(s.at) for s in records if len(s.at) > 100]
         lost = [float(g[g > 10 * step].sum() / g.sum()) for g in gaps]
-        again = sum(len(s.again) for s in records)
+        again = sum(int((s.again > s.at[0]).sum()) for s in records)  # (before that: a newcomer's rehearsal)
     return {
         "kills": float(done),
         "master_kills": float(masters),
