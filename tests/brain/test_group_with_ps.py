@@ -11,6 +11,8 @@ from everstep.brain.events import (
     CheckpointCommitted,
     CommitManifest,
     Fenced,
+    FinishJob,
+    GroupLeft,
     ImagesWritten,
     InstructionType,
     MemberJoined,
@@ -155,3 +157,30 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
     job.say(BucketsReady(0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), "loaded"))
+
+
+def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:
+    job = Tables()
+    job.commit(0, 3, 0, 0, 60)
+    job.say(CheckpointAsked(0.0, "asked"))
+    job.written(Mark(3, 0, 0, 50))
+    job.images(0, 60)
+    job.images(1, 60)
+    job.say(CheckpointCommitted(0.0, 1))
+    job.commit(4, 6, 0, 60, 100)
+    job.commit(7, 12, 1, 0, 100)
+    job.say(GroupLeft(0.0, Slot(0), Incarnation(1), "done"))
+    job.say(ProcessExited(0.0, Role.WORKER, Slot(0), Incarnation(1), 0, ""))
+    out = job.lose(1)
+    assert {i.slot for i in out if isinstance(i, StopProcess)} == {1}
+    assert {i.role for i in out if isinstance(i, StartProcess)} == {Role.PS}, "nobody copies a state that is void"
+    later = job.say(ProcessExited(0.0, Role.WORKER, Slot(1), Incarnation(1), 143, ""))
+    later += job.serve(1, life=2)
+    assert not any(isinstance(i, FinishJob) for i in later)
+    assert {i.slot for i in later if isinstance(i, StartProcess) and i.role is Role.WORKER} == {0, 1}
+    job.lives = dict.fromkeys(job.lives, 1)
+    for slot in (0, 1):
+        job.hire(slot)
+    out = [*job.ask(0), *job.ask(1)]
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert (group.begin, group.restore, group.size) == (Mark(3, 0, 0, 50), 1, 2)

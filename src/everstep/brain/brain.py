@@ -207,6 +207,7 @@ class Brain:
         self._tell_groups()
         grouped = self.replicated and type(event) is not StepsCommitted
         left = grouped and self.groups.last_ones_leave()
+        self.keeper.went_back = False
         out = self._handlers[type(event)](event)
         if grouped:
             out += self._save_for_leavers(left, event.at)
@@ -215,6 +216,8 @@ class Brain:
                 out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
+        if self.replicated and self.keeper.went_back and not self.job.over:
+            out += self._not_the_end(event.at)
         return out
 
     @property
@@ -1391,6 +1394,26 @@ class Brain:
         self.members.workers[slot].finished = False
         why = Decision("start", words, {"shards": len(shards.came_back)}, ("end the job: results would be wrong",))
         return self._start(Role.WORKER, slot, at, why)
+
+    def _not_the_end(self, at: float) -> list[InstructionType]:
+        """Buckets of a group's tables go back to what is older than the state that its scripts end with. Whose script
+        had ended runs it again, once the others have ended too: from them it would copy what does not count."""
+        out: list[InstructionType] = []
+        ended = [seat for seat in self.members.workers.values() if seat.finished]
+        for seat in ended:
+            seat.finished, seat.waiting = False, True
+            words = "its script had ended, and buckets went back to what is older than its result"
+            out.append(Note(str(seat.member.key), Decision("not the end", words)))
+        if ended:
+            if self.checkpoints.reruns >= MAX_RERUNS:
+                error = (
+                    f"buckets were lost {MAX_RERUNS + 1} times while scripts ended; everstep resume goes on from here"
+                )
+                return [*out, self._fail(4, error)]
+            self.checkpoints.not_the_end()
+        if not self.state.protection.gone:
+            out += self._fill(at)
+        return out
 
     def _finish_if_all_left(self, at: float) -> list[InstructionType]:
         """The job is done when every script ran to its end and nobody is left who could still train."""

@@ -74,15 +74,17 @@ class Protection(msgspec.Struct, kw_only=True):
 
 class Keeper:
     """Changes :class:`Protection`; a thin hand of the brain. ``lost``: after :meth:`settle`, buckets of which nothing
-    is left; the job cannot go on then. ``stuck``: to be dealt with by the next :meth:`settle`."""
+    is left; the job cannot go on then. ``stuck``: to be dealt with by the next :meth:`settle`. ``went_back``: since it
+    was reset, buckets were found that go back to an older state, or have to once the workers have ended."""
 
-    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards", "stuck")
+    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards", "stuck", "went_back")
 
     def __init__(self, job: Job, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection) -> None:
         self.job, self.members, self.shards = job, members, shards
         self.checkpoints, self.books = checkpoints, books
         self.lost: list[BucketId] = []
         self.stuck: frozenset[BucketId] = frozenset()
+        self.went_back = False
 
     @property
     def code(self) -> Code:
@@ -270,6 +272,7 @@ class Keeper:
         cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in draft.missing.values())
         recovered = recover(draft, self._image_of)
         self.stuck = frozenset()
+        self.went_back |= bool(recovered.lost or recovered.behind)
         if recovered.lost:
             if not self._may_begin_again():
                 self.lost = recovered.lost
