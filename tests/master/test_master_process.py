@@ -226,7 +226,7 @@ def test_a_silent_worker_is_replaced_and_its_old_life_is_fenced(stage: Stage) ->
     assert again.shard == lease.shard and again.no > lease.no
     events = [json.loads(line) for line in (stage.run_dir / "events.jsonl").read_text().splitlines()]
     actions = [event["action"] for event in events if event["member"] == "worker:0"]
-    expected = ["joined", "dataset registered", "suspect", "stop", "lost", "shard returned", "restart", "joined"]
+    expected = ["joined", "dataset registered", "suspect", "stop", "lost", "shard returned", "waiting", "joined"]
     assert [action for action in actions if action in expected] == expected
     assert master.poll() is None and ps.control.connected
 
