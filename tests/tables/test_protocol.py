@@ -128,6 +128,16 @@ def deliver(m: WorkerProtocol, ps: list[Ps], actions: list[Action]) -> list[Acti
     return out
 
 
+def compute(m: WorkerProtocol, batches: int) -> list[Action]:
+    """The next batches; what is to be sent for them, in order."""
+    out: list[Action] = []
+    for _ in range(batches):
+        work = m.next_work()
+        assert work is not None
+        out += m.computed(work)
+    return out
+
+
 def work_all(m: WorkerProtocol, ps: list[Ps]) -> tuple[list[Work], list[Action]]:
     works, out = [], []
     while (work := m.next_work()) is not None:
@@ -175,11 +185,7 @@ def test_window_bounds_what_is_not_acknowledged() -> None:
     ps, place = servers(1)
     m = machine(window=2)
     start(m, ps, place, lease())
-    held = []
-    for _ in range(2):
-        work = m.next_work()
-        assert work is not None
-        held += m.computed(work)
+    held = compute(m, 2)
     assert m.next_work() is None and m.unacknowledged == 2
     deliver(m, ps, held[:1])
     assert m.next_work() is not None
@@ -226,11 +232,7 @@ def test_lost_pushes_are_sent_again_in_order_and_repeats_count_once() -> None:
     ps, place = servers(1)
     m = machine()
     start(m, ps, place, lease())
-    sent: list[Action] = []
-    for _ in range(2):
-        work = m.next_work()
-        assert work is not None
-        sent += m.computed(work)
+    sent = compute(m, 2)
     first = sent[0]
     assert isinstance(first, SendPush)
     ps[0].push(first.token, first.bitmap)  # applied, the answer is lost
@@ -246,11 +248,7 @@ def test_a_gap_reopens_and_reconciles() -> None:
     ps, place = servers(1)
     m = machine()
     start(m, ps, place, lease())
-    sent: list[Action] = []
-    for _ in range(2):
-        work = m.next_work()
-        assert work is not None
-        sent += m.computed(work)
+    sent = compute(m, 2)
     out = deliver(m, ps, sent[1:])  # the first one never arrives
     assert len(only(out, SendOpen)) == 1 and not only(out, Settled)
     assert m.next_work() is None
@@ -416,9 +414,7 @@ def test_a_new_life_of_a_ps_undoes_what_its_old_one_acknowledged() -> None:
     ps, place = servers(2)
     m = machine()
     start(m, ps, place, lease())
-    work = m.next_work()
-    assert work is not None
-    deliver(m, ps, m.computed(work))
+    deliver(m, ps, compute(m, 1))
     ps[1] = Ps(1, 2)  # back from an empty image
     ps[1].incarnation = Incarnation(2)
     m.placement(placement(ps, 2))
@@ -436,9 +432,7 @@ def test_a_fenced_lease_is_dropped_and_given_back(how: str) -> None:
     ps, place = servers(1)
     m = machine()
     start(m, ps, place, lease(no=1))
-    work = m.next_work()
-    assert work is not None
-    pushes = m.computed(work)
+    pushes = compute(m, 1)
     ps[0].open(lease(no=2))  # somebody else has it now
     if how == "closed":
         out = m.closed(Slot(0), LeaseNo(1), "a later lease")

@@ -7,49 +7,20 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from journal_story import ONE, story
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import (
-    BrainEvent,
-    MasterStarted,
-    MemberJoined,
-    NodeJoined,
-    PlanRegistered,
-    ShardAsked,
-    ShardDone,
-)
+from everstep.brain.events import BrainEvent
 from everstep.cli.explain import explain
 from everstep.cli.replay import replay
-from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
-from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.member import Address, Role
-from everstep.model.shard import Plan, lease_no, shard_key
 from everstep.storage.journal import Journal, digest_of, read_journal, vouch
 
-ONE = Incarnation(1)
-NODE = NodeId("node0")
 
-
-def events(shards: int = 50) -> list[BrainEvent]:
-    out: list[BrainEvent] = [
-        MasterStarted(1.0, ONE, JobSpec(workers=1, ps=1, buckets=4)),
-        NodeJoined(2.0, NODE, "", 0, 0),
-        MemberJoined(3.0, Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x")),
-        MemberJoined(4.0, Role.WORKER, Slot(0), ONE, NODE, 2),
-        PlanRegistered(5.0, Slot(0), ONE, Plan(name="d", samples=10 * shards, shard_samples=10, seed=0)),
-    ]
-    for n in range(shards):
-        out.append(ShardAsked(6.0 + n, Slot(0), ONE, 0, 1, n + 1))
-        lease = lease_no(1, n + 1)
-        out.append(ShardDone(6.5 + n, Slot(0), ONE, shard_key(0, 0, n), lease, ((Slot(0), ONE),)))
-    return out
-
-
-def write(path: Path, story: list[BrainEvent], **options: int) -> Brain:
+def write(path: Path, events: list[BrainEvent], **options: int) -> Brain:
     brain = Brain()
     journal = Journal(path, **options)  # type: ignore[arg-type]
-    for event in story:
+    for event in events:
         journal.append(event, brain.handle(event))
         journal.maybe_snapshot(brain)
     journal.flush()
@@ -59,7 +30,7 @@ def write(path: Path, story: list[BrainEvent], **options: int) -> Brain:
 
 def test_restore_is_the_fold_of_all_events(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    brain = write(path, events())
+    brain = write(path, story(50))
     journal = Journal(path)
     restored = journal.restore()
     journal.close()
@@ -70,7 +41,7 @@ def test_restore_is_the_fold_of_all_events(tmp_path: Path) -> None:
 
 def test_snapshots_shorten_the_replay_and_change_nothing(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    brain = write(path, events(), snapshot_every=30)
+    brain = write(path, story(50), snapshot_every=30)
     journal = Journal(path)
     restored = journal.restore()
     journal.close()
@@ -84,7 +55,7 @@ def test_snapshots_shorten_the_replay_and_change_nothing(tmp_path: Path) -> None
 
 def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    brain = write(path, events(), snapshot_every=30)
+    brain = write(path, story(50), snapshot_every=30)
     db = sqlite3.connect(path)
     db.execute("UPDATE snapshots SET state = x'00'")
     db.commit()
@@ -106,7 +77,7 @@ def test_nothing_undurable_is_called_durable(tmp_path: Path) -> None:
         seen.append((seq, reader.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]))
 
     journal = Journal(path, on_durable=durable)
-    for event in events():
+    for event in story(50):
         journal.append(event)
     journal.flush()
     journal.close()
@@ -117,31 +88,31 @@ def test_nothing_undurable_is_called_durable(tmp_path: Path) -> None:
 
 
 def test_waiting_for_one_event(tmp_path: Path) -> None:
-    async def story() -> int:
+    async def wait_for_one() -> int:
         journal = Journal(tmp_path / "journal.sqlite")
-        seqs = [journal.append(event) for event in events(5)]
+        seqs = [journal.append(event) for event in story(5)]
         await asyncio.gather(*(journal.durable(seq) for seq in seqs))
         await journal.durable(seqs[0])
         durable = journal.durable_seq
         journal.close()
         return durable
 
-    assert asyncio.run(story()) == 15
+    assert asyncio.run(wait_for_one()) == 15
 
 
 def test_a_second_master_fences_the_first(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     told: list[EverstepError] = []
     old = Journal(path, on_error=told.append)
-    old.append(events()[0])
+    old.append(story(50)[0])
     old.flush()
     new = Journal(path)
-    old.append(events()[1])
+    old.append(story(50)[1])
     with pytest.raises(FencedError, match=r"#1 was replaced.*belongs to #2"):
         old.flush()
     with pytest.raises(FencedError):
-        old.append(events()[2])
-    new.append(events()[1])
+        old.append(story(50)[2])
+    new.append(story(50)[1])
     new.flush()
     assert isinstance(told[0], FencedError)
     old.close()
@@ -163,13 +134,13 @@ def test_a_full_disk_is_one_clear_line_and_nothing_after_it_counts(tmp_path: Pat
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages + 4}")
     with pytest.raises(PlatformError, match="disk is full") as caught:
-        for event in events(5000):
+        for event in story(5000):
             journal.append(event)
         journal.flush()
     assert "\n" not in str(caught.value)
     assert told
     with pytest.raises(PlatformError):
-        journal.append(events()[0])
+        journal.append(story(50)[0])
     journal.close()
 
 
@@ -199,7 +170,7 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    write(path, events())
+    write(path, story(50))
     assert replay(tmp_path).ok
     db = sqlite3.connect(path)
     other = digest_of([])
@@ -215,7 +186,7 @@ def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None
 
 
 def test_explain_gives_reasons(tmp_path: Path) -> None:
-    write(tmp_path / "journal.sqlite", events(2))
+    write(tmp_path / "journal.sqlite", story(2))
     text = "\n".join(explain(tmp_path))
     assert "place buckets: all 1 ps have joined" in text
     assert "epoch finished: 'd' epoch 0: all 2 shards are done" in text
