@@ -24,6 +24,8 @@ SIDES: dict[str, tuple[str, list[str], list[str]]] = {
     "sync": ("allreduce", [], []),
     "nondedicated": ("allreduce", ["--policy", "nondedicated"], []),
     "dedicated": ("allreduce", ["--policy", "dedicated"], []),
+    "ps_sync": ("ps", ["--consistency", "sync"], []),
+    "backup": ("ps", ["--consistency", "sync:1"], []),
     "static": ("ps", [], ["--static"]),
     "shared": ("ps", [], []),
 }
@@ -95,8 +97,8 @@ def measure(case: Case, starting: threading.Lock) -> Timed:
         lines = [line.split() for path in marks.glob("[0-9]*") for line in path.read_text().splitlines()]
         done = [(float(at), int(samples)) for samples, at in lines]
         trained = sum(samples for _, samples in done)
-        if trained != case.samples:
-            raise RuntimeError(f"{case}: {trained} samples trained instead of {case.samples}")
+        if trained < case.samples:  # (more: late parts were done again by others; the audit counts what was applied)
+            raise RuntimeError(f"{trained} samples computed instead of {case.samples}")
         wall_s = max(at for at, _ in done)
         return Timed(case, wall_s, sum(n for at, n in done if at > wall_s / 2) / (wall_s / 2))
 

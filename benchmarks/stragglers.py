@@ -14,7 +14,8 @@ accelerator (``twins/slow_device.py``), the same patterns, windows of half a sec
 up to the last of exactly N samples, each run audited. ``trace``: the recorded job 4, ten healthy batches an entry, from
 another place for each seed; ``ceiling`` there and for spells: divided anew at every moment. ``second_half``: samples/s
 in the second half of the run, so without what it takes to see and act. Sides: ``sync`` (mode allreduce, no policy; what
-all others are compared with), ``static``, ``shared`` (mode ps), ``nondedicated``, ``dedicated``. One machine, so a
+all others are compared with), ``ps_sync``, ``backup`` (``--consistency sync``, ``sync:1``: a late part is trained by
+another worker), ``static``, ``shared`` (mode ps), ``nondedicated``, ``dedicated``. One machine, so a
 restart finds no better place, and none pays in jobs as short as these.
     --only virtual|real --patterns deterministic,persistent,transient,trace --n 4,8 --s 2,4,8 --seeds 5 --sides ...
     --healthy-s 40 --together 6 (jobs side by side) --out cases.jsonl (goes on where it was ended)
