@@ -181,6 +181,31 @@ def test_a_policy_that_takes_too_long_is_asked_no_more(monkeypatch: pytest.Monke
     assert "longer than 5 s" in shell.brain.state.control.disabled
 
 
+def test_a_clock_that_jumps_ends_no_policy_and_keeps_none_from_looking(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    looks: list[float] = []
+
+    def policy(seen: Observations, state: Any) -> Any:
+        looks.append(seen.at)
+        gate.wait(60)
+        return None, state
+
+    shell = Shell(policy, monkeypatch, limit_s=5.0)
+    shell.keeper.tick(20.0)
+    for at in (7220.0, 20.0, 21.0):  # two hours ahead, and back
+        shell.keeper.tick(at)
+    gate.set()
+    shell.at = 11.0
+    shell.look()
+    assert not shell.events and not shell.brain.state.control.disabled
+    before, shell.at = len(looks), -1000.0  # back for good
+    shell.look()
+    shell.look()
+    assert len(looks) > before, "it waits for its old clock"
+    assert not shell.events
+
+
 SEEN = msgspec.structs.replace(
     seen_workers(0.01, 0.01),
     global_batch=16,

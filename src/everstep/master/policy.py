@@ -46,7 +46,8 @@ class PolicyKeeper:
         self._brain, self._spec, self._tell = brain, spec, tell
         self._observe, self._window_s, self._limit_s = observe, window_s, limit_s
         self._look_at = 0.0
-        self._shown: tuple[Observations, float] | None = None  # to the call under way, since when
+        self._shown: Observations | None = None  # to the call under way
+        self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
         self._made: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
         self._policy: Policy | None = None
         self._state: Any = None
@@ -56,23 +57,27 @@ class PolicyKeeper:
         return f"<policy {self._spec.policy}{busy}, looks again at {self._look_at:.1f}>"
 
     def tick(self, at: float) -> None:
-        """Call several times a second; ``at`` in seconds."""
+        """Call several times a second; ``at`` in seconds. A clock that jumps is nobody's time: the call under way is not
+        given up for it, and no look waits for a moment that has gone."""
+        passed_s, self._tick_at = at - self._tick_at, at
+        if 0.0 <= passed_s <= self._limit_s:
+            self._spent_s += passed_s
+        self._look_at = min(self._look_at, at + self._window_s)
         control = self._brain.state.control
         if self._spec.policy == "none" or control.disabled or self._brain.job.over:
             return
         if self._shown is not None:
-            seen, since = self._shown
             if not self._made.empty():
-                self._shown = None
+                seen, self._shown = self._shown, None
                 self._take(at, seen, *self._made.get())
-            elif at > since + self._limit_s:
+            elif self._spent_s > self._limit_s:
                 self._shown = None  # its thread is a daemon, and nobody listens to it any more
                 self._made = queue.SimpleQueue()
                 self._disable(at, f"it takes longer than {self._limit_s:g} s")
         elif at >= self._look_at:
             seen = complete(self._observe(at), self._brain, self._window_s)
             self._look_at = at + self._window_s
-            self._shown = seen, at
+            self._shown, self._spent_s = seen, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
             threading.Thread(
                 target=self._call, args=(seen, self._state, self._made), name="everstep-policy", daemon=True
