@@ -57,8 +57,8 @@ class PolicyKeeper:
         return f"<policy {self._spec.policy}{busy}, looks again at {self._look_at:.1f}>"
 
     def tick(self, at: float) -> None:
-        """Call several times a second; ``at`` in seconds. A clock that jumps is nobody's time: the call under way is not
-        given up for it, and no look waits for a moment that has gone."""
+        """Call several times a second; ``at`` in seconds. A clock that jumps is nobody's time: the call under way is
+        not given up for it, and no look waits for a moment that has gone."""
         passed_s, self._tick_at = at - self._tick_at, at
         if 0.0 <= passed_s <= self._limit_s:
             self._spent_s += passed_s
