@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from everstep.allreduce import exchange
 from everstep.allreduce.exchange import VALUES_MAX, Exchange
 from everstep.errors import DeadlineError, WireError
 from everstep.net.retry import Deadline
@@ -80,3 +82,20 @@ def test_connecting_ends_when_nobody_comes_and_when_it_is_given_up() -> None:
         with pytest.raises(WireError, match="given up"):
             waiting.result(LONG_S)
     other.close()
+
+
+def test_what_one_call_does_not_get_done_is_done_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = connected(3)
+
+    def half(fds: list[int], mine: bytes, spin_us: int, wait_ms: int) -> tuple[list[int], list[bytes]]:
+        """As of buffers that are full: the first peer got three bytes and nothing was heard."""
+        with socket.socket(fileno=os.dup(fds[0])) as first:
+            first.send(mine[:3])
+        return [3] + [0] * (len(fds) - 1), [b""] * len(fds)
+
+    monkeypatch.setattr(exchange, "talk", half)
+    with ThreadPoolExecutor(3) as pool:
+        for turn in range(3):
+            heard = list(pool.map(lambda m, turn=turn: m.gather([m.rank, turn]), members))
+            assert all(rows == [(r, turn) for r in range(3)] for rows in heard)
+    close(members)
