@@ -85,6 +85,20 @@ def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
     assert not gates[1].may_begin()  # what it would pull is half applied
 
 
+def test_other_backups_count_from_the_next_step_on() -> None:
+    p = pacing("sync", 2)
+    p.told(A, ONE, Place("busy", 0, number=1))
+    p.told(B, ONE, Place("busy", 0, number=1))
+    p.told(A, ONE, Place("ready", 0, 4, number=2))
+    here = {A: ONE, B: ONE}
+    assert not p.look(here, {A, B}, 2, 1), "the step under way has its quorum"
+    p.told(B, ONE, Place("ready", 0, 4, number=2))
+    p.told(A, ONE, Place("pushed", 0, 4, number=3))
+    p.told(B, ONE, Place("pushed", 0, 4, number=3))
+    assert p.turn.step == 1 and p.quorum == 1
+    assert p.told(B, ONE, Place("ready", 1, 4, number=4)) and len(p.turn.parts) == 1
+
+
 def test_a_new_master_keeps_to_what_the_last_one_has_decided() -> None:
     parts = (Share(A, ONE, 4), Share(B, ONE, 4))
     p = pacing("sync:1", 3, master=2)

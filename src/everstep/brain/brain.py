@@ -90,7 +90,16 @@ from everstep.model.group import Mark
 from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
 from everstep.model.placement import Placement
-from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
+from everstep.model.plan import (
+    Action,
+    AdjustAccum,
+    AdjustBatch,
+    AdjustRate,
+    BackupWorkers,
+    KillRestart,
+    MoveBuckets,
+    Scale,
+)
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.model.turn import LATE
 from everstep.policies.hot import HotMove
@@ -1353,6 +1362,9 @@ class Brain:
                 return self._settle(f"{len(moved)} buckets leave a slow ps") if moved else []
             case Scale(workers=count):
                 return self._scale_workers(count, at)
+            case BackupWorkers(backup=backup):
+                self.state.control.backup = backup  # from the next step on: see brain.pacing
+                return []
             case _:
                 return []
 

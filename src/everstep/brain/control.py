@@ -38,13 +38,15 @@ _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
 
 class Control(msgspec.Struct, kw_only=True):
     """``version``: plans taken so far. ``plan``: the last of them. ``disabled``: why the policy is asked no more; "".
-    ``restarts``, ``restarted_at``: by plans."""
+    ``restarts``, ``restarted_at``: by plans. ``backup``: workers that a step does not wait for, by plans; -1: by the
+    job's spec."""
 
     version: int = 0
     plan: Plan | None = None
     disabled: str = ""
     restarts: int = 0
     restarted_at: float = 0.0
+    backup: int = -1
 
 
 def as_plan(made: Any) -> Plan:
@@ -110,6 +112,9 @@ def _refuse(action: Action, seen: Observations) -> str:
                 return f"mode {seen.mode} ({seen.consistency}) has no common step"
             if not (math.isfinite(factor) and factor > 0):
                 return f"factor {factor}: must be above 0"
+        case BackupWorkers(backup=backup) if seen.mode == "ps" and seen.consistency == "sync":
+            if not 0 <= backup < max(1, seen.wanted_workers):
+                return f"{backup} of {seen.wanted_workers} workers: a step would wait for nobody"
         case BackupWorkers():
             return f"mode {seen.mode} ({seen.consistency}) has no quorum: every worker's part of a step counts"
         case KillRestart(role=role, slot=slot, incarnation=incarnation):

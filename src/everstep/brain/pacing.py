@@ -45,6 +45,7 @@ class Pacing:
     """``told`` with what workers tell, ``look`` after the brain has changed; then ``turn`` is the word for all."""
 
     __slots__ = (
+        "_backup_next",
         "_closed",
         "_here",
         "_number",
@@ -60,7 +61,7 @@ class Pacing:
 
     def __init__(self, consistency: Consistency, master: Incarnation) -> None:
         self.consistency, self.master = consistency, master
-        self.backup = consistency.backup  # of the steps that close from now on
+        self.backup = self._backup_next = consistency.backup  # of the step under way; of the next one
         self.wanted = 0  # workers
         self.batches: dict[Slot, int] = {}  # see Turn.batches
         self.step = 0 if master == 1 else -1
@@ -106,11 +107,14 @@ class Pacing:
 
     # ------------------------------------------------------------ inputs
 
-    def look(self, here: Mapping[Slot, Incarnation], holding: Collection[Slot], wanted: int) -> bool:
+    def look(self, here: Mapping[Slot, Incarnation], holding: Collection[Slot], wanted: int, backup: int = -1) -> bool:
         """``here``: the processes that run, by slot; ``holding``: those who hold a lease; ``wanted``: workers of the
-        job. Whether ``turn`` changed."""
+        job; ``backup``: from the next step on (-1: as the job says). Whether ``turn`` changed."""
         before = self._state()
         self.wanted = wanted
+        self._backup_next = backup if backup >= 0 else self.consistency.backup
+        if self.step < 0:  # nothing of a step is known
+            self.backup = self._backup_next
         self._here = dict(here)
         if self._unheard is None:
             self._unheard = set(holding)
@@ -177,7 +181,7 @@ class Pacing:
         if self._closed:
             if any(self._owes(share) for share in self._closed.values()):
                 return False
-            self.step, self._closed = self.step + 1, {}
+            self.step, self._closed, self.backup = self.step + 1, {}, self._backup_next
             return True
         active = self._active()
         ready = {

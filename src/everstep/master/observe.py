@@ -15,6 +15,7 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.members import Seat
 from everstep.brain.watch import Watch
+from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, NodeId
 from everstep.master.readings import Readings
 from everstep.model.decision import Decision
@@ -115,12 +116,14 @@ class Observer:
         workers = tuple(self._worker(seat, at) for _, seat in sorted(members.workers.items()) if _up(seat))
         servers = tuple(self._server(seat, at) for _, seat in sorted(members.servers.items()) if _up(seat))
         replicated = spec.mode != "ps"
+        consistency = parse_consistency(spec.consistency)
         group = brain.state.groups.group
         batches = [self._last(str(w), w.incarnation, "global_batch") for w in workers] if replicated else []
         return Observations(
             at=at,
             mode=spec.mode,
-            consistency="sync" if spec.mode == "allreduce" else spec.consistency,
+            consistency="sync" if spec.mode == "allreduce" else consistency.kind,
+            backup=told if (told := brain.state.control.backup) >= 0 else consistency.backup,
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),
             wanted_workers=brain.job.workers_wanted,

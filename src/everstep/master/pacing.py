@@ -65,9 +65,8 @@ class PaceKeeper:
     def _look(self) -> bool:
         assert self.pacing is not None
         here = {s: seat.member.incarnation for s, seat in self._brain.members.workers.items() if seat.running}
-        return self.pacing.look(
-            here, {held.worker for held in self._brain.leases.values()}, self._brain.job.workers_wanted
-        )
+        holding = {held.worker for held in self._brain.leases.values()}
+        return self.pacing.look(here, holding, self._brain.job.workers_wanted, self._brain.state.control.backup)
 
     def _publish(self) -> None:
         assert self.pacing is not None

@@ -77,6 +77,7 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float = 0.0  # length of a short window; 0.0: unknown
     mode: str = "ps"  # ps, allreduce (or what else ``config.spec`` names)
     consistency: str = "async"  # of mode ps: async, sync, bounded; of mode allreduce: sync
+    backup: int = 0  # mode ps, sync: workers that a step does not wait for
     step: int = 0  # committed steps; 0 in mode ps
     global_batch: int = 0  # samples of one step of the whole group; 0: there is no such thing (mode ps, async)
     loader_batch: int = 0  # samples of a micro-batch by the script: so much fits everywhere; 0: unknown

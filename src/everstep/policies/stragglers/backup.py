@@ -12,7 +12,7 @@ MOST = 0.25  # of the workers
 
 def backup(seen: Observations, state: int | None) -> tuple[Plan | None, int]:
     """As many backup workers as are slow now, at most a quarter. ``state``: how many there are."""
-    now = state or 0
+    now = seen.backup if state is None else state
     slow = [verdict for verdict in judge(seen.workers) if verdict.slow]
     wanted = min(len(slow), int(MOST * len(seen.workers)))
     if wanted == now:

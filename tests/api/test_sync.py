@@ -1,0 +1,149 @@
+"""Consistency sync: a step of several workers is one step of one process on all their samples, however they are cut."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everstep as es
+from everstep.api.embedded import EmbeddedSeat
+from everstep.api.job import Job
+from everstep.brain import events
+from everstep.brain.watch import Watch
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.pacing import PaceKeeper
+from everstep.model.member import Role
+from everstep.monitor.audit import audit
+from everstep.net import messages
+from everstep.net.arena import Arena
+from everstep.tables.client import PsClient
+
+ONE, HERE = Incarnation(1), NodeId("node0")
+N, EPOCHS, LR = 48, 4, 0.5
+
+
+class OneOfTwo(EmbeddedSeat):
+    """A worker of a job of two, in one process. Orders come on a thread of their own, as they do from a real master."""
+
+    def __init__(self, spec: JobSpec, run_dir: Path, first: OneOfTwo | None) -> None:
+        if first is None:
+            super().__init__(spec, run_dir)
+            self.keeper = PaceKeeper(self.master.brain, Watch(spec), spec, ONE, self._order)
+            self.seats: dict[Slot, OneOfTwo] = {}
+        else:
+            self.__dict__.update({**first.__dict__, "slot": Slot(1)})
+            self.arena = Arena(64 << 20)
+            self.client = PsClient(self.arena)
+        self.seats[self.slot] = self
+        self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def _order(self, slot: Slot, order: messages.NewTurn) -> None:
+        if slot in self.seats:
+            self.seats[slot].orders.put(order)
+
+    def _deliver(self) -> None:
+        while (order := self.orders.get()) is not None:
+            listener: Any = self._listener
+            listener.turned(order.turn)
+
+    def start(self, listener: Any) -> None:
+        if self.slot == 0:
+            super().start(listener)
+            return
+        self._listener = listener
+        answer = self.master.handle(events.MemberJoined(time.time(), Role.WORKER, self.slot, ONE, HERE, 1))
+        assert isinstance(answer, events.Welcome) and answer.placement is not None
+        self._placed(answer.placement)
+
+    def call(self, request: Any, timeout_s: float) -> Any:
+        if isinstance(request, messages.TellPlace):
+            with self.master._lock:
+                self.keeper.told(self.slot, ONE, request.place)
+            return events.Ok()
+        answer = super().call(request, timeout_s)
+        with self.master._lock:
+            self.keeper.handled(events.GroupDue(0.0))
+        return answer
+
+
+def data() -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 20, (N, 2))
+    return {"ids": ids, "x": rng.normal(size=(N, 3)).astype(np.float32), "y": rng.normal(size=N).astype(np.float32)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.bag = nn.EmbeddingBag(20, 4, mode="sum")
+        self.top = nn.Linear(7, 1)
+
+    def forward(self, b: Any) -> Any:
+        return self.top(torch.cat([self.bag(b["ids"]), b["x"]], 1)).squeeze(1)
+
+
+def plain() -> dict[str, torch.Tensor]:
+    """Full batches in plain PyTorch."""
+    model, d = Net(), {k: torch.from_numpy(v) for k, v in data().items()}
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(EPOCHS):
+        opt.zero_grad()
+        ((model(d) - d["y"]) ** 2).mean().backward()
+        opt.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("cut", [24, 36, 41])
+def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: int) -> None:
+    """Each epoch is one step: shards of ``cut`` samples and of the rest."""
+    spec = JobSpec(workers=2, ps=1, consistency="sync", buckets=8)
+    first = OneOfTwo(spec, tmp_path, None)
+    jobs: list[Job] = []
+    trained: list[Any] = [None, None]
+    together = threading.Barrier(2, timeout=30)
+    for seat in (first, OneOfTwo(spec, tmp_path, first)):
+        jobs.append(Job(seat))
+    models = [job.sparse(Net(), optimizer=es.SGD(lr=LR)) for job in jobs]
+    opts = [
+        job.optimizer(torch.optim.SGD(job.replicate(m).parameters(), lr=LR))
+        for job, m in zip(jobs, models, strict=True)
+    ]
+
+    def work(i: int) -> None:
+        protocol: Any = jobs[i]._engine.protocol
+        protocol.ask_ahead, protocol.more = 0, list  # one shard each: none is asked for before the last one is done
+        loader = jobs[i].loader(data(), batch_size=N, epochs=EPOCHS)
+        loader._plan = msgspec.structs.replace(loader.plan(), shard_samples=cut)
+        for batch in jobs[i].steps(loader):
+            together.wait()
+            opts[i].zero_grad()
+            ((models[i](batch) - batch["y"]) ** 2).mean().backward()
+            opts[i].step()
+        trained[i] = jobs[i]._engine.samples
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sum(trained) == N * EPOCHS and min(trained) > 0
+    for name, want in plain().items():
+        have = jobs[0].state_dict()["models"][0][name]
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+    for seat in first.seats.values():
+        seat.orders.put(None)
+    jobs[0].close()
+    report = audit(tmp_path)
+    assert report.ok, report.text()
