@@ -136,7 +136,7 @@ class Pacing:
         self._seen[slot] = _Seen(incarnation, place)
         if self._unheard:
             self._unheard.discard(slot)
-        if self.consistency.kind == "sync" and place.state != "idle":
+        if self.consistency.kind == "sync":
             if place.step > self.step:
                 self.step, self._closed = place.step, {}
             if place.step == self.step and place.parts and not self._closed:

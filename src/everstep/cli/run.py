@@ -131,6 +131,8 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         hardware=spec.hardware,
     )
     servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
+    if spec.consistency != "async":
+        servers += f", {spec.consistency}"
     sys.stdout.write(f"everstep: {spec.name}: {spec.workers} workers, {servers}, run directory {run_dir}\n")
     if spec.bind:
         host, port = agent.host, parse_host_port(spec.bind)[1]

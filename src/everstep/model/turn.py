@@ -55,7 +55,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     Sync: ``step`` is the one it takes part in; ``samples`` of its part; ``parts``: of the closed step, where it has
     heard of them (so that a new master keeps to what the one before has decided). Bounded: ``step`` is how many batches
-    it has finished. ``number``: larger for each new place, so that one which comes late does not count.
+    it has finished. Idle and new: ``step`` is the last one heard of. ``number``: larger for each new place, so that
+    one which comes late does not count.
     """
 
     state: State

@@ -6,6 +6,7 @@
 --record FILE          plant each bug (or --mutation NAME) and write three seeds that find it to this JSON file
 --mix group            runs of mode allreduce: workers, masters and nodes are lost, stopped, cut off, scaled, drained
 --mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
+--mix paced            runs of consistency sync and bounded
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
 """
 
@@ -25,16 +26,18 @@ from typing import Any
 from everstep.sim.group import group_scenario, simulate_group
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
+from everstep.sim.mutations_paced import PACED_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.mutations_resume import RESUME_MUTATIONS
 from everstep.sim.resume import resume_scenario, simulate_resume
 from everstep.sim.run import Outcome, Parts, simulate
-from everstep.sim.scenario import random_scenario, storm_scenario
+from everstep.sim.scenario import paced_scenario, random_scenario, storm_scenario
 
 CHUNK = 100
 RECORDED, MOST = 3, 3000  # seeds for each planted bug, and how many are searched for them
 MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[..., Outcome]]] = {
     "jobs": (random_scenario, MUTATIONS, simulate),
+    "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
     "group": (group_scenario, GROUP_MUTATIONS, simulate_group),

@@ -22,6 +22,7 @@ from everstep.brain.events import (
     FinishJob,
     Granted,
     InstructionType,
+    LeaseExpired,
     MasterStarted,
     MemberHeard,
     MemberJoined,
@@ -43,14 +44,17 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.brain.job import Phase
+from everstep.config.consistency import parse_consistency
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, ShardState, Token
+from everstep.model.turn import Place
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Client, Conn, Process
+from everstep.tables.gate import Gate, Late, Verdict
 from everstep.tables.protocol import (
     Action,
     AskLater,
@@ -62,6 +66,7 @@ from everstep.tables.protocol import (
     SendGiveBack,
     SendOpen,
     SendPush,
+    Settled,
     Work,
     WorkerProtocol,
 )
@@ -130,6 +135,8 @@ class Master(Process):
             handle(event)
         sim.replayed += len(disk.log) - position
         self.watch = sim.parts.watch(sim.spec)
+        consistency = parse_consistency(sim.spec.consistency)
+        self.pacing = sim.parts.pacing(consistency, self.incarnation) if consistency.kind != "async" else None
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
         self.record(MasterStarted(self.clock, self.incarnation, sim.spec))
         self.later(TICK_S, self.tick)
@@ -158,7 +165,13 @@ class Master(Process):
             self.superseded()
             return
         disk, sim = self.disk, self.sim
+        if self.pacing is not None and type(event) is LeaseExpired:
+            held = self.brain.leases.get(event.shard)
+            if held is not None and held.no == event.lease and self.pacing.expired(held.worker):
+                self.publish_turn()
         instructions = self.brain.handle(event)
+        if self.pacing is not None and self.look_at_pace():
+            self.publish_turn()
         sim.brain_events += 1
         done = None
         if type(event) is ShardDone:
@@ -330,11 +343,38 @@ class Master(Process):
             return
         now = self.now()
         self.watch.look(self.brain, now)
+        if self.pacing is not None:
+            for held in self.brain.leases.values():
+                if self.pacing.waits(held.worker):
+                    self.watch.excuse(held.no, now)
         for event in self.watch.tick(now):
             self.record(event)
         if self.sim.scenario.checkpoint_s:
             self.tick_checkpoints(now)
         self.later(TICK_S, self.tick)
+
+    # ------------------------------------------------------------ turns, as master/pacing.py has them
+
+    def look_at_pace(self) -> bool:
+        assert self.pacing is not None
+        brain = self.brain
+        here = {s: seat.member.incarnation for s, seat in brain.members.workers.items() if seat.running}
+        return self.pacing.look(here, {held.worker for held in brain.leases.values()}, brain.job.workers_wanted)
+
+    def publish_turn(self) -> None:
+        assert self.pacing is not None
+        turn = self.pacing.turn
+        self.sim.steps.says(turn)
+        for slot in self.brain.members.workers:
+            self.order(("worker", slot), "turn", turn)
+
+    def on_place(self, conn: Conn, slot: Slot, incarnation: Incarnation, place: Place) -> None:
+        if self.pacing is None or self.brain.members.current(Role.WORKER, slot, incarnation) is None:
+            return
+        if self.look_at_pace() | self.pacing.told(slot, incarnation, place):
+            self.publish_turn()
+        else:
+            self.order(("worker", slot), "turn", self.pacing.turn)
 
     # ------------------------------------------------------------ checkpoints, as master/checkpoints.py has them
 
@@ -659,6 +699,9 @@ class Worker(Child):
             window=rng.randint(1, 3),
             ask_ahead=rng.choice([0, 1, 2, 2, 6, 12]),
         )
+        consistency = parse_consistency(sim.spec.consistency)
+        self.gate = sim.parts.gate(consistency, slot, incarnation) if consistency.kind != "async" else None
+        self.dropped = False  # sync: the gradient of the part in hand is not finite
         self.queue: list[Work] = []
         self.depth = rng.randint(1, 2)
         self.busy = False
@@ -694,6 +737,7 @@ class Worker(Child):
             self.register()
         else:
             self.act(self.protocol.master_lost())
+        self.say_place(again=True)
         self.pump()
 
     def hello_again(self, conn: Conn) -> None:
@@ -718,6 +762,10 @@ class Worker(Child):
     def on_order(self, conn: Conn, what: str, args: tuple[Any, ...]) -> None:
         if what == "revoke":
             self.act(self.protocol.revoked(args[0]))
+            self.pump()
+        elif what == "turn" and self.gate is not None:
+            self.judge(self.gate.turn(args[0]))
+            self.say_place()
             self.pump()
 
     def on_answer(self, conn: Conn, ask: int, answer: AnswerType) -> None:
@@ -784,21 +832,68 @@ class Worker(Child):
             if not self.sim.healed and rng.random() < 0.1:
                 protocol.set_batch_samples(rng.randint(*self.sim.scenario.batch))
             self.act(protocol.more())
-        if queue and not self.busy:
+        gate = self.gate
+        if gate is not None:
+            self.pump_in_turn(gate)
+        elif queue and not self.busy:
             work = queue.pop(0)
             if queue and work.joins(queue[0]) and rng.random() < 0.2:
                 work = work.join(queue.pop(0))
             self.busy = True
             self.later(self.pace * (0.5 + rng.random()), self.computed, work)
 
+    def pump_in_turn(self, gate: Gate) -> None:
+        """Consistency sync and bounded: compute if it is our turn."""
+        queue, protocol = self.queue, self.protocol
+        while queue and not protocol.current(queue[0]):
+            self.act(protocol.computed(queue.pop(0)))
+        if queue:
+            gate.work()
+        elif not gate.pending and not self.busy and (protocol.waiting or protocol.finished):
+            gate.rest()
+        self.say_place()
+        if queue and not self.busy and gate.may_begin():
+            work = queue.pop(0)
+            gate.begin(work)
+            if gate.sync:
+                self.sim.steps.begins(self.key.slot, self.incarnation, work, gate.place().step)
+            self.busy = True
+            self.later(self.pace * (0.5 + self.kernel.random()), self.computed, work)
+
+    def say_place(self, again: bool = False) -> None:
+        if self.gate is None or not self.plan_known or self.conn is None or not self.welcome:
+            return
+        place = self.gate.due(again)
+        if place is not None:
+            server: Any = self.conn.server
+            self.net.to_server(self.conn, server.on_place, self.conn, self.key.slot, self.incarnation, place)
+
+    def judge(self, verdict: Verdict | None) -> None:
+        if verdict is None:
+            return
+        work = verdict.work
+        if self.kernel.lines is not None:
+            self.kernel.say(self, f"{type(verdict).__name__} [{work.lo},{work.hi}) of {work.lease.shard:x}")
+        if isinstance(verdict, Late):
+            self.sim.late += 1
+            self.act(self.protocol.late(work))
+        else:
+            self.act(self.protocol.computed(work, self.dropped))
+
     def computed(self, work: Work) -> None:
         self.busy = False
         skip = self.sim.scenario.skip
-        self.act(self.protocol.computed(work, bool(skip) and self.kernel.random() < skip))
+        skipped = bool(skip) and self.kernel.random() < skip
+        if self.gate is not None and self.gate.sync:
+            self.dropped = skipped
+            self.judge(self.gate.ready(work, 0 if skipped else work.hi - work.lo))
+        else:
+            self.act(self.protocol.computed(work, skipped))
         self.pump()
 
     def again(self) -> None:
         now = self.kernel.now
+        self.say_place(again=True)
         if not self.plan_known:
             self.register()
         elif now - self.master_stamp > OVERDUE_S:
@@ -816,7 +911,11 @@ class Worker(Child):
             if not self.alive:
                 return
             kind = type(a)
-            if kind is SendPush:
+            if kind is Settled and self.gate is not None:
+                self.gate.settled(a.work)  # type: ignore[attr-defined]
+            elif kind is SendPush:
+                if self.gate is not None and self.gate.sync:
+                    sim.steps.pushes(*me, a.work)  # type: ignore[attr-defined]
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
                 ps = sim.server_of(a.ps, a.token.ps_incarnation)  # type: ignore[attr-defined]
                 if ps is not None:

@@ -13,6 +13,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, DrainAsked, Note, Reply, ScaleAsked
+from everstep.brain.pacing import Pacing
 from everstep.brain.watch import Watch
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import Manifest
@@ -29,8 +30,10 @@ from everstep.sim.kernel import Kernel, Network, Process, Violation
 from everstep.sim.lineage import Lineage
 from everstep.sim.scenario import Scenario, random_scenario
 from everstep.sim.server import MirrorPs
+from everstep.sim.steps import Steps
 from everstep.sim.store import Bucket, SimStore
 from everstep.sim.truth import Truth
+from everstep.tables.gate import Gate
 from everstep.tables.protocol import WorkerProtocol
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,6 +50,8 @@ class Parts(NamedTuple):
     machine: type[Machine] = Machine
     ps: type[MirrorPs] = MirrorPs
     store: type[SimStore] = SimStore
+    pacing: type[Pacing] = Pacing
+    gate: type[Gate] = Gate
     early_replies: bool = False  # a shell that answers before the event is durable
     no_ps_incarnation: bool = False  # a ps that does not look at the token's incarnation
 
@@ -64,6 +69,7 @@ class Outcome(NamedTuple):
     deaths: int  # of workers
     applied: int  # (bucket, position) pairs
     retried: int  # batches
+    late: int = 0  # parts of steps
 
 
 class Simulation:
@@ -95,6 +101,8 @@ class Simulation:
         self.torn: set[int] = set()  # mirrors; ids are never used again
         self.doomed: set[Slot] = set()  # lost, or about to be, and the map still names them
         self.doomed_lives: dict[Slot, Incarnation] = {}
+        self.steps = Steps()
+        self.late = 0  # parts of steps
         self.disk = Disk()
         self.servers: dict[Slot, Any] = {}
         self.processes: list[Member] = []
@@ -425,6 +433,7 @@ class Simulation:
             self.deaths,
             self.truth.applied,
             self.retried,
+            self.late,
         )
 
     def fingerprints(self) -> dict[int, int]:

@@ -40,6 +40,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     parity: str = "0"
     protect: Literal["acked", "eager"] = "acked"
     ps_range: tuple[int, int] = (1, 1)  # to which "scale ps" goes
+    consistency: str = "async"
     checkpoint_s: float = 0.0  # > 0: checkpoints so often
     ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
 
@@ -60,6 +61,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             max_restarts=1000,
             quarantine_after=1000,
             parity=self.parity,
+            consistency=self.consistency,
             protect=self.protect,
             checkpoint_every=f"{self.checkpoint_s:g}s" if self.checkpoint_s else "",
         )
@@ -209,3 +211,12 @@ def storm_scenario(seed: int) -> Scenario:
         ps_range=(least, least + 2),
         checkpoint_s=checkpoint_s,
     )
+
+
+def paced_scenario(seed: int) -> Scenario:
+    """The faults of ``seed`` in a job whose workers wait for each other; every third is one in which ps are lost."""
+    rng = random.Random(f"paced {seed}")
+    base = storm_scenario(seed) if seed % 3 == 2 else random_scenario(seed)
+    consistency = rng.choice(["sync", "sync:1", "sync:1", "bounded:1", "bounded:3"])
+    workers = rng.randint(2, 4)
+    return msgspec.structs.replace(base, workers=workers, consistency=consistency)

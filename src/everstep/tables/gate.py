@@ -42,6 +42,7 @@ class Gate:
     __slots__ = (
         "_begun",
         "_finished",
+        "_known",
         "_me",
         "_part",
         "_parts",
@@ -63,6 +64,7 @@ class Gate:
         self._turn: Turn | None = None
         self._begun: list[_Begun] = []  # batches begun and not settled
         self._finished = 0  # bounded
+        self._known = -1  # the last step heard of: a new master may not know it
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
         self._part: Work | None = None  # sync: computed
         self._parts: tuple[Share, ...] = ()  # sync: of the closed step
@@ -105,16 +107,11 @@ class Gate:
         """Where this worker is."""
         known = self._turn is not None and self._turn.step >= 0
         if self._resting and not self._begun:
-            return Place("idle", -1, 0, self.batch)
+            return Place("idle", self._known, 0, self.batch)
         if not self.sync:
             return Place("busy" if known else "new", self._finished if known else -1, 0, self.batch)
         if self._step < 0:
-            assert self._turn is not None or not known
-            return (
-                Place("busy", self._turn.step, 0, self.batch)
-                if known and self._turn
-                else Place("new", -1, 0, self.batch)
-            )
+            return Place("busy" if known else "new", self._known, 0, self.batch)
         samples = self._samples() if self._stage != "busy" else 0
         return Place(self._stage, self._step, samples, self.batch, self._parts)
 
@@ -123,7 +120,9 @@ class Gate:
         place, said = self.place(), self._said
         if said is not None:
             place = msgspec.structs.replace(place, number=said.number)
-            known = place == said or (self.sync and place.state == "busy" and said.state in ("busy", "pushed"))
+            known = place == said or (place.state == "idle" == said.state)
+            known = known or (place.state == "ready" == said.state and place.step == said.step)
+            known = known or (self.sync and place.state == "busy" and said.state in ("busy", "pushed"))
             if known and not again:
                 return None
         if place != said:
@@ -177,6 +176,7 @@ class Gate:
         if self._turn is not None and turn.order <= self._turn.order:
             return None
         self._turn = turn
+        self._known = max(self._known, turn.step)
         if not self.sync:
             self._finished = max(self._finished, turn.step)
             return None

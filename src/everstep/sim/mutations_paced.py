@@ -1,0 +1,47 @@
+"""Bugs of consistency sync and bounded, planted one at a time (``--mix paced``)."""
+
+from __future__ import annotations
+
+from everstep.brain.pacing import Pacing
+from everstep.model.turn import Share
+from everstep.sim.mutations import Mutation
+from everstep.sim.run import Parts
+from everstep.tables.gate import Gate, Late, Pushing, Verdict
+from everstep.tables.protocol import Action, SendGiveBack, Settled, Work, WorkerProtocol
+
+
+class PushesLate(Gate):
+    def _judge(self) -> Verdict | None:
+        verdict = super()._judge()
+        if not isinstance(verdict, Late):
+            return verdict
+        self._part, self._stage = verdict.work, "ready"
+        self._begun = [(verdict.work.lease.no, verdict.work.lo, verdict.work.hi)]
+        self._step = max(0, self._turn.step if self._turn is not None else 0)
+        self._parts = (Share(*self._me, 1),)
+        return Pushing(verdict.work, 1.0)
+
+
+class KeepsLate(WorkerProtocol):
+    def late(self, work: Work) -> list[Action]:
+        return [Settled(work, False)]
+
+
+class PushesAndReturns(WorkerProtocol):
+    """The range is pushed, and goes back for somebody else besides."""
+
+    def late(self, work: Work) -> list[Action]:
+        return [*self.computed(work), SendGiveBack(work.lease, "late")]
+
+
+class WaitsForTheLost(Pacing):
+    def look(self, here, holding, wanted, backup=-1):  # type: ignore[no-untyped-def]
+        return super().look({**self._here, **here}, holding, wanted, backup)
+
+
+PACED_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("pushes-late", "a late part is pushed, too", Parts(gate=PushesLate)),
+    Mutation("keeps-late", "a late part's range goes back to nobody", Parts(protocol=KeepsLate)),
+    Mutation("pushes-and-returns", "a late part's range goes back, and is pushed", Parts(protocol=PushesAndReturns)),
+    Mutation("waits-for-the-lost", "who has died without a successor is waited for", Parts(pacing=WaitsForTheLost)),
+)
