@@ -160,7 +160,9 @@ if job.chief:
 
 def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets begin again, with the first rows of their tables, and all that was trained is trained again."""
-    monkeypatch.setenv("EVERSTEP_FAULT", "ps:1:before_feed:1")
+    monkeypatch.setenv(
+        "EVERSTEP_FAULT", "ps:1.1:before_feed:1"
+    )  # in its first life alone: each further one costs a move
     run.script.write_text(FIRST_ROWS)
     run.start("--workers", "2", "--ps", "3", "--parity", "2+1")
     assert run.wait(150) == 0, run.story()
