@@ -138,12 +138,30 @@ void bind_feed(nb::module_& m) {
       .def("leave_alone", [](Inbox& i) { i.gate().leave_alone(); })
       .def("publish",
            [](Inbox& i, int64_t version,
-              const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>>>& sources) {
+              const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>, bool>>& sources) {
              std::unordered_map<uint32_t, Inbox::Source> by_bucket;
-             for (auto& [bucket, sender, mirrors] : sources) by_bucket[bucket] = Inbox::Source{sender, mirrors};
+             for (auto& [bucket, sender, mirrors, several] : sources)
+               by_bucket[bucket] = Inbox::Source{sender, mirrors, several};
              i.publish(version, std::move(by_bucket));
            },
            nb::arg("version"), nb::arg("sources"))
+      .def("keep_tail",
+           [](Inbox& i, uint32_t bucket, int64_t seq, nb::handle blob) {
+             const OutItem kept = item_of(bucket, seq, 0, 0, 0, blob);
+             i.keep_tail(bucket, seq, kept.data, kept.bytes);
+           },
+           nb::arg("bucket"), nb::arg("seq"), nb::arg("blob"))
+      .def("confirm_tail", &Inbox::confirm_tail, nb::arg("bucket"), nb::arg("seq"))
+      .def("tail",
+           [](Inbox& i, uint32_t bucket, int64_t seq) {
+             nb::list out;
+             for (auto& [at, blob] : i.tail(bucket, seq))
+               out.append(nb::make_tuple(at, nb::bytes(blob->data(), blob->size())));
+             return out;
+           },
+           nb::arg("bucket"), nb::arg("seq"))
+      .def("drop_tail", &Inbox::drop_tail, nb::arg("bucket"))
+      .def("drop_tails", &Inbox::drop_tails)
       .def("received", &Inbox::received, nb::arg("sender"))
       .def("set_received", &Inbox::set_received, nb::arg("sender"), nb::arg("next"))
       .def("forget", &Inbox::forget, nb::arg("sender"))

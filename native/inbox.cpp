@@ -37,14 +37,53 @@ std::mutex& Inbox::one_at_a_time(const PeerKey& sender) {
   return *found;
 }
 
+void Inbox::keep_tail(uint32_t bucket, int64_t seq, const uint8_t* data, size_t size) {
+  auto blob = std::make_shared<const std::vector<uint8_t>>(data, data + size);
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto& tail = tails_[bucket];
+  if (tail.empty() || tail.back().first < seq) tail.emplace_back(seq, std::move(blob));
+}
+
+void Inbox::confirm_tail(uint32_t bucket, int64_t seq) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  auto found = tails_.find(bucket);
+  if (found == tails_.end()) return;
+  auto& tail = found->second;
+  while (!tail.empty() && tail.front().first <= seq) tail.pop_front();
+}
+
+std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> Inbox::tail(uint32_t bucket, int64_t seq) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> out;
+  auto found = tails_.find(bucket);
+  if (found == tails_.end()) return out;
+  for (auto& kept : found->second)
+    if (kept.first > seq) out.push_back(kept);
+  return out;
+}
+
+void Inbox::drop_tail(uint32_t bucket) {
+  std::lock_guard<std::mutex> hold(mutex_);
+  tails_.erase(bucket);
+}
+
+void Inbox::drop_tails() {
+  std::lock_guard<std::mutex> hold(mutex_);
+  tails_.clear();
+}
+
 bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
   wire::Feed feed;
   if (frame.header.size() < sizeof(feed)) return false;
   std::memcpy(&feed, frame.header.data(), sizeof(feed));
-  const uint64_t n = feed.n_entries;
-  if (feed.n_confirmed || frame.header.size() != sizeof(feed) + n * sizeof(wire::Entry)) return false;
+  const uint64_t n = feed.n_entries, n_confirmed = feed.n_confirmed;
+  const uint64_t confirmed_at = sizeof(feed) + n * sizeof(wire::Entry);
+  if (frame.header.size() != confirmed_at + n_confirmed * sizeof(wire::Confirmed)) return false;
   std::vector<wire::Entry> entries(n);
   if (n) std::memcpy(entries.data(), frame.header.data() + sizeof(feed), n * sizeof(wire::Entry));
+  std::vector<wire::Confirmed> confirmed(n_confirmed);
+  if (n_confirmed)
+    std::memcpy(confirmed.data(), frame.header.data() + confirmed_at, n_confirmed * sizeof(wire::Confirmed));
   uint64_t size = 0;
   for (const wire::Entry& e : entries) {
     if (e.kind != blob::kChange || e.bytes > frame.body_bytes) return false;
@@ -70,16 +109,24 @@ bool Inbox::follow(const wire::Frame& frame, std::vector<uint8_t>& codes) {
     at = frame.body;
     for (uint64_t i = 0; i < n; ++i) {
       const wire::Entry& e = entries[i];
-      for (uint64_t id : sources_.find(e.bucket)->second.mirrors) {
+      const Source& source = sources_.find(e.bucket)->second;
+      for (uint64_t id : source.mirrors) {
         if (e.mirror && uint64_t(e.mirror) != id) continue;
         const ApplyResult done = store_.mirrors->get(id)->apply(at, e.bytes, true);
         if (done == kGap) return false;  // what was applied is a repeat for the machine
-        if (codes[i] != uint8_t(kApplied)) codes[i] = uint8_t(done);
+        if (codes[i] != uint8_t(kApplied)) {
+          codes[i] = uint8_t(done);
+          if (done == kApplied && source.several) keep_tail(e.bucket, e.seq, at, e.bytes);
+        }
       }
       at += e.bytes;
     }
   } catch (const std::exception&) {
     return false;  // the machine comes to the same, and says what it is
+  }
+  for (const wire::Confirmed& c : confirmed) {
+    auto found = c.bucket < 0 ? sources_.end() : sources_.find(uint32_t(c.bucket));
+    if (found != sources_.end() && found->second.sender == sender) confirm_tail(uint32_t(c.bucket), c.seq);
   }
   set_received(sender, {feed.stream, feed.first + int64_t(n)});
   return true;

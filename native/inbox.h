@@ -1,8 +1,9 @@
 // What other ps feed to the mirrors here, as far as it goes without saying: the differences that come next in a stream,
-// of buckets whose source the sender is. Everything else is for the machine (everstep/protect/machine.py), which also
+// of buckets whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the machine (everstep/protect/machine.py), which also
 // says, with the gate held alone, what goes without saying.
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@ class Inbox {
   struct Source {
     PeerKey sender;
     std::vector<uint64_t> mirrors;
+    bool several = false;  // there are others elsewhere: what is applied is kept for them
   };
   explicit Inbox(Store& store) : store_(store) {}
 
@@ -40,6 +42,13 @@ class Inbox {
   // Held, inside of the gate, for the time of a feed: two of one sender never at once.
   std::mutex& one_at_a_time(const PeerKey& sender);
 
+  // Tails: protect/tails.py.
+  void keep_tail(uint32_t bucket, int64_t seq, const uint8_t* data, size_t size);
+  void confirm_tail(uint32_t bucket, int64_t seq);
+  std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> tail(uint32_t bucket, int64_t seq);
+  void drop_tail(uint32_t bucket);
+  void drop_tails();
+
   // Applies the entries of a FEED. False: it is for the machine, from the beginning.
   bool follow(const wire::Frame& frame, std::vector<uint8_t>& codes);
 
@@ -51,6 +60,7 @@ class Inbox {
   std::mutex mutex_;                              // of what follows; innermost
   std::map<PeerKey, std::pair<int64_t, int64_t>> received_;
   std::map<PeerKey, std::unique_ptr<std::mutex>> senders_;
+  std::unordered_map<uint32_t, std::deque<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>>> tails_;
 };
 
 }  // namespace everstep

@@ -18,8 +18,10 @@ from everstep.net.feed import decode_feed, encode_feed
 from everstep.net.frames import DATA_LIMITS, FrameSocket, Kind, _head
 from everstep.net.messages import Entry, Feed
 from everstep.protect.carrier import Carrier, Outcome
-from everstep.protect.streams import Batch, Item, Outgoing, PeerKey, Streams, SweepTarget
+from everstep.protect.streams import Batch, Code, Item, Outgoing, PeerKey, Streams, SweepTarget
 from everstep.protect.streams import Kind as Of
+from everstep.protect.tails import KeptTails
+from everstep.ps.keeper import _Tails
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
 BUCKETS = [BucketId(b) for b in range(4)]
@@ -139,7 +141,7 @@ class Mirrored:
         self.owner.open(0, 0, 1)
         self.inbox = _native.Inbox(self.home)
         self.inbox.enter_alone()
-        self.inbox.publish(5, [(0, OWNER, [1])])
+        self.inbox.publish(5, [(0, OWNER, [1], False)])
         self.inbox.leave_alone()
         self.inbox.set_received(OWNER, (5, 0))
         self.pair = socket.socketpair()
@@ -152,10 +154,10 @@ class Mirrored:
         keys, grads = np.arange(9), np.ones((9, TABLE.dim), np.float32)
         self.owner.push(0, at, at + 1, 1, b"", [(TABLE.id, keys, grads, -1.0)])
 
-    def frame(self, first: int = 0, version: int = 5) -> bytes:
+    def frame(self, first: int = 0, version: int = 5, confirmed: tuple[tuple[BucketId, int], ...] = ()) -> bytes:
         blobs = self.emitted()
         entries = tuple(Entry(BucketId(0), seq, 1, len(blob)) for blob, seq in blobs)
-        header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), (), first, 5))
+        header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), confirmed, first, 5))
         body = b"".join(blob for blob, _ in blobs)
         return _head(Kind.FEED, header, (), len(body), 0) + body
 
@@ -186,12 +188,48 @@ def test_what_comes_next_is_taken_and_answered_without_python(mirrored: Mirrored
     assert m.home.mirror_state(1) == [(0, m.owner.seq(0), True)]
 
 
+def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirrored) -> None:
+    m = mirrored
+    m.inbox.publish(5, [(0, OWNER, [1], True)])
+    m.push(0)
+    m.push(1)
+    frame, last = m.frame(), m.owner.seq(0)
+    m.pair[0].sendall(frame)
+    m.push(2)
+    # Of buckets of which nobody here takes its differences it can confirm nothing, and of none that there is not.
+    said = ((BucketId(0), last - 1), (BucketId(7), 9), (BucketId(-1), 9))
+    m.pair[0].sendall(m.frame(first=3, confirmed=said))
+    m.pair[0].shutdown(socket.SHUT_WR)
+    assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
+    assert m.home.mirror_state(1) == [(0, last + 1, True)]
+    kept = m.inbox.tail(0, -1)
+    assert [seq for seq, _ in kept] == [last, last + 1]
+    assert [seq for seq, _ in m.inbox.tail(0, last)] == [last + 1]
+    other = Mirrored().home  # the blobs are what came: another mirror, three behind, gets there with the last of them
+    assert frame.endswith(kept[0][1]) and other.mirror_apply(1, kept[0][1]) == Code.GAP
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_inbox_keeps_tails_like_their_oracle(seed: int) -> None:
+    rng = random.Random(seed)
+    one, two, seq = KeptTails(), _Tails(_native.Inbox(Store(4, 1))), 0
+    for _ in range(300):
+        bucket = rng.choice(BUCKETS)
+        seq += rng.randrange(3)
+        at, blob = seq - rng.randrange(4), rng.randbytes(rng.randrange(1, 20))
+        what = rng.choice(("keep", "keep", "keep", "confirm", "drop", "clear" if rng.random() < 0.1 else "keep"))
+        args = {"keep": (bucket, at, blob), "confirm": (bucket, at), "drop": (bucket,), "clear": ()}[what]
+        for tails in (one, two):
+            getattr(tails, what)(*args)
+        assert all(one.after(b, at) == two.after(b, at) and one.after(b, -1) == two.after(b, -1) for b in BUCKETS)
+
+
 @pytest.mark.parametrize("how", ["number", "version", "sender"])
 def test_what_is_not_the_next_of_the_source_is_handed_on(mirrored: Mirrored, how: str) -> None:
     m = mirrored
     m.push(0)
     if how == "sender":
-        m.inbox.publish(5, [(0, PEERS[0], [1])])
+        m.inbox.publish(5, [(0, PEERS[0], [1], False)])
     before = m.state
     m.pair[0].sendall(m.frame(first=int(how == "number"), version=5 + (how == "version")))
     found = _native.Follower(m.inbox, m.pair[1].fileno(), b"").next()

@@ -360,6 +360,26 @@ def test_a_gap_in_what_is_folded_is_swept_again(
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+def test_differences_of_a_push_need_no_interpreter_where_they_are_taken(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    c = cluster(4 + rows)
+    striped(c, rows)
+    c.push(3)
+    until(c.whole)
+    fed: list[int] = []
+    feed = Machine.feed
+    monkeypatch.setattr(Machine, "feed", lambda m, request, blobs: (fed.append(m.me[0]), feed(m, request, blobs))[1])
+    c.push(10)
+    until(c.whole)
+    assert not fed
+    c.check_mirrors()
+    if rows == 2:  # what is kept for the other row is the end of what was pushed, not all of it
+        kept = [len(c.ps[Slot(4)].service._inbox.tail(b, -1)) for b in range(B)]
+        assert 0 < max(kept) < 10
+
+
+@pytest.mark.parametrize("rows", [1, 2])
 def test_a_mirror_that_lacks_a_difference_is_made_again_under_pushes(
     cluster: Callable[..., Cluster], rows: int
 ) -> None:

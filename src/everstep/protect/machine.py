@@ -67,6 +67,7 @@ from everstep.net.messages import (
     Want,
 )
 from everstep.protect.streams import Batch, Blob, Code, Flow, Item, Kind, PeerKey, SweepTarget
+from everstep.protect.tails import KeptTails, Tails
 
 REST = BucketId(0xFFFFFFFF)
 """In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""
@@ -315,8 +316,10 @@ class Machine:
         port: Port,
         streams: Flow,
         received: MutableMapping[PeerKey, tuple[int, int]] | None = None,
+        tails: Tails | None = None,
     ) -> None:
-        """``received``: where to keep how far each sender's stream has come, for who takes entries without us."""
+        """``received``, ``tails``: where to keep how far each sender's stream has come, and the newest differences of
+        buckets with several mirrors, for who takes entries without us."""
         self.me: PeerKey = (slot, incarnation)
         self.port, self.streams = port, streams
         # ``mirror_apply_many(mirrors, blobs, which)`` of the port, if any: blobs[which[i]] to mirrors[i], in order.
@@ -332,7 +335,7 @@ class Machine:
         self._mirrors: dict[int, _Held] = {}
         self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
         self._sources: dict[BucketId, _Source] = {}
-        self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}
+        self._tails: Tails = KeptTails() if tails is None else tails
         # By sender: the stream, and the next number in it.
         self._received: MutableMapping[PeerKey, tuple[int, int]] = {} if received is None else received
         self._gains: dict[BucketId, _Gain] = {}
@@ -563,7 +566,7 @@ class Machine:
             source, owner = self._sources.get(bucket), self._owner(bucket)
             if source is None or (source.key != owner and not any(self._mirrors[i].complete for i in ids)):
                 self._sources[bucket] = _Source(placement.version, owner)
-                self._tails.pop(bucket, None)
+                self._tails.drop(bucket)
         for held in list(self._mirrors.values()):
             if not held.complete and held.owners != self._owners(held.mirror):
                 self._forget(held.mirror.id)
@@ -614,20 +617,20 @@ class Machine:
                 self._by_bucket.setdefault(bucket, []).append(id_)
         for bucket in [b for b in self._sources if b not in self._by_bucket]:
             del self._sources[bucket]
-            self._tails.pop(bucket, None)
+            self._tails.drop(bucket)
 
     # ------------------------------------------------------------ differences and contents come in
 
-    def followed(self) -> list[tuple[BucketId, PeerKey, list[int]]]:
-        """(bucket, source, mirrors here) of which ``feed`` does nothing with differences, the next in order, but apply
-        them. Good until the machine changes."""
+    def followed(self) -> list[tuple[BucketId, PeerKey, list[int], bool]]:
+        """(bucket, source, mirrors here, whether tails are kept) of which ``feed`` does nothing with differences, the
+        next in order, but apply them, and keep them. Good until the machine changes."""
         placement = self.placement
         if placement is None:
             return []
         return [
-            (bucket, self._sources[bucket].key, ids)
+            (bucket, self._sources[bucket].key, ids, bucket in self._several)
             for bucket, ids in self._by_bucket.items()
-            if bucket not in self._several and bucket in self._sources and self._alive(self._sources[bucket].key)
+            if bucket in self._sources and self._alive(self._sources[bucket].key)
         ]
 
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
@@ -662,10 +665,8 @@ class Machine:
         self._received[sender] = (request.stream, max(next_number, request.first + len(codes)))
         for bucket, seq in request.confirmed:
             source = self._sources.get(bucket)
-            tail = self._tails.get(bucket)
-            if tail is not None and source is not None and source.key == sender:
-                while tail and tail[0][0] <= seq:
-                    tail.popleft()
+            if source is not None and source.key == sender:
+                self._tails.confirm(bucket, seq)
         return Fed(bytes(codes))
 
     def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
@@ -699,9 +700,7 @@ class Machine:
             if codes[i] != Code.APPLIED:
                 codes[i] = done
                 if done == Code.APPLIED and entry.bucket in self._several:
-                    tail = self._tails.setdefault(entry.bucket, deque())
-                    if not tail or tail[-1][0] < entry.seq:
-                        tail.append((entry.seq, self.port.keep(blobs[i])))
+                    self._tails.keep(entry.bucket, entry.seq, self.port.keep(blobs[i]))
 
     def _one_by_one(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
         return [self.port.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
@@ -846,7 +845,7 @@ class Machine:
         held = self._mirrors.get(request.mirror)
         if held is None or not held.complete or request.bucket not in held.mirror.members:
             return Tailed(-1), []
-        kept = [(seq, blob) for seq, blob in self._tails.get(request.bucket, ()) if seq > request.seq]
+        kept = self._tails.after(request.bucket, request.seq)
         entries = tuple(Entry(request.bucket, seq, Kind.CHANGE, self.port.size(blob)) for seq, blob in kept)
         return Tailed(self.port.mirror_seq(request.mirror, request.bucket), entries), [blob for _, blob in kept]
 
@@ -1186,7 +1185,6 @@ class Machine:
         gain.tails[mirror] = answer.seq
         if bucket in self.buckets:
             return
-        tail = self._tails.setdefault(bucket, deque())
         for entry, blob in zip(answer.entries, blobs, strict=True):
             if entry.seq <= self._level_of(bucket):
                 continue
@@ -1195,7 +1193,7 @@ class Machine:
                 held = self._mirrors[id_]
                 if held.complete and self.port.mirror_apply(id_, kept) == Code.GAP:
                     self._tear(held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}")
-            tail.append((entry.seq, kept))
+            self._tails.keep(bucket, entry.seq, kept)
         if self._level_of(bucket) < answer.seq:
             # It cannot be brought to the same point: the other one is the newer, and the bucket is to be had there.
             for id_ in self._by_bucket.get(bucket, ()):
@@ -1206,12 +1204,11 @@ class Machine:
     def _level(self, bucket: BucketId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
         """Everybody else gets what it lacks."""
         top = self._level_of(bucket)
-        kept = list(self._tails.get(bucket, ()))
         for mirror, peer in others:
             seq = gain.tails[mirror]
             if seq < 0 or seq >= top:
                 continue
-            lacking = [(s, blob) for s, blob in kept if s > seq]
+            lacking = self._tails.after(bucket, seq)
             if not lacking or lacking[0][0] != seq + 1:  # it lacks more than anybody kept for it
                 self.torn.add(mirror)
                 why = f"it has bucket {bucket} up to {seq}, ours is at {top}, what is between is kept nowhere"

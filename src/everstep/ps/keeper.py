@@ -45,7 +45,7 @@ from everstep.net.messages import (
 from everstep.protect.carrier import Carrier, Event, EventKind, Outcome
 from everstep.protect.machine import Action, Ask, Machine
 from everstep.protect.port import Body, StorePort
-from everstep.protect.streams import Batch, Code, PeerKey
+from everstep.protect.streams import Batch, Blob, Code, PeerKey
 from everstep.ps import faults
 from everstep.ps.gate import Gate
 
@@ -124,6 +124,28 @@ class _Received(MutableMapping[PeerKey, tuple[int, int]]):
         return len(self._inbox.senders())
 
 
+class _Tails:
+    """``Tails`` of the inbox."""
+
+    def __init__(self, inbox: _native.Inbox) -> None:
+        self._inbox = inbox
+
+    def keep(self, bucket: BucketId, seq: int, blob: Blob) -> None:
+        self._inbox.keep_tail(bucket, seq, blob)
+
+    def confirm(self, bucket: BucketId, seq: int) -> None:
+        self._inbox.confirm_tail(bucket, seq)
+
+    def after(self, bucket: BucketId, seq: int) -> list[tuple[int, Blob]]:
+        return self._inbox.tail(bucket, seq)
+
+    def drop(self, bucket: BucketId) -> None:
+        self._inbox.drop_tail(bucket)
+
+    def clear(self) -> None:
+        self._inbox.drop_tails()
+
+
 class Keeper:
     """What a ps keeps for others, and what others keep for it. Thread-safe.
 
@@ -143,7 +165,7 @@ class Keeper:
     ) -> None:
         self._store, self._gate, self._inbox, self._do, self._on_failure = store, gate, inbox, do, on_failure
         self.streams = Carrier(store, (slot, incarnation))
-        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox))
+        self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox), _Tails(inbox))
         self._slot = slot
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  # what is served
