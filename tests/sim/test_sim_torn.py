@@ -32,7 +32,7 @@ def test_storms_with_torn_mirrors(seeds: int) -> None:
     assert tears > seeds // 2
 
 
-class Trusting(Machine):
+class Silent(Machine):
     """It says that a mirror is torn to nobody: the next loss is recovered from nothing, or never."""
 
     def tear(self, mirror: int, why: str) -> None:
@@ -44,7 +44,7 @@ class Trusting(Machine):
 def test_a_ps_that_keeps_it_to_itself_is_caught() -> None:
     for seed in range(200):
         try:
-            simulate(seed, torn_scenario(seed), Parts(machine=Trusting))
+            simulate(seed, torn_scenario(seed), Parts(machine=Silent))
         except Exception:
             return
     raise AssertionError("not caught in 200 seeds")

@@ -27,7 +27,7 @@ from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
 from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took, Whole
 from everstep.protect.streams import PeerKey, Streams
 from everstep.sim.cluster import Child
-from everstep.sim.kernel import Conn
+from everstep.sim.kernel import Conn, Violation
 from everstep.sim.store import SimStore
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ class MirrorPs(Child):
         """After anything that the machine or the store did."""
         if self.machine.dirty:
             self.machine.settle()
+        if unexplained := self.machine.torn - self.sim.torn:  # it would be mended, and hide what lost a difference
+            raise Violation(f"{self}: mirrors {sorted(unexplained)} are torn, and nothing of this run tore them")
         truth, store = self.sim.truth, self.store
         came = False
         for action in self.machine.take_actions():
