@@ -21,7 +21,7 @@ def torn_scenario(seed: int) -> Scenario:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seeds", amounts(30, 300))
+@pytest.mark.parametrize("seeds", amounts(15, 300))
 def test_storms_with_torn_mirrors(seeds: int) -> None:
     """Repeat one with ``simulate(SEED, torn_scenario(SEED))``."""
     tears = 0
