@@ -60,8 +60,9 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     aims: dict[str, str] = {}
     for name in args.kinds.split(","):
         kills = args.kills or KINDS[name].kills[0 if quick else 1]
-        for figure, value in soak(name, KINDS[name], kills).items():
-            figures[f"{name}.{figure}"] = value
+        found = soak(name, KINDS[name], kills)
+        say(f"{name}: {found}")
+        figures |= {f"{name}.{figure}": value for figure, value in found.items()}
         aims |= {f"{name}.{figure}": "= 1" for figure in ("finished", "exact", "equal")}
     return {"figures": figures, "aims": aims, "holds": {k: figures[k] == 1 for k in aims}, "spread": {}}
 
