@@ -7,9 +7,16 @@ from collections import defaultdict
 
 import pytest
 
+from everstep.brain.brain import Brain
+from everstep.brain.control import refuse
+from everstep.brain.events import MasterStarted, PlanMade
 from everstep.brain.pacing import Pacing
 from everstep.config.consistency import parse_consistency
+from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.decision import Decision
+from everstep.model.observation import Observations
+from everstep.model.plan import BackupWorkers, Plan
 from everstep.model.shard import Lease
 from everstep.model.turn import Place, Share, Turn
 from everstep.tables.gate import Gate, Late, Pushing, Verdict
@@ -41,8 +48,8 @@ def test_a_step_closes_when_all_are_ready_and_the_next_begins_when_all_have_push
     assert not p.told(A, ONE, Place("ready", 0, 30, number=3)) and not p.turn.parts
     assert p.told(B, ONE, Place("ready", 0, 10, number=4))
     assert p.turn.parts == (Share(A, ONE, 30), Share(B, ONE, 10)) and p.turn.step == 0
-    assert not p.told(A, ONE, Place("pushed", 0, 30, 0, p.turn.parts, number=5))
-    assert p.told(B, ONE, Place("pushed", 0, 10, 0, p.turn.parts, number=6))
+    assert not p.told(A, ONE, Place("pushed", 0, 30, p.turn.parts, number=5))
+    assert p.told(B, ONE, Place("pushed", 0, 10, p.turn.parts, number=6))
     assert (p.turn.step, p.turn.parts) == (1, ())
 
 
@@ -106,7 +113,7 @@ def test_a_new_master_keeps_to_what_the_last_one_has_decided() -> None:
     p.told(C, ONE, Place("ready", 7, 4, number=17))
     p.told(B, ONE, Place("ready", 7, 4, number=18))
     assert p.turn.step == -1 and not p.turn.parts  # two would do, but the third may know more
-    p.told(A, ONE, Place("pushed", 7, 4, 0, parts, number=19))
+    p.told(A, ONE, Place("pushed", 7, 4, parts, number=19))
     assert (p.turn.step, p.turn.parts) == (7, parts)
 
 
@@ -151,6 +158,18 @@ def test_bounded_nobody_begins_more_than_s_ahead_of_the_slowest_and_newcomers_be
     p.told(C, ONE, Place("busy", 2, number=24))
     p.told(C, ONE, Place("idle", number=25))
     assert p.turn.step == 3
+
+
+def test_backup_workers_are_refused_where_there_is_no_quorum_and_kept_where_there_is_one() -> None:
+    why = Decision("backup workers", "slow: worker:1 4.0x")
+    plan = Plan(actions=(BackupWorkers(backup=1),), decision=why)
+    assert "has no quorum" in refuse(plan, Observations(at=1.0, consistency="bounded", wanted_workers=4))
+    assert "wait for nobody" in refuse(plan, Observations(at=1.0, consistency="sync", wanted_workers=1))
+    assert refuse(plan, Observations(at=1.0, consistency="sync", wanted_workers=4)) == ""
+    brain = Brain()
+    brain.handle(MasterStarted(0.0, ONE, JobSpec(workers=4, consistency="sync")))
+    brain.handle(PlanMade(1.0, "backup", plan))
+    assert Brain.restore(brain.snapshot()).state.control.backup == 1
 
 
 # ---------------------------------------------------------------- everything at once

@@ -131,7 +131,6 @@ class Engine:
         self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
         self._sync = self.gate is not None and self.gate.sync
         self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
-        self._batch = 0  # the loader's batch size
         self._dropped: set[tuple[LeaseNo, int, int, int]] = set()  # sync: works whose gradient is not finite
         self.registered = 0  # loops begun
         self._began_at = time.monotonic()
@@ -327,7 +326,7 @@ class Engine:
 
     def _say_place(self, again: bool = False) -> None:
         """Tell the master where we are, if it needs to know. With the lock held."""
-        place = self.gate.due(again) if self.gate is not None and self._batch else None
+        place = self.gate.due(again) if self.gate is not None and self.registered else None
         if place is not None:
             self.seat.ask(messages.TellPlace(place), lambda answer: None)
 
@@ -378,7 +377,6 @@ class Engine:
                         return False
                     if gate.may_begin():
                         gate.begin(work)
-                        self.protocol.set_batch_samples(gate.samples or self._batch)
                         return True
                     if time.monotonic() >= say_at:
                         say_at = time.monotonic() + _SAY_AGAIN_S
@@ -449,9 +447,6 @@ class Engine:
         self._watch_backward()
         with self._lock:
             self.protocol.set_batch_samples(loader.batch_size)
-            self._batch = loader.batch_size
-            if self.gate is not None:
-                self.gate.batch = loader.batch_size
         self.feed(lambda: self.protocol.begin(dataset, until))
         run = _Run(loader, self._ahead)
         if self._ahead:

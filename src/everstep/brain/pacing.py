@@ -52,7 +52,6 @@ class Pacing:
         "_seen",
         "_unheard",
         "backup",
-        "batches",
         "consistency",
         "master",
         "step",
@@ -63,7 +62,6 @@ class Pacing:
         self.consistency, self.master = consistency, master
         self.backup = self._backup_next = consistency.backup  # of the step under way; of the next one
         self.wanted = 0  # workers
-        self.batches: dict[Slot, int] = {}  # see Turn.batches
         self.step = 0 if master == 1 else -1
         self._closed: dict[Slot, Share] = {}
         self._seen: dict[Slot, _Seen] = {}
@@ -78,19 +76,13 @@ class Pacing:
     @property
     def turn(self) -> Turn:
         parts = tuple(share for _, share in sorted(self._closed.items()))
-        batches = tuple(sorted(self.batches.items())) if self.consistency.kind == "sync" else ()
-        return Turn(
-            self.master, self._number, -1 if self._unheard or self._unheard is None else self.step, parts, batches
-        )
+        step = -1 if self._unheard or self._unheard is None else self.step
+        return Turn(self.master, self._number, step, parts)
 
     @property
     def quorum(self) -> int:
         """Parts that close the step now."""
         return max(1, min(len(self._active()), self.wanted - self.backup))
-
-    def loader_batch(self) -> int:
-        """The script's batch size, as workers told; 0: nobody did."""
-        return max((seen.place.batch for seen in self._seen.values()), default=0)
 
     def waits(self, slot: Slot) -> bool:
         """Whether this worker does not get on because it has to wait for others."""
@@ -121,7 +113,6 @@ class Pacing:
         self._unheard = {s for s in self._unheard if s in holding and s in here and s not in self._seen}
         for slot in [s for s, seen in self._seen.items() if here.get(s) != seen.incarnation]:
             del self._seen[slot]
-        self.batches = {s: n for s, n in self.batches.items() if s in here}
         return self._settle(before)
 
     def told(self, slot: Slot, incarnation: Incarnation, place: Place) -> bool:
@@ -154,7 +145,7 @@ class Pacing:
 
     def _state(self) -> tuple[object, ...]:
         turn = self.turn
-        return turn.step, turn.parts, turn.batches
+        return turn.step, turn.parts
 
     def _active(self) -> dict[Slot, _Seen]:
         return {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}

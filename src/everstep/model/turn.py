@@ -25,15 +25,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
     Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
     it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
-    slowest worker has finished. -1: not known yet (a new master asks around). ``batches``: sync, samples that a worker
-    takes of a step from now on, where a policy wants other than the script's batch size.
+    slowest worker has finished. -1: not known yet (a new master asks around).
     """
 
     master: Incarnation
     number: int
     step: int = -1
     parts: tuple[Share, ...] = ()
-    batches: tuple[tuple[Slot, int], ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -62,6 +60,5 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     state: State
     step: int = -1
     samples: int = 0
-    batch: int = 0  # the loader's batch size
     parts: tuple[Share, ...] = ()
     number: int = 0

@@ -51,14 +51,12 @@ class Gate:
         "_stage",
         "_step",
         "_turn",
-        "batch",
         "consistency",
         "late",
     )
 
     def __init__(self, consistency: Consistency, slot: Slot, incarnation: Incarnation) -> None:
         self.consistency = consistency
-        self.batch = 0  # the loader's batch size, for the master
         self.late = 0  # parts that came too late
         self._me = slot, incarnation
         self._turn: Turn | None = None
@@ -86,12 +84,6 @@ class Gate:
         """Whether something is computed, waits for its verdict, or is being pushed."""
         return bool(self._begun)
 
-    @property
-    def samples(self) -> int:
-        """Sync: that this worker shall take of a step; 0: as many as the script's batch has."""
-        batches = self._turn.batches if self._turn is not None else ()
-        return next((n for slot, n in batches if slot == self._me[0]), 0)
-
     def may_begin(self) -> bool:
         """Whether the rows of another batch may be pulled now."""
         turn = self._turn
@@ -107,13 +99,13 @@ class Gate:
         """Where this worker is."""
         known = self._turn is not None and self._turn.step >= 0
         if self._resting and not self._begun:
-            return Place("idle", self._known, 0, self.batch)
+            return Place("idle", self._known)
         if not self.sync:
-            return Place("busy" if known else "new", self._finished if known else -1, 0, self.batch)
+            return Place("busy" if known else "new", self._finished if known else -1)
         if self._step < 0:
-            return Place("busy" if known else "new", self._known, 0, self.batch)
+            return Place("busy" if known else "new", self._known)
         samples = self._samples() if self._stage != "busy" else 0
-        return Place(self._stage, self._step, samples, self.batch, self._parts)
+        return Place(self._stage, self._step, samples, self._parts)
 
     def due(self, again: bool = False) -> Place | None:
         """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
