@@ -5,6 +5,7 @@
 --mutations            plant each bug and say which seed finds it
 --record FILE          plant each bug (or --mutation NAME) and write three seeds that find it to this JSON file
 --mix group            runs of mode allreduce: workers, masters and nodes are lost, stopped, cut off, scaled, drained
+--mix hybrid           as group, with tables on ps to which committed steps are pushed
 --mix resume           as ps; besides, the whole job ends and another goes on from a checkpoint, on other numbers
 --mix paced            runs of consistency sync and bounded
 --mix ps               runs in which ps keep mirrors and are lost, moved and scaled; else only workers and masters are
@@ -24,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.sim.group import group_scenario, simulate_group
+from everstep.sim.hybrid import hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import MUTATIONS, Mutation, catch, planted
 from everstep.sim.mutations_group import GROUP_MUTATIONS
+from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS
 from everstep.sim.mutations_paced import PACED_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.mutations_resume import RESUME_MUTATIONS
@@ -40,6 +43,7 @@ MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[...,
     "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
     "resume": (resume_scenario, RESUME_MUTATIONS, simulate_resume),
+    "hybrid": (hybrid_scenario, HYBRID_MUTATIONS, simulate_hybrid),
     "group": (group_scenario, GROUP_MUTATIONS, simulate_group),
 }
 

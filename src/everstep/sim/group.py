@@ -594,7 +594,8 @@ class GroupWorker(Child):
             self.leave()
             return
         if m.present is None or not m.whole or (m.outside and entry is None):
-            if leaving and (m.outside or m.present is None):
+            late = leaving and self.kernel.now - self.leaving_since > LEAVE_S
+            if leaving and (m.outside or m.present is None or late):
                 self.leave()
             elif self.over and not m.member_of(m.newest):
                 self.finish()
@@ -617,6 +618,9 @@ class GroupWorker(Child):
             self.pump()
         elif not group.hold:
             cut = self.next_cut(group.size)
+            if not self.surveyed(cut):
+                return
+            cut = self.next_cut(group.size)  # (perhaps a shorter one)
             if cut is None:
                 self.post("farewell", m.ballot(self.mark.step, 0, False, self.commits.confirmed))
                 return
@@ -625,6 +629,14 @@ class GroupWorker(Child):
             self.gsim.begins(new)
             self.phase = "computing"
             self.later(self.sim.scenario.batch_s * (0.7 + 0.6 * self.kernel.random()), self.computed, ring)
+
+    def surveyed(self, cut: StepCut | None) -> bool:
+        """Whether the step may begin (see ``sim.hybrid``); if not, whoever can say so pumps."""
+        return True
+
+    def gradients(self, step: tuple[Committed, StepCut]) -> None:
+        """They are computed: reduce them."""
+        self.post("reduce", step)
 
     def post(self, phase: str, value: Any) -> None:
         assert self.ring is not None and self.machine.present is not None
@@ -638,7 +650,7 @@ class GroupWorker(Child):
             self.pump()
             return
         assert self.step is not None
-        self.post("reduce", self.step)
+        self.gradients(self.step)
 
     def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
         if ring is not self.ring or self.phase != kind or not self.machine.whole:
@@ -689,7 +701,8 @@ class GroupWorker(Child):
         if not self.has_state or self.mark.step != c.first:
             raise Violation(f"{self} applies step {c.first} to a state at {self.mark}")
         self.gsim.applies(self.origin, c)
-        self.chain = hash((self.chain, c.first, c.epoch, c.lo, c.hi))
+        before, self.chain = self.chain, hash((self.chain, c.first, c.epoch, c.lo, c.hi))
+        self.gsim.history[self.chain] = before, c
         self.print = (self.print + prints(c.epoch, c.lo, c.hi)) & MASK
         self.mark = Mark(c.first + 1, 0, c.epoch, c.hi)
         self.commits.done(c)
@@ -837,12 +850,14 @@ class GroupSimulation(Simulation):
         self.rings: dict[tuple[int, int], Ring] = {}
         self.logs: dict[tuple[Slot, Incarnation], list[Committed]] = {}
         self.applied = 0
+        self.history: dict[int, tuple[int, Committed]] = {}  # by a state's chain: the one before, and the step between
         self.manifests = {}
         self.states: dict[str, tuple[Mark, int, int]] = {}  # mark, chain, print: files of checkpoints
         self.dead_pairs: list[set[str]] = []
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
-        self.last_cut: tuple[tuple[Mark, int, Split], StepCut | None] | None = None
+        self.last_cut: tuple[tuple[Mark, int, Split, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
+        self.ended_with: list[tuple[int, int]] = []  # origin, chain
         self.over = None
         self.healed = False
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
@@ -881,11 +896,11 @@ class GroupSimulation(Simulation):
             self.rings[key] = Ring(self, group)
         return self.rings[key]
 
-    def cut_of(self, mark: Mark, size: int, split: Split) -> StepCut | None:
+    def cut_of(self, mark: Mark, size: int, split: Split, stop: int = 0) -> StepCut | None:
         """As every member computes it, once."""
-        key = mark, size, split
+        key = mark, size, split, stop
         if self.last_cut is None or self.last_cut[0] != key:
-            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size, split)
+            cut = cut_step(mark, self.plan, self.scenario.epochs, BATCH, self.spec, size, split, stop)
             self.last_cut = key, cut
         return self.last_cut[1]
 
@@ -905,6 +920,7 @@ class GroupSimulation(Simulation):
     def finished(self, worker: GroupWorker) -> None:
         if worker.has_state and worker.origin is not None:
             self.ended_well.append((worker.origin, worker.mark.step, worker.print))
+            self.ended_with.append((worker.origin, worker.chain))
 
     # ------------------------------------------------------------ faults
 

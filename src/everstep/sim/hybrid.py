@@ -1,0 +1,357 @@
+"""Mode allreduce with tables on the ps, under virtual time: committed steps reach every ps once, whoever is lost.
+
+The group is that of ``sim.group``; ``tables.steps`` is the machine under test, round it a model of its shell
+(``api.group_tables``): rows are exchanged before the vote, a barrier follows the vote, each ps is served by one member,
+and the others hold what it needs. The ps are ledgers that live on; the way to them loses, repeats and delays messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from everstep.allreduce.protocol import GroupMachine
+from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.group import Committed
+from everstep.model.shard import Token, split_key
+from everstep.native.ledger import Ledger
+from everstep.net.messages import Pushed
+from everstep.policies.split import Cut as StepCut
+from everstep.sim.group import GroupScenario, GroupSimulation, GroupWorker, Ring, group_scenario
+from everstep.sim.kernel import Process, Violation
+from everstep.sim.run import Outcome, Parts
+from everstep.tables.steps import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
+
+SERVERS = 2
+BUCKETS = 3
+OVERDUE_S = 0.4  # a request to a ps without an answer is said again
+ROUTE = 1  # the only map
+WAIT_S = 1.0  # who waits for its own pushes so long takes over those of others, too
+
+
+class TablePs(Process):
+    """A ledger. Every apply is told to the simulation."""
+
+    def __init__(self, sim: HybridSimulation, slot: Slot) -> None:
+        super().__init__(sim.kernel, f"ps:{slot}.1", "node0")
+        self.sim, self.slot = sim, slot
+        self.ledger: Ledger = sim.parts.ledger(BUCKETS, [b for b in range(BUCKETS) if b % SERVERS == slot])
+
+    def on_open(self, worker: HybridWorker, request: int, shard: ShardKey, lease: LeaseNo) -> None:
+        answer = self.ledger.open(shard, 0, lease)
+        self.sim.net.send(self, worker, worker.answered, request, answer)
+
+    def on_push(self, worker: HybridWorker, request: int, owed: Owed, token: Token, origin: int) -> None:
+        r = self.ledger.push(token.shard, token.lo, token.hi, token.lease)
+        if r.applied:
+            self.sim.reached(self.slot, origin, owed, worker)
+        self.sim.net.send(self, worker, worker.answered, request, Pushed(r.applied, r.repeats, r.gap, r.fenced))
+
+
+class HybridWorker(GroupWorker):
+    """Besides: what it owes the ps. ``beside``: the barrier behind a vote is due, in this ring, for this step."""
+
+    pushes_class: type[StepPushes] = StepPushes
+
+    def __init__(self, sim: Any, slot: Slot, incarnation: Incarnation, node: str) -> None:
+        super().__init__(sim, slot, incarnation, node)
+        self.hsim: HybridSimulation = sim
+        self.pushes = self.pushes_class(slot, incarnation)
+        self.requests = 0
+        self.asked_ps: dict[int, tuple[float, TablePs, str, tuple[Any, ...], Callable[[Any], None]]] = {}
+        self.voting = False
+        self.beside: tuple[Ring, Owed] | None = None
+        self.known: tuple[Ring | None, int] = (None, -1)  # surveyed: in which ring, and epoch
+        self.surveyed_at = -1  # where the step begins before which it was
+        self.stop = 0  # a position that the ps are at; the next step ends there at the latest
+        self.stage: tuple[Ring | None, str] = (None, "")  # of a survey
+        self.marks: dict[Slot, list[int]] = {}
+        self.origin_of_held: int | None = None
+        self.pushed = 0
+        self.waits_for_ps = 0.0
+        self.feed(self.pushes.placed(ROUTE, {ps.slot: Incarnation(1) for ps in sim.ps.values()}))
+
+    # ------------------------------------------------------------ requests to the ps
+
+    def request(self, ps: TablePs, handler: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        self.requests += 1
+        self.asked_ps[self.requests] = self.kernel.now, ps, handler, args, then
+        self.net.send(self, ps, getattr(ps, handler), self, self.requests, *args)
+
+    def answered(self, request: int, answer: Any) -> None:
+        """Each request is answered once, as on a connection."""
+        found = self.asked_ps.pop(request, None)
+        if found is not None:
+            found[4](answer)
+            self.pump()
+
+    def attend(self) -> None:
+        now = self.kernel.now
+        for number, (at, ps, handler, args, then) in list(self.asked_ps.items()):
+            if now - at > OVERDUE_S:
+                self.asked_ps[number] = now, ps, handler, args, then
+                self.net.send(self, ps, getattr(ps, handler), self, number, *args)
+        if self.waits_for_ps and now - self.waits_for_ps > WAIT_S:
+            self.waits_for_ps = now
+            self.feed(self.pushes.take_over())
+        super().attend()
+
+    def feed(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Again):
+                self.later(0.05, self.say_again, action)
+                continue
+            ps = self.hsim.ps[action.ps]
+            if isinstance(action, Open):
+                a = action
+                self.request(
+                    ps,
+                    "on_open",
+                    (a.shard, a.lease),
+                    lambda found, a=a: self.opened(a, found),  # type: ignore[misc]
+                )
+            else:
+                s = action
+                what = s.owed, s.token, self.origin_of_held
+                self.request(ps, "on_push", what, lambda found, s=s: self.landed(s, found))  # type: ignore[misc]
+
+    def opened(self, action: Open, found: Any) -> None:
+        self.feed(self.pushes.opened(action.ps, action.shard, action.life, found is not None))
+
+    def landed(self, action: Send, found: Pushed) -> None:
+        self.feed(self.pushes.pushed(action.ps, action.owed, action.life, found))
+
+    def say_again(self, action: Again) -> None:
+        self.feed(self.pushes.again(action.ps, action.life))
+        self.pump()
+
+    def clear_of_debts(self) -> bool:
+        """Whether it owes nothing of its own. A later generation at the ps: this group is over."""
+        if self.pushes.stale and self.machine.whole:
+            self.broke_at = self.broke_at or self.kernel.now
+            self.do(self.machine.broke())
+            self.interrupted()
+            return False
+        self.waits_for_ps = (self.waits_for_ps or self.kernel.now) if self.pushes.owes else 0.0
+        return not self.pushes.owes
+
+    # ------------------------------------------------------------ before a step
+
+    def next_cut(self, size: int) -> StepCut | None:
+        return self.gsim.cut_of(self.mark, size, self.machine.split, self.stop)
+
+    def surveyed(self, cut: StepCut | None) -> bool:
+        """What ``GroupTables.flush`` and ``survey`` do, a stage at a time."""
+        ring, group = self.ring, self.machine.present
+        assert ring is not None and group is not None
+        if self.origin_of_held != self.origin:
+            self.origin_of_held = self.origin
+            self.pushes.void()
+        if self.stage[0] is not ring:
+            self.stage = ring, ""
+        if cut is None:
+            self.feed(self.pushes.entered(group.lease))
+            return self.clear_of_debts()
+        if self.known == (ring, cut.epoch) and (cut.lo != self.stop or cut.lo == self.surveyed_at):
+            return True
+        stage = self.stage[1]
+        if not stage:
+            self.feed(self.pushes.entered(group.lease))
+            if self.clear_of_debts():
+                self.stage = ring, "flushing"
+                self.post("flush", 0)
+        elif stage == "flushed":
+            self.stage = ring, "opening"
+            self.marks = {}
+            shard = table_shard(0, cut.epoch)
+            for ps in self.hsim.ps.values():
+                self.request(ps, "on_open", (shard, group.lease), lambda a, ps=ps: self.marked(ring, ps, a))  # type: ignore[misc]
+        elif stage == "opening" and len(self.marks) == SERVERS:
+            marks = [mark for found in self.marks.values() for mark in found]
+            self.stage = ring, "surveying"
+            self.post("survey", (min((m for m in marks if m > cut.lo), default=0), min(marks), cut.lo, cut.epoch))
+        return False
+
+    def marked(self, ring: Ring, ps: TablePs, answer: tuple[list[int], list[int]] | None) -> None:
+        if self.stage != (ring, "opening"):
+            return
+        if answer is None:
+            self.pushes.stale = True
+            self.clear_of_debts()
+        else:
+            self.marks[ps.slot] = answer[1]
+
+    # ------------------------------------------------------------ a step
+
+    def gradients(self, step: tuple[Committed, StepCut]) -> None:
+        if not self.clear_of_debts():
+            if self.machine.whole:
+                ring = self.ring
+                self.phase = "computing"
+                self.later(0.01, self.computed, ring)
+            else:
+                self.step = None
+                self.pump()
+            return
+        owes = self.pushes.owes_from
+        self.post("words", step[0].first if owes is None else owes)
+
+    def on_result(self, ring: Ring, kind: str, values: list[Any]) -> None:
+        if kind not in ("words", "flush", "survey", "beside"):
+            self.voting = kind == "vote"
+            if kind == "farewell" and ring is self.ring and self.phase == kind and self.machine.whole:
+                self.pushed = self.mark.step
+            super().on_result(ring, kind, values)
+            self.voting = False
+            return
+        if ring is not self.ring or self.phase != kind or not self.machine.whole:
+            return
+        self.waits_since = 0.0
+        self.phase = "out"
+        if kind == "words":
+            assert self.step is not None
+            self.pushes.settled(min(values))
+            if len(self.pushes.held) > HELD_MAX:
+                raise Violation(f"{self}: {self.pushes!r} holds too much")
+            self.pushed = min(values)
+            self.post("reduce", self.step)
+            return
+        if kind == "flush":
+            self.stage = ring, "flushed"
+        elif kind == "survey":
+            lowest, lo, epoch = min(v[1] for v in values), values[0][2], values[0][3]
+            if lowest < lo:
+                raise Violation(f"a ps is at {lowest} of epoch {epoch}, the group at {lo}: nobody has what is between")
+            self.stop = min((v[0] for v in values if v[0]), default=0)
+            self.known, self.surveyed_at, self.stage = (ring, epoch), lo, (ring, "")
+        elif self.beside is not None:
+            (_, owed), self.beside = self.beside, None
+            self.known_by_all(owed)
+        self.pump()
+
+    def apply(self) -> None:
+        assert self.step is not None
+        c = self.step[0]
+        super().apply()
+        owed = Owed(c.first, table_shard(0, c.epoch), c.lo, c.hi)
+        self.pushes.hold(owed)
+        ring = self.ring
+        if self.voting and ring is not None:
+            self.beyond_the_vote(ring, owed)
+
+    def beyond_the_vote(self, ring: Ring, owed: Owed) -> None:
+        """Who has the vote's result may be the only one: nobody pushes before everybody is beyond the vote."""
+        self.beside = ring, owed
+
+    def pump(self) -> None:
+        if self.beside is not None and self.phase == "out" and self.alive and not self.closing:
+            ring, owed = self.beside
+            if ring is not self.ring or ring.broken or not self.machine.whole:
+                self.beside = None  # the next group's flush brings it
+            elif ring.group.size == 1:
+                self.beside = None
+                self.known_by_all(owed)
+            else:
+                self.post("beside", 0)
+                return
+        super().pump()
+
+    def known_by_all(self, owed: Owed) -> None:
+        """Everybody in the group has come beyond the vote on this step."""
+        group = self.machine.present
+        assert group is not None
+        mine = [Slot(i) for i in range(SERVERS) if pusher_of(i, group.size) == self.rank]
+        self.feed(self.pushes.committed(owed.step, ROUTE, mine))
+
+    def settle(self, before: int) -> None:
+        self.commits.settle(before)
+        self.settled = max(self.settled, min(before, self.pushed))
+
+
+class HybridSimulation(GroupSimulation):
+    """``reaches``: what each ps applied: (origin, step) -> (epoch, lo, hi)."""
+
+    def __init__(
+        self,
+        seed: int,
+        scenario: GroupScenario,
+        parts: Parts = Parts(),
+        trace: bool = False,
+        validate: bool = True,
+        worker: type[GroupWorker] = HybridWorker,
+        machine: type[GroupMachine] = GroupMachine,
+    ) -> None:
+        super().__init__(seed, scenario, parts, trace, validate, worker, machine)
+        self.counts = [[bytearray(scenario.samples) for _ in range(BUCKETS)] for _ in range(scenario.epochs)]
+        self.there: dict[tuple[Slot, int, int], tuple[int, int, int]] = {}
+        self.ps = {Slot(slot): TablePs(self, Slot(slot)) for slot in range(SERVERS)}
+
+    def reached(self, ps: Slot, origin: int, owed: Owed, worker: HybridWorker) -> None:
+        """``ps`` applied a step of the line ``origin``."""
+        epoch = split_key(owed.shard)[1]
+        for bucket in self.ps[ps].ledger.buckets:
+            row = self.counts[epoch][bucket]
+            if any(row[owed.lo : owed.hi]):
+                raise Violation(
+                    f"bucket {BucketId(bucket)} has [{owed.lo}, {owed.hi}) of epoch {epoch} twice: {worker}"
+                )
+            row[owed.lo : owed.hi] = b"\1" * (owed.hi - owed.lo)
+        what = epoch, owed.lo, owed.hi
+        if self.there.setdefault((ps, origin, owed.step), what) != what:
+            raise Violation(f"step {owed.step} of line {origin} came to ps:{ps} as {what}, and before as another one")
+
+    def heal(self) -> None:
+        super().heal()
+        self.scenario = msgspec.structs.replace(self.scenario, straggle=0.0)
+
+    def check(self) -> None:
+        super().check()
+        for epoch, buckets in enumerate(self.counts):
+            for bucket, row in enumerate(buckets):
+                if not all(row):
+                    raise Violation(f"bucket {bucket} lacks position {row.index(0)} of epoch {epoch} at the end")
+        origin = self.master.brain.state.groups.origin
+        chains = [chain for line, chain in self.ended_with if line == origin]
+        steps: dict[int, tuple[int, int, int]] = {}
+        chain = chains[0]
+        while chain in self.history:
+            chain, c = self.history[chain]
+            steps[c.first] = c.epoch, c.lo, c.hi
+        for (ps, line, step), what in self.there.items():
+            if line == origin and steps.get(step) != what:
+                raise Violation(f"ps:{ps} has step {step} as {what}, which is {steps.get(step)} in the trained state")
+
+
+def hybrid_scenario(seed: int) -> GroupScenario:
+    """As those of groups, with results that come late to some, more loss, and more workers that die."""
+    rng = random.Random(f"hybrid {seed}")
+    calm = group_scenario(seed)
+    kills = [(round(rng.uniform(0.3, calm.chaos_s), 3), "kill worker") for _ in range(rng.choice([0, 2, 5, 9]))]
+    return msgspec.structs.replace(
+        calm,
+        workers=max(2, calm.workers),
+        straggle=rng.choice([0.0, 0.1, 0.3]),
+        loss=rng.choice([0.0, 0.01, 0.05]),
+        batch_s=rng.choice([0.01, 0.03, 0.08]),
+        faults=tuple(sorted([*calm.faults, *kills])),
+    )
+
+
+def simulate_hybrid(
+    seed: int,
+    scenario: GroupScenario | None = None,
+    parts: Parts = Parts(),
+    trace: list[str] | None = None,
+    validate: bool = True,
+    worker: type[GroupWorker] = HybridWorker,
+) -> Outcome:
+    """One whole run, as ``sim.run.simulate``."""
+    sim = HybridSimulation(seed, scenario or hybrid_scenario(seed), parts, trace is not None, validate, worker)
+    try:
+        return sim.run()
+    finally:
+        if trace is not None:
+            trace += sim.kernel.lines or []

@@ -1,0 +1,84 @@
+"""Bugs of mode allreduce with tables on the ps: planted on purpose, to see that the simulator finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from everstep.ids import LeaseNo, Slot
+from everstep.policies.split import Cut as StepCut
+from everstep.sim.group import Ring
+from everstep.sim.hybrid import HybridWorker, hybrid_scenario, simulate_hybrid
+from everstep.sim.mutations import Mutation
+from everstep.sim.run import Outcome, Parts
+from everstep.tables.steps import Action, Owed, StepPushes
+
+_committed, _entered, _anew = StepPushes.committed, StepPushes.entered, StepPushes._anew
+
+
+def hybrid(seed: int, parts: Parts = Parts()) -> Outcome:
+    """The run of ``seed`` of a group with tables."""
+    return simulate_hybrid(seed, hybrid_scenario(seed), parts)
+
+
+def _no_barrier(self: HybridWorker, ring: Ring, owed: Owed) -> None:
+    self.known_by_all(owed)
+
+
+def _drops_what_others_push(self: StepPushes, step: int, route: int, mine: Collection[Slot]) -> list[Action]:
+    out = _committed(self, step, route, mine)
+    self._held = [h for h in self._held if h.waiting or not h.sure]
+    return out
+
+
+def _takes_over_nothing(self: StepPushes) -> list[Action]:
+    self._life += 1
+    self._busy.clear()
+    self._open.clear()
+    return self._next_all()
+
+
+def _owes_nothing(self: StepPushes) -> None:
+    """What one owes is not told to the others, ..."""
+
+
+def _waits_for_nothing(self: HybridWorker) -> bool:
+    """... and they go on before it is pushed."""
+    return True
+
+
+def _one_lease(self: StepPushes, lease: LeaseNo) -> list[Action]:
+    return _entered(self, self.lease or lease)
+
+
+def _steps_over_watermarks(self: HybridWorker, size: int) -> StepCut | None:
+    return self.gsim.cut_of(self.mark, size, self.machine.split)
+
+
+def _patch(name: str, what: str, owner: object, attribute: str, value: object) -> Mutation:
+    return Mutation(name, what, Parts(), ((owner, attribute, value),))
+
+
+HYBRID_MUTATIONS: tuple[Mutation, ...] = (
+    _patch("no-barrier", "who knows that a step is committed pushes it", HybridWorker, "beyond_the_vote", _no_barrier),
+    _patch(
+        "drops-others-part", "a step is forgotten with one's own part", StepPushes, "committed", _drops_what_others_push
+    ),
+    _patch("takes-over-nothing", "nobody pushes what a lost member owed", StepPushes, "_anew", _takes_over_nothing),
+    Mutation(
+        "settles-too-early",
+        "a step is forgotten before it is at the ps",
+        Parts(),
+        (
+            (StepPushes, "owes_from", property(_owes_nothing)),
+            (HybridWorker, "clear_of_debts", _waits_for_nothing),
+        ),
+    ),
+    _patch("one-lease", "the lease of the first generation is kept", StepPushes, "entered", _one_lease),
+    _patch(
+        "steps-over-watermarks",
+        "a line that begins anew cuts its steps across watermarks",
+        HybridWorker,
+        "next_cut",
+        _steps_over_watermarks,
+    ),
+)
