@@ -35,6 +35,9 @@ class State:
         self.mark = Mark()
         self.sum = 0  # the "model": how many samples it has seen
 
+    def devices(self) -> set[torch.device]:
+        return set()
+
 
 class Keeper:
     """Agrees as the real one does: who is new or behind takes the newest state of another member."""

@@ -87,9 +87,9 @@ class Buffers:
             if first:
                 at = self._ints_at
                 for now in self.ints():
-                    words = now.detach().cpu().to(torch.int64).reshape(-1).numpy().view(np.uint16).astype(np.float32)
-                    tail[at : at + len(words)].copy_(torch.from_numpy(words))
-                    at += len(words)
+                    words = _words(now.detach()).to(tail.device)
+                    tail[at : at + words.numel()].copy_(words)
+                    at += words.numel()
 
     def commit(self, tail: Tensor) -> None:
         """Set the buffers to the saved values changed by ``tail``, summed over all members; these are saved now."""
@@ -102,8 +102,7 @@ class Buffers:
                 saved.add_(change.to(saved.device, saved.dtype))
                 at += saved.numel()
             for saved in self._saved[len(self._floats) :]:
-                words = tail[at : at + _WORDS * saved.numel()].cpu().numpy().astype(np.uint16)
-                saved.copy_(torch.from_numpy(words.view(np.int64).copy()).view(saved.shape))
+                saved.copy_(_integers(tail[at : at + _WORDS * saved.numel()]).view(saved.shape))
                 at += _WORDS * saved.numel()
         self.restore()
         self._versions = self._now()
@@ -129,6 +128,32 @@ class Buffers:
                     f"buffer {full!r} with {buffer.numel():,} elements changes in training; on every worker by itself, "
                     f"so the replicas would differ: make it a parameter, or several buffers of at most {_FLOATS_MAX:,}"
                 )
+
+
+def _words(integers: Tensor) -> Tensor:
+    """As float32 that can be summed with gradients, 16 bits each, least first; on a device without waiting for it."""
+    if integers.device.type == "cpu":
+        words = integers.to(torch.int64).reshape(-1).numpy().view(np.uint16).astype(np.float32)
+        return torch.from_numpy(words)
+    return words_there(integers)
+
+
+def words_there(integers: Tensor) -> Tensor:
+    wide = integers.to(torch.int64).reshape(-1, 1)
+    shifts = torch.arange(0, 16 * _WORDS, 16, device=wide.device)
+    return ((wide >> shifts) & 0xFFFF).to(torch.float32).reshape(-1)
+
+
+def _integers(words: Tensor) -> Tensor:
+    """int64, as ``_words`` was given them."""
+    if words.device.type == "cpu":
+        return torch.from_numpy(words.numpy().astype(np.uint16).view(np.int64).copy())
+    return integers_there(words)
+
+
+def integers_there(words: Tensor) -> Tensor:
+    shifts = torch.arange(0, 16 * _WORDS, 16, device=words.device)
+    return (words.to(torch.int64).reshape(-1, _WORDS) << shifts).sum(1)
 
 
 def _get(module: nn.Module, name: str) -> Tensor:

@@ -155,6 +155,8 @@ class GlooCollective:
         self._group: Any = None
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
+        self._watched: select.poll | None = None  # ends of connections, without anybody reading them
+        self._watching: list[int] = []
         self._sent = [0] * size
         self._received = [0] * size
 
@@ -270,6 +272,9 @@ class GlooCollective:
         with self._lock:
             group, self._group = self._group, None
             flying = [work for work, _ in self._flying.values()]
+            watching, self._watching, self._watched = self._watching, [], select.poll()
+        for fd in watching:
+            os.close(fd)
         if self._exchange is not None:
             self._exchange.close()
         if group is not None and not _all_end(flying):
@@ -281,6 +286,16 @@ class GlooCollective:
         """What to raise for gloo's ``error``."""
         self._break("it failed" if error is None else _first_line(error))
         return CollectiveError(f"the group of generation {self.name} is broken: {self.broken}")
+
+    def parted(self) -> bool:
+        """Whether a peer has ended its connections: who waits for something other than gloo has to look."""
+        with self._lock:
+            if self._watched is None:
+                self._watched, inodes = select.poll(), self._sockets
+                self._watching = [] if self.broken else _duplicates(inodes)
+                for fd in self._watching:
+                    self._watched.register(fd, select.POLLRDHUP)
+            return any(events for _, events in self._watched.poll(0))
 
     def forgotten(self, now: float) -> bool:
         """Whether gloo had time enough to end what was in flight when the group broke."""
@@ -376,6 +391,18 @@ def cut_sockets(inodes: frozenset[int]) -> int:
         return True
 
     return len(_with_sockets(inodes, cut))
+
+
+def _duplicates(inodes: frozenset[int]) -> list[int]:
+    """Descriptors of our own for these of this process's connections."""
+    found: list[int] = []
+
+    def keep(sock: socket.socket) -> bool:
+        found.append(os.dup(sock.fileno()))
+        return True
+
+    _with_sockets(inodes, keep)
+    return found
 
 
 def silence(inodes: frozenset[int]) -> int:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.allreduce.ahead import AheadReader
+from everstep.allreduce.devices import wait_for
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.logical import part_seed, seed_all
 from everstep.allreduce.optimizer import GroupOptimizer
@@ -117,6 +118,7 @@ class GroupEngine:
         self._replicated: set[int] = set()
         self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
+        self._devices: set[torch.device] = set()  # that parameters are on
         self._busy_s = self._wait_s = 0.0
         self.clock = StepClock()
         self._process = ProcessReadings()
@@ -236,6 +238,7 @@ class GroupEngine:
             raise ScriptError(
                 "a GradScaler is tracked, and the gradients of tables on the ps would stay scaled: train without it"
             )
+        self._check_devices()
         params = [(name, p) for name, p in names.values() if p.requires_grad]
         if not params:
             raise ScriptError("no parameter of the model requires a gradient: there is nothing to train")
@@ -249,6 +252,16 @@ class GroupEngine:
         else:
             self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
         self._reducer.clock = self.clock
+
+    def _check_devices(self) -> None:
+        devices = {p.device for p in self._params}
+        if self._devices and devices != self._devices:
+            was, now = (", ".join(sorted(map(str, d))) for d in (self._devices, devices))
+            raise ScriptError(
+                f"the model is on {now} now and was on {was} in the job.steps() before, which the group was "
+                "connected for: move it before the first job.steps()"
+            )
+        self._devices = devices
 
     def _check_optimizer(self, optimizer: GroupOptimizer) -> None:
         for group in optimizer.param_groups:
@@ -459,6 +472,7 @@ class GroupEngine:
             self._saved.save_large()
             reducer.place(False)
             return
+        wait_for(self._devices)  # kernels of backward are this member's own time, not the group's
         self.clock.computed(sum(m.hi - m.lo for m in step.micros))
         self.clock.switch(stepclock.BARRIER)
         begin = time.perf_counter()

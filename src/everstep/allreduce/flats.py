@@ -106,16 +106,52 @@ class Flats:
             mine.add_(others)
 
 
+Measured = tuple[int, bool] | Tensor
+"""A digest; or what it will be, on the device that computes it: int64 [2]."""
+
+
 def digest(flat: Tensor) -> tuple[int, bool]:
     """A sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
+    return told([measure(flat)])[0]
+
+
+def measure(flat: Tensor) -> Measured:
+    """The digest of ``flat``; of one on a device it is only begun, and ``told`` waits for it."""
     if not flat.numel():
         return 0, True
     dtype = _NATIVE.get(flat.dtype)
     if dtype is not None and flat.device.type == "cpu":
         sums, finite = sum_bits(flat.view(torch.uint8).numpy(), dtype)
         return sums & _DIGEST_MASK, finite
-    finite = _finite_number(float(flat.sum(dtype=torch.float32))) or bool(torch.isfinite(flat).all())
-    return int(_bits(flat).sum(dtype=torch.int64)) & _DIGEST_MASK, finite
+    return measure_there(flat)
+
+
+def measure_there(flat: Tensor) -> Tensor:
+    """As ``sum_bits``, by torch, where ``flat`` lies: int64 [2], the sum of its 64-bit words mod 2^64 (the last one
+    filled up with zeros), and 1 where all values are finite."""
+    octets = flat.view(torch.uint8)
+    words = octets.numel() // 8
+    total = octets[: words * 8].view(torch.int64).sum()
+    rest = octets[words * 8 :].to(torch.int64)
+    if rest.numel():
+        total = total + (rest << torch.arange(0, 8 * rest.numel(), 8, device=flat.device)).sum()
+    values = flat if flat.dtype in _NATIVE or flat.is_complex() else flat.to(torch.float32)
+    return torch.stack([total, torch.isfinite(values).all().to(torch.int64)])
+
+
+def told(measured: Sequence[Measured]) -> list[tuple[int, bool]]:
+    """In their order. What is on devices comes in one small copy from each."""
+    found: dict[int, tuple[int, bool]] = {}
+    there: dict[torch.device, list[int]] = {}
+    for number, one in enumerate(measured):
+        if isinstance(one, Tensor):
+            there.setdefault(one.device, []).append(number)
+        else:
+            found[number] = one
+    for numbers in there.values():
+        rows = torch.stack([one for n in numbers if isinstance(one := measured[n], Tensor)]).tolist()
+        found |= {n: (sums & _DIGEST_MASK, bool(fine)) for n, (sums, fine) in zip(numbers, rows, strict=True)}
+    return [found[n] for n in range(len(measured))]
 
 
 def join_digests(parts: Sequence[int]) -> int:
@@ -124,18 +160,6 @@ def join_digests(parts: Sequence[int]) -> int:
     for part in parts:
         total = (total * 0x9E3779B97F4A7C15 + part + 1) & _DIGEST_MASK
     return total
-
-
-def _bits(flat: Tensor) -> Tensor:
-    """``flat`` as integers, as wide as its length allows: the sum over int64 is fastest."""
-    for wide in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        if flat.nbytes % wide.itemsize == 0 and flat.data_ptr() % wide.itemsize == 0:
-            return flat.view(wide)
-    raise AssertionError("bytes always fit")
-
-
-def _finite_number(x: float) -> bool:
-    return x - x == 0.0
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:

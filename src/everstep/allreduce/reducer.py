@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from everstep.allreduce.buffers import Buffers
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import Flats, Layout, digest, join_digests
+from everstep.allreduce.flats import Flats, Layout, Measured, join_digests, measure, told
 from everstep.allreduce.logical import PartSums
 from everstep.allreduce.step import Step, Work
 from everstep.errors import EverstepError, ScriptError
@@ -314,18 +314,17 @@ class Reducer:
             self._place_early()
         if meanwhile is not None:
             meanwhile()
-        digests, finite = [], True
+        measured: list[Measured] = []
         for number, flat in enumerate(self._flats.flats):
             if self._broken is None and number < len(self._works):
                 with self._tried():
                     self._works[number].wait()
             if self._broken is not None:
                 return None
-            sums, fine = digest(flat)
-            digests.append(sums)
-            finite = finite and fine
+            measured.append(measure(flat))
+        found = told(measured)
         self._check_flags()
-        return Reduced(join_digests(digests), finite)
+        return Reduced(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
     def _place_early(self) -> None:
         """What ``place`` will do in nearly every step, while others reduce."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
+import torch
 
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
+from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
 from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
@@ -64,6 +66,10 @@ class State(Protocol):
     """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step."""
 
     mark: Mark
+
+    def devices(self) -> set[torch.device]:
+        """That the model is on."""
+        ...
 
 
 class Keeper(Protocol):
@@ -661,7 +667,8 @@ class Session:
         except EverstepError as error:
             self.fail(error)
             return
-        collective = GlooCollective(rank, group.size, host, f"{group.generation}.{attempt}")
+        name = f"{group.generation}.{attempt}"
+        collective = DeviceCollective(rank, group.size, host, name, self.state.devices())
         store = GroupStore(self.seat, group.generation, attempt, host, group.size, CONNECT_S)
         self._building = (collective, store)
         threading.Thread(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from everstep.allreduce import parts
@@ -75,6 +76,10 @@ class ReplicaState:
         for prefix, model in self._models():
             for name, buffer in model.named_buffers():
                 yield Named(prefix + name, buffer)
+
+    def devices(self) -> set[torch.device]:
+        """That parameters are on."""
+        return {p.device for model in self.models for p in model.parameters()}
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         several = len(self.models) > 1
@@ -194,7 +199,9 @@ class ReplicaState:
                 if p.grad is not None:
                     packer.tensor(f"{name}.grad", p.grad)
         sums = [bit_sum(tensor) for tensor in packer.tensors]
-        header = PackedHeader(size_bytes=packer.size_bytes, tensors=tuple(packer.entries), trees={"all": [trees, sums]})
+        # Where a tensor lies is not part of what it is: some members may have GPUs and others not.
+        entries = tuple(entry if not entry.home else structs.replace(entry, home=False) for entry in packer.entries)
+        header = PackedHeader(size_bytes=packer.size_bytes, tensors=entries, trees={"all": [trees, sums]})
         return _signed(hashlib.blake2b(encode_header(header, "the training state"), digest_size=8))
 
     def parameter_digests(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 from torch._C._distributed_c10d import Store
 
+from everstep.allreduce.devices import Place
 from everstep.allreduce.exchange import Door
 from everstep.net import messages
 from everstep.net.messages import RequestType, StoreValues
@@ -30,13 +31,14 @@ class Asking(Protocol):
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
     """The value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes;
-    where the member listens for votes (0: nowhere), and the key to that."""
+    where the member listens for votes (0: nowhere), and the key to that; what its model is on."""
 
     host: str
     port: int
     blob: bytes
     vote_port: int = 0
     vote_key: bytes = b""
+    place: Place = Place()
 
 
 class GroupStore(Store):
@@ -48,6 +50,7 @@ class GroupStore(Store):
         self.locate: Callable[[bytes], int] = lambda blob: 0
         self.address: tuple[str, int] | None = None  # of our device, as soon as gloo has said it
         self.door: Door | None = None  # to say along with it
+        self.place = Place()  # this too
         self._seat = seat
         self._generation, self._attempt, self._host = generation, attempt, host
         self._size, self._timeout_s = size, timeout_s
@@ -64,11 +67,18 @@ class GroupStore(Store):
         with self._changed:
             return [(said.host, said.port) for said in self._theirs.values()]
 
-    def doors(self) -> list[Door]:
-        """Of all members, by rank. RuntimeError: one has none."""
+    def _by_rank(self) -> list[_Said]:
         with self._changed:
             said = {int(key.rpartition("/")[2]): s for key, s in self._theirs.items()}
-        doors = [Door(s.host, s.vote_port, s.vote_key) for _, s in sorted(said.items()) if s.vote_port]
+        return [s for _, s in sorted(said.items())]
+
+    def places(self) -> list[Place]:
+        """What the members' models are on, by rank. Once gloo is connected."""
+        return [s.place for s in self._by_rank()]
+
+    def doors(self) -> list[Door]:
+        """Of all members, by rank. RuntimeError: one has none."""
+        doors = [Door(s.host, s.vote_port, s.vote_key) for s in self._by_rank() if s.vote_port]
         if len(doors) != self._size:
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
         return doors
@@ -98,7 +108,7 @@ class GroupStore(Store):
         vote_port, vote_key = (self.door.port, self.door.key) if self.door is not None else (0, b"")
         with self._changed:
             self.address = (self._host, port)
-            self._mine[key] = msgspec.msgpack.encode(_Said(self._host, port, blob, vote_port, vote_key))
+            self._mine[key] = msgspec.msgpack.encode(_Said(self._host, port, blob, vote_port, vote_key, self.place))
         self.say_again()
 
     def get(self, key: str) -> bytes:
