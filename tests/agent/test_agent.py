@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent import agent as agent_module
-from everstep.agent.agent import Agent, Outcome, last_error_line
+from everstep.agent.agent import Agent, Outcome, free_number, last_error_line
 from everstep.brain.events import Ok
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
@@ -337,6 +337,10 @@ def test_a_second_ctrl_c_kills_at_once(stage: Stage, monkeypatch: pytest.MonkeyP
 
     assert stage.run(play).exit_code == 130
     assert stage.said[-1] == "stopping at once"
+
+
+def test_a_worker_gets_the_lowest_number_on_its_node_that_is_free() -> None:
+    assert [free_number(taken) for taken in ([], [0, 1], [1, 2], [0, 2, 3])] == [0, 2, 0, 1]
 
 
 def test_last_error_line_of_a_log(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from group_hub import Hub
-from groups import Gloo, Member, run_group
-from scripts import same, trained
+from groups import Gloo, ListLoader, Member, alone, run_group
+from scripts import adam, data, loss_of, net, same, trained, values
 
 from everstep.allreduce import device_group, devices
 from everstep.allreduce.buffers import _integers, _words, integers_there, words_there
@@ -23,9 +25,11 @@ from everstep.allreduce.devices import Place, Way, choose, device_for, place_of,
 from everstep.allreduce.flats import digest, measure_there, told
 from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
+from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.store import GroupStore
 from everstep.config.spec import JobSpec
 from everstep.native import sum_bits
+from everstep.net.retry import Deadline
 
 CPU = torch.device("cpu")
 LONG_S = 30.0
@@ -77,9 +81,9 @@ def test_versions_of_nccl_are_compared_as_numbers() -> None:
 
 
 def test_workers_of_a_node_take_its_gpus_in_turn() -> None:
-    at = [device_for({"LOCAL_RANK": str(local)}, 2).index for local in range(4)]
+    at = [device_for({devices.LOCAL_VARIABLE: str(local)}, 2).index for local in range(4)]
     assert at == [0, 1, 0, 1]
-    assert device_for({"LOCAL_RANK": "3"}, 0) == CPU
+    assert device_for({devices.LOCAL_VARIABLE: "3"}, 0) == CPU
     assert device_for({}, 8) == torch.device("cuda", 0)
 
 
@@ -270,9 +274,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNccl]:
 
 
 @contextlib.contextmanager
-def connected(size: int = 2) -> Any:
+def connected(size: int = 2, on: Sequence[torch.device] = ()) -> Any:
     hub = Hub()
-    group = [DeviceCollective(rank, size, "127.0.0.1", "1.0", [CPU]) for rank in range(size)]
+    at = on or [CPU] * size
+    group = [DeviceCollective(rank, size, "127.0.0.1", "1.0", [at[rank]]) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda c: c.connect(GroupStore(hub, 1, 0, "127.0.0.1", size, LONG_S), LONG_S), group))
     try:
@@ -287,20 +292,22 @@ def over(collective: DeviceCollective) -> NcclGroup:
     return collective._nccl
 
 
-def waits(collective: DeviceCollective) -> tuple[threading.Thread, list[Exception]]:
+def waits(collective: DeviceCollective, on: torch.device = CPU) -> tuple[threading.Thread, list[Exception]]:
     """A thread in an all-reduce that the others do not come to."""
     raised: list[Exception] = []
 
     def wait() -> None:
         try:
-            over(collective).allreduce(torch.ones(2)).wait(LONG_S)
+            over(collective).allreduce(torch.ones(2, device=on)).wait(LONG_S)
         except CollectiveError as error:
             raised.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
+    until = Deadline(LONG_S)
     while not collective.waiting_since:
-        pass
+        until.check()
+        time.sleep(0.001)
     return thread, raised
 
 
@@ -370,3 +377,103 @@ def test_where_nccl_does_not_connect_at_one_the_next_attempt_is_without(
 def test_a_group_on_the_cpu_has_nothing_of_it() -> None:
     with connected() as group:
         assert [(c.chosen.way, c._nccl) for c in group] == [(Way.HOST, None)] * 2
+
+
+# ---------------------------------------------------------------- on GPUs
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+with_nccl = pytest.mark.skipif(devices.nccl_backend() is None, reason="this torch has no NCCL")
+
+
+@one_gpu
+def test_a_gpu_computes_the_digest_of_the_host() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        flat = torch.randn(5001).to(dtype)
+        assert digest(flat.to(FIRST)) == digest(flat)
+        flat[77] = float("inf")
+        assert digest(flat.to(FIRST)) == digest(flat)
+
+
+@one_gpu
+def test_members_that_share_a_gpu_reduce_by_way_of_the_host() -> None:
+    with connected(2, [FIRST, FIRST]) as group:
+        assert [c.chosen.way for c in group] == [Way.STAGED] * 2
+        tensors = [torch.full((1 << 20,), float(c.rank + 1), device=FIRST) for c in group]
+        for _ in range(2):  # the second time in the same memory
+            works = [c.allreduce(t) for c, t in zip(group, tensors, strict=True)]
+            for work in works:
+                work.wait(LONG_S)
+        assert all(bool((t == 6.0).all()) for t in tensors)
+
+
+@one_gpu
+def test_training_on_a_gpu_leaves_no_trace_of_a_redone_step_and_its_state_goes_to_the_host_and_back() -> None:
+    def script(member: Member) -> Any:
+        model = member.replicate(net(norm=True).to(FIRST))
+        opt = member.optimizer(adam(model))
+        for one in member.steps(ListLoader(data(), 8, 2)):
+            opt.zero_grad()
+            loss_of(model, {name: value.to(FIRST) for name, value in one.items()}).backward()
+            opt.step()
+        state = ReplicaState(member.engine.models, member.engine.inner, {})
+        packed, before = state.snapshot(), state.quick_digest()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state.load(packed)
+        assert packed.body.device == CPU and state.quick_digest() == before
+        return values(model)
+
+    once, redone = alone(JobSpec(), script), alone(JobSpec(), script, redo=frozenset({0, 3}))
+    same(once, redone)
+    assert all(value.device == FIRST for value in once.values())
+
+
+class OnlyMember:
+    """The host of an NCCL group of one."""
+
+    rank, size, name, broken, waiting_since = 0, 1, "1.0", "", 0.0
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+    def parted(self) -> bool:
+        return False
+
+    def abort(self, why: str = "") -> None:
+        self.broken = self.broken or why
+
+    def error(self, error: Exception | None) -> CollectiveError:
+        return CollectiveError(self.broken)
+
+
+@one_gpu
+@with_nccl
+def test_nccl_connects_reduces_and_is_aborted() -> None:
+    group = NcclGroup(OnlyMember(), FIRST, devices.nccl_backend())
+    assert group.connect(Deadline(LONG_S)), group.why
+    tensor = torch.full((1000,), 3.0, device=FIRST)
+    group.allreduce(tensor).wait(LONG_S)
+    assert bool((tensor == 3.0).all())
+    group.abort()
+    with pytest.raises(CollectiveError):
+        group.allreduce(tensor)
+
+
+@two_gpus
+@with_nccl
+def test_two_gpus_reduce_over_nccl_and_a_member_that_leaves_frees_the_other() -> None:
+    with connected(2, [FIRST, SECOND]) as group:
+        assert [c.chosen.way for c in group] == [Way.NCCL] * 2
+        tensors = [torch.full((1 << 20,), float(rank + 1), device=at) for rank, at in enumerate((FIRST, SECOND))]
+        works = [c.allreduce(t) for c, t in zip(group, tensors, strict=True)]
+        for work in works:
+            work.wait(LONG_S)
+        assert all(bool((t == 3.0).all()) for t in tensors)
+        thread, raised = waits(group[0], FIRST)
+        group[1].abort("it left")
+        thread.join(LONG_S)
+        assert len(raised) == 1
+        assert float(torch.ones(4, device=FIRST).sum()) == 4.0  # the device goes on

@@ -41,6 +41,16 @@ def job(tmp_path: Path) -> Iterator[Any]:
     one.close()
 
 
+def test_its_device_is_the_cpu_or_its_turn_of_the_gpus(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job.device == torch.device("cpu") or torch.cuda.is_available()
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("EVERSTEP_LOCAL_RANK", "6")
+    assert job.device == torch.device("cuda", 2)
+    assert current == [torch.device("cuda", 2)]
+
+
 def test_a_script_alone_computes_what_plain_pytorch_computes_and_its_audit_is_exact(job: Any, tmp_path: Path) -> None:
     model = job.replicate(net())
     opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,7 @@ class Running(msgspec.Struct):
     process: Process | None = None  # a ps; workers are the template's children
     status: int | None = None  # ended, but the master has not taken note yet
     ending: bool = False
+    local: int = 0  # a worker's number on this node: which GPU it takes (``job.device``)
 
     @property
     def name(self) -> str:
@@ -459,6 +460,7 @@ class Agent:
                 "EVERSTEP_SLOT": str(entry.slot),
                 "EVERSTEP_INCARNATION": str(entry.incarnation),
                 "EVERSTEP_NODE": self.node,
+                "EVERSTEP_LOCAL_RANK": str(entry.local),
                 "EVERSTEP_HOST": self.host or None,
                 "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"] if pinned else str(threads),
                 "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),
@@ -549,6 +551,8 @@ class Agent:
             self.log(f"{old.name} #{old.incarnation} is replaced by #{order.incarnation}: killing it")
             self._kill(old)
         entry = Running(order.role, order.slot, order.incarnation)
+        others = [r for k, r in self._running.items() if k != key and r.role == Role.WORKER and r.status is None]
+        entry.local = free_number(r.local for r in others)
         with self._lock:
             self._running[key] = entry
             self._newest[key] = order.incarnation
@@ -737,6 +741,12 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<agent of {self.node}: {len(self._running)} processes{' leaving' if self._leaving else ''}>"
+
+
+def free_number(taken: Iterable[int]) -> int:
+    """The lowest from 0 that is not taken: whoever comes for one that was lost gets its number."""
+    held = set(taken)
+    return next(n for n in range(len(held) + 1) if n not in held)
 
 
 def describe_status(status: int) -> str:

@@ -20,6 +20,9 @@ import torch
 NCCL_VARIABLE: Final = "EVERSTEP_NCCL"
 """Of the environment: "0" keeps a worker, and with it its group, from using NCCL."""
 
+LOCAL_VARIABLE: Final = "EVERSTEP_LOCAL_RANK"
+"""A worker's number on its node. Not torchrun's LOCAL_RANK: libraries that find that one expect all of torchrun's."""
+
 SEVERAL: Final = "several devices"
 
 
@@ -130,9 +133,9 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 
 
 def device_for(environment: Mapping[str, str], count: int) -> torch.device:
-    """The device of a worker that has ``count`` GPUs in view: they go round by LOCAL_RANK, its number on its node; the
-    CPU where there is none."""
+    """The device of a worker that has ``count`` GPUs in view: they go round by its number on its node; the CPU where
+    there is none."""
     if count <= 0:
         return torch.device("cpu")
-    local = environment.get("LOCAL_RANK", "")
+    local = environment.get(LOCAL_VARIABLE, "")
     return torch.device("cuda", int(local) % count if local.isdigit() else 0)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from everstep.allreduce.devices import device_for
 from everstep.allreduce.engine import GroupEngine
 from everstep.allreduce.keeper import ReplicaKeeper
 from everstep.allreduce.leading import FollowingSession, LeadingSession, UnitState
@@ -73,6 +74,15 @@ class GroupJob(Job):
         """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
         workers after the same step. With ``--shard`` all processes of a worker have to ask."""
         return f"{ReplicaState.digest(self._state) & (1 << 64) - 1:016x}"
+
+    @property
+    def device(self) -> torch.device:
+        if self._unit.size > 1:
+            return super().device
+        device = device_for(os.environ, torch.cuda.device_count())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
 
     @property
     def chief(self) -> bool:

@@ -119,6 +119,13 @@ class Job:
         return self._seat.chief()
 
     @property
+    def device(self) -> torch.device:
+        """Mode allreduce: where this worker's model shall be, ``model.to(job.device)`` before job.replicate: one of the
+        GPUs of its node, which its workers take in turn, and which is the current one from now on (``.cuda()``); the
+        CPU where there are none, with ``--shard``, and in mode ps."""
+        return torch.device("cpu")
+
+    @property
     def step(self) -> int:
         """Mode allreduce: the number of the step in hand, the same on all workers; count with it, not with a counter of
         your own (a new worker's would begin at 0). Mode ps: batches that this process has taken."""
