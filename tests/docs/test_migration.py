@@ -57,14 +57,16 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 def test_every_script_is_here() -> None:
     assert set(SCRIPTS) == {
         "ddp.py", "ddp_after.py", "elastic.py", "elastic_after.py", "horovod.py", "horovod_after.py", "amp_after.py",
-        "fsdp.py", "fsdp_after.py",
+        "gpu_after.py", "fsdp.py", "fsdp_after.py",
     }  # fmt: skip
     for code in SCRIPTS.values():
         ast.parse(code)  # Horovod's is only read: it is no longer maintained and not installed
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["ddp_after.py", "elastic_after.py", "horovod_after.py", "amp_after.py"])
+@pytest.mark.parametrize(
+    "name", ["ddp_after.py", "elastic_after.py", "horovod_after.py", "amp_after.py", "gpu_after.py"]
+)
 def test_the_new_script_learns(name: str, tmp_path: Path) -> None:
     assert run(name, tmp_path, EVERSTEP) > 0.74
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from everstep.allreduce import faults
+from everstep.allreduce.devices import wait_for
 from everstep.allreduce.packed import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import replay
@@ -290,6 +291,7 @@ class Follower:
         ready, packed = fetch(client, self._me, follow=True, stopped=lambda: self._stop)
         self.whole = False
         self._state.load(packed, f"the state of {source}")
+        wait_for(self._state.devices())  # (the script's thread may use another stream)
         self.bytes_read += packed.size_bytes
         with self._lock:
             self.origin, self.whole, self.following = ready.origin, True, True
@@ -350,6 +352,7 @@ class Follower:
             self.whole, self._stepping = False, True
         try:
             replay(self._state, did.mark, parts, f"a step of {source}")
+            wait_for(self._state.devices())
         except BaseException:
             self._stepping = False  # neither the old state nor the new one
             raise

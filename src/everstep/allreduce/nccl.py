@@ -30,7 +30,7 @@ _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 _ID_KEY = "0"  # under which torch puts the unique id of a process group's first communicator
 _ID_BYTES_MAX = 1024
 _POLL_S = 20e-6  # between two looks, at first ...
-_POLL_MAX_S = 2e-3  # ... and later: each one takes the interpreter from others
+_POLL_MAX_S = 5e-4  # ... and later: each one takes the interpreter from others
 _PEERS_S = 0.05  # between two looks at the peers' connections
 _ENDING_S = 30.0  # after an abort, until its kernels are over
 
