@@ -179,3 +179,8 @@ def test_protection_in_words() -> None:
         "parity 4+2 eager: 40 of 64 buckets protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
     )
     assert protection_text(ProtectionStatus("0", "acked", none=64, moving=1)) == "parity off; 1 moving"
+
+
+def test_workers_that_wait_for_each_other_are_said() -> None:
+    assert "bounded:3" in text_of(report(epoch(0, 1), consistency="bounded:3"))
+    assert "async" not in text_of(report(epoch(0, 1)))

@@ -311,6 +311,8 @@ def render(status: StatusReport) -> RenderableType:
 
     head = Text.assemble((status.job, "bold"), f"  {status.phase}  {clock(status.at - status.started_at)}  ")
     head.append(f"{count(status.samples_done)} samples  {count(status.samples_per_s)} samples/s")
+    if status.consistency != "async":
+        head.append(f"  {status.consistency}")
     parts: list[RenderableType] = [head]
     index = current_epoch(status)
     if index is not None:

@@ -241,6 +241,7 @@ class Readings:
             checkpoint=checkpoint_status(brain),
             protection=self.protection(brain, at),
             group=self.group(brain),
+            consistency=job.spec.consistency,
         )
 
     def group(self, brain: Brain) -> GroupStatus | None:

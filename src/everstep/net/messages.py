@@ -417,6 +417,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
     checkpoint: CheckpointStatus | None = None
     protection: ProtectionStatus | None = None  # None: no parity, and nothing moves
     group: GroupStatus | None = None  # None: mode ps, or no group yet
+    consistency: str = "async"  # of mode ps
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
