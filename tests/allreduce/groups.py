@@ -43,6 +43,7 @@ class Gloo:
 
     def __init__(self, rank: int, size: int, store: Path) -> None:
         self.rank, self.size = rank, size
+        self.host_sums = True
         self.fail_next = False
         if size > 1:
             options = ProcessGroupGloo._Options()

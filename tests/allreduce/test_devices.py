@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -22,12 +23,14 @@ from everstep.allreduce.buffers import _integers, _words, integers_there, words_
 from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.devices import Place, Way, choose, device_for, place_of, version_number
+from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_ENVIRONMENT, NCCL_VARIABLE
 from everstep.allreduce.flats import digest, measure_there, told
 from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.store import GroupStore
 from everstep.config.spec import JobSpec
+from everstep.errors import ScriptError
 from everstep.native import sum_bits
 from everstep.net.retry import Deadline
 
@@ -51,7 +54,7 @@ def gpu(identity: int, nccl: int = 22809) -> Place:
         ([gpu(1), gpu(2, 0)], Way.STAGED, "no NCCL at rank 1"),
         ([gpu(1), gpu(2, 22703)], Way.STAGED, "22703, 22809"),
         ([gpu(1), Place()], Way.STAGED, "models are on cpu, cuda"),
-        ([Place(devices.SEVERAL), gpu(1)], Way.STAGED, "several devices"),
+        ([Place(devices.SEVERAL), Place(devices.SEVERAL)], Way.STAGED, "several devices"),
         ([Place("mps", 1), Place("mps", 2)], Way.STAGED, "models are on mps"),
     ],
 )
@@ -59,6 +62,11 @@ def test_all_members_choose_the_same_way(places: list[Place], way: Way, why: str
     chosen = choose(places)
     assert chosen.way is way
     assert why in chosen.why and bool(why) == bool(chosen.why)
+
+
+def test_models_that_are_cut_differently_are_refused_in_one_line() -> None:
+    with pytest.raises(ScriptError, match="one device at rank 1 and on several"):
+        choose([Place(devices.SEVERAL), gpu(1)])
 
 
 def test_what_a_member_says_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +80,7 @@ def test_what_a_member_says_of_its_model(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first.kind == "cuda" and first.nccl == 22809
     found.uuid = "GPU-2"
     assert place_of([torch.device("cuda:0")]).identity != first.identity  # CUDA_VISIBLE_DEVICES renames them
-    monkeypatch.setenv(devices.NCCL_VARIABLE, "0")
+    monkeypatch.setenv(NCCL_VARIABLE, "0")
     assert place_of([torch.device("cuda:0")]).nccl == 0
 
 
@@ -81,9 +89,9 @@ def test_versions_of_nccl_are_compared_as_numbers() -> None:
 
 
 def test_workers_of_a_node_take_its_gpus_in_turn() -> None:
-    at = [device_for({devices.LOCAL_VARIABLE: str(local)}, 2).index for local in range(4)]
+    at = [device_for({LOCAL_VARIABLE: str(local)}, 2).index for local in range(4)]
     assert at == [0, 1, 0, 1]
-    assert device_for({devices.LOCAL_VARIABLE: "3"}, 0) == CPU
+    assert device_for({LOCAL_VARIABLE: "3"}, 0) == CPU
     assert device_for({}, 8) == torch.device("cuda", 0)
 
 
@@ -268,8 +276,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNccl]:
     monkeypatch.setattr(device_group, "place_of", lambda known: gpu(next(identities)))
     monkeypatch.setattr(device_group, "nccl_backend", lambda: FakeNccl)
     monkeypatch.setattr(devices, "_given_up", [])
-    for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "BLOCKING_WAIT", "RANKS_PER_ROOT"):
-        monkeypatch.setenv(f"TORCH_NCCL_{name}", "1")  # put back at the end
+    for name in NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "1")  # put back at the end
     return FakeNccl
 
 
@@ -314,6 +322,8 @@ def waits(collective: DeviceCollective, on: torch.device = CPU) -> tuple[threadi
 def test_members_connect_over_gloo_and_reduce(fake: type[FakeNccl]) -> None:
     with connected(3) as group:
         assert [c.chosen.way for c in group] == [Way.NCCL] * 3
+        assert {name: os.environ[name] for name in NCCL_ENVIRONMENT} == NCCL_ENVIRONMENT
+        assert not any(c.host_sums for c in group)
         tensors = [torch.full((2,), float(c.rank + 1)) for c in group]
         works = [over(c).allreduce(t) for c, t in zip(group, tensors, strict=True)]
         for work in works:

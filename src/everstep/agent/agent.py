@@ -29,6 +29,7 @@ from everstep.agent.budget import RestartBudget
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
+from everstep.allreduce.environment import LOCAL_VARIABLE
 from everstep.brain.events import Ok
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError
@@ -460,7 +461,7 @@ class Agent:
                 "EVERSTEP_SLOT": str(entry.slot),
                 "EVERSTEP_INCARNATION": str(entry.incarnation),
                 "EVERSTEP_NODE": self.node,
-                "EVERSTEP_LOCAL_RANK": str(entry.local),
+                LOCAL_VARIABLE: str(entry.local),
                 "EVERSTEP_HOST": self.host or None,
                 "OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"] if pinned else str(threads),
                 "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS"),

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.agent.template import Ended, Fork, Forked, Packet, Ready, receive, send
+from everstep.allreduce.environment import FORKABLE, NCCL_ENVIRONMENT
 from everstep.platforms.local import Process, python_argv, spawn
 
 __all__ = ["Ended", "Fork", "Forked", "Ready", "WarmTemplate"]
 
 # The template itself computes nothing: no thread pools that a fork would tear (workers set their own number).
 _SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-# A module that asks for GPUs while it is imported must not begin CUDA in here: no forked worker could use it then.
-_FORKABLE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class WarmTemplate:
@@ -29,7 +27,8 @@ class WarmTemplate:
         argv = python_argv(
             "everstep.agent.template", str(theirs.fileno()), str(run_dir.resolve()), str(script), *modules
         )
-        env = {**_FORKABLE, **os.environ, **_SINGLE_THREADED, "EVERSTEP_RUN_DIR": str(run_dir.resolve())}
+        env = {**FORKABLE, **os.environ, **NCCL_ENVIRONMENT, **_SINGLE_THREADED}
+        env["EVERSTEP_RUN_DIR"] = str(run_dir.resolve())
         try:
             log = run_dir / "logs" / "template.log"
             self.process: Process = spawn("template", argv, log, env=env, pass_fds=[theirs.fileno()])

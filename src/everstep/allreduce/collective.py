@@ -67,6 +67,7 @@ class Alone:
     """The group of one member: nothing to exchange, nothing to break."""
 
     rank, size = 0, 1
+    host_sums = True
     waiting_since = 0.0
 
     def __repr__(self) -> str:
@@ -145,6 +146,7 @@ class GlooCollective:
 
     def __init__(self, rank: int, size: int, host: str, name: str) -> None:
         self.rank, self.size, self.host, self.name = rank, size, host, name
+        self.host_sums = True
         self.waiting_since = 0.0
         self.broken = ""  # why it is; "": it is not, as far as known
         self._broken_at = 0.0

@@ -16,6 +16,7 @@ from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
 from everstep.allreduce.step import Work
 from everstep.allreduce.store import GroupStore
+from everstep.errors import ScriptError
 from everstep.net.log import logger
 from everstep.net.retry import Deadline
 
@@ -36,7 +37,12 @@ class DeviceCollective(GlooCollective):
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
         store.place = place_of(self._devices)
         super().connect(store, timeout_s)
-        self.chosen = choose(store.places())
+        try:
+            self.chosen = choose(store.places())
+        except ScriptError:
+            self.close()
+            raise
+        self.host_sums = self.chosen.way is not Way.NCCL
         if self.chosen.way is Way.NCCL:
             self._connect_nccl()
         if self.chosen.way is not Way.HOST:

@@ -17,11 +17,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-NCCL_VARIABLE: Final = "EVERSTEP_NCCL"
-"""Of the environment: "0" keeps a worker, and with it its group, from using NCCL."""
-
-LOCAL_VARIABLE: Final = "EVERSTEP_LOCAL_RANK"
-"""A worker's number on its node. Not torchrun's LOCAL_RANK: libraries that find that one expect all of torchrun's."""
+from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_VARIABLE
+from everstep.errors import ScriptError
 
 SEVERAL: Final = "several devices"
 
@@ -49,8 +46,15 @@ class Choice(NamedTuple):
 
 
 def choose(places: Sequence[Place]) -> Choice:
-    """One way for all members of a group, whose models are at ``places``, by rank."""
+    """One way for all members of a group, whose models are at ``places``, by rank. Raises ScriptError, at all alike:
+    some models are cut over devices and others not."""
     kinds = {p.kind for p in places}
+    if SEVERAL in kinds and len(kinds) > 1:
+        others = ", ".join(str(rank) for rank, p in enumerate(places) if p.kind != SEVERAL)
+        raise ScriptError(
+            f"the model is on one device at rank {others} and on several at others, whose gradients lie in another "
+            "order: put it on one everywhere, model.to(job.device)"
+        )
     if kinds == {"cpu"}:
         return Choice(Way.HOST)
     if kinds != {"cuda"}:

@@ -106,7 +106,7 @@ class PartSums:
         """Whether an all-reduce of what the two members have is the whole sum, in the tree's order."""
         if step.size != 2 or tuple(step.parts) != halves((0, self.parts)):
             return False
-        return all(d in _EXACT and v.type == "cpu" for d, v in self._layout.kinds)
+        return step.collective.host_sums and all(d in _EXACT for d, _ in self._layout.kinds)
 
     def fold(self, last: Flats, number: int) -> Tensor:
         """Bucket ``number`` of this member's sum, where that is a whole node of the tree; each bucket once. ``last``:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ReduceOp
 
 from everstep.allreduce.collective import COLLECTIVE_S
+from everstep.allreduce.environment import NCCL_ENVIRONMENT
 from everstep.errors import EverstepError
 from everstep.net.retry import Deadline
 
@@ -33,13 +34,6 @@ _POLL_S = 20e-6  # between two looks, at first ...
 _POLL_MAX_S = 5e-4  # ... and later: each one takes the interpreter from others
 _PEERS_S = 0.05  # between two looks at the peers' connections
 _ENDING_S = 30.0  # after an abort, until its kernels are over
-
-_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # its watchdog is not to end the process: the group goes on without NCCL's
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor is whoever watches the watchdog
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_RANKS_PER_ROOT": "1000000",  # one unique id, however many members
-}
 
 
 class Host(Protocol):
@@ -108,8 +102,9 @@ class NcclGroup:
     def connect(self, deadline: Deadline) -> bool:
         """All members call it. Whether it came about here: a first sum was right. Raises CollectiveError where the
         group broke meanwhile."""
-        for name, value in _ENVIRONMENT.items():
-            os.environ[name] = value
+        for name, value in NCCL_ENVIRONMENT.items():
+            if os.environ.get(name) != value:  # the script's doing, or no agent's worker
+                os.environ[name] = value
         try:
             return self._connect(deadline)
         except RuntimeError as error:  # of the store in this process

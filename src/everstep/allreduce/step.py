@@ -31,6 +31,8 @@ class Collective(Protocol):
 
     rank: int
     size: int
+    host_sums: bool
+    """An all-reduce is added up in the host's memory, by gloo, wherever tensors are; the same at all members."""
 
     def allreduce(self, tensor: Any, op: str = "sum") -> Work:
         """In place, over a contiguous tensor; ``op``: sum, max, min. Begins at once, in the background."""
