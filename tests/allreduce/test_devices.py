@@ -30,7 +30,7 @@ from everstep.allreduce.staged import HostStaged
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.store import GroupStore
 from everstep.config.spec import JobSpec
-from everstep.errors import ScriptError
+from everstep.errors import PlatformError, ScriptError
 from everstep.native import sum_bits
 from everstep.net.retry import Deadline
 
@@ -382,6 +382,41 @@ def test_where_nccl_does_not_connect_at_one_the_next_attempt_is_without(
     with connected() as group:
         assert [c.chosen.way for c in group] == [Way.STAGED] * 2
         assert "by way of the host's memory" in group[0].said()
+
+
+def test_a_member_that_is_lost_while_nccl_connects_is_nothing_against_nccl(
+    fake: type[FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(made: FakeNccl, device: torch.device) -> None:
+        if made.rank == 1:
+            group[1].abort("killed")
+        else:
+            made.store.set("0", b"id")
+            until = Deadline(LONG_S)
+            while not group[0].parted():
+                until.check()
+                time.sleep(0.001)
+        raise RuntimeError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(fake, "eager_connect_single_device", lost)
+    hub = Hub()
+    group = [DeviceCollective(rank, 2, "127.0.0.1", "1.0", [CPU]) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        stores = [GroupStore(hub, 1, 0, "127.0.0.1", 2, LONG_S) for _ in group]
+        for attempt in [pool.submit(c.connect, store, LONG_S) for c, store in zip(group, stores, strict=True)]:
+            with pytest.raises(CollectiveError):
+                attempt.result()
+    assert not devices._given_up
+
+
+def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(known: Any) -> Place:
+        raise RuntimeError("CUDA error: device-side assert triggered\nand advice")
+
+    monkeypatch.setattr(device_group, "place_of", broken)
+    collective = DeviceCollective(0, 2, "127.0.0.1", "1.0", [torch.device("cuda", 1)])
+    with pytest.raises(PlatformError, match=r"cuda:1 of this worker does not answer: .* triggered$"):
+        collective.connect(GroupStore(Hub(), 1, 0, "127.0.0.1", 2, LONG_S), LONG_S)
 
 
 def test_a_group_on_the_cpu_has_nothing_of_it() -> None:

@@ -16,7 +16,7 @@ from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
 from everstep.allreduce.step import Work
 from everstep.allreduce.store import GroupStore
-from everstep.errors import ScriptError
+from everstep.errors import PlatformError, ScriptError
 from everstep.net.log import logger
 from everstep.net.retry import Deadline
 
@@ -35,7 +35,11 @@ class DeviceCollective(GlooCollective):
         self.chosen = Choice(Way.HOST)
 
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
-        store.place = place_of(self._devices)
+        try:
+            store.place = place_of(self._devices)
+        except RuntimeError as error:
+            on = ", ".join(map(str, self._devices))
+            raise PlatformError(f"{on} of this worker does not answer: {str(error).partition(chr(10))[0]}") from None
         super().connect(store, timeout_s)
         try:
             self.chosen = choose(store.places())

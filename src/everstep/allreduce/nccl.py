@@ -33,6 +33,7 @@ _ID_BYTES_MAX = 1024
 _POLL_S = 20e-6  # between two looks, at first ...
 _POLL_MAX_S = 5e-4  # ... and later: each one takes the interpreter from others
 _PEERS_S = 0.05  # between two looks at the peers' connections
+_LOST_S = 0.5  # after an error, until the end of a lost peer's connections has come here
 _ENDING_S = 30.0  # after an abort, until its kernels are over
 
 
@@ -139,6 +140,11 @@ class NcclGroup:
                 self.why = f"not connected after {deadline.seconds:g} s"
                 return False
             said.wait(_POLL_MAX_S)
+        if self.why:  # perhaps because a member was lost, which is nothing against NCCL
+            until = Deadline(_LOST_S)
+            while not until.expired:
+                self._look()
+                time.sleep(_POLL_MAX_S)
         return not self.why
 
     def _build(self, store: Any, deadline: Deadline, said: threading.Event) -> None:
