@@ -26,7 +26,8 @@ AROUND_S = 0.75
 
 
 class Steps:
-    """The committed steps of one process, as it wrote them down. ``at``: seconds since 1970, ascending."""
+    """The committed steps of one process, as it wrote them down. ``at``: seconds since 1970, ascending. ``again``: when
+    an iteration came to nothing, and after which step (``again_after``)."""
 
     def __init__(self, path: Path) -> None:
         self.name, pid, _ = path.name.rsplit(".", 2)
@@ -34,6 +35,7 @@ class Steps:
         lines = [line.split() for line in path.read_text().splitlines() if line.count(" ") == 2]
         self.at: NDArray[np.float64] = np.array([float(t) for t, _, note in lines if note != "again"])
         self.again: NDArray[np.float64] = np.array([float(t) for t, _, note in lines if note == "again"])
+        self.again_after = np.array([int(step) for _, step, note in lines if note == "again"], np.int64)
 
     def after(self, when: float, nth: int = 1) -> float | None:
         """When the nth step after ``when`` was committed here."""
@@ -50,7 +52,8 @@ class Kill:
 
     ``recovered_s``: from the death until every survivor has committed two steps: the first may have been reduced
     already when it happened, so the second is the first that surely was not. ``rejoined_s``: until the replacement's
-    first committed step (nan: not seen). ``redone``: steps that survivors did again. ``pause_s``: longest gap between
+    first committed step (nan: not seen). ``redone``: steps that a survivor did again, ``tries``: how many times, all
+    together (one step may be tried again more than once). ``pause_s``: longest gap between
     steps of a survivor from ``around_s`` before the replacement's first step to as long after it. ``usual_s``: the same
     over as long a time before the death, when nothing happened: what the machine does to a step anyway."""
 
@@ -70,8 +73,9 @@ class Kill:
         known = [t for t in seconds if t is not None and t < until]
         self.recovered_s = max(known) - at if known and len(known) == len(seconds) else float("nan")
         self.rejoined_s = min(s.at[0] for s in fresh) - at if fresh else float("nan")
-        again = [int(((s.again > at) & (s.again < until)).sum()) for s in alive]
-        self.redone = max(again, default=0)
+        again = [s.again_after[(s.again > at) & (s.again < until)] for s in alive]
+        self.redone = max((len(set(steps.tolist())) for steps in again), default=0)
+        self.tries = max((len(steps) for steps in again), default=0)
         self.pause_s = float("nan")
         if fresh and not restarted and self.recovered_s == self.recovered_s:
             joined = at + self.rejoined_s
@@ -80,8 +84,8 @@ class Kill:
 
     def __repr__(self) -> str:
         return (
-            f"recovered {self.recovered_s:.3f} s, {self.redone} redone, full strength {self.rejoined_s:.3f} s,"
-            f" pause there {self.pause_s:.3f} s (usual {self.usual_s:.3f} s)"
+            f"recovered {self.recovered_s:.3f} s, {self.redone} redone ({self.tries} times), "
+            f"full strength {self.rejoined_s:.3f} s, pause there {self.pause_s:.3f} s (usual {self.usual_s:.3f} s)"
         )
 
 

@@ -4,7 +4,8 @@ Random workers of one running job are killed one after the other, each when the 
 stopped (SIGSTOP) instead. All times come from what the workers themselves wrote down after each committed step:
 
 - ``recovered_s`` (median, ``_max``): a death to the second step that all survivors committed after it (the first may
-  have been reduced already); ``redone_max``: steps that survivors repeated; ``stopped_s``: the same for SIGSTOP;
+  have been reduced already); ``redone_max``: steps that survivors did again (``redone_times_max``: how
+  many times, all together); ``stopped_s``: the same for SIGSTOP;
 - ``rejoined_s``: to the replacement's first committed step; ``pause_steps``: how much longer than the median step the
   longest gap of the others around that moment is, in median steps; ``usual_steps``: the same over as long a time when
   nothing happens. ``device.``: where every step waits 40 ms as for a GPU; ``cold.``: where besides the first forward
@@ -225,6 +226,7 @@ def run(quick: bool) -> Result:
         put("recovered_s", recovered, 0.3)
         put("recovered_s_max", _most(recovered), 1.0)
         put("redone_max", [float(max(k.redone for k in kills))], 1.0)
+        put("redone_times_max", [float(max(k.tries for k in kills))])
         put("rejoined_s", [k.rejoined_s for k in kills], 1.5)
         put_pause("", kills, step)
         put("stopped_s_max", _most([k.recovered_s for k in stops]), 3.0)
