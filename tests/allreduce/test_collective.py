@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import signal
 import socket
 import struct
 import threading
@@ -221,6 +223,29 @@ def test_closed_groups_leave_no_sockets_and_threads() -> None:
             c.close()
     assert _entries("fd") <= fds + 2
     assert _entries("task") <= threads + 4
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_fork_that_collects_a_group_as_garbage_harms_nobody() -> None:
+    """Its destructor needs threads that a fork has not, and its connections are the other process's too."""
+    group, _ = connected(2)
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            signal.alarm(20)  # a fork that hangs is a failure too
+            del group
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    tensors = [torch.ones(1000) for _ in group]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda pair: pair[0].allreduce(pair[1]).wait(LONG_S), zip(group, tensors, strict=True)))
+    assert [float(t[0]) for t in tensors] == [2.0, 2.0]
+    for c in group:
+        c.close()
 
 
 def test_only_connections_of_the_group_are_cut() -> None:

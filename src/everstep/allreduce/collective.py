@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import ipaddress
 import os
 import select
@@ -48,6 +49,10 @@ _FORGOTTEN_S = 0.2
 
 _THREADS = 2
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+# What is garbage when a process forks (a loader's workers, say) may hold groups and works of gloo. In the fork their
+# destructors wait for threads that are not there, or crash, so there it is left alone.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class CollectiveError(EverstepError):
@@ -161,6 +166,7 @@ class GlooCollective:
         self._watching: list[int] = []
         self._sent = [0] * size
         self._received = [0] * size
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         state = f" broken: {self.broken}" if self.broken else ""
@@ -168,8 +174,12 @@ class GlooCollective:
 
     def __del__(self) -> None:
         # Not by its own end: that would wait, in whichever thread collects garbage, for works that gloo has forgotten.
-        if getattr(self, "_group", None) is not None:
+        if getattr(self, "_group", None) is None:
+            return
+        if os.getpid() == self._process:
             self.close()
+        else:  # a copy in a fork: gloo's threads are not here, and the connections are the other process's to cut
+            self._keep_for_ever(self._group)
 
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
         """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
@@ -281,8 +291,12 @@ class GlooCollective:
             self._exchange.close()
         if group is not None and not _all_end(flying):
             # Its threads wait for what gloo forgot, and its end would wait for them: it stays, until the process ends.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))
+            self._keep_for_ever(group)
             self.park()
+
+    def _keep_for_ever(self, group: Any) -> None:
+        """Until the process ends: without gloo's destructor, and without that of what is in flight."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))
 
     def error(self, error: Exception | None) -> CollectiveError:
         """What to raise for gloo's ``error``."""
