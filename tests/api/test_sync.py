@@ -18,11 +18,12 @@ import everstep as es
 from everstep.api.embedded import EmbeddedSeat
 from everstep.api.job import Job
 from everstep.brain import events
+from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.master.pacing import PaceKeeper
 from everstep.model.member import Role
+from everstep.model.turn import Turn
 from everstep.monitor.audit import audit
 from everstep.net import messages
 from everstep.net.arena import Arena
@@ -48,14 +49,14 @@ class OneOfTwo(EmbeddedSeat):
         self.orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._deliver, daemon=True).start()
 
-    def _order(self, slot: Slot, order: messages.NewTurn) -> None:
+    def _order(self, slot: Slot, turn: Turn) -> None:
         if slot in self.seats:
-            self.seats[slot].orders.put(order)
+            self.seats[slot].orders.put(turn)
 
     def _deliver(self) -> None:
-        while (order := self.orders.get()) is not None:
+        while (turn := self.orders.get()) is not None:
             listener: Any = self._listener
-            listener.turned(order.turn)
+            listener.turned(turn)
 
     def start(self, listener: Any) -> None:
         if self.slot == 0:
@@ -73,7 +74,7 @@ class OneOfTwo(EmbeddedSeat):
             return events.Ok()
         answer = super().call(request, timeout_s)
         with self.master._lock:
-            self.keeper.handled(events.GroupDue(0.0))
+            self.keeper.handled()
         return answer
 
 

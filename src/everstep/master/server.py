@@ -67,6 +67,7 @@ from everstep.brain.events import (
     StopAsked,
     StopProcess,
 )
+from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import TICK_S, Watch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
@@ -78,13 +79,13 @@ from everstep.master.drills import Drills
 from everstep.master.hot import HotKeeper
 from everstep.master.metrics import MetricsServer, fill
 from everstep.master.observe import Observer
-from everstep.master.pacing import PaceKeeper
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
+from everstep.model.turn import Turn
 from everstep.monitor.prometheus import Page
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
@@ -173,7 +174,7 @@ class Master:
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
         self.stalls = Stalls()
-        self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_worker)
+        self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_turn)
         self.hot = HotKeeper(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
         self.policy = PolicyKeeper(
@@ -330,7 +331,7 @@ class Master:
             return
         self.journal.maybe_snapshot(self.brain)
         self._undurable.append(Undurable(seq, event.at, future, answer, instructions))
-        self.pace.handled(event)
+        self.pace.handled()
 
     def _submit(self, event: BrainEvent) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = self._loop.create_future()
@@ -396,6 +397,9 @@ class Master:
 
     def _order_worker(self, slot: Slot, order: wire.OrderType) -> None:
         self._order(self._members.get(MemberKey(Role.WORKER, slot)), order)
+
+    def _order_turn(self, slot: Slot, turn: Turn) -> None:
+        self._order_worker(slot, wire.NewTurn(turn))
 
     def _reach(self, key: MemberKey, order: wire.OrderType) -> bool:
         """Whether that member is connected, and so gets the order."""

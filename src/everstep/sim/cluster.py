@@ -44,13 +44,14 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.brain.job import Phase
+from everstep.brain.turns import PaceKeeper
 from everstep.config.consistency import parse_consistency
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, ShardState, Token
-from everstep.model.turn import Place
+from everstep.model.turn import Place, Turn
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Client, Conn, Process
@@ -135,8 +136,7 @@ class Master(Process):
             handle(event)
         sim.replayed += len(disk.log) - position
         self.watch = sim.parts.watch(sim.spec)
-        consistency = parse_consistency(sim.spec.consistency)
-        self.pacing = sim.parts.pacing(consistency, self.incarnation) if consistency.kind != "async" else None
+        self.pace = PaceKeeper(self.brain, self.watch, sim.spec, self.incarnation, self.order_turn, sim.parts.pacing)
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
         self.record(MasterStarted(self.clock, self.incarnation, sim.spec))
         self.later(TICK_S, self.tick)
@@ -165,13 +165,10 @@ class Master(Process):
             self.superseded()
             return
         disk, sim = self.disk, self.sim
-        if self.pacing is not None and type(event) is LeaseExpired:
-            held = self.brain.leases.get(event.shard)
-            if held is not None and held.no == event.lease and self.pacing.expired(held.worker):
-                self.publish_turn()
+        if type(event) is LeaseExpired:
+            self.pace.expired(event)
         instructions = self.brain.handle(event)
-        if self.pacing is not None and self.look_at_pace():
-            self.publish_turn()
+        self.pace.handled()
         sim.brain_events += 1
         done = None
         if type(event) is ShardDone:
@@ -343,38 +340,22 @@ class Master(Process):
             return
         now = self.now()
         self.watch.look(self.brain, now)
-        if self.pacing is not None:
-            for held in self.brain.leases.values():
-                if self.pacing.waits(held.worker):
-                    self.watch.excuse(held.no, now)
+        self.pace.tick(now)
         for event in self.watch.tick(now):
             self.record(event)
         if self.sim.scenario.checkpoint_s:
             self.tick_checkpoints(now)
         self.later(TICK_S, self.tick)
 
-    # ------------------------------------------------------------ turns, as master/pacing.py has them
+    # ------------------------------------------------------------ turns
 
-    def look_at_pace(self) -> bool:
-        assert self.pacing is not None
-        brain = self.brain
-        here = {s: seat.member.incarnation for s, seat in brain.members.workers.items() if seat.running}
-        return self.pacing.look(here, {held.worker for held in brain.leases.values()}, brain.job.workers_wanted)
-
-    def publish_turn(self) -> None:
-        assert self.pacing is not None
-        turn = self.pacing.turn
+    def order_turn(self, slot: Slot, turn: Turn) -> None:
         self.sim.steps.says(turn)
-        for slot in self.brain.members.workers:
-            self.order(("worker", slot), "turn", turn)
+        self.order(("worker", slot), "turn", turn)
 
     def on_place(self, conn: Conn, slot: Slot, incarnation: Incarnation, place: Place) -> None:
-        if self.pacing is None or self.brain.members.current(Role.WORKER, slot, incarnation) is None:
-            return
-        if self.look_at_pace() | self.pacing.told(slot, incarnation, place):
-            self.publish_turn()
-        else:
-            self.order(("worker", slot), "turn", self.pacing.turn)
+        if self.brain.members.current(Role.WORKER, slot, incarnation) is not None:
+            self.pace.told(slot, incarnation, place)
 
     # ------------------------------------------------------------ checkpoints, as master/checkpoints.py has them
 

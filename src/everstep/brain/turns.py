@@ -1,22 +1,22 @@
-"""The shell round ``brain.pacing``: places of workers in, turns out. Consistency sync and bounded."""
+"""``brain.pacing`` between brain and workers: their places in, turns out. Consistency sync and bounded. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, LeaseExpired
+from everstep.brain.events import LeaseExpired
 from everstep.brain.pacing import Pacing
 from everstep.brain.watch import Watch
 from everstep.config.consistency import parse_consistency
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import Place
-from everstep.net.messages import NewTurn
+from everstep.model.turn import Place, Turn
 
 
 class PaceKeeper:
-    """``order(slot, order)``: to a worker, if it is connected; who is not hears of it when it tells its place again."""
+    """``order(slot, turn)``: to a worker, if it is connected; who is not hears of it when it tells its place again.
+    ``pacing``: None in async, where nobody waits for anybody."""
 
     def __init__(
         self,
@@ -24,11 +24,12 @@ class PaceKeeper:
         watch: Watch,
         spec: JobSpec,
         master: Incarnation,
-        order: Callable[[Slot, NewTurn], object],
+        order: Callable[[Slot, Turn], object],
+        make: type[Pacing] = Pacing,
     ) -> None:
         self._brain, self._watch, self._order = brain, watch, order
         consistency = parse_consistency(spec.consistency)
-        self.pacing = Pacing(consistency, master) if consistency.kind != "async" else None
+        self.pacing = make(consistency, master) if consistency.kind != "async" else None
 
     def __repr__(self) -> str:
         return f"<pace keeper {self.pacing!r}>"
@@ -37,14 +38,13 @@ class PaceKeeper:
         """A worker says where it is."""
         if self.pacing is None:
             return
-        self._look()
-        if self.pacing.told(slot, incarnation, place):
+        if self._look() | self.pacing.told(slot, incarnation, place):
             self._publish()
         else:
-            self._order(slot, NewTurn(self.pacing.turn))
+            self._order(slot, self.pacing.turn)
 
-    def handled(self, event: BrainEvent) -> None:
-        """The brain has handled this event. Call it for a LeaseExpired with ``expired`` before."""
+    def handled(self) -> None:
+        """The brain has handled an event. Of a LeaseExpired tell ``expired`` before."""
         if self.pacing is not None and self._look():
             self._publish()
 
@@ -70,6 +70,6 @@ class PaceKeeper:
 
     def _publish(self) -> None:
         assert self.pacing is not None
-        order = NewTurn(self.pacing.turn)
+        turn = self.pacing.turn
         for slot in self._brain.members.workers:
-            self._order(slot, order)
+            self._order(slot, turn)
