@@ -129,7 +129,8 @@ def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint(
     assert "checkpoint given up" in actions(job.images(0, 60, checkpoint=2))
 
 
-def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
+def saved_tables() -> Tables:
+    """Three steps, and a checkpoint that has them."""
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
     job.say(CheckpointAsked(0.0, "asked"))
@@ -137,6 +138,11 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     job.images(0, 60)
     job.images(1, 60)
     job.say(CheckpointCommitted(0.0, 1))
+    return job
+
+
+def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
+    job = saved_tables()
     job.commit(4, 5, 0, 60, 80)
     out = job.lose(1)
     assert {i.slot for i in out if isinstance(i, StopProcess)} == {0, 1}
@@ -160,13 +166,7 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
 
 
 def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:
-    job = Tables()
-    job.commit(0, 3, 0, 0, 60)
-    job.say(CheckpointAsked(0.0, "asked"))
-    job.written(Mark(3, 0, 0, 50))
-    job.images(0, 60)
-    job.images(1, 60)
-    job.say(CheckpointCommitted(0.0, 1))
+    job = saved_tables()
     job.commit(4, 6, 0, 60, 100)
     job.commit(7, 12, 1, 0, 100)
     job.say(GroupLeft(0.0, Slot(0), Incarnation(1), "done"))

@@ -48,7 +48,7 @@ _FORGOTTEN_S = 0.2
 """So long after its group broke gloo may take to end a collective; then it has forgotten it."""
 
 _THREADS = 2
-_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 # What is garbage when a process forks (a loader's workers, say) may hold groups and works of gloo. In the fork their
 # destructors wait for threads that are not there, or crash, so there it is left alone.
@@ -179,7 +179,7 @@ class GlooCollective:
         if os.getpid() == self._process:
             self.close()
         else:  # a copy in a fork: gloo's threads are not here, and the connections are the other process's to cut
-            self._keep_for_ever(self._group)
+            keep_for_ever(self._group, self._flying)
 
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
         """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
@@ -219,7 +219,7 @@ class GlooCollective:
             raise self.error(None)
 
     def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
-        return self._launch(lambda g: g.allreduce([tensor], _OPS[op], timedelta(seconds=COLLECTIVE_S)), tensor)
+        return self._launch(lambda g: g.allreduce([tensor], OPS[op], timedelta(seconds=COLLECTIVE_S)), tensor)
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
         tag = self._sent[peer] = (self._sent[peer] + 1) % (1 << 30)
@@ -291,12 +291,8 @@ class GlooCollective:
             self._exchange.close()
         if group is not None and not _all_end(flying):
             # Its threads wait for what gloo forgot, and its end would wait for them: it stays, until the process ends.
-            self._keep_for_ever(group)
+            keep_for_ever(group, self._flying)
             self.park()
-
-    def _keep_for_ever(self, group: Any) -> None:
-        """Until the process ends: without gloo's destructor, and without that of what is in flight."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))
 
     def error(self, error: Exception | None) -> CollectiveError:
         """What to raise for gloo's ``error``."""
@@ -339,6 +335,11 @@ class GlooCollective:
             raise self.error(error) from None
         self._flying[id(work)] = work, tensors
         return GlooWork(self, work, tensors)
+
+
+def keep_for_ever(group: Any, flying: Any) -> None:
+    """Until the process ends: without the destructor of the group, and without that of what is in flight."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, flying)))
 
 
 def _all_end(works: Sequence[Any]) -> bool:

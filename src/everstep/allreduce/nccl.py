@@ -11,7 +11,6 @@ NCCL's unique id goes from rank 0 to the others over the group's gloo, so a mast
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -22,12 +21,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ReduceOp
 
-from everstep.allreduce.collective import COLLECTIVE_S
+from everstep.allreduce.collective import COLLECTIVE_S, OPS, keep_for_ever
 from everstep.allreduce.environment import NCCL_ENVIRONMENT
 from everstep.errors import EverstepError
 from everstep.net.retry import Deadline
 
-_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 _ID_KEY = "0"  # under which torch puts the unique id of a process group's first communicator
 _ID_BYTES_MAX = 1024
 _POLL_S = 20e-6  # between two looks, at first ...
@@ -181,7 +179,7 @@ class NcclGroup:
         if host.broken or self._aborted:
             raise host.error(None)
         try:
-            work = group.allreduce([tensor], _OPS[op], timedelta(seconds=COLLECTIVE_S))
+            work = group.allreduce([tensor], OPS[op], timedelta(seconds=COLLECTIVE_S))
         except RuntimeError as error:
             host.abort(_first_line(error))
             raise host.error(None) from None
@@ -238,7 +236,7 @@ class NcclGroup:
                 with self._lock:
                     self._group = None
                 return
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, self._flying)))
+        keep_for_ever(group, self._flying)
 
 
 def _over(work: Any) -> bool:

@@ -338,9 +338,6 @@ class Engine:
         dropped = work.key in self._dropped
         self._dropped.discard(work.key)
         if isinstance(verdict, Late):
-            payload = self._payloads.pop(work.key, None)
-            if payload is not None:
-                payload.settle()
             self.feed(lambda: self.protocol.late(work))
             return
         payload = self._payloads.get(work.key)

@@ -604,8 +604,9 @@ class Brain:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None:  # an older life, or said before: its end is known
             ended = self.members.of(e.role).get(e.slot)
-            here = ended is not None and ended.member.incarnation == e.incarnation
-            return [_OK, *(self._node_heard(NodeHeard(e.at, ended.member.node)) if here and ended is not None else ())]
+            if ended is None or ended.member.incarnation != e.incarnation:
+                return [_OK]
+            return [_OK, *self._node_heard(NodeHeard(e.at, ended.member.node))]
         if self.replicated:
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:

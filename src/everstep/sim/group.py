@@ -1096,11 +1096,7 @@ def simulate_group(
 ) -> Outcome:
     """One whole run, as ``sim.run.simulate``."""
     sim = GroupSimulation(seed, scenario or group_scenario(seed), parts, trace is not None, validate, worker, machine)
-    try:
-        return sim.run()
-    finally:
-        if trace is not None:
-            trace += sim.kernel.lines or []
+    return sim.run_traced(trace)
 
 
 __all__ = ["GroupScenario", "GroupSimulation", "Watch", "group_scenario", "simulate_group"]

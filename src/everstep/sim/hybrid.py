@@ -272,7 +272,7 @@ class HybridWorker(GroupWorker):
 
 
 class HybridSimulation(GroupSimulation):
-    """``reaches``: what each ps applied: (origin, step) -> (epoch, lo, hi)."""
+    """``there``: what each ps applied, by origin and step: epoch, lo, hi. ``counts``: by epoch, bucket and position."""
 
     def __init__(
         self,
@@ -350,8 +350,4 @@ def simulate_hybrid(
 ) -> Outcome:
     """One whole run, as ``sim.run.simulate``."""
     sim = HybridSimulation(seed, scenario or hybrid_scenario(seed), parts, trace is not None, validate, worker)
-    try:
-        return sim.run()
-    finally:
-        if trace is not None:
-            trace += sim.kernel.lines or []
+    return sim.run_traced(trace)

@@ -107,7 +107,7 @@ class ResumedMaster(Master):
     def record(
         self, event: BrainEvent, conn: Conn | None = None, handler: Any = None, args: tuple[Any, ...] = ()
     ) -> None:
-        if isinstance(event, ProcessExited | MemberSilent | NodeLost | BucketsReady) and not harmless(event):
+        if tells_of_a_loss(event):
             self.sim.truth.kept = set()  # a ps was lost: whether something is missing may be looked into
         super().record(event, conn, handler, args)
 
@@ -118,11 +118,13 @@ class ResumedMaster(Master):
         super().committed(manifest)
 
 
-def harmless(event: BrainEvent) -> bool:
-    """Whether this says nothing of a loss of a ps."""
+def tells_of_a_loss(event: BrainEvent) -> bool:
+    """Whether a ps may have been lost, by this."""
     if isinstance(event, BucketsReady):
-        return event.how != "stuck"
-    return isinstance(event, ProcessExited | MemberSilent) and event.role is Role.WORKER
+        return event.how == "stuck"
+    if isinstance(event, ProcessExited | MemberSilent):
+        return event.role is not Role.WORKER
+    return isinstance(event, NodeLost)
 
 
 class ResumeSimulation(Simulation):
@@ -235,8 +237,4 @@ def simulate_resume(
 ) -> Outcome:
     """One whole run, as ``sim.run.simulate``."""
     sim = ResumeSimulation(seed, scenario or resume_scenario(seed), parts, trace is not None, validate)
-    try:
-        return sim.run()
-    finally:
-        if trace is not None:
-            trace += sim.kernel.lines or []
+    return sim.run_traced(trace)

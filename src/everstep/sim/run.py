@@ -436,6 +436,14 @@ class Simulation:
             self.late,
         )
 
+    def run_traced(self, trace: list[str] | None) -> Outcome:
+        """``trace``: lines are appended to it, also of a run that fails."""
+        try:
+            return self.run()
+        finally:
+            if trace is not None:
+                trace += self.kernel.lines or []
+
     def fingerprints(self) -> dict[int, int]:
         return {b: ps.ledger.fingerprints()[b] for ps in self.servers.values() for b in ps.owned}
 
@@ -500,8 +508,4 @@ def simulate(
 ) -> Outcome:
     """One whole run. ``trace``: lines are appended to it. Raises Violation or AssertionError if a promise broke."""
     sim = Simulation(seed, scenario or random_scenario(seed), parts, trace is not None, validate)
-    try:
-        return sim.run()
-    finally:
-        if trace is not None:
-            trace += sim.kernel.lines or []
+    return sim.run_traced(trace)

@@ -14,13 +14,12 @@ class Steps:
     """Which parts a master has ever named, and at which step each batch was begun."""
 
     def __init__(self) -> None:
-        self.named: dict[tuple[int, Who], int] = {}
+        self.named: set[tuple[int, Who]] = set()
         self.begun: dict[tuple[Who, LeaseNo, int, int], int] = {}
-        self.pushed: dict[int, set[tuple[Who, LeaseNo, int, int]]] = {}
+        self.pushed: dict[tuple[int, Who], tuple[Who, LeaseNo, int, int]] = {}
 
     def says(self, turn: Turn) -> None:
-        for part in turn.parts:
-            self.named[turn.step, (part.slot, part.incarnation)] = part.samples
+        self.named |= {(turn.step, (part.slot, part.incarnation)) for part in turn.parts}
 
     def begins(self, slot: Slot, incarnation: Incarnation, work: Work, step: int) -> None:
         """A worker pulls rows to compute ``work`` for ``step``."""
@@ -32,7 +31,6 @@ class Steps:
         step = self.begun.get(key, -1)
         if (step, who) not in self.named:
             raise Violation(f"worker:{slot} pushes [{work.lo}, {work.hi}), which step {step} was closed without")
-        mine = {k for k in self.pushed.setdefault(step, set()) if k[0] == who}
-        if mine - {key}:
-            raise Violation(f"worker:{slot} pushes two parts of step {step}: {sorted(mine | {key})}")
-        self.pushed[step].add(key)
+        first = self.pushed.setdefault((step, who), key)
+        if first != key:
+            raise Violation(f"worker:{slot} pushes two parts of step {step}: {sorted((first, key))}")
