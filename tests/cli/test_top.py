@@ -40,5 +40,10 @@ def test_a_narrow_terminal_shows_whole_cells() -> None:
         assert max(map(len, text.splitlines())) <= width
 
 
+def test_a_master_that_is_silent_is_told() -> None:
+    title = str(table(report(), 200, silent_s=7.0).title)
+    assert title.startswith("no answer of the master since 7 s; until then: mode ps, 2 of 3 workers")
+
+
 def test_times_have_a_unit_that_fits() -> None:
     assert [span(s) for s in (0.0, 2.0, 0.0123, 4.5e-5, 3e-9)] == ["-", "2 s", "12.3 ms", "45 us", "3 ns"]

@@ -15,11 +15,14 @@ from everstep.model.member import Member, MemberKey, MemberState, Role
 from everstep.net.messages import Drill, Hit, OrderType, Slow
 
 
+FIRST = Incarnation(1)
+
+
 class Job:
     """A brain with worker:0 and ps:1, and whoever gets orders."""
 
     def __init__(self) -> None:
-        brain = Brain()
+        self.brain = brain = Brain()
         for role, slot in ((Role.WORKER, Slot(0)), (Role.PS, Slot(1))):
             seat = brain.members.fill(role, slot, NodeId("node0"), 0.0)
             assert isinstance(seat.member, Member)
@@ -43,7 +46,7 @@ class Job:
 
 def test_orders_go_to_the_member_or_its_agent() -> None:
     job = Job()
-    one = (Role.PS, Slot(1), Incarnation(1))
+    one = (Role.PS, Slot(1), FIRST)
     assert job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0) == Ok()
     assert job.drills.ask(Drill("stop", "ps:1", for_s=5.0), 10.0) == Ok()
     assert job.orders == [("worker:0", Slow(4.0, 60.0)), ("node0", Hit(*one, "stop", 5.0))]
@@ -52,12 +55,22 @@ def test_orders_go_to_the_member_or_its_agent() -> None:
     assert job.notes[0] == "worker:0: drill: 4 times slower for 60 s"
 
 
-def test_heal_ends_all_of_them() -> None:
+def test_heal_ends_all_of_them_those_of_an_earlier_master_too() -> None:
     job = Job()
     job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0)
     job.orders.clear()
     assert job.drills.ask(Drill("heal"), 11.0) == Ok()
-    assert ("worker:0", Slow(1.0, 0.0)) in job.orders and not job.drills.running(11.0)
+    healed = [("worker:0", Slow(1.0, 0.0)), ("ps:1", Slow(1.0, 0.0)), ("node0", Hit(Role.PS, Slot(1), FIRST, "go"))]
+    assert all(order in job.orders for order in healed) and not job.drills.running(11.0)
+
+
+def test_a_drill_ends_with_its_process() -> None:
+    job = Job()
+    job.drills.ask(Drill("slow", "worker:0", 4.0, 60.0), 10.0)
+    job.drills.ask(Drill("slow", "ps:1", 4.0, 60.0), 10.0)
+    seat = job.brain.members.workers[Slot(0)]
+    seat.member.incarnation = Incarnation(2)
+    assert [d.target for d in job.drills.running(11.0)] == ["ps:1"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_lines_become_drills_in_order_of_time() -> None:
         ("1, slow worker:1 factor=1 for=1s", "above 1"),
         ("1, kill", "whom"),
         ("1, stop ps:0 speed=3", "speed=3"),
+        ("1, stop ps:0 factor=3 for=1s", "'factor=3' says nothing about stop"),
+        ("1, kill worker:1 for=1s", "'for=1s' says nothing about kill"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(line: str, word: str) -> None:

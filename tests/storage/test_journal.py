@@ -10,10 +10,12 @@ import pytest
 from journal_story import ONE, story
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent
+from everstep.brain.events import BrainEvent, PlanMade
 from everstep.cli.explain import explain
 from everstep.cli.replay import replay
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
+from everstep.model.decision import Decision
+from everstep.model.plan import Plan
 from everstep.storage.journal import Journal, digest_of, read_journal, vouch
 
 
@@ -186,12 +188,14 @@ def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None
 
 
 def test_explain_gives_reasons(tmp_path: Path) -> None:
-    write(tmp_path / "journal.sqlite", story(2))
+    why = Decision("scale", "worker:0 is slow", {"worker:0": "9 ms"})
+    write(tmp_path / "journal.sqlite", [*story(2), PlanMade(9.0, "mine:own", Plan(actions=(), decision=why))])
     text = "\n".join(explain(tmp_path))
     assert "place buckets: all 1 ps have joined" in text
     assert "epoch finished: 'd' epoch 0: all 2 shards are done" in text
     worker = "\n".join(explain(tmp_path, "worker:0"))
     assert "start: the job wants this worker" in worker
     assert "place buckets" not in worker
+    assert "scale: worker:0 is slow" in worker and "worker:0=9 ms" in worker, "its numbers led to it"
     with pytest.raises(ConfigError, match="worker:7 is not part of this job"):
         list(explain(tmp_path, "worker:7"))

@@ -6,7 +6,9 @@ import gzip
 import random
 import time
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,6 +24,28 @@ from everstep.units import seconds
 FOR_DEFAULT_S = 60.0
 STOP_DEFAULT_S = 5.0
 TEXT_MAX_BYTES = 64 * 2**20
+USES = {
+    "slow": ("factor", "for", "burn"),
+    "stop": ("for",),
+    "kill": (),
+    "heal": (),
+    "schedule": ("seed", "burn"),
+    "recording": ("every", "burn"),
+}
+"""Which flags say more about which."""
+
+
+def chosen(what: Mapping[str, Any], more: Iterable[str]) -> tuple[str, Any]:
+    """The one thing to do, and its argument; ``more``: other flags that were given. Raises ConfigError."""
+    given = [(name, value) for name, value in what.items() if value]
+    if len(given) != 1:
+        raise ConfigError("everstep chaos: give one of --slow, --kill, --stop, --heal, --schedule and --recording")
+    name, value = given[0]
+    idle = [f"--{flag}" for flag in more if flag not in USES[name]]
+    if idle:
+        says = ", ".join(f"--{flag}" for flag in USES[name]) or "no other flag"
+        raise ConfigError(f"everstep chaos: {', '.join(idle)} says nothing about --{name}, which takes {says}")
+    return name, value
 
 
 def one(what: str, target: str, factor: float, span: str) -> Planned:

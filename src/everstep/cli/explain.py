@@ -29,14 +29,15 @@ from everstep.storage.journal import read_journal
 def explain(run_dir: Path, member: str = "") -> Iterator[str]:
     """Lines: when, who, what, why; below it the inputs and what was not done instead.
 
-    ``member``: ``worker:1``, ``ps:0``, ``master``, or a node's name; "" for the whole job. Raises ConfigError (no
+    ``member``: ``worker:1``, ``ps:0``, ``master``, or a node's name: what was decided about it, and what its numbers
+    were part of; "" for the whole job. Raises ConfigError (no
     journal there, nobody of that name), PlatformError (unreadable)."""
     brain = Brain()
     shown = 0
     for seq, event, _ in read_journal(run_dir / JOURNAL_FILE):
         for instruction in brain.handle(event):
             for who, decision in _decisions(instruction):
-                if member and who != member:
+                if member and who != member and member not in decision.inputs:
                     continue
                 shown += 1
                 yield from _lines(seq, event.at, who, decision)

@@ -55,7 +55,9 @@ def cli() -> None:
 @click.option("--name", help="Name of the job.")
 @click.option("--parity", help="K+M: K data buckets and M parity buckets a stripe, on K+M ps; 1+1: replicas; 0: off.")
 @click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
-@click.option("--policy", help="Stragglers: none (default), nondedicated, dedicated, or your own module:callable.")
+@click.option(
+    "--policy", help="Stragglers: none (default), nondedicated, dedicated, backup, or your own module:callable."
+)
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option("--checkpoint-every", help="30s, 10m or 10000batches between checkpoints (default: only when asked).")
 @click.option("--checkpoint-to", help="Directory or URL for checkpoints (default RUN_DIR/checkpoints).")
@@ -106,15 +108,16 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
 @click.option("--every", default="1s", show_default=True, help="--recording: how long one recorded iteration lasts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="--schedule: which member worker:? is.")
 @click.option("--burn", is_flag=True, help="Be slow by computing instead of sleeping.")
-def chaos(run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any) -> None:
+@click.pass_context
+def chaos(
+    ctx: click.Context, run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any
+) -> None:
     """Drill a running job: slow, stop or kill its members, and see with everstep top what it does about it."""
-    from everstep.cli.chaos import drill, one, play, read_recording, read_schedule, workers_of
-    from everstep.errors import ConfigError
+    from everstep.cli.chaos import chosen, drill, one, play, read_recording, read_schedule, workers_of
 
-    given = [(name, value) for name, value in what.items() if value]
-    if len(given) != 1:
-        raise ConfigError("everstep chaos: give one of --slow, --kill, --stop, --heal, --schedule and --recording")
-    name, value = given[0]
+    more = {"factor": "factor", "for": "span", "every": "every", "seed": "seed", "burn": "burn"}
+    said = click.core.ParameterSource.COMMANDLINE
+    name, value = chosen(what, [flag for flag, key in more.items() if ctx.get_parameter_source(key) is said])
     if name == "schedule":
         play(run_dir, read_schedule(value), seed, burn)
     elif name == "recording":

@@ -16,7 +16,7 @@ import msgspec
 from everstep.agent.agent import Agent, Outcome
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
-from everstep.config.load import check_script, load_spec, new_run_dir, read_spec, save_spec
+from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.ids import NodeId
@@ -31,6 +31,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     """Run a job on this machine until its end; the exit code of ``everstep``."""
     spec, origins = load_spec(config, dict(flags), os.environ)
     script = check_script(spec.script)
+    check_policy_module(spec.policy, script.parent)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
     spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)

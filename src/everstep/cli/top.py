@@ -11,9 +11,9 @@ import click
 import msgspec
 
 from everstep.agent.rundir import in_use
-from everstep.cli.link import ask_master
-from everstep.cli.status import need_running
-from everstep.errors import EverstepError
+from everstep.cli.link import ANSWER_S, ask_master
+from everstep.cli.rundirs import open_run_dir
+from everstep.errors import ConfigError, EverstepError
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import Judged, judge
 from everstep.net.messages import GetSeen, SeenReport
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 EVERY_S = 1.0
+LIVE_S = 3.0  # the live table waits no longer for the master
 _COMPUTE = ("forward", "backward", "update")
 
 
 def top(run_dir: Path, once: bool, as_json: bool) -> None:
     """Until Ctrl-C or the job's end; ``once``: one picture. Raises ConfigError: it is not running."""
-    need_running(run_dir)
+    open_run_dir(run_dir)
+    if not in_use(run_dir):
+        raise ConfigError(
+            f"run directory {run_dir}: this job is not running; how fast its members were is in "
+            f"{run_dir}/members.jsonl, what was decided in everstep explain {run_dir}"
+        )
     if once or as_json:
-        report = _ask(run_dir)
+        report = _ask(run_dir, ANSWER_S)
         if as_json:
             rows = [msgspec.to_builtins(j) for j in judged(report)]
             click.echo(json.dumps({"judged": rows, **msgspec.to_builtins(report)}))
@@ -42,19 +48,25 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     from rich.live import Live
 
     console = Console(highlight=False)
+    newest: SeenReport | None = None
+    answered_at = time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                live.update(table(_ask(run_dir), console.width), refresh=True)
-            except EverstepError:
+                newest = _ask(run_dir, LIVE_S)
+                answered_at = time.monotonic()
+                live.update(table(newest, console.width), refresh=True)
+            except EverstepError as error:
                 if not in_use(run_dir):  # else its master is coming back
                     break
+                silent_s = time.monotonic() - answered_at
+                live.update(table(newest, console.width, silent_s) if newest is not None else str(error), refresh=True)
             time.sleep(EVERY_S)
     click.echo("the job has ended")
 
 
-def _ask(run_dir: Path) -> SeenReport:
-    answer = ask_master(run_dir, GetSeen())
+def _ask(run_dir: Path, timeout_s: float) -> SeenReport:
+    answer = ask_master(run_dir, GetSeen(), timeout_s)
     assert isinstance(answer, SeenReport)
     return answer
 
@@ -128,13 +140,16 @@ NARROW = 110  # columns of a terminal; in fewer, what ``why`` tells in words any
 _LEFT_OUT = ("waits", "throttled", "memory", "node")
 
 
-def table(report: SeenReport, width: int = 200) -> Table:
-    """For a terminal of ``width`` columns."""
+def table(report: SeenReport, width: int = 200, silent_s: float = 0.0) -> Table:
+    """For a terminal of ``width`` columns. ``silent_s``: so long ago the master answered so, and not since."""
     from rich.markup import escape
     from rich.table import Table
 
     shown = [i for i, name in enumerate(HEAD) if width >= NARROW or name not in _LEFT_OUT]
-    out = Table(title=escape(headline(report.seen, report.dropped)), title_justify="left", box=None, pad_edge=False)
+    title = headline(report.seen, report.dropped)
+    if silent_s > 0:
+        title = f"no answer of the master since {silent_s:.0f} s; until then: {title}"
+    out = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
     for i in shown:
         out.add_column(HEAD[i], no_wrap=HEAD[i] != "why")
     for row in rows(report):

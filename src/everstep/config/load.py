@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import difflib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
 import shlex
+import sys
 import tempfile
 import types
 import typing
@@ -246,6 +249,19 @@ def check_script(script: str | Path) -> Path:
     if b"\0" in head:
         raise ConfigError(f"training script {str(script)!r} is no Python text file")
     return path.absolute()
+
+
+def check_policy_module(policy: str, folder: Path) -> None:
+    """Raises ConfigError: ``module:callable``, and the module is neither in ``folder`` (the script's) nor where Python
+    finds modules. It is not imported: that is for the policy's own thread."""
+    if ":" not in policy:
+        return
+    top = policy.partition(":")[0].partition(".")[0]
+    beside = importlib.machinery.PathFinder.find_spec(top, [str(folder), ""])
+    if beside is None and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError(
+            f"policy = {policy!r}: there is no module {top!r} beside the script ({folder}), or where Python finds them"
+        )
 
 
 def _python_files(folder: Path) -> list[str]:

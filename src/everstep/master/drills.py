@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import Ok, Refused
-from everstep.ids import NodeId, Slot
+from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Member, MemberKey, Role
 from everstep.net.messages import Drill, Hit, OrderType, RunningDrill, Slow
@@ -17,7 +17,7 @@ FOR_MAX_S = 86_400.0
 
 class Drills:
     """``order(member, order)`` and ``order_agent(node, order)`` return whether somebody is there to get it. Soft state;
-    a drill ends by itself at the member, also when the master is gone."""
+    a drill ends by itself at the member, also when the master is gone, and with its process."""
 
     def __init__(
         self,
@@ -27,25 +27,23 @@ class Drills:
         note: Callable[[float, str, Decision], None],
     ) -> None:
         self._brain, self._order, self._order_agent, self._note = brain, order, order_agent, note
-        self._running: dict[MemberKey, RunningDrill] = {}
+        self._running: dict[MemberKey, tuple[Incarnation, RunningDrill]] = {}
 
     def __repr__(self) -> str:
         return f"<{len(self._running)} drills>"
 
     def running(self, at: float) -> tuple[RunningDrill, ...]:
-        self._running = {k: d for k, d in self._running.items() if d.until > at}
-        return tuple(self._running.values())
+        self._running = {k: (no, d) for k, (no, d) in self._running.items() if d.until > at and self._is(k, no)}
+        return tuple(d for _, d in self._running.values())
 
     def ask(self, drill: Drill, at: float) -> Ok | Refused:
         """Begin or end one, at ``at``."""
         if (refused := _refusal(drill)) is not None:
             return Refused(refused)
         if drill.what == "heal" and not drill.target:
-            for running in self.running(at):
-                key = _key(running.target)
-                member = self._member(key) if key is not None else None
-                if key is not None and member is not None:
-                    self._heal(key, member)
+            for seat in self._brain.members.all():  # all: those of an earlier master, nobody here knows
+                if seat.running:
+                    self._heal(seat.member.key, seat.member)
             self._running.clear()
             self._note(at, "", Decision("drill", "all members are healed"))
             return Ok()
@@ -62,7 +60,8 @@ class Drills:
         if not self._send(drill, key, member):
             return Refused(f"{drill.target} cannot be reached now: its connection is gone; try again")
         if drill.what in ("slow", "stop"):
-            self._running[key] = RunningDrill(drill.target, drill.what, drill.factor, at + drill.for_s)
+            running = RunningDrill(drill.target, drill.what, drill.factor, at + drill.for_s)
+            self._running[key] = member.incarnation, running
         else:
             self._running.pop(key, None)
         inputs: dict[str, str | int | float | bool] = {"factor": drill.factor, "for_s": drill.for_s}
@@ -89,6 +88,10 @@ class Drills:
     def _member(self, key: MemberKey) -> Member | None:
         seat = self._brain.members.of(key.role).get(key.slot)
         return seat.member if seat is not None and seat.running else None
+
+    def _is(self, key: MemberKey, incarnation: Incarnation) -> bool:
+        member = self._member(key)
+        return member is not None and member.incarnation == incarnation
 
 
 def _key(target: str) -> MemberKey | None:

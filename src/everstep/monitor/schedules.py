@@ -25,6 +25,7 @@ from everstep.errors import ConfigError
 from everstep.units import seconds
 
 LINES_MAX = 100_000
+_SAYS = {"slow": ("factor", "for"), "stop": ("for",), "kill": (), "heal": ()}
 CHANGED = 0.1  # factors closer together than so (relatively) are one
 
 
@@ -82,6 +83,8 @@ def parse_one(at_s: float, words: Sequence[str]) -> Planned:
     factor, for_s = 1.0, 0.0
     for word in rest:
         key, _, value = word.partition("=")
+        if key in ("factor", "for") and key not in _SAYS[what]:
+            raise ConfigError(f"{word!r} says nothing about {what}")
         if key == "factor":
             factor = _number(value)
         elif key == "for":
