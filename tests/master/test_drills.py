@@ -14,7 +14,6 @@ from everstep.model.decision import Decision
 from everstep.model.member import Member, MemberKey, MemberState, Role
 from everstep.net.messages import Drill, Hit, OrderType, Slow
 
-
 FIRST = Incarnation(1)
 
 
