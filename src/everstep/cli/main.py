@@ -110,7 +110,7 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
 @click.option("--burn", is_flag=True, help="Be slow by computing instead of sleeping.")
 @click.pass_context
 def chaos(
-    ctx: click.Context, run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any
+    ctx: click.Context, /, run_dir: Path, factor: float, span: str, every: str, seed: int, burn: bool, **what: Any
 ) -> None:
     """Drill a running job: slow, stop or kill its members, and see with everstep top what it does about it."""
     from everstep.cli.chaos import chosen, drill, one, play, read_recording, read_schedule, workers_of
