@@ -54,6 +54,7 @@ def test_every_line_is_what_prometheus_reads() -> None:
     assert 'everstep_ps_queue_requests{slot="0"} 1.5\n' in text
     assert 'everstep_reported{name="odd \\"name\\"\\n"} NaN\n' in text
     assert "everstep_group_steps_total 42\n" in text
+    assert 'everstep_member_info{role="ps",slot="0",incarnation="1",node="node0",hardware=""} 1\n' in text
 
 
 def test_names_follow_the_conventions_and_are_in_the_docs() -> None:

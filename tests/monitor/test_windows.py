@@ -123,9 +123,15 @@ def test_rates_of_a_ps() -> None:
         assert windows.take("ps:0", 1, {**readings, "cpu_s": 0.5 * t, "throttled_s": 0.25 * t}, t) == ""
     ps = windows.of("ps:0", 1)
     assert ps is not None
-    seen = ps.seen(10.0)
+    seen = ps.load(10.0)
     assert (seen.service_s, seen.queue, seen.requests_per_s) == (0.004, 3.0, 50.0)
     assert (seen.bytes_per_s, seen.cpu_share, seen.throttled_share) == (2e6, 0.5, 0.25)
+    for i in range(11, 21):  # it turns idle: the short window forgets, the long one remembers
+        windows.take("ps:0", 1, {**readings, "cpu_s": 5.0, "throttled_s": 2.5, "service_s": 0.001}, float(i))
+    assert ps.load(20.0).requests_per_s == 0.0 and ps.load(20.0).service_s == 0.001
+    long = ps.load(20.0, long=True)
+    assert (long.requests_per_s, long.queue, long.cpu_share, long.throttled_share) == (25.0, 1.5, 0.25, 0.125)
+    assert long.service_s in (0.001, 0.004)
 
 
 def test_memory_is_bounded() -> None:

@@ -222,6 +222,7 @@ def _fill_members(page: Page, seen: SeenReport, windows: Callable[[str, int], Me
     members: list[WorkerSeen | ServerSeen] = [*seen.seen.workers, *seen.seen.servers]
     for m in members:
         role, _, slot = str(m).partition(":")
+        page.set("everstep_member_info", 1, role, slot, m.incarnation, m.node, m.hardware)
         found = windows(str(m), m.incarnation)
         last = found.last if found is not None else {}
         for reading, name in {**_COUNTED[role], **_PROCESS}.items():

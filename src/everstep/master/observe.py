@@ -20,10 +20,10 @@ from everstep.ids import Incarnation, NodeId
 from everstep.master.readings import Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, MemberState, Role
-from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.process import clean_hardware
 from everstep.monitor.rotated import RotatedFile
-from everstep.monitor.windows import SHORT_S, SUBWINDOWS, MemberWindows, Seen, Windows
+from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
 """For tests and drills: seconds of the short window; the long one is six times as long."""
@@ -136,7 +136,8 @@ class Observer:
 
     def _worker(self, seat: Seat, at: float) -> WorkerSeen:
         m = seat.member
-        windows, seen = self._of(seat, at)
+        windows = self.windows.of(str(m.key), m.incarnation)
+        load = windows.load(at) if windows is not None else Load()
         return WorkerSeen(
             slot=m.slot,
             incarnation=m.incarnation,
@@ -148,14 +149,16 @@ class Observer:
             short=windows.pace(at) if windows is not None else Pace(),
             long=windows.pace(at, long=True) if windows is not None else Pace(),
             history=windows.history if windows is not None else (),
-            cpu_share=seen.cpu_share,
+            cpu_share=load.cpu_share,
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
-            throttled_share=seen.throttled_share,
+            throttled_share=load.throttled_share,
+            long_load=windows.load(at, long=True) if windows is not None else Load(),
         )
 
     def _server(self, seat: Seat, at: float) -> ServerSeen:
         m = seat.member
-        windows, seen = self._of(seat, at)
+        windows = self.windows.of(str(m.key), m.incarnation)
+        load = windows.load(at) if windows is not None else Load()
         placement = self._brain.placement
         return ServerSeen(
             slot=m.slot,
@@ -163,19 +166,16 @@ class Observer:
             node=m.node,
             hardware=self._hardware.get(m.node, ""),
             since=m.since,
-            service_s=seen.service_s,
-            queue=seen.queue,
-            bytes_per_s=seen.bytes_per_s,
+            service_s=load.service_s,
+            queue=load.queue,
+            bytes_per_s=load.bytes_per_s,
             buckets=len(placement.owned_by(m.slot)) if placement is not None else 0,
             history=windows.history if windows is not None else (),
-            cpu_share=seen.cpu_share,
+            cpu_share=load.cpu_share,
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
-            throttled_share=seen.throttled_share,
+            throttled_share=load.throttled_share,
+            long_load=windows.load(at, long=True) if windows is not None else Load(),
         )
-
-    def _of(self, seat: Seat, at: float) -> tuple[MemberWindows | None, Seen]:
-        windows = self.windows.of(str(seat.member.key), seat.member.incarnation)
-        return windows, windows.seen(at) if windows is not None else Seen()
 
     def _last(self, member: str, incarnation: int, name: str) -> float:
         windows = self.windows.of(member, incarnation)

@@ -22,6 +22,18 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float] = {}  # seconds of the window by phase of a step: data, pull, forward, backward, push, ...
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s`` and what
+    follows are of a ps."""
+
+    cpu_share: float = 0.0
+    throttled_share: float = 0.0
+    service_s: float = 0.0  # median of a request; 0.0: no reading
+    queue: float = 0.0  # requests at the ps at a time, mean
+    requests_per_s: float = 0.0
+    bytes_per_s: float = 0.0  # of rows, in and out
+
+
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     """One worker that is up. ``history``: see :class:`ServerSeen`, of ``per_sample_s``."""
 
@@ -40,6 +52,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     cpu_share: float = 0.0  # processors that it used, in the short window
     rss_bytes: int = 0
     throttled_share: float = 0.0  # of the short window, in which its cgroup was kept from running: 0..1
+    long_load: Load = Load()  # the same over the long window
 
     def __str__(self) -> str:
         return f"{Role.WORKER}:{self.slot}"
@@ -54,7 +67,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str = ""
     since: float = 0.0
     service_s: float = 0.0  # median per request in the short window; 0.0: no reading
-    queue: float = 0.0  # mean number of waiting requests
+    queue: float = 0.0  # requests at the ps at a time, mean
     bytes_per_s: float = 0.0  # in and out
     buckets: int = 0
     owned: tuple[BucketId, ...] = ()  # those
@@ -62,6 +75,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     cpu_share: float = 0.0
     rss_bytes: int = 0
     throttled_share: float = 0.0
+    long_load: Load = Load()  # the same over the long window
 
     def __str__(self) -> str:
         return f"{Role.PS}:{self.slot}"

@@ -24,6 +24,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("everstep_group_steps_total", "counter", (), "Committed steps of the group (mode allreduce)."),
     Metric("everstep_members", "gauge", ("role", "state"), "Workers and ps by state."),
     Metric("everstep_members_wanted", "gauge", ("role",), "How many workers and ps the job wants."),
+    Metric(
+        "everstep_member_info",
+        "gauge",
+        (*_MEMBER, "incarnation", "node", "hardware"),
+        "1; where a member that is up runs.",
+    ),
     Metric("everstep_failures_total", "counter", ("role",), "Processes and nodes that were lost, and survived."),
     Metric("everstep_batches_retried_total", "counter", (), "Batches or steps that were computed again."),
     Metric("everstep_shards", "gauge", ("state",), "Shards of the newest epochs: todo or doing."),

@@ -11,9 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-import msgspec
-
-from everstep.model.observation import Pace
+from everstep.model.observation import Load, Pace
 
 SHORT_S = 10.0
 SUBWINDOWS = 6  # the long window has so many short ones
@@ -27,17 +25,6 @@ COUNTERS = (
 GAUGES = ("rss_bytes", "batch", "accum", "global_batch", "rows")
 PHASE = "phase."
 _ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """A member's rates over its short window. Shares: 1.0 is one processor, or all of the time."""
-
-    cpu_share: float = 0.0
-    throttled_share: float = 0.0
-    service_s: float = 0.0  # median of a request
-    queue: float = 0.0  # requests at the ps at a time, mean
-    requests_per_s: float = 0.0
-    bytes_per_s: float = 0.0
 
 
 class MemberWindows:
@@ -116,13 +103,13 @@ class MemberWindows:
             phases=phases,
         )
 
-    def seen(self, at: float) -> Seen:
-        """Rates over the short window that ends at ``at``."""
-        first, last, medians = self._span(at, self.short_s)
+    def load(self, at: float, long: bool = False) -> Load:
+        """Rates over the window that ends at ``at``."""
+        first, last, medians = self._span(at, self.long_s if long else self.short_s)
         if first is None or last is None:
-            return Seen()
+            return Load()
         span_s = last["at"] - first["at"]
-        return Seen(
+        return Load(
             cpu_share=_grown(first, last, "cpu_s") / span_s,
             throttled_share=min(1.0, _grown(first, last, "throttled_s") / span_s),
             service_s=statistics.median(found) if (found := medians["service_s"]) else 0.0,
