@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from everstep.ps.meter import Meter
 
 
@@ -23,3 +25,11 @@ def test_counters_and_the_median_since_the_last_beat() -> None:
     assert readings["service_s"] == 0.002
     assert (readings["requests"], readings["bytes_in"], readings["bytes_out"]) == (3, 30, 3)
     assert "service_s" not in meter.readings()
+
+
+def test_pulls_and_pushes_have_a_median_each() -> None:
+    meter = Meter()
+    for _ in range(3):
+        meter.served(0.001, 0.001, 0, 10)
+    meter.served(0.005, 0.005, 10, 0)
+    assert meter.readings()["service_s"] == pytest.approx(0.002), "three of 1 ms, one of 5 ms"

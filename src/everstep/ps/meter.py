@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_RECENT = 256  # requests between two beats that the median is taken of
+_RECENT = 256  # requests of a kind between two beats that the median is taken of
 
 
 class Meter:
@@ -18,7 +18,8 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mine = threading.local()
-        self._recent: list[float] = []
+        self._recent: tuple[list[float], list[float]] = ([], [])  # own seconds: of pulls, of pushes
+        self._counts = [0, 0]  # since the last call of readings
         self.requests = self.bytes_in = self.bytes_out = 0
         self.own_s = 0.0  # of all requests, without waiting
         self.held_s = 0.0  # with it: this over time is how many requests there are at a time
@@ -42,22 +43,28 @@ class Meter:
         return max(0.0, spent_s - waited_s)
 
     def served(self, own_s: float, held_s: float, bytes_in: int, bytes_out: int) -> None:
-        """A pull or push was answered."""
+        """A pull (nothing came in) or push was answered."""
         with self._lock:
             self.requests += 1
             self.own_s += own_s
             self.held_s += held_s
             self.bytes_in += bytes_in
             self.bytes_out += bytes_out
-            if len(self._recent) < _RECENT:
-                self._recent.append(own_s)
+            kind = int(bytes_in > 0)
+            recent = self._recent[kind]
+            if len(recent) < _RECENT:
+                recent.append(own_s)
             else:
-                self._recent[self.requests % _RECENT] = own_s
+                recent[self._counts[kind] % _RECENT] = own_s
+            self._counts[kind] += 1
 
     def readings(self) -> dict[str, float]:
-        """For the beat: counters, and the median of one request since the last call, where there was one."""
+        """For the beat: counters, and the time of a request since the last call, where there was one: the medians of
+        pulls and of pushes, by how many there were of each. (One median of both kinds would be now that of a pull, now
+        that of a push, as chance has it.)"""
         with self._lock:
-            recent, self._recent = self._recent, []
+            recent, self._recent = self._recent, ([], [])
+            counts, self._counts = self._counts, [0, 0]
             out = {
                 "requests": float(self.requests),
                 "service_total_s": self.own_s,
@@ -65,6 +72,7 @@ class Meter:
                 "bytes_in": float(self.bytes_in),
                 "bytes_out": float(self.bytes_out),
             }
-        if recent:
-            out["service_s"] = statistics.median(recent)
+        if any(recent):
+            total_s = sum(statistics.median(kind) * n for kind, n in zip(recent, counts, strict=True) if kind)
+            out["service_s"] = total_s / sum(counts)
         return out

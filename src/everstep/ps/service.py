@@ -342,7 +342,7 @@ class PsService:
         """
         if self.failure:
             return Bad(self.failure), []
-        began = time.perf_counter()
+        began, cpu_s = time.perf_counter(), time.thread_time() if self.drag.on else 0.0
         reply: Reply | None = None
         try:
             reply = self._answer(request, body, arena)
@@ -355,8 +355,9 @@ class PsService:
             return Bad("this parameter server is out of memory"), []
         finally:
             own_s = self.meter.own(time.perf_counter() - began)
-            if self.drag.on and isinstance(request, Pull | Push):  # a drill
-                own_s += self.drag.pause(own_s)
+            if self.drag.on and cpu_s and isinstance(request, Pull | Push):  # a drill
+                # (of its work: a machine that is busy with other things would be made slow many times over)
+                own_s += self.drag.pause(time.thread_time() - cpu_s)
             if reply is not None and isinstance(request, Pull | Push) and isinstance(reply[0], Pulled | Pushed):
                 size = sum(part.n * (8 + 4 * self.store.dim(part.table)) for part in request.parts)
                 held_s = time.perf_counter() - began
