@@ -6,12 +6,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from straggler_jobs import NODES, job, server, worker
+from straggler_jobs import NODES, job, worker
 
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
-from everstep.model.observation import Observations
-from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, MoveBuckets, Plan
+from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
 from everstep.policies.stragglers.dedicated import dedicated
 from everstep.policies.stragglers.nondedicated import State, nondedicated
 from everstep.policies.stragglers.payoff import restart_pays
@@ -136,28 +135,6 @@ def test_calm_workers_are_left_alone(factors: list[float], looks: int) -> None:
         assert plan is None
 
 
-def test_a_slow_ps_gives_buckets_away_and_is_replaced_only_when_that_does_not_help() -> None:
-    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
-    seen = Observations(
-        at=100.0,
-        places=NODES,
-        remaining_s=36_000.0,
-        servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.008, owned[2])),
-    )
-    plan, state = nondedicated(seen, None)
-    assert plan is not None and isinstance(plan.actions[0], MoveBuckets)
-    moved = plan.actions[0].owners
-    assert len(moved) == 8 and set(moved) <= set(owned[2]) and set(moved.values()) == {0, 1}
-    soon, state = nondedicated(msgspec.structs.replace(seen, at=110.0), state)
-    assert soon is None, "buckets are on their way"
-    few = msgspec.structs.replace(
-        seen, at=200.0, servers=(*seen.servers[:2], server(2, 0.002, owned[2][:4]))
-    )  # its time is everybody's now, for a quarter of the work
-    plan, state = nondedicated(few, state)
-    assert plan is not None
-    assert plan.actions == (KillRestart(role=Role.PS, slot=Slot(2), incarnation=Incarnation(1)),)
-
-
 def test_the_exact_split_is_asked_for_once() -> None:
     seen = job([0.01, 0.01, 0.02, 0.04], hardware="") if False else job([0.01, 0.01, 0.02, 0.04])
     plan, state = dedicated(seen, None)
@@ -190,22 +167,3 @@ def test_without_readings_nothing_is_done(name: str, paces: list[float]) -> None
     plan, state = SHIPPED[name](job(paces), None)
     assert plan is None
     assert SHIPPED[name](job(paces), state)[0] is None
-
-
-def test_a_slow_ps_whose_answers_take_no_longer_any_more_keeps_what_it_has() -> None:
-    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
-    seen = Observations(
-        at=100.0,
-        servers=(server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.0021, owned[2][:3])),
-    )  # a request's fixed part: seven times as long for each bucket, and nobody waits for it
-    plan, _ = nondedicated(seen, None)
-    assert plan is None
-
-
-def test_buckets_go_also_to_a_ps_without_a_reading() -> None:
-    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
-    mute = server(1, 0.0, owned[1], (0.0,) * 10)
-    seen = Observations(at=100.0, servers=(server(0, 0.002, owned[0]), mute, server(2, 0.008, owned[2])))
-    plan, _ = nondedicated(seen, None)
-    assert plan is not None and isinstance(plan.actions[0], MoveBuckets)
-    assert set(plan.actions[0].owners.values()) == {0, 1}

@@ -8,25 +8,25 @@ work, old ones fading) says whether reacting pays here, and while it does not, s
 nothing: the proposal is judged whether it was in force or not.
 
 Workers: shares by speed where steps are common; nothing for moments where each takes shards at its own pace. A worker
-that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that is slow
-in most of its windows gives buckets away until its time is everybody's; if it still is slow, it is replaced.
+that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that stays
+slow gives buckets away until its time is everybody's (``servers``), and is replaced, if that pays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
-from everstep.model.observation import Observations, ServerSeen
-from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, MoveBuckets, Plan
+from everstep.model.observation import Observations
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
 from everstep.policies.stragglers.payoff import restart_pays
+from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_pays, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
-from everstep.policies.stragglers.slow import CALM, Verdict, judge, judge_servers
+from everstep.policies.stragglers.slow import Verdict, judge
 
 Inputs = dict[str, str | int | float | bool]
 Key = tuple[Slot, Incarnation]
@@ -44,21 +44,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
     cooldown_s: float = 300.0  # between two restarts, of any role
     budget: int = 8  # restarts by this policy in the whole job
-    move_cooldown: float = 3.0  # windows: buckets move, then readings are new
-    move_most: int = 8  # buckets at once
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``slow``, ``slow_ps``:
-    who was slow then.
+    """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``slow``:
+    who was slow then. ``servers``: see there.
     ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
 
     score: float | None = None
     proposed: dict[Key, int] = {}
     slow: frozenset[Slot] = frozenset()
-    slow_ps: frozenset[Slot] = frozenset()
+    servers: Servers = Servers()
     in_place: frozenset[tuple[Role, Slot]] = frozenset()
-    moved_at: float = float("-inf")
 
 
 DEFAULT = Settings()
@@ -71,14 +68,10 @@ def nondedicated(
     """See the top of this file."""
     state = state or State()
     workers = judge(seen.workers, state.slow)
-    servers = judge_servers(seen.servers, state.slow_ps)
-    state = msgspec.structs.replace(
-        state,
-        slow=frozenset(v.slot for v in workers if v.slow),
-        slow_ps=frozenset(v.slot for v in servers if v.slow),
-    )
-    for choose in (_restart_worker, _relieve_server, _divide):
-        verdicts = servers if choose is _relieve_server else workers
+    servers, watched = watch(seen, state.servers)
+    state = msgspec.structs.replace(state, slow=frozenset(v.slot for v in workers if v.slow), servers=watched)
+    for choose in (_restart_worker, _mend_server, _divide):
+        verdicts = servers if choose is _mend_server else workers
         plan, state = choose(seen, state, verdicts, settings)
         if plan is not None:
             return plan, state
@@ -195,49 +188,17 @@ def _restart(
 # ---------------------------------------------------------------- servers
 
 
-def _relieve_server(
+def _mend_server(
     seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
 ) -> tuple[Plan | None, State]:
+    """Buckets move first; who is slow nevertheless, or because the others do its work, is replaced where that pays."""
+    plan, servers = divide_buckets(seen, verdicts, state.servers)
+    state = msgspec.structs.replace(state, servers=servers)
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
-    if worst is None or len(verdicts) < 2:
-        return None, state
-    paces = {v.slot: v.pace_s if v.slow else v.normal_s for v in verdicts}
-    # who has no reading now is as fast as most
-    speeds = {s.slot: 1 / paces.get(s.slot, worst.normal_s) for s in seen.servers}
-    servers = {s.slot: s for s in seen.servers}
-    # workers wait for the slowest answer; a request's fixed part makes a ps of few buckets look slow for each of them
-    times = [s.service_s for s in seen.servers if s.slot != worst.slot and s.service_s > 0]
-    late = servers[worst.slot].service_s > CALM * median(times)
-    owners = relief(worst.slot, servers, speeds, settings.move_most) if late else {}
-    if owners and seen.at >= state.moved_at + settings.move_cooldown * (seen.window_s or WINDOW_S):
-        inputs: Inputs = {f"ps:{v.slot}": f"{v.pace_s * 1e3:.3g} ms, {servers[v.slot].buckets}" for v in verdicts}
-        inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
-        words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
-        why = Decision("relieve the ps", words, inputs, ("restart it: it keeps training while buckets move",))
-        plan = Plan(actions=(MoveBuckets(owners=owners),), decision=why)
-        return plan, msgspec.structs.replace(state, moved_at=seen.at)
-    if owners or not _may_restart(seen, settings):
-        return None, state
+    if plan is not None or worst is None or servers.unsettled(worst) or not _may_restart(seen, settings):
+        return plan, state
     innocent = {s.node for s in seen.servers if any(v.slot == s.slot and not v.slow for v in verdicts)}
-    place = _place(seen.places, worst.node, innocent)
-    if not place or not restart_pays(len(verdicts), worst.slowness, settings.restart_s, seen.remaining_s):
+    place, waited = _place(seen.places, worst.node, innocent), waited_share(seen.workers)
+    if not place or not replacing_pays(len(verdicts), worst.slowness, waited, settings.restart_s, seen.remaining_s):
         return None, state
     return _restart(seen, state, worst, Role.PS, place, len(verdicts), settings)
-
-
-def relief(
-    slow: Slot, servers: Mapping[Slot, ServerSeen], speeds: Mapping[Slot, float], most: int
-) -> dict[BucketId, Slot]:
-    """Buckets of the slow ps that others should have, at most so many: each to who has the least for its speed."""
-    owned = {slot: s.buckets for slot, s in servers.items()}
-    total, weight = sum(owned.values()), sum(speeds.values())
-    keep = max(1, round(total * speeds[slow] / weight))
-    out: dict[BucketId, Slot] = {}
-    for bucket in servers[slow].owned:
-        if len(out) == most or owned[slow] <= keep:
-            break
-        target = min((s for s in owned if s != slow), key=lambda s: (owned[s] / speeds[s], s))
-        out[bucket] = target
-        owned[slow] -= 1
-        owned[target] += 1
-    return out

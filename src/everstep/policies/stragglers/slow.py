@@ -7,7 +7,7 @@ class is never called slow: that its class is another one is known, and what it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -22,7 +22,7 @@ HISTORY = 8  # sub-windows that there must be to call anything persistent
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """``pace_s``: seconds per sample (of a ps: per request and bucket) in the short window; ``normal_s``: of those of
+    """``pace_s``: seconds per sample (of a ps: for the same work) in the short window; ``normal_s``: of those of
     its class who are not slow, itself included; ``slowness``: their ratio. ``slow_share``: of its sub-windows, in
     which it was slow; ``looks``: how many of those there are."""
 
@@ -62,14 +62,14 @@ def judge(workers: Sequence[WorkerSeen], before: Collection[Slot] = ()) -> tuple
     return _verdicts(readings, before)
 
 
-def judge_servers(servers: Sequence[ServerSeen], before: Collection[Slot] = ()) -> tuple[Verdict, ...]:
-    """Of every ps that has a reading and owns something: a request's work is as large as its part of the rows."""
+def judge_servers(
+    servers: Sequence[ServerSeen],
+    paces_s: Mapping[Slot, tuple[float, tuple[float, ...]]],
+    before: Collection[Slot] = (),
+) -> tuple[Verdict, ...]:
+    """Of every ps of ``paces_s``: seconds for the same work, now and in the last windows, the newest one last."""
     readings = [
-        _Reading(
-            s.slot, s.incarnation, s.node, s.hardware, s.service_s / s.buckets, tuple(h / s.buckets for h in s.history)
-        )
-        for s in servers
-        if s.buckets > 0
+        _Reading(s.slot, s.incarnation, s.node, s.hardware, *paces_s[s.slot]) for s in servers if s.slot in paces_s
     ]
     return _verdicts(readings, before)
 

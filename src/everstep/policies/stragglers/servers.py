@@ -1,0 +1,236 @@
+"""Slow ps: how their buckets are divided, when they change hands, and what replacing one is worth.
+
+Theory. A worker's request goes to all ps and lasts as long as its slowest part. So the best division makes all parts
+take equally long: work in proportion to speed. Something of each part is fixed, whatever its work is, so one division
+by measured times is not the end: what is measured then leads to the next, until the parts are alike. All buckets that
+have to go are asked for at once (the brain moves so many at a time): each round costs windows in which to measure.
+
+What is measured is the time of a part, and by its bytes how much work it was: so a ps of hot buckets is not called
+slow, and readings stay true when buckets have moved. A window in which buckets changed hands belongs to neither
+division, and says nothing.
+
+A move costs about what the workers wait while they open their shards anew: less than a window. Slowness that has
+lasted for ``patience`` windows is believed to last as long again, which pays for it; what is shorter is left alone.
+When a ps that gave buckets away answers long before the others, for as many windows, it gets some back. If that spell
+was short its patience is doubled, so a ps that is slow every now and then soon is left alone, too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from everstep.ids import BucketId, Incarnation, Slot
+from everstep.model.decision import Decision
+from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.model.plan import MoveBuckets, Plan
+from everstep.policies.stragglers.slow import Verdict, judge_servers
+
+Key = tuple[Slot, Incarnation]
+
+PATIENCE = 3  # windows: so long a ps must be slow, or answer early, before buckets move
+AGAIN = 2  # windows: the same, where they have just moved for that reason
+PATIENCE_MAX = 48
+SETTLE = 6  # windows in which no bucket changed hands: what was asked for and has not moved yet will not
+SPELL = 30  # windows: slowness that lasted longer was no moment
+KEPT = 10  # windows that are remembered of each ps
+WORTH = 1.08  # a division must make the slowest part of a request so many times faster
+LATE = 1.1  # of the others' time: who is slow and answers later holds up requests
+EARLY = 0.75  # of the others' time: who answers earlier could do more
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One process. ``paces_s``: seconds for a bucket's worth of work, by window, newest last; ``clean``: how many of
+    them were measured since buckets changed hands. ``late``, ``early``: for how many windows it has been so."""
+
+    paces_s: tuple[float, ...] = ()
+    clean: int = 0
+    late: int = 0
+    early: int = 0
+
+    def pace_s(self) -> float:
+        """Of the last windows together: one alone may be off."""
+        return median(self.paces_s[-min(PATIENCE, self.clean) :])
+
+
+class Servers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then. ``patience``:
+    where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when the moves that
+    were asked for are done; ``waits``: windows for which to wait for that, from the last change on. ``rounds``: how
+    often buckets were asked to move."""
+
+    owned: dict[Slot, int] = {}
+    records: dict[Key, Record] = {}
+    slow: frozenset[Slot] = frozenset()
+    patience: dict[Slot, int] = {}
+    relieved: dict[Slot, float] = {}
+    wanted: dict[Slot, int] = {}
+    waits: int = 0
+    rounds: int = 0
+
+    def unsettled(self, v: Verdict) -> bool:
+        """Whether buckets move, or may do so before long, because of this one."""
+        late = self.records[v.slot, v.incarnation].late
+        return self.waits > 0 or 0 < late <= self.patience.get(v.slot, PATIENCE)
+
+
+class Look(msgspec.Struct, frozen=True):
+    """One window of the ps that have a reading. ``part_s``: of a request; ``work``: of it, in buckets' worth: of all
+    these ps together, as many as they have buckets."""
+
+    part_s: dict[Slot, float]
+    work: dict[Slot, float]
+
+    def others_s(self, slot: Slot) -> float:
+        """Median part of all others; 0.0: there are none."""
+        others = [s for other, s in self.part_s.items() if other != slot]
+        return median(others) if others else 0.0
+
+
+def look_at(servers: Sequence[ServerSeen]) -> Look:
+    """Work is what went in and out, where every ps says so; else its buckets."""
+    there = [s for s in servers if s.buckets > 0 and s.service_s > 0]
+    total, total_bytes = sum(s.buckets for s in there), sum(s.bytes_per_s for s in there)
+    measured = all(s.bytes_per_s > 0 for s in there)
+    work = {s.slot: total * s.bytes_per_s / total_bytes if measured else float(s.buckets) for s in there}
+    return Look({s.slot: s.service_s for s in there}, work)
+
+
+def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Servers]:
+    """Judge the ps by one more window; no verdicts: it says nothing."""
+    owned = {s.slot: s.buckets for s in seen.servers}
+    old = {(s.slot, s.incarnation): state.records.get((s.slot, s.incarnation), Record()) for s in seen.servers}
+    if owned != state.owned:
+        waits = SETTLE if state.waits and owned != state.wanted else 0
+        records = {
+            key: Record(r.paces_s, 0, max(0, r.late and r.late - AGAIN), max(0, r.early and r.early - AGAIN))
+            for key, r in old.items()
+        }
+        return (), msgspec.structs.replace(state, owned=owned, records=records, waits=waits)
+    look = look_at(seen.servers)
+    level = sum(owned.values()) // max(1, len(owned))
+    records = dict(old)
+    for s in seen.servers:
+        if s.slot in look.part_s:
+            r, part_s, others_s = old[s.slot, s.incarnation], look.part_s[s.slot], look.others_s(s.slot)
+            late, early = part_s > LATE * others_s > 0, s.buckets < level and part_s < EARLY * others_s
+            paces_s = (*r.paces_s, part_s / look.work[s.slot])[-KEPT:]
+            records[s.slot, s.incarnation] = Record(
+                paces_s, r.clean + 1, r.late + 1 if late else 0, r.early + 1 if early else 0
+            )
+    judged = {s.slot: records[s.slot, s.incarnation] for s in seen.servers if s.slot in look.part_s}
+    paces = {slot: (r.pace_s(), r.paces_s) for slot, r in judged.items()}
+    verdicts = judge_servers(seen.servers, paces, state.slow)
+    slow = frozenset(v.slot for v in verdicts if v.slow)
+    return verdicts, msgspec.structs.replace(state, records=records, slow=slow, waits=max(0, state.waits - 1))
+
+
+def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Servers) -> tuple[Plan | None, Servers]:
+    """Take work from a ps that has been slow for long enough, or give some back to one that could do more."""
+    if len(verdicts) < 2 or state.waits:
+        return None, state
+    servers = {s.slot: s for s in seen.servers}
+    records = {slot: state.records[slot, s.incarnation] for slot, s in servers.items()}
+    patience = {slot: state.patience.get(slot, PATIENCE) for slot in servers}
+    late = [v for v in verdicts if records[v.slot].late >= patience[v.slot] and v.slow]
+    early = [v for v in verdicts if records[v.slot].early >= patience[v.slot]]
+    if not late and not early:
+        return None, state
+    # who is not slow has its class's pace, so noise is not followed; who has no reading is as fast as most
+    paces = dict.fromkeys(servers, median(v.normal_s for v in verdicts))
+    for v in verdicts:
+        paces[v.slot] = v.pace_s if v.slow or records[v.slot].early else v.normal_s
+    work = look_at(seen.servers).work
+    # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
+    bucket_s = {slot: paces[slot] * (work[slot] / s.buckets if slot in work else 1.0) for slot, s in servers.items()}
+    wanted = divided(sum(s.buckets for s in servers.values()), bucket_s)
+    owners = transfers(servers, wanted, state.rounds)
+    now_s = max(s.buckets * bucket_s[slot] for slot, s in servers.items())
+    then_s = max(wanted[slot] * bucket_s[slot] for slot in servers)
+    if not owners or now_s < WORTH * then_s:
+        return None, state
+    if late:
+        worst = max(late, key=lambda v: (v.slowness, -v.slot))
+        words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
+        action, rejected = "relieve the ps", "restart it: it keeps training while buckets move"
+        windows = records[worst.slot].late
+        state = msgspec.structs.replace(state, relieved={worst.slot: seen.at, **state.relieved})
+    else:
+        best = min(early, key=lambda v: (v.pace_s, v.slot))
+        words = f"ps:{best.slot} answers long before its peers, and has fewer buckets"
+        action, rejected = "give buckets back", "leave it: the others would go on doing its work"
+        windows = records[best.slot].early
+        state = _well(seen, state, best.slot)
+    inputs: dict[str, str | int | float | bool] = {
+        f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].buckets} to {wanted[v.slot]}" for v in verdicts
+    }
+    inputs |= {"windows": windows, "faster": round(now_s / then_s, 3)}
+    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
+    plan = Plan(actions=(MoveBuckets(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
+    return plan, msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1)
+
+
+def _well(seen: Observations, state: Servers, slot: Slot) -> Servers:
+    """It is well again: how long it must be slow the next time, by how long it was this time."""
+    if slot not in state.relieved:
+        return state
+    patience = {s: windows for s, windows in state.patience.items() if s != slot}
+    if seen.at - state.relieved[slot] < SPELL * seen.window_s:
+        patience[slot] = min(PATIENCE_MAX, 2 * state.patience.get(slot, PATIENCE))
+    relieved = {s: at for s, at in state.relieved.items() if s != slot}
+    return msgspec.structs.replace(state, patience=patience, relieved=relieved)
+
+
+def divided(total: int, bucket_s: Mapping[Slot, float]) -> dict[Slot, int]:
+    """Buckets by ps for a slowest part that is as fast as can be: one after the other goes to who has it done first.
+    Every ps has one: what has none is never measured again."""
+    counts = dict.fromkeys(bucket_s, 1)
+    ends = [(2 * s, slot) for slot, s in bucket_s.items()]
+    heapq.heapify(ends)
+    for _ in range(total - len(counts)):
+        _, slot = ends[0]
+        counts[slot] += 1
+        heapq.heapreplace(ends, ((counts[slot] + 1) * bucket_s[slot], slot))
+    return counts
+
+
+def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0) -> dict[BucketId, Slot]:
+    """Buckets that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since the brain may
+    refuse a ps a bucket (two of a stripe must not be together)."""
+    room = {slot: wanted[slot] - s.buckets for slot, s in servers.items()}
+    out: dict[BucketId, Slot] = {}
+    for slot in sorted(room):
+        owned = servers[slot].owned
+        turn = rounds % max(1, len(owned))
+        for bucket in (*owned[turn:], *owned[:turn])[: max(0, -room[slot])]:
+            out[bucket] = max((s for s in room if room[s] > 0), key=lambda s: (room[s], -s))
+            room[out[bucket]] -= 1
+    return out
+
+
+# ---------------------------------------------------------------- another process in its place
+
+
+def waited_share(workers: Sequence[WorkerSeen]) -> float:
+    """Of their time, for how much workers waited for rows: what faster ps could save; 1.0: unknown."""
+    shares = []
+    for w in workers:
+        spent_s = sum(s for name, s in w.short.phases.items() if name != "outside")
+        if spent_s > 0:
+            shares.append(sum(w.short.phases.get(name, 0.0) for name in ("data", "pull", "push")) / spent_s)
+    return median(shares) if shares else 1.0
+
+
+def replacing_pays(servers: int, slowness: float, waited: float, restart_s: float, remaining_s: float) -> bool:
+    """One of ``servers`` is ``slowness`` times slower, with its work made less; at today's speed ``remaining_s`` are
+    left. Replaced, it does its part of the work again: at best nobody waits for rows any more, and no more is saved
+    than ``1 / servers`` of the work without what it does now. So it pays iff
+
+        restart_s < remaining_s * min(waited, (1 - 1 / slowness) / servers)
+    """
+    if slowness <= 1.0 or servers < 1:
+        return False
+    return restart_s < remaining_s * min(waited, (1 - 1 / slowness) / servers)

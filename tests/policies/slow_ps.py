@@ -1,0 +1,83 @@
+"""A job's ps under virtual time, as a policy sees them: one of them is slow now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from everstep.brain.control import refuse
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.model.observation import Observations, ServerSeen
+from everstep.model.plan import MoveBuckets, Plan
+from everstep.policies.stragglers.nondedicated import State, nondedicated
+
+WINDOW_S = 10.0
+ROW_S = 0.001  # a bucket's part of a request
+MOVING = 2  # windows from a plan to its last bucket
+
+
+class Pss:
+    """``factor(window)``: how slow ps:0 is then. ``fixed``: of a part's time, in buckets' worth. ``noise``: by ps and
+    window, around 1."""
+
+    def __init__(
+        self,
+        factor: Callable[[int], float],
+        ps: int = 4,
+        buckets: int = 64,
+        fixed: float = 0.0,
+        noise: Callable[[int, int], float] = lambda slot, window: 1.0,
+    ) -> None:
+        self.factor, self.fixed, self.noise = factor, fixed, noise
+        self.owner = [Slot(b % ps) for b in range(buckets)]
+        self.ps = ps
+        self.window = 0
+        self.state: State | None = None
+        self.plans: list[tuple[int, Plan]] = []
+        self._moving: tuple[int, dict[BucketId, Slot]] = (-1, {})
+
+    def count(self, slot: int) -> int:
+        return self.owner.count(Slot(slot))
+
+    def part_s(self, slot: int) -> float:
+        factor = self.factor(self.window) if slot == 0 else 1.0
+        return factor * (self.fixed + self.count(slot)) * ROW_S
+
+    def slowest_s(self) -> float:
+        """What a worker waits for."""
+        return max(self.part_s(slot) for slot in range(self.ps))
+
+    def seen(self) -> Observations:
+        servers = tuple(
+            ServerSeen(
+                slot=Slot(slot),
+                incarnation=Incarnation(1),
+                node=NodeId("node0"),
+                service_s=self.part_s(slot) * self.noise(slot, self.window),
+                bytes_per_s=100.0 * self.count(slot),
+                buckets=self.count(slot),
+                owned=tuple(BucketId(b) for b, owner in enumerate(self.owner) if owner == slot),
+            )
+            for slot in range(self.ps)
+        )
+        return Observations(at=WINDOW_S * self.window, window_s=WINDOW_S, servers=servers)
+
+    def run(self, until: int) -> None:
+        """Up to this window."""
+        while self.window < until:
+            at, owners = self._moving
+            if self.window == at:
+                for bucket, slot in owners.items():
+                    self.owner[bucket] = slot
+            seen = self.seen()
+            plan, self.state = nondedicated(
+                seen, msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State | None)
+            )
+            if plan is not None:
+                assert not refuse(plan, seen)
+                (move,) = plan.actions
+                assert isinstance(move, MoveBuckets) and self._moving[0] < self.window, "one after the other"
+                self._moving = self.window + MOVING, dict(move.owners)
+                self.plans.append((self.window, plan))
+            self.window += 1
