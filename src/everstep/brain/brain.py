@@ -1345,16 +1345,18 @@ class Brain:
     def _act(self, action: Action, decision: Decision, at: float) -> list[InstructionType]:
         match action:
             case KillRestart(role=role, slot=slot):
-                self.state.control.restarts += 1
-                self.state.control.restarted_at = at
                 seat = self.members.of(role)[slot]
-                seat.avoid = seat.member.node
+                before, seat.avoid = seat.avoid, seat.member.node
                 if role is Role.PS:
                     out = self._drain_asked(DrainAsked(at, str(seat.member.key), 0.0, again=True))
                     if isinstance(out[0], Reply) and isinstance(refused := out[0].answer, Refused):
+                        seat.avoid = before
                         return [Note("", Decision("drop a plan", f"{decision}: {refused.error}"))]
-                    return out
-                return [self._send_away(seat, Decision("stop", decision.reason, {"restart": True}), 0.0)]
+                else:
+                    out = [self._send_away(seat, Decision("stop", decision.reason, {"restart": True}), 0.0)]
+                self.state.control.restarts += 1
+                self.state.control.restarted_at = at
+                return out
             case MoveBuckets(owners=owners):
                 placement = self.state.placement
                 assert placement is not None

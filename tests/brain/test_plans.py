@@ -1,0 +1,72 @@
+"""What a policy's plan does in mode ps: each action once, however often the same plan comes; what cannot be, costs
+nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    InstructionType,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    Note,
+    PlanMade,
+    PublishPlacement,
+    StartProcess,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import Address, Role
+from everstep.model.plan import Action, BackupWorkers, KillRestart, MoveBuckets, Plan, Scale
+
+NODE, ONE = NodeId("node0"), Incarnation(1)
+
+
+def job(ps: int) -> Brain:
+    brain = Brain()
+    brain.handle(MasterStarted(1.0, ONE, JobSpec(workers=2, ps=ps, buckets=4, consistency="sync")))
+    brain.handle(NodeJoined(2.0, NODE, "", 0, 0))
+    for slot in map(Slot, range(ps)):
+        brain.handle(MemberJoined(3.0, Role.PS, slot, ONE, NODE, 1, Address(NODE, f"ps{slot}")))
+    for slot in map(Slot, range(2)):
+        brain.handle(MemberJoined(4.0, Role.WORKER, slot, ONE, NODE, 1))
+    return brain
+
+
+def follow(brain: Brain, at: float, *actions: Action) -> list[InstructionType]:
+    """What else than notes comes of a plan."""
+    made = brain.handle(PlanMade(at, "mine:own", Plan(actions=actions, decision=Decision("try", "a test"))))
+    brain.validate()
+    return [i for i in made if not isinstance(i, Note)]
+
+
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [
+        (Scale(workers=3), StartProcess),
+        (MoveBuckets(owners={BucketId(0): Slot(1)}), PublishPlacement),
+        (BackupWorkers(backup=1), None),
+    ],
+)
+def test_the_same_plan_twice_changes_nothing(action: Action, kind: type[object] | None) -> None:
+    brain = job(ps=2)
+    first = follow(brain, 10.0, action)
+    assert any(isinstance(i, kind) for i in first) if kind is not None else not first
+    control = brain.state.control
+    before = (brain.job.workers_wanted, control.backup, brain.placement)
+    assert not follow(brain, 11.0, action)
+    assert (brain.job.workers_wanted, control.backup, brain.placement) == before
+
+
+def test_a_restart_for_which_there_is_no_place_costs_no_budget() -> None:
+    brain = job(ps=1)
+    kill = KillRestart(role=Role.PS, slot=Slot(0), incarnation=ONE)
+    assert not follow(brain, 10.0, kill), "nobody could take its buckets"
+    assert (brain.state.control.restarts, brain.state.control.restarted_at) == (0, 0.0)
+    assert follow(brain, 11.0, KillRestart(role=Role.WORKER, slot=Slot(1), incarnation=ONE))
+    assert brain.state.control.restarts == 1
+    assert not follow(brain, 12.0, KillRestart(role=Role.WORKER, slot=Slot(1), incarnation=ONE)), "it is on its way"
+    assert brain.state.control.restarts == 1
