@@ -12,6 +12,7 @@ import importlib
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class PolicyKeeper:
                 self._policy = load(self._spec.policy, Path(self._spec.script).parent)
             made.put((self._policy(seen, state), ""))
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put((None, f"it raised {type(error).__name__}: {error}"))
+            made.put((None, f"it raised {type(error).__name__}: {error}{_where(error)}"))
 
     def _take(self, at: float, seen: Observations, made: Any, error: str) -> None:
         """What a call came to."""
@@ -123,6 +124,13 @@ def load(name: str, folder: Path) -> Policy:
     if not callable(policy):
         raise TypeError(f"{name} is {type(policy).__name__}, not a callable")
     return policy
+
+
+def _where(error: BaseException) -> str:
+    """The line of the policy's own that raised, as " (mine.py, line 7)"; "": nobody's, or it says so itself."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # (the first one is ours)
+    own = [f for f in frames if not f.filename.startswith("<") and f.filename not in (__file__, importlib.__file__)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 # ---------------------------------------------------------------- what the brain knows
