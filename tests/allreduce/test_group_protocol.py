@@ -98,6 +98,14 @@ def test_a_planned_change_waits_for_a_vote_in_which_everybody_says_it_is_connect
         assert m.entry is second
 
 
+def test_who_missed_the_news_of_a_newer_group_learns_in_the_vote_that_there_is_one() -> None:
+    first, without = group(1, 0, 1), group(2, 0)
+    a, b = inside(first, 0), inside(first, 1)
+    b.told(without)  # it is let go; a did not hear
+    votes = maximum([m.ballot(7, 99, False, -1) for m in (a, b)])
+    assert [m.count(votes)[0].behind for m in (a, b)] == [True, False]
+
+
 def test_a_group_that_everybody_said_in_a_vote_is_entered_though_a_newer_one_is_known() -> None:
     first, second, third = group(1, 0, 1), group(2, 0, 1, 2), group(3, 0, 1, 2, 3)
     a, b = inside(first, 0), inside(first, 1)

@@ -72,6 +72,7 @@ class Tally:
     counted: Counted
     nonfinite: bool
     confirmed: int  # last step that the master has in its journal, as far as any member knows; -1: none
+    behind: bool = False  # others know a newer group than we do: its news did not get here
 
 
 class GroupMachine:
@@ -265,7 +266,8 @@ class GroupMachine:
             counted = Counted.DIFFERENT_STEPS
         elif digest != -minus_digest:
             counted = Counted.DIFFERENT_GRADIENTS
-        return Tally(counted, bool(nonfinite), confirmed), actions
+        behind = self.newest is not None and said > self.newest.generation
+        return Tally(counted, bool(nonfinite), confirmed, behind), actions
 
     # ------------------------------------------------------------ after a vote that broke
 

@@ -589,6 +589,8 @@ class Session:
                 f"silent corruption: after step {step} the members hold different reduced gradients; nothing of the "
                 "step was applied. Look at the memory and network of the workers' machines, then everstep resume"
             )
+        if tally.behind and time.monotonic() - self._asked_at > _ASK_S:
+            self._ask()
         self.commits.confirm(tally.confirmed)
         self._settle(step)
         return tally.nonfinite

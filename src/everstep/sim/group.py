@@ -120,6 +120,12 @@ DEAD = ("dead connection", "dead pair")
 (Struck in some seeds, beside the others.)"""
 
 
+BLURRED = ("cut", "stop", "dead")
+"""Faults (the first word) that may break a group, at once or later, though no worker ends."""
+
+NOTICED_S = 0.05  # an end is noticed so soon by who is in its group
+
+
 def group_scenario(seed: int) -> GroupScenario:
     """The scenario of ``seed``."""
     rng = random.Random(f"group {seed}")
@@ -356,6 +362,7 @@ class GroupWorker(Child):
         self.phase = "out"
         self.resolved = self.met = self.formed = self.parted = False
         self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
+        self.begun = 0.0, -1  # when it began to compute last, and which step
         self.ready = self.entered = self.over = self.closing = False
         self.leaving_since = -1.0
         self.synced = 0
@@ -626,7 +633,7 @@ class GroupWorker(Child):
                 return
             new = Committed(group.generation, self.mark.step, self.mark.step, 0, cut.epoch, cut.lo, cut.hi)
             self.step = new, cut
-            self.gsim.begins(new)
+            self.gsim.begins(self, new)
             self.phase = "computing"
             self.later(self.sim.scenario.batch_s * (0.7 + 0.6 * self.kernel.random()), self.computed, ring)
 
@@ -682,6 +689,8 @@ class GroupWorker(Child):
             if tally.counted is not Counted.AGREED:
                 raise Violation(f"a vote without agreement: {tally}")
             self.commits.confirm(tally.confirmed)
+            if tally.behind and self.kernel.now - self.asked_at > NEWS_EVERY_S:
+                self.ask()
             if kind == "farewell":
                 self.do(actions)
                 self.settle(self.mark.step)
@@ -734,6 +743,9 @@ class GroupWorker(Child):
     # ------------------------------------------------------------ the ends
 
     def leave(self) -> None:
+        m = self.machine
+        if not (m.let_go or m.outside or m.present is None):
+            self.gsim.ends.append(self.kernel.now)  # it could not wait any longer: a loss to the others
         self.closing = True
         self.later(0.01, self.end, 143, self.kernel.now)
 
@@ -754,6 +766,8 @@ class GroupWorker(Child):
 
     def exit(self, status: int) -> None:
         if self.alive:
+            if not self.closing:
+                self.gsim.ends.append(self.kernel.now)
             super().exit(status)
             for ring in (self.building, self.ring, *self.rings.values()):
                 if ring is not None and not ring.broken:
@@ -858,6 +872,8 @@ class GroupSimulation(Simulation):
         self.last_cut: tuple[tuple[Mark, int, Split, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.ended_with: list[tuple[int, int]] = []  # origin, chain
+        self.ends: list[float] = []  # when a worker ended that had not left its group
+        self.blurred = False  # a fault has struck that may break a group without an end
         self.over = None
         self.healed = False
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
@@ -910,8 +926,13 @@ class GroupSimulation(Simulation):
                 return process
         return None
 
-    def begins(self, c: Committed) -> None:
-        """A worker begins to compute this step."""
+    def begins(self, worker: GroupWorker, c: Committed) -> None:
+        """A worker begins to compute this step: once, and once more for each loss that it met with in it. Not after a
+        planned change, nor twice after one loss. (Where links were cut or processes stopped, nobody says how often.)"""
+        since, step = worker.begun
+        worker.begun = self.kernel.now, c.first
+        if step == c.first and not self.blurred and not any(at > since - NOTICED_S for at in self.ends):
+            raise Violation(f"{worker} begins step {step} again, and nobody was lost since {since:.3f} s")
 
     def applies(self, origin: int, c: Committed) -> None:
         """A worker committed a step. (Not all who do are survived by somebody who knows.)"""
@@ -930,6 +951,7 @@ class GroupSimulation(Simulation):
             return
         self.kernel.say("FAULT", fault)
         self.faults += 1
+        self.blurred = self.blurred or fault.startswith(BLURRED)
         workers = [p for p in self.processes if isinstance(p, GroupWorker)]
         worker = rng.choice(workers) if workers else None
         if fault in ("kill master", "kill worker and master"):

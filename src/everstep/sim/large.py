@@ -48,7 +48,7 @@ class Large(GroupSimulation):
             self.kernel.rng.choice(workers).exit(-9)
         self.kernel.after(every_s, self.kill_one, every_s)
 
-    def begins(self, c: Any) -> None:
+    def begins(self, worker: Any, c: Any) -> None:
         self.begun.add((c.generation, c.first))
 
     @property

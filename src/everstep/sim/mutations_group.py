@@ -47,6 +47,14 @@ def _one_line(
     return _next(self, members, hold, begin, restore, 1)
 
 
+def _leavers_are_lost(
+    self: GroupKeeper, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+) -> Group:
+    for x in self.books.leavers:
+        self._lose(x.slot, x.incarnation)
+    return _next(self, members, hold, begin, restore, origin)
+
+
 def _any_mark_is_the_end(self: GroupKeeper, seat: Seat, e: Any) -> bool:
     at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
     return e.mark is not None and not self.member(seat) and at_end
@@ -109,6 +117,14 @@ def _obeys_old_groups(self: GroupMachine, group: Group) -> list[Action]:
     return _told(self, group)
 
 
+def _newcomers_break_in(self: GroupMachine, group: Group) -> list[Action]:
+    actions = _told(self, group)
+    present = self.present
+    if present is not None and self.newest is group and not set(group.members) <= set(present.members):
+        actions += self.broke()
+    return actions
+
+
 def _tells_once(self: Commits) -> tuple[Committed, ...]:
     told = _to_tell(self)
     with self._lock:
@@ -147,6 +163,8 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     _patch(
         "one-line", "a new line keeps the old one's number: void states count", GroupKeeper, "_next", _one_line, _BLIND
     ),
+    _patch("leavers-are-lost", "a planned leave breaks the step", GroupKeeper, "_next", _leavers_are_lost, _BLIND),
+    _patch("newcomers-break-in", "a newcomer breaks the step", GroupMachine, "told", _newcomers_break_in),
     _patch(
         "any-mark-ends", "a stale state is told that the data is over", GroupKeeper, "over_for", _any_mark_is_the_end
     ),
