@@ -94,6 +94,22 @@ def test_a_ps_of_hot_buckets_is_not_slow() -> None:
     assert not _plans(Observations(at=0.0, window_s=10.0, places=NODES, remaining_s=36e3, servers=(*calm, busy)), 12)
 
 
+def test_nothing_goes_where_it_must_not_be() -> None:
+    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
+    mirrors = tuple(map(BucketId, range(32, 48, 2)))
+    seen = Observations(
+        at=0.0,
+        servers=(
+            msgspec.structs.replace(server(0, 0.002, owned[0]), closed=mirrors),
+            server(1, 0.002, owned[1]),
+            server(2, 0.008, owned[2]),
+        ),
+    )
+    move = _plans(seen, 6)[0].actions[0]
+    assert isinstance(move, MoveBuckets) and len(move.owners) == 11
+    assert all(slot == 1 for bucket, slot in move.owners.items() if bucket in mirrors)
+
+
 def test_moves_that_the_brain_refused_are_tried_with_other_buckets() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     seen = Observations(

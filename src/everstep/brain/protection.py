@@ -32,7 +32,7 @@ from everstep.policies.draft import Draft, How, Pending, level_counts
 from everstep.policies.hot import HotMove
 from everstep.policies.moves import Steps, advance, under_way
 from everstep.policies.recovery import Recovered, begin_again, recover
-from everstep.policies.stripes import Layout, arrange
+from everstep.policies.stripes import Layout, arrange, members_of
 
 MAPS_REMEMBERED = 16
 
@@ -440,6 +440,18 @@ class Keeper:
         if layout is None or slot not in self.books.over or not 0 <= bucket < len(layout.owner):
             return False
         return slot not in (layout.stripe(code, bucket // code.k) if code.m else (layout.owner[bucket],))
+
+    def closed_to(self, slot: Slot) -> tuple[BucketId, ...]:
+        """Buckets of others of which this ps has another unit of the stripe, or a mirror."""
+        layout, code = self.books.layout, self.code
+        if layout is None or not code.m:
+            return ()
+        out: list[BucketId] = []
+        for stripe in range(len(layout.sites)):
+            if slot in layout.stripe(code, stripe):
+                members = members_of(code, stripe, len(layout.owner))
+                out += [b for b in members if layout.owner[b] != slot]
+        return tuple(out)
 
     def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
         """Want these buckets elsewhere; those for which it is possible."""

@@ -177,4 +177,5 @@ def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, t
 
 def _with_buckets(brain: Brain, seen: ServerSeen) -> ServerSeen:
     owned = brain.placement.owned_by(seen.slot) if brain.placement is not None else ()
-    return msgspec.structs.replace(seen, owned=tuple(owned), buckets=len(owned))
+    closed = brain.keeper.closed_to(seen.slot)
+    return msgspec.structs.replace(seen, owned=tuple(owned), buckets=len(owned), closed=closed)

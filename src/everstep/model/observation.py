@@ -71,6 +71,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float = 0.0  # in and out
     buckets: int = 0
     owned: tuple[BucketId, ...] = ()  # those
+    closed: tuple[BucketId, ...] = ()  # those it must not have: it keeps what brings them back when their ps is lost
     history: tuple[float, ...] = ()  # medians of consecutive short windows, newest last; 0.0: no reading in that one
     cpu_share: float = 0.0
     rss_bytes: int = 0

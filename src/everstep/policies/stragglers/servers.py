@@ -146,8 +146,13 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     work = look_at(seen.servers).work
     # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
     bucket_s = {slot: paces[slot] * (work[slot] / s.buckets if slot in work else 1.0) for slot, s in servers.items()}
+    was = {bucket: slot for slot, s in servers.items() for bucket in s.owned}
     wanted = divided(sum(s.buckets for s in servers.values()), bucket_s)
     owners = transfers(servers, wanted, state.rounds)
+    wanted = {slot: s.buckets for slot, s in servers.items()}
+    for bucket, slot in owners.items():
+        wanted[slot] += 1
+        wanted[was[bucket]] -= 1
     now_s = max(s.buckets * bucket_s[slot] for slot, s in servers.items())
     then_s = max(wanted[slot] * bucket_s[slot] for slot in servers)
     if not owners or now_s < WORTH * then_s:
@@ -198,16 +203,21 @@ def divided(total: int, bucket_s: Mapping[Slot, float]) -> dict[Slot, int]:
 
 
 def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0) -> dict[BucketId, Slot]:
-    """Buckets that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since the brain may
-    refuse a ps a bucket (two of a stripe must not be together)."""
+    """Buckets that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since of a stripe's
+    buckets only the first one may go where the plan says."""
     room = {slot: wanted[slot] - s.buckets for slot, s in servers.items()}
+    closed = {slot: frozenset(s.closed) for slot, s in servers.items()}
     out: dict[BucketId, Slot] = {}
-    for slot in sorted(room):
+    for slot in sorted(s for s in room if room[s] < 0):
         owned = servers[slot].owned
         turn = rounds % max(1, len(owned))
-        for bucket in (*owned[turn:], *owned[:turn])[: max(0, -room[slot])]:
-            out[bucket] = max((s for s in room if room[s] > 0), key=lambda s: (room[s], -s))
+        for bucket in (*owned[turn:], *owned[:turn]):
+            open_to = [s for s in room if room[s] > 0 and bucket not in closed[s]]
+            if room[slot] == 0 or not open_to:
+                continue
+            out[bucket] = max(open_to, key=lambda s: (room[s], -s))
             room[out[bucket]] -= 1
+            room[slot] += 1
     return out
 
 
