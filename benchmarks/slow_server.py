@@ -13,7 +13,7 @@ it, so 0.9 of the healthy throughput where the ps have something to spare. Of ea
 
 Each run is its own reference: nobody is slow for the first third of its samples, then ps:0 is s times slower until the
 end, or until it is replaced by another process. Figures, of the samples/s while nobody was slow, medians over windows
-of 2 s: ``SIDE`` in the last half of the time with a slow ps; ``SIDE.whole``: in all of that time (a mean), so with the
+of 2 s: ``SIDE`` in the last third of the time with a slow ps; ``SIDE.whole``: in all of that time (a mean), so with the
 time that reacting takes. Sides in turns, each run audited.
     --s 2,4,8 --rounds 3 --healthy-s 45 --only half
 """
@@ -118,7 +118,7 @@ def measure(case: Case, s: float, policy: str, samples: int) -> Found:
         events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
         return Found(
             rate(done, 0.2 * slow, slow),
-            rate(done, (slow + end) / 2, end),
+            rate(done, (slow + 2 * end) / 3, end),
             float(done[done[:, 0] > slow, 1].sum() / (end - slow)),
             load,
             sum(e["action"] == "relieve the ps" for e in events),
