@@ -160,7 +160,7 @@ def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(prog="python -m benchmarks slow_server", description=__doc__)
     parser.add_argument("--s", default="4" if quick else "2,4,8")
     parser.add_argument("--rounds", type=int, default=1 if quick else 3)
-    parser.add_argument("--healthy-s", type=float, default=24.0 if quick else 45.0)
+    parser.add_argument("--healthy-s", type=float, default=22.0 if quick else 45.0)
     parser.add_argument("--only", choices=[case.name for case in CASES])
     args = parser.parse_args(list(arguments or []))
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}

@@ -36,6 +36,7 @@ AGAIN = 2  # windows: the same, where they have just moved for that reason
 PATIENCE_MAX = 48
 SETTLE = 6  # windows in which no bucket changed hands: what was asked for and has not moved yet will not
 SPELL = 30  # windows: slowness that lasted longer was no moment
+TOLD = 32  # buckets that a decision names; the plan has all of them
 KEPT = 10  # windows that are remembered of each ps
 WORTH = 1.08  # a division must make the slowest part of a request so many times faster
 LATE = 1.1  # of the others' time: who is slow and answers later holds up requests
@@ -172,8 +173,8 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     inputs: dict[str, str | int | float | bool] = {
         f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].buckets} to {wanted[v.slot]}" for v in verdicts
     }
-    inputs |= {"windows": windows, "faster": round(now_s / then_s, 3)}
-    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in owners.items()}
+    inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "buckets": len(owners)}
+    inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:TOLD]}
     plan = Plan(actions=(MoveBuckets(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
     return plan, msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1)
 
