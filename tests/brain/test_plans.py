@@ -10,6 +10,7 @@ from everstep.brain.events import (
     InstructionType,
     MasterStarted,
     MemberJoined,
+    MemberSilent,
     NodeJoined,
     Note,
     PlanMade,
@@ -20,7 +21,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Address, Role
-from everstep.model.plan import Action, BackupWorkers, KillRestart, MoveBuckets, Plan, Scale
+from everstep.model.plan import Action, AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, MoveBuckets, Plan, Scale
 
 NODE, ONE = NodeId("node0"), Incarnation(1)
 
@@ -59,6 +60,27 @@ def test_the_same_plan_twice_changes_nothing(action: Action, kind: type[object] 
     before = (brain.job.workers_wanted, control.backup, brain.placement)
     assert not follow(brain, 11.0, action)
     assert (brain.job.workers_wanted, control.backup, brain.placement) == before
+
+
+@pytest.mark.parametrize(
+    ("action", "why"),
+    [
+        (KillRestart(role=Role.WORKER, slot=Slot(1), incarnation=ONE), "worker:1 #1 is gone"),
+        (
+            KillRestart(role=Role.WORKER, slot=Slot(0), incarnation=ONE),
+            "without worker:0 there would be fewer than min_workers=1",
+        ),
+        (MoveBuckets(owners={BucketId(0): Slot(7)}), "ps:7 is gone"),
+        (AdjustBatch(batch={Slot(1): 4}), "worker:1 is gone"),
+        (AdjustAccum(accum={Slot(9): 4}), "worker:9 is gone"),
+    ],
+)
+def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, why: str) -> None:
+    brain = job(ps=2)
+    brain.handle(MemberSilent(9.0, Role.WORKER, Slot(1), ONE, 99.0, True))
+    notes = brain.handle(PlanMade(10.0, "mine:own", Plan(actions=(action,), decision=Decision("try", "a test"))))
+    assert [str(n.decision) for n in notes if isinstance(n, Note)] == [f"drop a plan: try: a test: {why}"]
+    assert len(notes) == 1 and brain.state.control.plan is None and not brain.state.control.disabled
 
 
 def test_a_restart_for_which_there_is_no_place_costs_no_budget() -> None:

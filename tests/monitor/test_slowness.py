@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
+from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import judge
 
 ONE, HOME = Incarnation(1), NodeId("node0")
@@ -58,3 +58,15 @@ def test_without_readings_nothing_is_judged() -> None:
     seen = Observations(at=0, workers=(worker(0, 0.0), worker(1, 0.0)))
     assert [(j.slowness, j.why) for j in judge(seen)] == [(0.0, "no reading yet")] * 2
     assert judge(Observations(at=0)) == []
+
+
+def test_steps_longer_than_the_short_window_are_judged_by_the_long_one() -> None:
+    long = Pace(samples=8, per_sample_s=3.0)
+    stuck = WorkerSeen(slot=Slot(1), incarnation=ONE, node=HOME, hardware="old", short=Pace(), long=long)
+    seen = Observations(at=0, workers=(worker(0, 0.5), stuck))
+    assert words(seen, "worker:1") == "compute 6.0x the median of its class"
+
+
+def test_a_ps_that_has_had_requests_and_has_none_now() -> None:
+    idle = ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME, long_load=Load(service_s=0.001))
+    assert words(Observations(at=0, servers=(idle, ps(1, 0.0))), "ps:0") == "no requests now"

@@ -14,7 +14,12 @@ QUEUE = 2.0  # requests that wait
 THROTTLED = 0.05
 WAITS = 0.3  # of its time a worker waits in one phase
 
-_WAITING = {"data": "waits for its data", "pull": "waits for rows", "barrier": "waits for the others"}
+_WAITING = {
+    "data": "waits for its data",
+    "pull": "waits for rows",
+    "push": "hands gradients over",
+    "barrier": "waits for the others",
+}
 
 
 class Judged(msgspec.Struct, frozen=True):
@@ -31,23 +36,26 @@ def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Ju
     """Everybody, slowest first. ``drills``: (member, words) of those that run."""
     told = dict(drills)
     found: list[Judged] = []
+    # of the long window where a step takes longer than the short one: so policies see it, too
+    paces = {w.slot: w.short.per_sample_s or w.long.per_sample_s for w in seen.workers}
     for w in seen.workers:
-        peers = [p.short.per_sample_s for p in seen.workers if p.hardware == w.hardware]
-        found.append(_judge(str(w), w.short.per_sample_s, peers, _worker_words(w), "compute", told))
+        peers = [paces[p.slot] for p in seen.workers if p.hardware == w.hardware]
+        found.append(_judge(str(w), paces[w.slot], peers, _worker_words(w), "compute", "no reading yet", told))
     for s in seen.servers:
         peers = [p.service_s for p in seen.servers if p.hardware == s.hardware]
-        found.append(_judge(str(s), s.service_s, peers, _server_words(s), "service", told))
+        idle = "no requests now" if s.long_load.service_s else "no requests yet"
+        found.append(_judge(str(s), s.service_s, peers, _server_words(s), "service", idle, told))
     return sorted(found, key=lambda j: (-j.slowness, j.member))
 
 
 def _judge(
-    member: str, seconds: float, peers: list[float], words: list[str], what: str, told: dict[str, str]
+    member: str, seconds: float, peers: list[float], words: list[str], what: str, idle: str, told: dict[str, str]
 ) -> Judged:
     known = [p for p in peers if p > 0]
     # The lower one of two: of two members the slow one must not hide in their mean.
     slowness = seconds / statistics.median_low(known) if seconds > 0 and known else 0.0
     if seconds <= 0:
-        words = ["no reading yet", *words]
+        words = [idle, *words]
     elif slowness >= NOTICED:
         words = [f"{what} {slowness:.1f}x the median of its class", *words]
     if member in told:
