@@ -1,7 +1,11 @@
-"""Processes that tests start share one import of torch (see ``forkserver/forkserver.py``)."""
+"""Processes that tests start share one import of torch (see ``forkserver/forkserver.py``), workers of pytest-xdist what
+they compile."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import os
 import socket
 import subprocess
@@ -9,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server, once for all workers of pytest-xdist. It imports nothing before it is asked."""
     if hasattr(config, "workerinput"):
         return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile everstep, each for itself
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"  # the last long test must not wait behind others
     folder = tempfile.TemporaryDirectory(prefix="everstep-tests-", ignore_cleanup_errors=True)
@@ -45,6 +51,34 @@ def pytest_configure(config: pytest.Config) -> None:
         process.stdin.close()
 
     config.add_cleanup(end)
+
+
+def _import_tests(config: pytest.Config) -> None:
+    """What collecting does next, but each worker begins elsewhere: most of what it gets to has another one compiled,
+    with its assertions rewritten, which is half of the collecting in a fresh clone."""
+    named = [Path(arg.partition("::")[0]) for arg in config.args]
+    files = sorted({file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])})
+    worker: dict[str, Any] = config.workerinput  # type: ignore[attr-defined]
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in files[first:] + files[:first]:
+        folder = str(file.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        with contextlib.suppress(Exception):  # collecting says it
+            importlib.import_module(file.stem)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Without searches for garbage: a million objects come that stay, and later searches leave them out."""
+    gc.disable()
+    if hasattr(session.config, "workerinput"):
+        _import_tests(session.config)
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -19,3 +19,11 @@ def seeds(few: int, many: int) -> list[Any]:
 def amounts(few: int, many: int) -> list[Any]:
     """Values for ``parametrize`` of a test that goes through that number of seeds itself."""
     return [few, pytest.param(many, marks=pytest.mark.slow)]
+
+
+def bunches(few: int, many: int) -> list[Any]:
+    """The same as :func:`seeds`, as ranges that a test goes through: thousands of items are a second of collecting."""
+    one = os.environ.get("EVERSTEP_SEED")
+    if one is not None:
+        return [range(int(one), int(one) + 1)]
+    return [range(few), pytest.param(range(few, many), marks=pytest.mark.slow)]
