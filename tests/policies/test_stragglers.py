@@ -153,6 +153,29 @@ def test_the_exact_split_is_asked_for_once() -> None:
     assert again is None
 
 
+def test_the_exact_split_is_one_of_few_passes_though_nobody_knows_what_a_pass_costs() -> None:
+    seen = job([0.01] * 3 + [0.04], shares=[64] * 4)
+    plan, _ = dedicated(msgspec.structs.replace(seen, loader_batch=64), None)
+    assert plan is not None
+    batch, accum = plan.actions
+    assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
+    assert sorted(accum.accum.values()) == [1, 2, 2, 2], "a pass of one sample is not free"
+    assert max(batch.batch.values()) <= 80 and batch.batch[Slot(3)] <= 20
+
+
+@pytest.mark.parametrize("name", ["nondedicated", "dedicated"])
+def test_a_worker_that_hiccups_while_another_is_slow_keeps_its_share(name: str) -> None:
+    state, shares = None, [32] * 4
+    for look in range(60):
+        paces = [0.01, 0.01, 0.01, 0.04]
+        if look >= 20 and look % 4 == 0:
+            paces[look // 4 % 3] = 0.025
+        plan, state = SHIPPED[name](job(paces, shares, at=2.0 * look, places=()), state)
+        if plan is not None and look < 44:
+            shares = [batches(plan)[Slot(i)] for i in range(4)]
+        assert plan is None or look < 44, f"look {look}: {plan}"
+
+
 def test_backup_follows_how_many_are_slow() -> None:
     plan, state = SHIPPED["backup"](job([0.01] * 7 + [0.05]), None)
     assert plan is not None and plan.actions == (BackupWorkers(backup=1),)

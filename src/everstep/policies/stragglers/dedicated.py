@@ -1,32 +1,32 @@
 """``dedicated``: machines of several kinds, and nobody else on them. The exact split, once it is known what they take.
 
-What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; until
-there are two, the overhead counts as nothing. Where nobody knows what fits into memory, the loader's batch does. A new
-split is asked for only when it is clearly better than the one in force, and worked out only when something has changed,
-and while everybody's pace is steady: where it is not, the machines are not dedicated, and equal shares are safer than
-ones that were right a moment ago.
+What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; till
+there are two, the overhead counts as next to nothing. Where nobody knows what fits into memory, the loader's batch
+does. What is seen first is acted on; a pace that is another one all at once begins a new fit, if it is believed
+(``belief``). The split is worked out anew only when a pace has changed, and asked for only when it is clearly better
+than the one in force. Where splits do not pay, because paces change from window to window, the machines are not
+dedicated, and shares are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 
 import msgspec
 
-from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
-from everstep.model.observation import Observations, WorkerSeen
+from everstep.model.observation import Observations
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
+from everstep.policies.stragglers.belief import Changes, Key, Span, Trust, review, scored
 from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s
 from everstep.policies.stragglers.shares import even
 
-Key = tuple[Slot, Incarnation]
 BETTER = 1.03
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
-STEADY = 5  # readings in a row that must be alike
-UNSTEADY = 1.15
+TRUST = Trust()
+LEAST = 0.01  # of a pass is overhead, whatever the readings say: else many small passes would cost nothing
+WINDOW_S = 10.0  # where nobody says
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -41,84 +41,109 @@ class Fit(msgspec.Struct, frozen=True):
             del known[next(iter(known))]
         return Fit(known)
 
+    def per_sample_s(self, batch: int) -> Span:
+        """What is expected of a pass of so many samples, by sample; > 0. Where no two sizes are known, between
+        a pass that takes the same for every size, and one in proportion to it."""
+        if batch in self.passes_s:
+            low = high = median(self.passes_s[batch])
+        elif len(self.passes_s) == 1:
+            [(other, times)] = self.passes_s.items()
+            low, high = sorted((median(times), median(times) * batch / other))
+        else:
+            device = self.device(1)
+            low = high = device.overhead_s + device.per_sample_s * batch
+        return low / batch, high / batch
+
     def device(self, memory_batch: int) -> Device:
-        """Straight line through the smallest and the largest size; through 0 where there is one size only, or where it
-        would not rise."""
+        """Straight line through the smallest and the largest size; nearly through 0 where there is one size only, or
+        where it would not rise."""
         sizes = sorted((batch, median(times)) for batch, times in self.passes_s.items())
         (b0, t0), (b1, t1) = sizes[0], sizes[-1]
         if b1 > b0 and t1 > t0:
             per_sample_s = (t1 - t0) / (b1 - b0)
             overhead_s = t0 - per_sample_s * b0
-            if overhead_s >= 0:
+            if overhead_s >= LEAST * t1:
                 return Device(per_sample_s, overhead_s, memory_batch)
-        return Device(t1 / b1, 0.0, memory_batch)
+        return Device((1 - LEAST) * t1 / b1, LEAST * t1, memory_batch)
 
 
 class State(msgspec.Struct, frozen=True):
-    """``fits``: of each process that is up. ``devices``, ``shares``: when a split was worked out last."""
+    """``fits``: of each process that is up. ``devices``, ``best``: when the best split was worked out last. ``score``:
+    whether splits paid so far; None: nothing was seen yet. ``proposed``: samples of the last look's best split."""
 
     fits: dict[Key, Fit] = {}
     devices: tuple[Device, ...] = ()
-    shares: tuple[int, ...] = ()
+    best: tuple[Portion, ...] = ()
+    score: float | None = None
+    proposed: dict[Key, int] = {}
+    changes: Changes = Changes()
 
 
 def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, State]:
     """See the top of this file."""
     state = state or State()
-    old, fits = state.fits, dict[Key, Fit]()
-    for w in seen.workers:
-        key = (w.slot, w.incarnation)
-        fits[key] = old.get(key, Fit())
-        if w.batch > 0 and w.short.per_sample_s > 0:
-            fits[key] = fits[key].with_reading(w.batch, w.short.per_sample_s * w.batch)
     total, workers = seen.global_batch, seen.workers
-    ready = all(fit.passes_s for fit in fits.values()) and all(w.share > 0 and w.batch > 0 for w in workers)
+    keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
+    known = {key: fit for key, fit in state.fits.items() if key in keys}
+    readings = {k: w.short.per_sample_s or w.long.per_sample_s for k, w in zip(keys, workers, strict=True)}
+    ready = all(s > 0 for s in readings.values()) and all(w.share > 0 and w.batch > 0 for w in workers)
     if not ready or not 2 <= len(workers) <= total or total > MAX_TOTAL:
-        return None, State(fits)
-    devices = tuple(fits[w.slot, w.incarnation].device(w.memory_batch or seen.loader_batch or w.batch) for w in workers)
-    shares = tuple(w.share for w in workers)
-    if not all(map(_steady, workers)):
-        return _back(total, workers), State(fits)
-    if shares == state.shares and _alike(devices, state.devices):
-        return None, msgspec.structs.replace(state, fits=fits)
-    state = State(fits, devices, shares)
-    best = solve(total, devices)
+        return None, msgspec.structs.replace(state, fits=known, proposed={}, devices=())
+    left = seen.remaining_s / (seen.window_s or WINDOW_S)
+    score = scored(state.score, state.proposed, readings, left, TRUST)
+    batches = {key: w.batch for key, w in zip(keys, workers, strict=True)}
+    fits = {k: known.get(k) or Fit({batches[k]: (readings[k] * batches[k],)}) for k in keys}
+    changes, believed, doubted = review(
+        state.changes,
+        {key: fit.per_sample_s(batches[key]) for key, fit in fits.items()},
+        {k: readings[k] for k, w in zip(keys, workers, strict=True) if k in known and w.short.per_sample_s > 0},
+        {key: w.share for key, w in zip(keys, workers, strict=True)},
+    )
+    for key, w in zip(keys, workers, strict=True):
+        if key in known and w.short.per_sample_s > 0 and key not in doubted:
+            fits[key] = (Fit() if key in believed else fits[key]).with_reading(w.batch, readings[key] * w.batch)
+    limits = [w.memory_batch or seen.loader_batch or w.batch for w in workers]
+    devices = tuple(fits[key].device(limit) for key, limit in zip(keys, limits, strict=True))
+    level = tuple(even(total, len(keys)))
+    level_s = max(map(time_s, devices, map(_whole, level, limits)))
+    best, same = state.best, _alike(devices, state.devices)
+    if not same:
+        best = solve(total, devices)
+    best_s = max(map(time_s, devices, best))
+    worth = level_s >= BETTER * best_s
+    proposed = tuple(portion.samples for portion in best) if worth else level
+    state = State(
+        fits, state.devices if same else devices, best, score, dict(zip(keys, proposed, strict=True)), changes
+    )
     now = [Portion(-(-w.share // max(1, w.accum)), max(1, w.accum)) for w in workers]
     now_s = max(map(time_s, devices, now))
-    best_s = max(map(time_s, devices, best))
-    if now_s < BETTER * best_s:
+    shares, passes = level, [-(-n // limit) for n, limit in zip(level, limits, strict=True)]
+    if worth and score > 0:
+        if now_s < BETTER * best_s:
+            return None, state
+        shares, passes = proposed, [portion.passes for portion in best]
+        words = f"the exact split takes {best_s * 1e3:.3g} ms a step, the one in force {now_s * 1e3:.3g} ms"
+        rejected: tuple[str, ...] = ("in proportion to speed: whole passes and memory make it slower",)
+    elif max(w.share for w in workers) > max(level):
+        words, rejected = ("paces change from window to window" if worth else "all are about equally fast"), ()
+    else:
         return None, state
     inputs: dict[str, str | int | float | bool] = {
-        f"worker:{w.slot}": f"{p.passes} x {p.batch}, {d.overhead_s * 1e3:.3g} + {d.per_sample_s * 1e3:.3g} ms a sample"
-        for w, d, p in zip(workers, devices, best, strict=True)
+        f"worker:{w.slot}": f"{n} in {p}, {d.overhead_s * 1e3:.3g} + {d.per_sample_s * 1e3:.3g} ms a sample"
+        for w, d, n, p in zip(workers, devices, shares, passes, strict=True)
     }
-    inputs |= {"global_batch": total, "step_s": round(best_s, 6), "before_s": round(now_s, 6)}
-    words = f"the exact split takes {best_s * 1e3:.3g} ms a step, the one in force {now_s * 1e3:.3g} ms"
-    rejected = ("in proportion to speed: whole passes and memory make it slower",)
-    batch = {w.slot: p.samples for w, p in zip(workers, best, strict=True)}
-    accum = {w.slot: p.passes for w, p in zip(workers, best, strict=True)}
-    actions = (AdjustBatch(batch=batch), AdjustAccum(accum=accum))
+    inputs |= {"global_batch": total, "step_s": round(best_s, 6), "before_s": round(now_s, 6), "score": round(score, 3)}
+    actions = (
+        AdjustBatch(batch={w.slot: n for w, n in zip(workers, shares, strict=True)}),
+        AdjustAccum(accum={w.slot: p for w, p in zip(workers, passes, strict=True)}),
+    )
     return Plan(actions=actions, decision=Decision("adjust batches", words, inputs, rejected)), state
 
 
-def _steady(worker: WorkerSeen) -> bool:
-    looks = [h for h in worker.history if h > 0][-STEADY:]  # (a step may be longer than a sub-window)
-    return len(looks) == STEADY and max(looks) < UNSTEADY * min(looks)
-
-
-def _back(total: int, workers: Sequence[WorkerSeen]) -> Plan | None:
-    """To equal shares, where those in force are slower by what was read last."""
-    level = even(total, len(workers))
-    pace = [w.short.per_sample_s or w.long.per_sample_s for w in workers]
-    now_s = max(w.share * p for w, p in zip(workers, pace, strict=True))
-    level_s = max(n * p for n, p in zip(level, pace, strict=True))
-    if now_s < BETTER * level_s:
-        return None
-    inputs: dict[str, str | int | float | bool] = {
-        str(w): f"{p * 1e3:.3g} ms" for w, p in zip(workers, pace, strict=True)
-    }
-    why = Decision("adjust batches", "paces are not steady: equal shares", inputs)
-    return Plan(actions=(AdjustBatch(batch={w.slot: n for w, n in zip(workers, level, strict=True)}),), decision=why)
+def _whole(samples: int, limit: int) -> Portion:
+    """In as few passes as fit; rounded up."""
+    passes = -(-samples // limit)
+    return Portion(-(-samples // passes), passes)
 
 
 def _alike(a: tuple[Device, ...], b: tuple[Device, ...]) -> bool:

@@ -5,7 +5,8 @@ slow spells are about as long as a window it is wrong both times: nothing is don
 something is done, that one is fast again. So each look first judges what the *last* look proposed by *this* window's
 readings: would the step have been faster so than with equal shares? The sum of these (``score``, in windows of healthy
 work, old ones fading) says whether reacting pays here, and while it does not, shares stay equal. What is tried costs
-nothing: the proposal is judged whether it was in force or not.
+nothing: the proposal is judged whether it was in force or not. And whose pace is new is believed at once only if
+that pays by how often such changes lasted so far (``belief``): a hiccup is not followed.
 
 Workers: shares by speed where steps are common; nothing for moments where each takes shards at its own pace. A worker
 that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that stays
@@ -14,22 +15,23 @@ slow gives buckets away until its time is everybody's (``servers``), and is repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import msgspec
 
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
-from everstep.model.observation import Observations
+from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
+from everstep.policies.stragglers.belief import Changes, Key, Trust, review, scored, step_s
 from everstep.policies.stragglers.payoff import restart_pays
 from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_pays, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
 from everstep.policies.stragglers.slow import Verdict, judge
 
 Inputs = dict[str, str | int | float | bool]
-Key = tuple[Slot, Incarnation]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,22 +39,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     worth: float = 1.05  # a split must make the step so many times faster than equal shares, as the readings say
     better: float = 1.03  # and so many times faster than the one in force, or it is left alone
-    fade: float = 0.97  # of the score, a window
-    trust: float = 0.05  # the score's first value in a long job
-    long: float = 20.0  # windows that are left of it
-    bound: float = 2.0  # of the score, both ways: what counts is what happened lately
+    trust: Trust = Trust()
     restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
     cooldown_s: float = 300.0  # between two restarts, of any role
     budget: int = 8  # restarts by this policy in the whole job
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``slow``:
-    who was slow then. ``servers``: see there.
+    """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``paces``: the newest
+    seconds per sample that are alike and believed. ``slow``: who was slow at the last look. ``servers``: see there.
     ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
 
     score: float | None = None
     proposed: dict[Key, int] = {}
+    paces: dict[Key, tuple[float, ...]] = {}
+    changes: Changes = Changes()
     slow: frozenset[Slot] = frozenset()
     servers: Servers = Servers()
     in_place: frozenset[tuple[Role, Slot]] = frozenset()
@@ -60,6 +61,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 DEFAULT = Settings()
 WINDOW_S = 10.0  # where nobody says
+ALIKE_LOOKS = 4  # of which the median is what a worker's pace is
 
 
 def nondedicated(
@@ -88,23 +90,20 @@ def _divide(
     workers, total = seen.workers, seen.global_batch
     if len(verdicts) < len(workers) or not 2 <= len(workers) <= total or any(w.share <= 0 for w in workers):
         return None, msgspec.structs.replace(state, proposed={})  # somebody has no reading yet
-    pace = [v.pace_s for v in verdicts]
-    level = even(total, len(workers))
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
-    best_s = total / sum(1 / p for p in pace)
-    if state.score is None:  # what is seen first is acted on at once, where one wrong window costs next to nothing
-        trusted = seen.remaining_s > settings.long * (seen.window_s or WINDOW_S)
-        state = msgspec.structs.replace(state, score=settings.trust if trusted else 0.0)
-    score = (state.score or 0.0) * settings.fade
-    if set(state.proposed) == set(keys) and sum(state.proposed.values()) == total:
-        proposed_s = step_s([state.proposed[key] for key in keys], pace)
-        score += best_s / proposed_s - best_s / step_s(level, pace)
-    score = max(-settings.bound, min(settings.bound, score))
+    readings = {key: v.pace_s for key, v in zip(keys, verdicts, strict=True)}
+    left = seen.remaining_s / (seen.window_s or WINDOW_S)
+    score = scored(state.score, state.proposed, readings, left, settings.trust)
+    state = _believed(state, workers, readings)
+    pace = [median(state.paces[key]) for key in keys]
+    verdicts = judge(
+        [msgspec.structs.replace(w, short=Pace(per_sample_s=p)) for w, p in zip(workers, pace, strict=True)], state.slow
+    )
+    level = even(total, len(workers))
     # who is not slow has its class's pace: noise is not followed
     speeds = [1 / (v.pace_s if v.slow else v.normal_s) for v in verdicts]
     wanted = proportional(total, speeds)
-    gain = step_s(level, pace) / step_s(wanted, pace)
-    if gain < settings.worth:
+    if step_s(level, pace) < settings.worth * step_s(wanted, pace):
         wanted = level
     state = msgspec.structs.replace(state, score=score, proposed=dict(zip(keys, wanted, strict=True)))
     target = wanted if score > 0 else level
@@ -130,9 +129,18 @@ def _divide(
     return Plan(actions=tuple(actions), decision=Decision("adjust batches", reason, inputs, rejected)), state
 
 
-def step_s(shares: Sequence[int], pace_s: Sequence[float]) -> float:
-    """Seconds that a step takes whose members have these shares and seconds per sample."""
-    return max(n * p for n, p in zip(shares, pace_s, strict=True))
+def _believed(state: State, workers: Sequence[WorkerSeen], readings: Mapping[Key, float]) -> State:
+    """With what is believed of everybody's pace after this look; who is new is believed."""
+    paces = {key: state.paces.get(key, (s,)) for key, s in readings.items()}
+    expected = {key: (median(known), median(known)) for key, known in paces.items()}
+    new = {(w.slot, w.incarnation) for w in workers if w.short.per_sample_s > 0}
+    shares = {(w.slot, w.incarnation): w.share for w in workers}
+    changes, believed, doubted = review(
+        state.changes, expected, {key: s for key, s in readings.items() if key in new}, shares
+    )
+    for key in new - doubted:
+        paces[key] = (readings[key],) if key in believed else (*paces[key], readings[key])[-ALIKE_LOOKS:]
+    return msgspec.structs.replace(state, paces=paces, changes=changes)
 
 
 # ---------------------------------------------------------------- restarts
