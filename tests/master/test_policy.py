@@ -120,6 +120,48 @@ def test_a_plan_gets_to_the_brain_numbered_and_the_state_comes_back(monkeypatch:
     assert states == [None, 1] and len(shell.events) == 1
 
 
+def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[float] = []
+
+    def policy(seen: Observations, state: Any) -> Any:
+        looks.append(seen.at)
+        return None, state
+
+    shell = Shell(policy, monkeypatch)
+    paces = [0.0, 0.0]
+    long = Pace(per_sample_s=0.01)
+
+    def observe(at: float) -> Observations:
+        workers = tuple(msgspec.structs.replace(w, long=long) for w in seen_workers(*paces).workers)
+        return msgspec.structs.replace(seen_workers(*paces), at=at, workers=workers if any(paces) else ())
+
+    monkeypatch.setattr(shell.keeper, "_observe", observe)
+
+    def until(end: float) -> list[float]:
+        looks.clear()
+        while shell.at < end:
+            shell.at += 0.5
+            wait = time.monotonic() + 60
+            shell.keeper.tick(shell.at)
+            while shell.keeper._shown is not None and time.monotonic() < wait:
+                shell.keeper.tick(shell.at)
+                time.sleep(0.001)
+        return list(looks)
+
+    until(24.0)
+    paces[:] = [0.01, 0.03]
+    assert until(34.0) == [24.5], "everybody's first"
+    assert until(54.5) == [34.5, 44.5, 54.5]
+    paces[0] = 0.0  # a step that takes longer than a window
+    assert until(66.0) == []
+    paces[0] = 0.01
+    assert until(67.0) == [66.5]
+    paces[0] = 0.0
+    assert until(97.0) == [96.5], "it waits so long and no longer"
+
+
 def raises(seen: Observations, state: Any) -> Any:
     raise RuntimeError("no idea\nat all")
 

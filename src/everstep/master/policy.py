@@ -1,5 +1,8 @@
 """The shell's part of policies: shows the job to the chosen one once a window, and takes its plans to the brain.
 
+The first look is when every worker has told what it takes: whoever is slow from the beginning is known then. A later
+one waits a little for readings that are new, where steps take longer than windows.
+
 A policy runs on a thread of its own, never on the master's loop: a user's may take long, or never return. One that
 takes longer than ``LIMIT_S``, raises, or makes an impossible plan is disabled, with one event; the job goes on with the
 last plan. Soft state: a new master begins with a policy that has seen nothing. How often it restarted members is in
@@ -23,10 +26,17 @@ from everstep.brain.brain import Brain
 from everstep.brain.control import as_plan, refuse
 from everstep.brain.events import BrainEvent, PlanMade, PolicyDisabled
 from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
 from everstep.policies.split import apportion
 from everstep.policies.stragglers.policy import SHIPPED, Policy
+
+PEEK = 0.1
+"""Of a window: so long after another it is looked whether all have readings."""
+
+PATIENCE = 2.0
+"""Windows that a look waits for new readings."""
 
 LIMIT_S = 10.0
 """So long one call of a policy may take."""
@@ -46,7 +56,8 @@ class PolicyKeeper:
     ) -> None:
         self._brain, self._spec, self._tell = brain, spec, tell
         self._observe, self._window_s, self._limit_s = observe, window_s, limit_s
-        self._look_at = 0.0
+        self._look_at = self._peek_at = 0.0
+        self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
         self._shown: Observations | None = None  # to the call under way
         self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
         self._made: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
@@ -64,6 +75,7 @@ class PolicyKeeper:
         if 0.0 <= passed_s <= self._limit_s:
             self._spent_s += passed_s
         self._look_at = min(self._look_at, at + self._window_s)
+        self._peek_at = min(self._peek_at, at + self._window_s)
         control = self._brain.state.control
         if self._spec.policy == "none" or control.disabled or self._brain.job.over:
             return
@@ -75,14 +87,27 @@ class PolicyKeeper:
                 self._shown = None  # its thread is a daemon, and nobody listens to it any more
                 self._made = queue.SimpleQueue()
                 self._disable(at, f"it takes longer than {self._limit_s:g} s")
-        elif at >= self._look_at:
-            seen = complete(self._observe(at), self._brain, self._window_s)
+        elif at >= self._peek_at and (due := self._due(at)) is not None:
             self._look_at = at + self._window_s
-            self._shown, self._spent_s = seen, 0.0
+            self._shown, self._spent_s = due, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
             threading.Thread(
-                target=self._call, args=(seen, self._state, self._made), name="everstep-policy", daemon=True
+                target=self._call, args=(due, self._state, self._made), name="everstep-policy", daemon=True
             ).start()
+
+    def _due(self, at: float) -> Observations | None:
+        """What the policy is shown now; None: nothing yet."""
+        self._peek_at = at + PEEK * self._window_s
+        if at < self._look_at and self._known:
+            self._peek_at = self._look_at
+            return None
+        seen = complete(self._observe(at), self._brain, self._window_s)
+        known = frozenset((w.slot, w.incarnation) for w in seen.workers if w.short.per_sample_s or w.long.per_sample_s)
+        if len(known) == len(seen.workers) and not known <= self._known:
+            self._known = known
+            return seen
+        new = not seen.global_batch or all(w.short.per_sample_s > 0 for w in seen.workers)
+        return seen if at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
 
     def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Any, str]]) -> None:
         """On the policy's thread."""
