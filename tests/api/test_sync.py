@@ -18,11 +18,14 @@ import everstep as es
 from everstep.api.embedded import EmbeddedSeat
 from everstep.api.job import Job
 from everstep.brain import events
+from everstep.brain.control import divide
 from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
+from everstep.model.plan import AdjustAccum, AdjustBatch
+from everstep.model.shard import split_key
 from everstep.model.turn import Turn
 from everstep.monitor.audit import audit
 from everstep.net import messages
@@ -108,11 +111,39 @@ def plain() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cut", [24, 36, 41])
 def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: int) -> None:
-    """Each epoch is one step: shards of ``cut`` samples and of the rest."""
+    """Each epoch is one step: shards of ``cut`` samples and of the rest, one of them for each worker."""
+    batches = train(tmp_path, cut, N, {}, {})
+    assert sum(map(len, batches)) == 2 * EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("shares", "passes", "cut", "sizes"),
+    [
+        ((24, 24), {}, 12, ([12, 12], [12, 12])),
+        ((36, 12), {}, 12, ([12, 12, 12], [12])),
+        ((40, 8), {0: 10}, 8, ([4] * 10, [8])),
+    ],
+)
+def test_a_plan_divides_steps_and_trains_what_even_shares_train(
+    tmp_path: Path, shares: tuple[int, int], passes: dict[int, int], cut: int, sizes: tuple[list[int], list[int]]
+) -> None:
+    """ADJUST_BS, ADJUST_ACCUM: a part is of several shards and passes, and each epoch is still one step."""
+    batches = train(tmp_path, cut, 24, dict(enumerate(shares)), passes)
+    assert batches == [sizes[0] * EPOCHS, sizes[1] * EPOCHS]
+
+
+def train(tmp_path: Path, cut: int, batch: int, shares: dict[int, int], passes: dict[int, int]) -> list[list[int]]:
+    """Train with two workers, in shards of ``cut`` samples, and compare with ``plain``. Sizes of each one's batches."""
     spec = JobSpec(workers=2, ps=1, consistency="sync", buckets=8)
     first = OneOfTwo(spec, tmp_path, None)
+    actions = (
+        AdjustBatch(batch={Slot(s): n for s, n in shares.items()}),
+        AdjustAccum(accum={Slot(s): n for s, n in passes.items()}),
+    )
+    divide(first.master.brain.state.control, actions, {Slot(0): ONE, Slot(1): ONE})
     jobs: list[Job] = []
     trained: list[Any] = [None, None]
+    batches: list[list[int]] = [[], []]
     together = threading.Barrier(2, timeout=30)
     for seat in (first, OneOfTwo(spec, tmp_path, first)):
         jobs.append(Job(seat))
@@ -124,13 +155,22 @@ def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: i
 
     def work(i: int) -> None:
         protocol: Any = jobs[i]._engine.protocol
-        protocol.ask_ahead, protocol.more = 0, list  # one shard each: none is asked for before the last one is done
-        loader = jobs[i].loader(data(), batch_size=N, epochs=EPOCHS)
+        protocol.ask_ahead, seen = 0, -1
+        if shares.get(i, 0) <= cut:
+            protocol.more = list  # one shard an epoch: none is asked for before the last one is done
+        jobs[i]._engine._look_ahead = lambda spent_s: None
+        loader = jobs[i].loader(data(), batch_size=batch, epochs=EPOCHS)
         loader._plan = msgspec.structs.replace(loader.plan(), shard_samples=cut)
-        for batch in jobs[i].steps(loader):
-            together.wait()
+        for b in jobs[i].steps(loader):
+            item = jobs[i]._engine.tables.current
+            assert item is not None and item.work is not None
+            epoch = split_key(item.work.lease.shard)[1]
+            if epoch > seen:
+                together.wait()
+            seen = epoch
+            batches[i].append(len(b["y"]))
             opts[i].zero_grad()
-            ((models[i](batch) - batch["y"]) ** 2).mean().backward()
+            ((models[i](b) - b["y"]) ** 2).mean().backward()
             opts[i].step()
         trained[i] = jobs[i]._engine.samples
 
@@ -148,3 +188,4 @@ def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: i
     jobs[0].close()
     report = audit(tmp_path)
     assert report.ok, report.text()
+    return batches

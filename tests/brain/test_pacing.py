@@ -8,17 +8,17 @@ from collections import defaultdict
 import pytest
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import refuse
+from everstep.brain.control import Control, divide, portions, refuse
 from everstep.brain.events import MasterStarted, PlanMade
 from everstep.brain.pacing import Pacing
 from everstep.config.consistency import parse_consistency
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
-from everstep.model.observation import Observations
-from everstep.model.plan import BackupWorkers, Plan
+from everstep.model.observation import Observations, WorkerSeen
+from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate, BackupWorkers, Plan
 from everstep.model.shard import Lease
-from everstep.model.turn import Place, Share, Turn
+from everstep.model.turn import Place, Portion, Share, Turn
 from everstep.tables.gate import Gate, Late, Pushing, Verdict
 from everstep.tables.protocol import Work
 from seeds import bunches
@@ -84,11 +84,11 @@ def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
         assert gate.may_begin()
         gate.begin(work(slot, 0))
     for slot in (2, 0):
-        assert gates[slot].ready(work(slot, 0), 4 * (slot + 1)) is None
+        assert gates[slot].ready((work(slot, 0, 4 * (slot + 1)),)) is None
         p.told(Slot(slot), ONE, gates[slot].due() or Place("new", number=16))
     verdicts = [gate.turn(p.turn) for gate in gates]
-    assert verdicts[0] == Pushing(work(0, 0), 0.25) and verdicts[2] == Pushing(work(2, 0), 0.75)
-    assert gates[1].ready(work(1, 0), 4) == Late(work(1, 0)) and gates[1].late == 1
+    assert verdicts[0] == Pushing((work(0, 0),), 0.25) and verdicts[2] == Pushing((work(2, 0, 12),), 0.75)
+    assert gates[1].ready((work(1, 0),)) == Late((work(1, 0),)) and gates[1].late == 1
     assert not gates[1].may_begin()  # what it would pull is half applied
 
 
@@ -106,6 +106,53 @@ def test_other_backups_count_from_the_next_step_on() -> None:
     assert p.told(B, ONE, Place("ready", 1, 4, number=4)) and len(p.turn.parts) == 1
 
 
+def test_a_plan_s_shares_count_from_the_next_step_on_and_not_without_those_it_was_made_for() -> None:
+    seen = Observations(
+        at=1.0,
+        consistency="sync",
+        global_batch=8,
+        workers=tuple(WorkerSeen(slot=s, incarnation=ONE, node=NodeId("n"), share=4) for s in (A, B)),
+    )
+    plan = Plan(actions=(AdjustBatch(batch={A: 7, B: 1}), AdjustAccum(accum={A: 2})), decision=Decision("a", "b"))
+    assert refuse(plan, seen) == ""
+    assert "sum up to 9" in refuse(Plan(actions=(AdjustBatch(batch={A: 5}),), decision=plan.decision), seen)
+    assert "stay what they are" in refuse(Plan(actions=(AdjustRate(factor=2.0),), decision=plan.decision), seen)
+    control, here = Control(), {A: ONE, B: ONE}
+    divide(control, plan.actions, here)
+    wanted = (Portion(A, 7, 2), Portion(B, 1))
+    assert portions(control, here) == wanted
+    divide(control, (AdjustBatch(batch={B: 1}),), here)
+    assert portions(control, here) == wanted, "who is not named keeps its own"
+    assert portions(control, {A: ONE, B: Incarnation(2)}) == portions(control, {A: ONE}) == ()
+    p = pacing("sync", 2)
+    for slot in (A, B):
+        p.told(slot, ONE, Place("busy", 0, number=1))
+    assert not p.look(here, set(here), 2, -1, wanted), "the step under way is divided already"
+    for slot in (A, B):
+        p.told(slot, ONE, Place("ready", 0, 4, number=2))
+    for slot in (A, B):
+        p.told(slot, ONE, Place("pushed", 0, 4, number=3))
+    assert (p.turn.step, p.turn.portions) == (1, wanted)
+    gates = [Gate(parse_consistency("sync"), slot, ONE) for slot in (A, B, C)]
+    for gate in gates:
+        gate.turn(p.turn)
+    assert [gate.portion() for gate in gates] == [*wanted, None]
+
+
+def test_a_part_of_several_shards_is_pushed_when_all_of_it_is() -> None:
+    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate.turn(Turn(ONE, 1, 0))
+    works = work(0, 0), work(1, 0, 8)
+    for one in works:
+        gate.begin(one)
+    assert gate.ready(works, [works[0]]) is None and gate.place().samples == 8, "a gradient that is not finite"
+    assert gate.turn(Turn(ONE, 2, 0, (Share(A, ONE, 8), Share(B, ONE, 8)))) == Pushing(works, 0.5)
+    gate.settled(works[1])
+    assert gate.place().state == "ready"
+    gate.settled(works[0])
+    assert gate.place().state == "pushed"
+
+
 def test_a_new_master_keeps_to_what_the_last_one_has_decided() -> None:
     parts = (Share(A, ONE, 4), Share(B, ONE, 4))
     p = pacing("sync:1", 3, master=2)
@@ -121,9 +168,9 @@ def test_a_gate_takes_each_word_once_and_no_older_one() -> None:
     gate = Gate(parse_consistency("sync"), A, ONE)
     gate.turn(Turn(ONE, 3, 5))
     gate.begin(work(0, 0))
-    assert gate.ready(work(0, 0), 4) is None
+    assert gate.ready((work(0, 0),)) is None
     closed = Turn(ONE, 4, 5, (Share(A, ONE, 4),))
-    assert gate.turn(closed) == Pushing(work(0, 0), 1.0)
+    assert gate.turn(closed) == Pushing((work(0, 0),), 1.0)
     assert gate.turn(closed) is None and gate.turn(Turn(ONE, 3, 5)) is None
     gate.settled(work(0, 0))
     assert gate.place().state == "pushed" and not gate.may_begin()
@@ -208,13 +255,14 @@ class World:
     def judge(self, slot: Slot, verdict: Verdict | None) -> None:
         if verdict is None:
             return
-        assert verdict.work.key not in self.verdicts, "decided twice"
-        self.verdicts[verdict.work.key] = verdict
+        (work,) = verdict.works
+        assert work.key not in self.verdicts, "decided twice"
+        self.verdicts[work.key] = verdict
         if isinstance(verdict, Late):
             del self.now[slot]
             return
-        self.now[slot] = ("pushing", verdict.work)
-        assert verdict.work.key not in self.torn, "it pulled what was half applied"
+        self.now[slot] = ("pushing", work)
+        assert work.key not in self.torn, "it pulled what was half applied"
         self.weights[self.step_of[slot]].append(verdict.weight)
         self.pushing[slot] = self.step_of[slot]
 
@@ -261,7 +309,7 @@ class World:
         elif doing is not None and doing[0] == "computing":
             if self.rule.kind == "sync":
                 self.now[slot] = ("waiting", doing[1])
-                self.judge(slot, gate.ready(doing[1], doing[1].hi - doing[1].lo))
+                self.judge(slot, gate.ready((doing[1],)))
             else:
                 self.now[slot] = ("pushing", doing[1])
             self.send(slot, gate.due())

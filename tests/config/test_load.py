@@ -68,6 +68,11 @@ def test_every_type_from_every_place(tmp_path: Path) -> None:
     assert spec.args == ("--name", "two words") and not spec.skip_quarantined and spec.lease_s == 7.5
 
 
+def test_steps_of_mode_ps_can_be_divided(tmp_path: Path) -> None:
+    spec, _ = load_spec(yaml_of(tmp_path, "policy: dedicated\nconsistency: sync:1\nworkers: 3\n"), {}, {})
+    assert (spec.mode, spec.policy) == ("ps", "dedicated")
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_an_empty_file_is_all_defaults(text: str, tmp_path: Path) -> None:
     assert load_spec(yaml_of(tmp_path, text), {}, {})[0] == JobSpec()
@@ -96,6 +101,8 @@ def test_an_empty_file_is_all_defaults(text: str, tmp_path: Path) -> None:
         ("consistency: async:1\n", ("consistency = 'async:1'", "expected async")),
         ("workers: 4\nconsistency: sync:4\n", ("consistency = 'sync:4'", "wait for nobody", "at most sync:3")),
         ("mode: allreduce\nconsistency: sync\n", ("consistency = 'sync'", "for mode ps", "leave consistency out")),
+        ("policy: dedicated\n", ("policy = 'dedicated'", "has none", "set consistency to sync")),
+        ("policy: dedicated\nconsistency: bounded:2\n", ("policy = 'dedicated'", "set consistency to sync")),
         ("policy: backup\nconsistency: bounded:2\n", ("policy = 'backup'", "consistency sync", "bounded:2")),
         ("nonfinite: ignore\n", ("nonfinite", "'raise' or 'skip'")),
         ("nonfinite: [raise]\n", ("nonfinite", "'raise' or 'skip'")),

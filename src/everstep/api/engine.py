@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +88,18 @@ class _Payload(HeldRows):
             np.multiply(rows.grads, np.float32(weight), out=rows.grads)
 
 
+class _Portion(NamedTuple):
+    """Samples of this worker's part of a step, and of the largest batch of it. 0: no plan says so."""
+
+    samples: int = 0
+    batch: int = 0
+
+    def next(self, done: int) -> int:
+        """Samples of the next batch of a part that has ``done``: batches as alike as they can be."""
+        left = max(1, self.samples - done)
+        return -(-left // -(-left // self.batch))
+
+
 class _Run:
     """One pass through ``job.steps``: what its reader thread and the main thread share."""
 
@@ -131,8 +144,12 @@ class Engine:
         self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
         self._sync = self.gate is not None and self.gate.sync
         self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
+        self._part: list[Work] = []  # sync: computed for the step under way, and not said to be ready
+        self._portion = _Portion()  # sync: what is to be taken of a step
         self._dropped: set[tuple[LeaseNo, int, int, int]] = set()  # sync: works whose gradient is not finite
+        self._accumulates = False  # the script steps less often than once a batch
         self.registered = 0  # loops begun
+        self._loader_batch = 0
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
@@ -201,7 +218,8 @@ class Engine:
             "retried": float(retried),
             "skipped": float(self.skipped),
             "wait_fraction": self.tables.wait_s / busy if busy else 0.0,
-            "accum": 1.0,
+            "accum": 2.0 if self._accumulates else 1.0,  # by the script, not by a plan
+            "loader_batch": float(self._loader_batch),
             **self.clock.readings(),
             **self._process.readings(),
         }
@@ -334,27 +352,58 @@ class Engine:
         """Do what was decided about the part in hand. With the lock held."""
         if verdict is None:
             return
-        work = verdict.work
-        dropped = work.key in self._dropped
-        self._dropped.discard(work.key)
-        if isinstance(verdict, Late):
-            self.feed(lambda: self.protocol.late(work))
-            return
-        payload = self._payloads.get(work.key)
-        if payload is not None and verdict.weight != 1.0:
-            payload.weigh(verdict.weight)
-        self.feed(lambda: self.protocol.computed(work, dropped))
+        counted = sum(w.hi - w.lo for w in verdict.works if w.key not in self._dropped)
+        for work in verdict.works:
+            if isinstance(verdict, Late):
+                self._dropped.discard(work.key)
+                self.feed(partial(self.protocol.late, work))
+                continue
+            weight = verdict.weight * (self._portion.samples or counted) / max(1, counted)
+            payload = self._payloads.get(work.key)
+            if payload is not None and weight != 1.0:
+                payload.weigh(weight)
+            dropped = work.key in self._dropped
+            self._dropped.discard(work.key)
+            self.feed(partial(self.protocol.computed, work, dropped))
 
-    def _ready(self, work: Work, dropped: bool = False) -> None:
-        """Gradients of ``work`` are computed (``dropped``: not finite). With the lock held."""
+    def _ready(self, work: Work, dropped: bool = False, more: bool = False) -> None:
+        """Gradients of ``work`` are computed (``dropped``: not finite; ``more``: of the same step, too). With the lock
+        held."""
         if not self._sync:
             self.feed(lambda: self.protocol.computed(work, dropped))
             return
-        assert self.gate is not None
         if dropped:
             self._dropped.add(work.key)
-        self._judge(self.gate.ready(work, 0 if dropped else work.hi - work.lo))
-        self._say_place()
+        self._part.append(work)
+        if not more and self._done() >= self._portion.samples:
+            self._close_part()
+
+    def _done(self) -> int:
+        """Sync: samples of the step that are computed, or in hand."""
+        return sum(w.hi - w.lo for w in (*self._part, *(item.work for item in self._group)) if w is not None)
+
+    def _close_part(self) -> None:
+        """Sync: nothing will be added to this part. With the lock held."""
+        part, self._part = tuple(self._part), []
+        if part:
+            assert self.gate is not None
+            self._judge(self.gate.ready(part, [w for w in part if w.key in self._dropped]))
+            self._say_place()
+
+    def _fits(self, work: Work) -> bool:
+        """Sync: whether ``work`` is as large as this step wants it. False: it was put back, and will be cut anew. With
+        the lock held."""
+        assert self.gate is not None
+        if not self._part and not self._group:
+            portion, batch = None if self._accumulates else self.gate.portion(), self._loader_batch
+            samples, passes = (portion.samples, portion.passes) if portion is not None else (0, 0)
+            passes = passes or max(1, -(-samples // batch))
+            self._portion = _Portion(samples, -(-samples // passes))
+        wanted = self._portion.next(self._done()) if self._portion.samples else self._loader_batch
+        if wanted == self.protocol.batch_samples or not self.protocol.put_back(work):
+            return True
+        self.protocol.set_batch_samples(wanted)
+        return False
 
     def _await_turn(self, run: _Run, work: Work) -> bool:
         """Wait until the rows of ``work`` may be pulled. False: it is not wanted any more, or the loop is to end."""
@@ -373,6 +422,8 @@ class Engine:
                         self.feed(lambda: self.protocol.computed(work))
                         return False
                     if gate.may_begin():
+                        if self._sync and not self._fits(work):
+                            return False
                         gate.begin(work)
                         return True
                     if time.monotonic() >= say_at:
@@ -443,6 +494,7 @@ class Engine:
         self.tables.forget_asides()
         self._watch_backward()
         with self._lock:
+            self._loader_batch = loader.batch_size
             self.protocol.set_batch_samples(loader.batch_size)
         self.feed(lambda: self.protocol.begin(dataset, until))
         run = _Run(loader, self._ahead)
@@ -514,7 +566,7 @@ class Engine:
                 last = self._group[-1].work
                 assert last is not None
                 if not last.joins(item.work):
-                    self._push_group()
+                    self._push_group(more=True)
             self.tables.take(item)
             run.permits.release()
             self._group.append(item)
@@ -548,6 +600,8 @@ class Engine:
                 self._check()
                 if run.stop.is_set() or self._stopping:
                     return None
+                if self._sync and self._portion.samples:
+                    self.protocol.set_batch_samples(self._portion.next(self._done()))
                 work = self.protocol.next_work()
                 self.feed(self.protocol.more)
                 if work is not None:
@@ -555,6 +609,8 @@ class Engine:
                         self.gate.work()
                         self._say_place()
                     return work
+                if self._part and (self.protocol.waiting or self.protocol.finished):
+                    self._close_part()  # it stays smaller
                 if (
                     self.gate is not None
                     and not self.gate.pending
@@ -599,7 +655,15 @@ class Engine:
         self.tables.release(item)
         work = item.work
         assert work is not None
-        if self._stepped or not self.optimizers or work.hi >= work.lease.stop:
+        if self.optimizers and not self._stepped and work.hi < work.lease.stop:
+            self._accumulates = True
+        if self._portion.samples:
+            share = np.float32((work.hi - work.lo) / self._portion.samples)
+            for rows in item.rows.tables:
+                if rows.touched:
+                    np.multiply(rows.grads, share, out=rows.grads)
+        whole = (self._stepped or not self.optimizers) and self._done() >= self._portion.samples
+        if whole or work.hi >= work.lease.stop:
             self._push_group()
         elif len(self._group) > 1 and all(any(r.touched for r in i.rows.tables) for i in self._group[-2:]):
             self._fold_group()
@@ -612,6 +676,8 @@ class Engine:
             try:
                 self.tables.release(self.tables.current)
                 self._push_group()  # the script stepped, then left the loop
+                with self._lock:
+                    self._close_part()
             except NonFiniteGradientError as error:
                 self.fail(error)
         self.tables.current = None
@@ -650,8 +716,10 @@ class Engine:
 
     # ------------------------------------------------------------ pushing
 
-    def _push_group(self) -> None:
-        """Push the gradients of all batches of the group as one. Raises NonFiniteGradientError (policy raise)."""
+    def _push_group(self, more: bool = False) -> None:
+        """Push the gradients of all batches of the group as one. Raises NonFiniteGradientError (policy raise).
+
+        ``more``: another batch of the same step is in hand."""
         group, self._group = self._group, []
         stepped, self._stepped = self._stepped, False
         work = group[0].work
@@ -688,7 +756,7 @@ class Engine:
                 raise error
             self.skipped += 1
             with self._lock:
-                self._ready(work, dropped=True)
+                self._ready(work, dropped=True, more=more)
             return
         out = []
         router = self.tables.client.router
@@ -702,7 +770,7 @@ class Engine:
         with self._lock:
             self._payloads[work.key] = payload = _Payload(out, holders, router, dict(self._lrs))
             self._route(payload, router)
-            self._ready(work)
+            self._ready(work, more=more)
 
     def _fold_group(self) -> None:
         """Gradient accumulation: add the newest batch's gradients to those before, so that memory stays bounded."""
@@ -737,6 +805,12 @@ class Engine:
         return merged
 
     def _drop_group(self) -> None:
+        with self._lock:
+            for work in self._part:
+                self._dropped.discard(work.key)
+                if (payload := self._payloads.pop(work.key, None)) is not None:
+                    payload.settle()
+            self._part = []
         group, self._group = self._group, []
         self._stepped = False
         for item in group:

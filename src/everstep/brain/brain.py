@@ -24,7 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from everstep.brain.checkpoints import STOP, Checkpoints, has_checkpoints
-from everstep.brain.control import Control, stale
+from everstep.brain.control import Control, divide, stale
 from everstep.brain.events import (
     BrainEvent,
     BucketsReady,
@@ -1324,7 +1324,7 @@ class Brain:
         for action in plan.actions:
             if not why and self.replicated and isinstance(action, KillRestart) and action.role is Role.WORKER:
                 why = self.groups.cannot_replace(action.slot, action.incarnation)
-        if not why and adjusts:
+        if not why and adjusts and self.replicated:
             why = self.groups.cannot_divide(next((a.batch for a in adjusts if isinstance(a, AdjustBatch)), {}))
         if why:
             dropped = Decision("drop a plan", f"{plan.decision}: {why}", plan.decision.inputs)
@@ -1336,7 +1336,9 @@ class Brain:
         inputs = {**plan.decision.inputs, "plan": plan.version, "policy": e.policy}
         decision = msgspec.structs.replace(plan.decision, inputs=inputs)
         out: list[InstructionType] = [Note("", decision)]
-        if adjusts:
+        if adjusts and not self.replicated:
+            divide(control, plan.actions, here[Role.WORKER])
+        elif adjusts:
             out += self.groups.adjust(adjusts, Decision("divide steps", plan.decision.reason, {"plan": plan.version}))
         for action in plan.actions:
             out += self._act(action, decision, e.at)

@@ -9,13 +9,13 @@ of a plan against what the policy was shown: what it finds is the policy's fault
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from everstep.brain.job import Job
-from everstep.ids import Slot
+from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.observation import Observations
 from everstep.model.plan import (
@@ -29,6 +29,7 @@ from everstep.model.plan import (
     Plan,
     Scale,
 )
+from everstep.model.turn import Portion
 from everstep.policies.scaling import refuse_workers
 
 MAX_ACTIONS = 16
@@ -39,7 +40,8 @@ _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
 class Control(msgspec.Struct, kw_only=True):
     """``version``: plans taken so far. ``plan``: the last of them. ``disabled``: why the policy is asked no more; "".
     ``restarts``, ``restarted_at``: by plans. ``backup``: workers that a step does not wait for, by plans; -1: by the
-    job's spec."""
+    job's spec. ``divided``: mode ps, sync: what the workers take of a step, by plans, and the processes that it was
+    made for."""
 
     version: int = 0
     plan: Plan | None = None
@@ -47,6 +49,7 @@ class Control(msgspec.Struct, kw_only=True):
     restarts: int = 0
     restarted_at: float = 0.0
     backup: int = -1
+    divided: dict[Slot, tuple[Incarnation, Portion]] = {}
 
 
 def as_plan(made: Any) -> Plan:
@@ -110,6 +113,8 @@ def _refuse(action: Action, seen: Observations) -> str:
         case AdjustRate(factor=factor):
             if not seen.global_batch:
                 return f"mode {seen.mode} ({seen.consistency}) has no common step"
+            if seen.mode == "ps":
+                return "mode ps: the samples of a step stay what they are"
             if not (math.isfinite(factor) and factor > 0):
                 return f"factor {factor}: must be above 0"
         case BackupWorkers(backup=backup) if seen.mode == "ps" and seen.consistency == "sync":
@@ -159,6 +164,28 @@ def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting
                 if gone:
                     return f"ps:{gone[0]} is gone"
     return ""
+
+
+def divide(control: Control, actions: Sequence[Action], here: Mapping[Slot, Incarnation]) -> None:
+    """Mode ps, sync: from the next step on these workers (``here``: all that run) take what the actions say. Who is not
+    named takes what it took."""
+    before = {p.slot: p for p in portions(control, here)}
+    for action in actions:
+        if isinstance(action, AdjustBatch):  # (passes are of the samples that they were made for)
+            before |= {slot: Portion(slot, samples) for slot, samples in action.batch.items()}
+    for action in actions:
+        if isinstance(action, AdjustAccum):
+            told = {slot: passes for slot, passes in action.accum.items() if slot in before}
+            before |= {slot: msgspec.structs.replace(before[slot], passes=passes) for slot, passes in told.items()}
+    control.divided = {slot: (here[slot], portion) for slot, portion in before.items()}
+
+
+def portions(control: Control, here: Mapping[Slot, Incarnation]) -> tuple[Portion, ...]:
+    """Mode ps, sync: what the workers take of a step. Nothing of a plan is left once one of those that it names is
+    gone: what the others take would be no whole step, and a new process may be faster or slower."""
+    if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
+        return ()
+    return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
 
 
 def _tag(kind: type[Action]) -> str:

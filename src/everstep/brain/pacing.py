@@ -30,7 +30,7 @@ import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import Place, Share, Turn
+from everstep.model.turn import Place, Portion, Share, Turn
 
 
 class _Seen(msgspec.Struct):
@@ -49,6 +49,8 @@ class Pacing:
         "_closed",
         "_here",
         "_number",
+        "_portions",
+        "_portions_next",
         "_seen",
         "_unheard",
         "backup",
@@ -61,6 +63,8 @@ class Pacing:
     def __init__(self, consistency: Consistency, master: Incarnation) -> None:
         self.consistency, self.master = consistency, master
         self.backup = self._backup_next = consistency.backup  # of the step under way; of the next one
+        self._portions: tuple[Portion, ...] = ()
+        self._portions_next: tuple[Portion, ...] = ()
         self.wanted = 0  # workers
         self.step = 0 if master == 1 else -1
         self._closed: dict[Slot, Share] = {}
@@ -77,7 +81,7 @@ class Pacing:
     def turn(self) -> Turn:
         parts = tuple(share for _, share in sorted(self._closed.items()))
         step = -1 if self._unheard or self._unheard is None else self.step
-        return Turn(self.master, self._number, step, parts)
+        return Turn(self.master, self._number, step, parts, self._portions)
 
     @property
     def quorum(self) -> int:
@@ -99,14 +103,22 @@ class Pacing:
 
     # ------------------------------------------------------------ inputs
 
-    def look(self, here: Mapping[Slot, Incarnation], holding: Collection[Slot], wanted: int, backup: int = -1) -> bool:
+    def look(
+        self,
+        here: Mapping[Slot, Incarnation],
+        holding: Collection[Slot],
+        wanted: int,
+        backup: int = -1,
+        portions: tuple[Portion, ...] = (),
+    ) -> bool:
         """``here``: the processes that run, by slot; ``holding``: those who hold a lease; ``wanted``: workers of the
-        job; ``backup``: from the next step on (-1: as the job says). Whether ``turn`` changed."""
+        job; ``backup`` (-1: as the job says), ``portions``: from the next step on. Whether ``turn`` changed."""
         before = self._state()
         self.wanted = wanted
         self._backup_next = backup if backup >= 0 else self.consistency.backup
-        if self.step < 0:  # nothing of a step is known
-            self.backup = self._backup_next
+        self._portions_next = portions
+        if self.step < 0 or not self._seen:  # nothing of a step is known, or nobody has begun one
+            self.backup, self._portions = self._backup_next, portions
         self._here = dict(here)
         if self._unheard is None:
             self._unheard = set(holding)
@@ -145,7 +157,7 @@ class Pacing:
 
     def _state(self) -> tuple[object, ...]:
         turn = self.turn
-        return turn.step, turn.parts
+        return turn.step, turn.parts, turn.portions
 
     def _active(self) -> dict[Slot, _Seen]:
         return {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}
@@ -172,7 +184,8 @@ class Pacing:
         if self._closed:
             if any(self._owes(share) for share in self._closed.values()):
                 return False
-            self.step, self._closed, self.backup = self.step + 1, {}, self._backup_next
+            self.step, self._closed = self.step + 1, {}
+            self.backup, self._portions = self._backup_next, self._portions_next
             return True
         active = self._active()
         ready = {

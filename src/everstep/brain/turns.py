@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everstep.brain.brain import Brain
+from everstep.brain.control import portions
 from everstep.brain.events import LeaseExpired
 from everstep.brain.pacing import Pacing
 from everstep.brain.watch import Watch
@@ -66,7 +67,8 @@ class PaceKeeper:
         assert self.pacing is not None
         here = {s: seat.member.incarnation for s, seat in self._brain.members.workers.items() if seat.running}
         holding = {held.worker for held in self._brain.leases.values()}
-        return self.pacing.look(here, holding, self._brain.job.workers_wanted, self._brain.state.control.backup)
+        control = self._brain.state.control
+        return self.pacing.look(here, holding, self._brain.job.workers_wanted, control.backup, portions(control, here))
 
     def _publish(self) -> None:
         assert self.pacing is not None

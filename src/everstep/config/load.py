@@ -149,8 +149,10 @@ def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{where}: needs steps with a quorum (mode ps, consistency sync); {_words(spec)} has none: see nondedicated"
         )
-    if name == "dedicated" and spec.mode == "ps":
-        raise ConfigError(f"{where}: divides common steps, and mode ps ({spec.consistency}) has none; see nondedicated")
+    if name == "dedicated" and spec.mode == "ps" and not steps:
+        raise ConfigError(
+            f"{where}: divides common steps, and mode ps ({spec.consistency}) has none; set consistency to sync"
+        )
 
 
 def _words(spec: JobSpec) -> str:

@@ -23,12 +23,13 @@ from typing import Any
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import as_plan, refuse
+from everstep.brain.control import as_plan, portions, refuse
 from everstep.brain.events import BrainEvent, PlanMade, PolicyDisabled
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
+from everstep.model.turn import Portion
 from everstep.policies.split import apportion
 from everstep.policies.stragglers.policy import SHIPPED, Policy
 
@@ -164,7 +165,11 @@ def _where(error: BaseException) -> str:
 def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
     """Add how steps are divided, who has which buckets, and what policies did so far."""
     control = brain.state.control
-    total, batch, workers = _divided(brain, seen.workers) if brain.replicated else (0, 0, seen.workers)
+    total, batch, workers = 0, 0, seen.workers
+    if brain.replicated:
+        total, batch, workers = _divided(brain, seen.workers)
+    elif seen.consistency == "sync":
+        total, batch, workers = _divided_ps(brain, seen.workers)
     return msgspec.structs.replace(
         seen,
         window_s=window_s,
@@ -198,6 +203,20 @@ def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, t
             )
         )
     return total, batch, tuple(sorted(out, key=lambda w: w.slot))
+
+
+def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, tuple[WorkerSeen, ...]]:
+    """The same in mode ps, sync. Who has told no batch of its loader yet, or steps less often than once a batch (then
+    ``accum``, as it told it, is more than 1), leaves nothing to divide."""
+    if not workers or any(w.loader_batch <= 0 or w.accum > 1 for w in workers):
+        return 0, 0, workers
+    told = {p.slot: p for p in portions(brain.state.control, {w.slot: w.incarnation for w in workers})}
+    out = []
+    for w in workers:
+        portion = told.get(w.slot, Portion(w.slot, w.loader_batch, 1))
+        passes = portion.passes or -(-portion.samples // w.loader_batch)
+        out.append(msgspec.structs.replace(w, batch=-(-portion.samples // passes), accum=passes, share=portion.samples))
+    return sum(w.share for w in out), max(w.loader_batch for w in out), tuple(out)
 
 
 def _with_buckets(brain: Brain, seen: ServerSeen) -> ServerSeen:

@@ -43,6 +43,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str = ""  # the class of its machine; "": unknown. Members of one class should be equally fast
     since: float = 0.0  # when this incarnation came up
     batch: int = 0  # samples per micro-batch; 0: unknown
+    loader_batch: int = 0  # samples of a batch by the script; 0: unknown
     accum: int = 1  # micro-batches per step
     share: int = 0  # samples that it takes of one step now; 0: unknown, or there are no common steps
     memory_batch: int = 0  # largest micro-batch that fits; 0: unknown

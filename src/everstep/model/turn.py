@@ -20,18 +20,29 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     samples: int
 
 
+class Portion(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker is to take of each step, by a plan: ``samples``, in ``passes`` (0: in as few as hold no more
+    than a batch of its loader each)."""
+
+    slot: Slot
+    samples: int
+    passes: int = 0
+
+
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Where the job is, by the master. Words of one master are numbered; a later master's replace an earlier one's.
 
     Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
     it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
-    slowest worker has finished. -1: not known yet (a new master asks around).
+    slowest worker has finished. -1: not known yet (a new master asks around). ``portions``: of this step; who is not
+    named takes a batch of its loader.
     """
 
     master: Incarnation
     number: int
     step: int = -1
     parts: tuple[Share, ...] = ()
+    portions: tuple[Portion, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:

@@ -682,7 +682,10 @@ class Worker(Child):
         )
         consistency = parse_consistency(sim.spec.consistency)
         self.gate = sim.parts.gate(consistency, slot, incarnation) if consistency.kind != "async" else None
-        self.dropped = False  # sync: the gradient of the part in hand is not finite
+        self.dropped: set[tuple[LeaseNo, int, int, int]] = (
+            set()
+        )  # sync: of the part in hand, the gradient is not finite
+        self.part: list[Work] = []  # sync: computed for the step under way, and not said to be ready
         self.queue: list[Work] = []
         self.depth = rng.randint(1, 2)
         self.busy = False
@@ -815,6 +818,10 @@ class Worker(Child):
             self.act(protocol.more())
         gate = self.gate
         if gate is not None:
+            if gate.sync and queue and rng.random() < 0.05 and protocol.put_back(queue[-1]):
+                queue.pop()  # it will be cut anew: shares are others now
+                protocol.set_batch_samples(rng.randint(*self.sim.scenario.batch))
+                self.later(0.01, self.pump)
             self.pump_in_turn(gate)
         elif queue and not self.busy:
             work = queue.pop(0)
@@ -833,6 +840,8 @@ class Worker(Child):
         elif not gate.pending and not self.busy and (protocol.waiting or protocol.finished):
             gate.rest()
         self.say_place()
+        if not queue and not self.busy and self.part and (protocol.waiting or protocol.finished):
+            self.ready(gate)
         if queue and not self.busy and gate.may_begin():
             work = queue.pop(0)
             gate.begin(work)
@@ -852,25 +861,36 @@ class Worker(Child):
     def judge(self, verdict: Verdict | None) -> None:
         if verdict is None:
             return
-        work = verdict.work
-        if self.kernel.lines is not None:
-            self.kernel.say(self, f"{type(verdict).__name__} [{work.lo},{work.hi}) of {work.lease.shard:x}")
-        if isinstance(verdict, Late):
-            self.sim.late += 1
-            self.act(self.protocol.late(work))
-        else:
-            self.act(self.protocol.computed(work, self.dropped))
+        self.sim.late += isinstance(verdict, Late)
+        for work in verdict.works:
+            if self.kernel.lines is not None:
+                self.kernel.say(self, f"{type(verdict).__name__} [{work.lo},{work.hi}) of {work.lease.shard:x}")
+            if isinstance(verdict, Late):
+                self.act(self.protocol.late(work))
+            else:
+                self.act(self.protocol.computed(work, work.key in self.dropped))
 
     def computed(self, work: Work) -> None:
         self.busy = False
         skip = self.sim.scenario.skip
         skipped = bool(skip) and self.kernel.random() < skip
         if self.gate is not None and self.gate.sync:
-            self.dropped = skipped
-            self.judge(self.gate.ready(work, 0 if skipped else work.hi - work.lo))
+            self.part.append(work)
+            if skipped:
+                self.dropped.add(work.key)
+            if self.kernel.random() < 0.7:
+                self.ready(self.gate)
         else:
             self.act(self.protocol.computed(work, skipped))
         self.pump()
+
+    def ready(self, gate: Gate) -> None:
+        """Sync: nothing will be added to the part in hand."""
+        part, self.part = tuple(self.part), []
+        self.sim.steps.joins(self.key.slot, self.incarnation, part)
+        dropped = [w for w in part if w.key in self.dropped]
+        self.dropped = {w.key for w in dropped}
+        self.judge(gate.ready(part, dropped))
 
     def again(self) -> None:
         now = self.kernel.now

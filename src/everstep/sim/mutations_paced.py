@@ -15,11 +15,12 @@ class PushesLate(Gate):
         verdict = super()._judge()
         if not isinstance(verdict, Late):
             return verdict
-        self._part, self._stage = verdict.work, "ready"
-        self._begun = [(verdict.work.lease.no, verdict.work.lo, verdict.work.hi)]
+        self._part, self._stage = verdict.works, "ready"
+        self._left = {work.key for work in verdict.works}
+        self._begun = [(work.lease.no, work.lo, work.hi) for work in verdict.works]
         self._step = max(0, self._turn.step if self._turn is not None else 0)
         self._parts = (Share(*self._me, 1),)
-        return Pushing(verdict.work, 1.0)
+        return Pushing(verdict.works, 1.0)
 
 
 class KeepsLate(WorkerProtocol):
@@ -35,8 +36,8 @@ class PushesAndReturns(WorkerProtocol):
 
 
 class WaitsForTheLost(Pacing):
-    def look(self, here, holding, wanted, backup=-1):  # type: ignore[no-untyped-def]
-        return super().look({**self._here, **here}, holding, wanted, backup)
+    def look(self, here, holding, wanted, backup=-1, portions=()):  # type: ignore[no-untyped-def]
+        return super().look({**self._here, **here}, holding, wanted, backup, portions)
 
 
 PACED_MUTATIONS: tuple[Mutation, ...] = (

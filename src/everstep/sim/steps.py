@@ -16,7 +16,9 @@ class Steps:
     def __init__(self) -> None:
         self.named: set[tuple[int, Who]] = set()
         self.begun: dict[tuple[Who, LeaseNo, int, int], int] = {}
-        self.pushed: dict[tuple[int, Who], tuple[Who, LeaseNo, int, int]] = {}
+        self.parts: dict[tuple[Who, LeaseNo, int, int], int] = {}
+        self.pushed: dict[tuple[int, Who], int] = {}
+        self._number = 0
 
     def says(self, turn: Turn) -> None:
         self.named |= {(turn.step, (part.slot, part.incarnation)) for part in turn.parts}
@@ -25,12 +27,18 @@ class Steps:
         """A worker pulls rows to compute ``work`` for ``step``."""
         self.begun[(slot, incarnation), work.lease.no, work.lo, work.hi] = step
 
+    def joins(self, slot: Slot, incarnation: Incarnation, works: tuple[Work, ...]) -> None:
+        """A worker calls these one part of a step."""
+        self._number += 1
+        for work in works:
+            self.parts[(slot, incarnation), work.lease.no, work.lo, work.hi] = self._number
+
     def pushes(self, slot: Slot, incarnation: Incarnation, work: Work) -> None:
         who = (slot, incarnation)
         key = (who, work.lease.no, work.lo, work.hi)
         step = self.begun.get(key, -1)
         if (step, who) not in self.named:
             raise Violation(f"worker:{slot} pushes [{work.lo}, {work.hi}), which step {step} was closed without")
-        first = self.pushed.setdefault((step, who), key)
-        if first != key:
-            raise Violation(f"worker:{slot} pushes two parts of step {step}: {sorted((first, key))}")
+        part = self.parts[key]
+        if self.pushed.setdefault((step, who), part) != part:
+            raise Violation(f"worker:{slot} pushes two parts of step {step}: [{work.lo}, {work.hi}) is of the second")

@@ -3,7 +3,7 @@
 Bounded: batch number i (of this worker) begins when ``i - floor <= ahead``. Batches that were begun and are not
 settled are ``_begun``; so finished ones are counted without counting what was given up twice.
 
-Sync: a *part* is all that is computed for one step::
+Sync: a *part* is all that is computed for one step, of one or several shards::
 
     begin, begin, ... -> ready --(turn names it)--> Pushing -> settled -> pushed -> (turn of the next step) -> begin
                               --(turn does not)---> Late: nothing of it may leave; the shard goes back
@@ -11,25 +11,27 @@ Sync: a *part* is all that is computed for one step::
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, LeaseNo, Slot
-from everstep.model.turn import Place, Share, State, Turn
+from everstep.model.turn import Place, Portion, Share, State, Turn
 from everstep.tables.protocol import Work
 
 
 class Pushing(msgspec.Struct, frozen=True):
     """Push this part; its gradient is a mean over its own samples and counts ``weight`` times in the step's."""
 
-    work: Work
+    works: tuple[Work, ...]
     weight: float
 
 
 class Late(msgspec.Struct, frozen=True):
     """The step was closed without this part."""
 
-    work: Work
+    works: tuple[Work, ...]
 
 
 Verdict = Pushing | Late
@@ -43,6 +45,7 @@ class Gate:
         "_begun",
         "_finished",
         "_known",
+        "_left",
         "_me",
         "_part",
         "_parts",
@@ -64,7 +67,8 @@ class Gate:
         self._finished = 0  # bounded
         self._known = -1  # the last step heard of: a new master may not know it
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
-        self._part: Work | None = None  # sync: computed
+        self._part: tuple[Work, ...] = ()  # sync: computed
+        self._left: set[tuple[LeaseNo, int, int, int]] = set()  # of it: not settled
         self._parts: tuple[Share, ...] = ()  # sync: of the closed step
         self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
         self._resting = True
@@ -94,6 +98,12 @@ class Gate:
         if self._step < 0:
             return not turn.parts
         return self._stage == "busy"
+
+    def portion(self) -> Portion | None:
+        """Sync: what to take of the step under way; None: no plan says so, a batch of the loader."""
+        me, _ = self._me
+        turn = self._turn
+        return next((p for p in turn.portions if p.slot == me), None) if self.sync and turn is not None else None
 
     def place(self) -> Place:
         """Where this worker is."""
@@ -134,7 +144,7 @@ class Gate:
 
     def leave(self) -> None:
         """The loop is over; nothing that is in hand will be pushed."""
-        self._resting, self._begun, self._part = True, [], None
+        self._resting, self._begun, self._part, self._left = True, [], (), set()
         self._step, self._stage, self._parts = -1, "busy", ()
 
     def begin(self, work: Work) -> None:
@@ -145,22 +155,26 @@ class Gate:
             assert self._turn is not None
             self._step, self._stage = self._turn.step, "busy"
 
-    def ready(self, work: Work, samples: int) -> Verdict | None:
-        """Sync: the part is computed; ``samples`` count (0: its gradient is dropped)."""
-        self._part, self._stage = work, "ready"
-        self._begun = [(work.lease.no, work.lo, work.lo + samples)]
+    def ready(self, works: tuple[Work, ...], dropped: Collection[Work] = ()) -> Verdict | None:
+        """Sync: the part is computed. ``dropped``: of it, what does not count (a gradient that is not finite)."""
+        self._part, self._stage = works, "ready"
+        self._left = {work.key for work in works}
+        self._begun = [(w.lease.no, w.lo, w.lo if w in dropped else w.hi) for w in works]
         return self._judge()
 
     def settled(self, work: Work) -> None:
         """The gradients of ``work`` are at all ps, or were given up."""
         left = [b for b in self._begun if not (b[0] == work.lease.no and work.lo <= b[1] and b[2] <= work.hi)]
-        gone, self._begun = len(self._begun) - len(left), left
+        before, gone, self._begun = self._begun, len(self._begun) - len(left), left
         if not self.sync:
             self._finished += gone
-        elif self._part is not None and self._part.key == work.key:
-            self._part, self._stage, self._begun = None, "pushed", []
-            self._over()
-        elif gone and not left and self._part is None:
+        elif work.key in self._left:
+            self._left.discard(work.key)
+            self._begun = before  # (said of the part as long as any of it is under way)
+            if not self._left:
+                self._part, self._stage, self._begun = (), "pushed", []
+                self._over()
+        elif gone and not left and not self._part:
             self._step = -1  # nothing has come of it
 
     def turn(self, turn: Turn) -> Verdict | None:
@@ -186,8 +200,8 @@ class Gate:
             self._step, self._stage, self._parts = -1, "busy", ()
 
     def _judge(self) -> Verdict | None:
-        work, turn = self._part, self._turn
-        if work is None or turn is None or self._parts or turn.step < self._step:
+        works, turn = self._part, self._turn
+        if not works or turn is None or self._parts or turn.step < self._step:
             return None
         if turn.step == self._step:
             if not turn.parts:
@@ -195,7 +209,8 @@ class Gate:
             mine = next((p for p in turn.parts if (p.slot, p.incarnation) == self._me), None)
             if mine is not None:
                 self._parts = turn.parts
-                return Pushing(work, mine.samples / max(1, turn.samples))
+                return Pushing(works, mine.samples / max(1, turn.samples))
         self.late += 1
-        self._part, self._step, self._stage, self._begun = None, -1, "busy", []
-        return Late(work)
+        self._part, self._step, self._stage, self._begun = (), -1, "busy", []
+        self._left = set()
+        return Late(works)

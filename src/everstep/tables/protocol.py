@@ -582,6 +582,22 @@ class WorkerProtocol:
         """Call after ``next_work``: asks for the next shard when the current one is about to run out."""
         return self._more()
 
+    def put_back(self, work: Work) -> bool:
+        """The newest work handed out is not computed after all: ``next_work`` begins there again. False: it is not
+        the newest one, or not wanted any more."""
+        held = self._held.get(work.lease.no)
+        if held is None or held.state is not _State.ACTIVE or not held.handed or held.handed[-1].work != work:
+            return False
+        buckets = held.handed.pop().buckets
+        self.retried -= work.retried
+        if held.position == work.hi and buckets == held.everyone and not held.ragged:
+            held.position = work.lo
+        elif held.ragged and held.ragged[-1][0] == work.hi and held.ragged[-1][2] == buckets:
+            held.ragged[-1] = (work.lo, held.ragged[-1][1], buckets)
+        else:
+            held.ragged.append((work.lo, work.hi, buckets))
+        return True
+
     def computed(self, work: Work, skipped: bool = False) -> list[Action]:
         """``work`` (possibly joined of several) is computed; ``skipped``: its gradients are not finite and dropped."""
         held = self._held.get(work.lease.no)
