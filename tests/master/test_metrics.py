@@ -13,7 +13,7 @@ from everstep.master.metrics import REQUEST_MAX_BYTES, TOKEN_FILE, MetricsServer
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.names import METRICS
-from everstep.monitor.prometheus import Page, number
+from everstep.monitor.prometheus import Key, Page, number
 from everstep.monitor.windows import Windows
 from everstep.net.messages import GroupStatus, MemberStatus, SeenReport, StatusReport
 
@@ -64,6 +64,16 @@ def test_names_follow_the_conventions_and_are_in_the_docs() -> None:
         assert m.name.endswith("_total") == (m.kind == "counter"), m.name
         assert f"`{m.name}`" in docs, f"{m.name} is not in docs/monitoring.md"
     assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+def test_counters_of_the_job_never_go_back() -> None:
+    counted: dict[Key, float] = {}
+    for done, told in ((100, 100), (40, 100), (120, 120)):  # (a checkpoint was gone back to)
+        page = Page(counted)
+        page.set("everstep_samples_total", done)
+        page.set("everstep_worker_samples_total", done, 0)
+        assert f"everstep_samples_total {told}\n" in page.text()
+        assert f'everstep_worker_samples_total{{slot="0"}} {done}\n' in page.text(), "a new process begins anew"
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1"), (0.5, "0.5"), (float("inf"), "+Inf"), (1e300, "1e+300")])

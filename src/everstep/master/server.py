@@ -86,7 +86,7 @@ from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
 from everstep.model.turn import Turn
-from everstep.monitor.prometheus import Page
+from everstep.monitor.prometheus import Key, Page
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
@@ -184,6 +184,7 @@ class Master:
             window_s=self.observer.windows.short_s,
             tell=self._tell,
         )
+        self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
         self._undurable: collections.deque[Undurable] = collections.deque()
@@ -594,7 +595,7 @@ class Master:
 
     def _page(self) -> str:
         """For the endpoint of metrics."""
-        page = Page()
+        page = Page(self._counted)
         job = self.brain.job
         fill(
             page,

@@ -13,10 +13,18 @@ LABEL_MAX = 200  # characters of a label's value: some come from scripts
 SERIES_MAX = 50_000  # of one answer
 
 
-class Page:
-    """Values by metric. ``set`` them in any order; ``text`` has them in the order of the table of names."""
+Key = tuple[str, tuple[str, ...]]
 
-    def __init__(self) -> None:
+
+class Page:
+    """Values by metric. ``set`` them in any order; ``text`` has them in the order of the table of names.
+
+    ``counted``: counters of the whole job as the pages before had them. They never go back: where samples are taken
+    back (every state was lost, a checkpoint was gone back to) Prometheus would take that for a new process, and count
+    all samples once more."""
+
+    def __init__(self, counted: dict[Key, float] | None = None) -> None:
+        self._counted = counted if counted is not None else {}
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
         self._series = 0
 
@@ -27,7 +35,10 @@ class Page:
             raise InternalError(f"metric {name!r} with {len(labels)} labels is not in monitor/names.py")
         if self._series < SERIES_MAX:
             self._series += 1
-            self._values.setdefault(name, {})[tuple(str(v)[:LABEL_MAX] for v in labels)] = value
+            key = tuple(str(v)[:LABEL_MAX] for v in labels)
+            if metric.kind == "counter" and "slot" not in metric.labels:
+                value = self._counted[name, key] = max(value, self._counted.get((name, key), value))
+            self._values.setdefault(name, {})[key] = value
 
     def text(self) -> str:
         lines: list[str] = []
