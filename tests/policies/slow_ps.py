@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -28,8 +29,10 @@ class Pss:
         buckets: int = 64,
         fixed: float = 0.0,
         noise: Callable[[int, int], float] = lambda slot, window: 1.0,
+        **facts: Any,
     ) -> None:
         self.factor, self.fixed, self.noise = factor, fixed, noise
+        self.facts = facts  # of the observations
         self.owner = [Slot(b % ps) for b in range(buckets)]
         self.ps = ps
         self.window = 0
@@ -61,7 +64,7 @@ class Pss:
             )
             for slot in range(self.ps)
         )
-        return Observations(at=WINDOW_S * self.window, window_s=WINDOW_S, servers=servers)
+        return Observations(at=WINDOW_S * self.window, window_s=WINDOW_S, servers=servers, **self.facts)
 
     def run(self, until: int) -> None:
         """Up to this window."""

@@ -1,9 +1,9 @@
 """Slow ps: how their buckets are divided, when they change hands, and what replacing one is worth.
 
 Theory. A worker's request goes to all ps and lasts as long as its slowest part. So the best division makes all parts
-take equally long: work in proportion to speed. Something of each part is fixed, whatever its work is, so one division
-by measured times is not the end: what is measured then leads to the next, until the parts are alike. All buckets that
-have to go are asked for at once (the brain moves so many at a time): each round costs windows in which to measure.
+take equally long: ``pace * (fixed + work)``, where ``fixed`` is what any part costs, in buckets' worth of work. How
+much that is shows when buckets have moved, so the first division takes it for nothing and another one follows. All
+buckets that have to go are asked for at once (the brain moves so many at a time): each round costs windows to measure.
 
 What is measured is the time of a part, and by its bytes how much work it was: so a ps of hot buckets is not called
 slow, and readings stay true when buckets have moved. A window in which buckets changed hands belongs to neither
@@ -38,30 +38,49 @@ SETTLE = 6  # windows in which no bucket changed hands: what was asked for and h
 SPELL = 30  # windows: slowness that lasted longer was no moment
 TOLD = 32  # buckets that a decision names; the plan has all of them
 KEPT = 10  # windows that are remembered of each ps
+TELLING = 1.5  # so many times more or less work shows what is fixed of a part
+FIXED_MAX = 4  # of a ps's even share of buckets
 WORTH = 1.08  # a division must make the slowest part of a request so many times faster
 LATE = 1.1  # of the others' time: who is slow and answers later holds up requests
-EARLY = 0.75  # of the others' time: who answers earlier could do more
+EARLY = 0.75  # of the others' time: who answers earlier could do more,
+FEW = 0.85  # where it has less than so much of an even share
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One process. ``paces_s``: seconds for a bucket's worth of work, by window, newest last; ``clean``: how many of
-    them were measured since buckets changed hands. ``late``, ``early``: for how many windows it has been so."""
+    """One process. ``parts``: of a request, by window, newest last: its seconds, and its work in buckets' worth;
+    ``clean``: how many of them were measured since buckets changed hands. ``late``, ``early``: for how many windows it
+    has been so."""
 
-    paces_s: tuple[float, ...] = ()
+    parts: tuple[tuple[float, float], ...] = ()
     clean: int = 0
     late: int = 0
     early: int = 0
 
-    def pace_s(self) -> float:
+    def paces_s(self, fixed: float) -> tuple[float, ...]:
+        return tuple(s / (fixed + work) for s, work in self.parts)
+
+    def pace_s(self, fixed: float) -> float:
         """Of the last windows together: one alone may be off."""
-        return median(self.paces_s[-min(PATIENCE, self.clean) :])
+        return median(self.paces_s(fixed)[-min(PATIENCE, self.clean) :])
+
+    def fixed(self) -> float | None:
+        """By its parts before and after buckets moved; None: that does not show it (yet, or any more)."""
+        now, before = self.parts[-self.clean :], self.parts[: -self.clean][-PATIENCE:]
+        if self.clean != AGAIN or len(before) < AGAIN:
+            return None
+        (now_s, work), (was_s, had) = ((median(s for s, _ in p), median(w for _, w in p)) for p in (now, before))
+        if max(work, had) < TELLING * min(work, had):
+            return None
+        if (now_s - was_s) * (work - had) <= 0:  # less work does not take longer: it became slower or faster meanwhile
+            return None
+        return max(0.0, (now_s * had - was_s * work) / (was_s - now_s))
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then. ``patience``:
     where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when the moves that
     were asked for are done; ``waits``: windows for which to wait for that, from the last change on. ``rounds``: how
-    often buckets were asked to move."""
+    often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work."""
 
     owned: dict[Slot, int] = {}
     records: dict[Key, Record] = {}
@@ -71,11 +90,13 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
     wanted: dict[Slot, int] = {}
     waits: int = 0
     rounds: int = 0
+    fixed: float = 0.0
 
     def unsettled(self, v: Verdict) -> bool:
-        """Whether buckets move, or may do so before long, because of this one."""
-        late = self.records[v.slot, v.incarnation].late
-        return self.waits > 0 or 0 < late <= self.patience.get(v.slot, PATIENCE)
+        """Whether buckets move, or may do so before long, because of this one. (One that answers early is not slow: of
+        its few buckets, each has much of what is fixed of a part.)"""
+        r = self.records[v.slot, v.incarnation]
+        return self.waits > 0 or r.early > 0 or 0 < r.late <= self.patience.get(v.slot, PATIENCE)
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -107,7 +128,7 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Serv
     if owned != state.owned:
         waits = SETTLE if state.waits and owned != state.wanted else 0
         records = {
-            key: Record(r.paces_s, 0, max(0, r.late and r.late - AGAIN), max(0, r.early and r.early - AGAIN))
+            key: Record(r.parts, 0, max(0, r.late and r.late - AGAIN), max(0, r.early and r.early - AGAIN))
             for key, r in old.items()
         }
         return (), msgspec.structs.replace(state, owned=owned, records=records, waits=waits)
@@ -117,16 +138,19 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Serv
     for s in seen.servers:
         if s.slot in look.part_s:
             r, part_s, others_s = old[s.slot, s.incarnation], look.part_s[s.slot], look.others_s(s.slot)
-            late, early = part_s > LATE * others_s > 0, s.buckets < level and part_s < EARLY * others_s
-            paces_s = (*r.paces_s, part_s / look.work[s.slot])[-KEPT:]
+            late, early = part_s > LATE * others_s > 0, s.buckets < FEW * level and part_s < EARLY * others_s
+            parts = (*r.parts, (part_s, look.work[s.slot]))[-KEPT:]
             records[s.slot, s.incarnation] = Record(
-                paces_s, r.clean + 1, r.late + 1 if late else 0, r.early + 1 if early else 0
+                parts, r.clean + 1, r.late + 1 if late else 0, r.early + 1 if early else 0
             )
     judged = {s.slot: records[s.slot, s.incarnation] for s in seen.servers if s.slot in look.part_s}
-    paces = {slot: (r.pace_s(), r.paces_s) for slot, r in judged.items()}
+    found = [f for r in judged.values() if (f := r.fixed()) is not None]
+    fixed = min(median(found), float(level * FIXED_MAX)) if found else state.fixed
+    paces = {slot: (r.pace_s(fixed), r.paces_s(fixed)) for slot, r in judged.items()}
     verdicts = judge_servers(seen.servers, paces, state.slow)
     slow = frozenset(v.slot for v in verdicts if v.slow)
-    return verdicts, msgspec.structs.replace(state, records=records, slow=slow, waits=max(0, state.waits - 1))
+    waits = max(0, state.waits - 1)
+    return verdicts, msgspec.structs.replace(state, records=records, slow=slow, waits=waits, fixed=fixed)
 
 
 def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Servers) -> tuple[Plan | None, Servers]:
@@ -136,8 +160,9 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     servers = {s.slot: s for s in seen.servers}
     records = {slot: state.records[slot, s.incarnation] for slot, s in servers.items()}
     patience = {slot: state.patience.get(slot, PATIENCE) for slot in servers}
-    late = [v for v in verdicts if records[v.slot].late >= patience[v.slot] and v.slow]
-    early = [v for v in verdicts if records[v.slot].early >= patience[v.slot]]
+    sure = [v for v in verdicts if records[v.slot].clean >= AGAIN]
+    late = [v for v in sure if records[v.slot].late >= patience[v.slot] and v.slow]
+    early = [v for v in sure if records[v.slot].early >= patience[v.slot]]
     if not late and not early:
         return None, state
     # who is not slow has its class's pace, so noise is not followed; who has no reading is as fast as most
@@ -146,17 +171,19 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
         paces[v.slot] = v.pace_s if v.slow or records[v.slot].early else v.normal_s
     work = look_at(seen.servers).work
     # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
-    bucket_s = {slot: paces[slot] * (work[slot] / s.buckets if slot in work else 1.0) for slot, s in servers.items()}
+    worth = {slot: work[slot] / s.buckets if slot in work else 1.0 for slot, s in servers.items()}
+    part = {slot: (paces[slot] * state.fixed, paces[slot] * worth[slot]) for slot in servers}
+    have = {slot: s.buckets for slot, s in servers.items()}
+    owners = transfers(servers, divided(sum(have.values()), part), state.rounds)
     was = {bucket: slot for slot, s in servers.items() for bucket in s.owned}
-    wanted = divided(sum(s.buckets for s in servers.values()), bucket_s)
-    owners = transfers(servers, wanted, state.rounds)
-    wanted = {slot: s.buckets for slot, s in servers.items()}
+    wanted = dict(have)
     for bucket, slot in owners.items():
         wanted[slot] += 1
         wanted[was[bucket]] -= 1
-    now_s = max(s.buckets * bucket_s[slot] for slot, s in servers.items())
-    then_s = max(wanted[slot] * bucket_s[slot] for slot in servers)
-    if not owners or now_s < WORTH * then_s:
+    now_s, then_s = (max(part[s][0] + n * part[s][1] for s, n in counts.items()) for counts in (have, wanted))
+    if (
+        not owners or now_s < (WORTH if late else 1.0) * then_s
+    ):  # (who answers early, may have as much as holds up nobody)
         return None, state
     if late:
         worst = max(late, key=lambda v: (v.slowness, -v.slot))
@@ -174,6 +201,7 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
         f"ps:{v.slot}": f"{paces[v.slot] * 1e3:.3g} ms, {servers[v.slot].buckets} to {wanted[v.slot]}" for v in verdicts
     }
     inputs |= {"windows": windows, "faster": round(now_s / then_s, 3), "buckets": len(owners)}
+    inputs |= {"fixed": round(state.fixed, 2)}
     inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:TOLD]}
     plan = Plan(actions=(MoveBuckets(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
     return plan, msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1)
@@ -190,16 +218,16 @@ def _well(seen: Observations, state: Servers, slot: Slot) -> Servers:
     return msgspec.structs.replace(state, patience=patience, relieved=relieved)
 
 
-def divided(total: int, bucket_s: Mapping[Slot, float]) -> dict[Slot, int]:
+def divided(total: int, part_s: Mapping[Slot, tuple[float, float]]) -> dict[Slot, int]:
     """Buckets by ps for a slowest part that is as fast as can be: one after the other goes to who has it done first.
-    Every ps has one: what has none is never measured again."""
-    counts = dict.fromkeys(bucket_s, 1)
-    ends = [(2 * s, slot) for slot, s in bucket_s.items()]
+    ``part_s``: seconds of a part, and for each bucket. Every ps has one: what has none is never measured again."""
+    counts = dict.fromkeys(part_s, 1)
+    ends = [(fixed_s + 2 * each_s, slot) for slot, (fixed_s, each_s) in part_s.items()]
     heapq.heapify(ends)
     for _ in range(total - len(counts)):
-        _, slot = ends[0]
+        end_s, slot = ends[0]
         counts[slot] += 1
-        heapq.heapreplace(ends, ((counts[slot] + 1) * bucket_s[slot], slot))
+        heapq.heapreplace(ends, (end_s + part_s[slot][1], slot))
     return counts
 
 
