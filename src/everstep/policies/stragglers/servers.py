@@ -63,6 +63,11 @@ class Record(msgspec.Struct, frozen=True):
         """Of the last windows together: one alone may be off."""
         return median(self.paces_s(fixed)[-min(PATIENCE, self.clean) :])
 
+    def work(self) -> float:
+        """Of the last windows; 0.0: none."""
+        last = self.parts[-min(PATIENCE, self.clean) :] if self.clean else ()
+        return median(work for _, work in last) if last else 0.0
+
     def fixed(self) -> float | None:
         """By its parts before and after buckets moved; None: that does not show it (yet, or any more)."""
         now, before = self.parts[-self.clean :], self.parts[: -self.clean][-PATIENCE:]
@@ -169,9 +174,8 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     paces = dict.fromkeys(servers, median(v.normal_s for v in verdicts))
     for v in verdicts:
         paces[v.slot] = v.pace_s if v.slow or records[v.slot].early else v.normal_s
-    work = look_at(seen.servers).work
     # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
-    worth = {slot: work[slot] / s.buckets if slot in work else 1.0 for slot, s in servers.items()}
+    worth = {slot: records[slot].work() / s.buckets or 1.0 if s.buckets else 1.0 for slot, s in servers.items()}
     part = {slot: (paces[slot] * state.fixed, paces[slot] * worth[slot]) for slot in servers}
     have = {slot: s.buckets for slot, s in servers.items()}
     owners = transfers(servers, divided(sum(have.values()), part), state.rounds)
