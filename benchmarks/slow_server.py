@@ -57,7 +57,7 @@ class Case(msgspec.Struct, frozen=True):
     healthy_step_s: float
 
 
-CASES = (Case("half", 0.08, 17.0, 0.085), Case("full", 0.005, 40.0, 0.11))
+CASES = (Case("half", 0.08, 17.0, 0.085), Case("full", 0.005, 60.0, 0.15))
 
 
 def ceiling(s: float, load: float) -> float:
