@@ -6,10 +6,12 @@ import asyncio
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.master.metrics import REQUEST_MAX_BYTES, TOKEN_FILE, MetricsServer, fill, is_loopback
+from everstep.master.readings import METRICS_FILE, MetricsLine, Readings
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.names import METRICS
@@ -74,6 +76,17 @@ def test_counters_of_the_job_never_go_back() -> None:
         page.set("everstep_worker_samples_total", done, 0)
         assert f"everstep_samples_total {told}\n" in page.text()
         assert f'everstep_worker_samples_total{{slot="0"}} {done}\n' in page.text(), "a new process begins anew"
+
+
+def test_a_new_master_goes_on_with_what_the_last_one_told(tmp_path: Path) -> None:
+    told = [
+        MetricsLine(at=t, samples_done=n, samples_per_s=9.0, workers=1, todo=1, doing=1) for t, n in ((1, 90), (3, 70))
+    ]
+    told[-1].values, told[-1].retried = {"loss": 0.5}, {"0.1": 3}
+    text = b"".join(msgspec.json.encode(line) + b"\n" for line in told) + b'{"at":5.0,"samp'
+    (tmp_path / METRICS_FILE).write_bytes(b'ples_done":7}\n' + text)  # both ends cut
+    readings = Readings(tmp_path)
+    assert (readings.samples_told, readings.values, readings.batches_retried) == (90, {"loss": 0.5}, 3)
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.0, "1"), (0.5, "0.5"), (float("inf"), "+Inf"), (1e300, "1e+300")])

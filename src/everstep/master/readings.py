@@ -28,6 +28,7 @@ from everstep.policies.places import HOME_NODE
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 64 * 1024
+_LINES_READ = 30  # the newest: a minute
 _EPOCHS_SHOWN = 20  # of each dataset, the newest
 
 
@@ -100,6 +101,7 @@ class Readings:
         self._path = run_dir / METRICS_FILE
         self._last: tuple[float, int] | None = None
         self._rate = 0.0
+        self.samples_told = 0  # by the lines of metrics, those of an earlier master included; never goes back
         self._steps: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
         self._progress = Progress()
@@ -110,14 +112,14 @@ class Readings:
         return f"<readings of {len(self._by_member)} members, {len(self.values)} values>"
 
     def _recover(self) -> None:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            with self._path.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = [line for line in file.read().split(b"\n")[:-1] if line]  # the last may be cut short
-            if lines:
-                line = msgspec.json.decode(lines[-1], type=MetricsLine)
-                self.values.update(line.values)
-                self._retried.update(line.retried)
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # the last may be cut short
+            for raw in lines[-_LINES_READ:]:
+                with contextlib.suppress(msgspec.MsgspecError):  # so may the first
+                    line = msgspec.json.decode(raw, type=MetricsLine)
+                    self.values, self._retried = line.values, line.retried
+                    self.samples_told = max(self.samples_told, line.samples_done)
 
     def take(self, key: MemberKey, incarnation: Incarnation, readings: dict[str, float], at: float) -> None:
         known = self._by_member.get(key)
@@ -158,6 +160,7 @@ class Readings:
         if self._last is not None and at > self._last[0]:
             self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
         self._last = (at, done)
+        self.samples_told = max(self.samples_told, done)
         step = brain.state.groups.step
         if 0 < self._steps[0] < at:
             self._steps_per_s = max(0.0, (step - self._steps[1]) / (at - self._steps[0]))

@@ -599,7 +599,8 @@ class Master:
         job = self.brain.job
         fill(
             page,
-            self.status(),
+            # (a new master hears only by and by how far the shards are that workers hold)
+            msgspec.structs.replace(self.status(), samples_done=self.readings.samples_told),
             self.seen(),
             self.observer.windows.of,
             {"worker": job.workers_wanted, "ps": job.ps_wanted},
