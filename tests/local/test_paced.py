@@ -13,7 +13,7 @@ from local_jobs import Run, until
 
 from everstep.model.member import Role
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 FLAGS = ("--workers", "3", "--ps", "2", "--no-display")
 
 

@@ -145,7 +145,7 @@ def test_the_master_dies_at_a_manifest(counting: Counting, step: str, monkeypatc
     monkeypatch.setenv("EVERSTEP_FAULT", f"master:1:{step}:1")
     run = counting
     run.write(epochs=EPOCHS, pause_s=0.02)
-    run.start("--workers", "1", "--checkpoint-every", "1s", "--checkpoint-keep", "9")
+    run.start("--workers", "1", "--checkpoint-every", "1s", "--checkpoint-keep", "999")
     assert run.wait() == 0, run.story()
     assert "1 master" in run.text(), run.text()
     place = checkpoint_place(run.run_dir)
