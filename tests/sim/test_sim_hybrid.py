@@ -11,7 +11,9 @@ from everstep.sim.mutations_hybrid import HYBRID_MUTATIONS, hybrid
 from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 
-FOUND = (98, 164)  # of the model: a new line and watermarks that differ; a leaver beside a dead connection
+# 98, 164 of the model: a new line and watermarks that differ; a leaver beside a dead connection. 588 a leaver led on
+# those who came after it had left, and what had been committed between was known to nobody.
+FOUND = (98, 164, 588)
 
 
 @pytest.mark.timeout(400)

@@ -200,6 +200,17 @@ class GroupKeeper:
             return False
         return generation == books.origin or generation <= books.confirmed
 
+    def _goes_on(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether the line does: somebody has the state that the journal tells of, and somebody each step behind it."""
+        return any(map(self.holds, members)) or any(self._leads_on(x, members) for x in self.books.leavers)
+
+    def _leads_on(self, x: Leaver, members: tuple[GroupMember, ...]) -> bool:
+        """Whether nobody is beyond the state of this one by steps that nobody left can tell of: those who only copied
+        theirs may be, where all of them came after it had left."""
+        entered = self.books.entered
+        staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
+        return self.holds(x.member) and (not staying or any(entered[m.slot][1] <= x.generation for m in staying))
+
     def joining(self) -> tuple[GroupMember, ...]:
         """Living workers that asked and are not in the group, by slot."""
         return tuple(self._newcomers(False))
@@ -215,7 +226,7 @@ class GroupKeeper:
         group = self.books.group
         if group is None:
             return None
-        if not any(map(self.holds, (*group.members, *(x.member for x in self.books.leavers)))):
+        if not self._goes_on(group.members):
             return None
         return msgspec.structs.replace(group, joining=self.joining())
 
@@ -416,7 +427,7 @@ class GroupKeeper:
             self._lose(m.slot, m.incarnation)
         leavers = [x.member for x in books.leavers]
         self._keep_the_last([m for m in (*staying, *leavers) if self.holds(m)])
-        if not any(map(self.holds, (*members, *leavers))):
+        if not self._goes_on(members):
             return self._form(at)
         if not any(map(self.holds, staying)) and not synced:
             staying += [m for m in leavers if self.holds(m)]  # they have the only state

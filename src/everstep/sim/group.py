@@ -64,6 +64,7 @@ TELL_ANYWAY_S = 2.0
 CONNECT_S = 5.0
 LEAVE_S = 15.0
 CLOSE_S = 60.0  # for the last reports, when the script is over
+GAP_S = 5.0  # the same where others have to tell what was before them
 BATCH = 2
 
 
@@ -755,7 +756,8 @@ class GroupWorker(Child):
 
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
-        if self.commits.waiting and self.kernel.now - since < CLOSE_S:
+        mine = self.telling or self.commits.to_tell()
+        if self.commits.waiting and self.kernel.now - since < (CLOSE_S if mine else GAP_S):
             self.tell(True)
             self.later(0.02, self.end, status, since)
             return
