@@ -12,7 +12,9 @@ from everstep.brain.events import (
     CommitManifest,
     Fenced,
     FinishJob,
+    Grouped,
     GroupLeft,
+    GroupSynced,
     ImagesWritten,
     InstructionType,
     MemberJoined,
@@ -163,6 +165,27 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
     job.say(BucketsReady(0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), "loaded"))
+
+
+def test_a_newcomer_gets_no_state_of_those_who_end_since_buckets_go_back() -> None:
+    job = saved_tables()
+    job.commit(4, 5, 0, 60, 80)
+    job.kill(1)  # its next life is on its way, and is not among those who end
+    out = job.lose(1)
+    assert {i.slot for i in out if isinstance(i, StopProcess)} == {0}
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert not group.members, "who ends goes at once: it need not hand its state on"
+    job.hire(1)
+    assert Reply(Grouped(None, Mark(6, 0, 0, 80))) in job.ask(1), "nobody to copy from"
+    generation = job.brain.state.groups.generations
+    out = job.say(GroupSynced(0.0, Slot(1), Incarnation(2), generation))  # it had begun before
+    assert not any(isinstance(i, PublishGroup) for i in out)
+    job.say(ProcessExited(0.0, Role.WORKER, Slot(0), Incarnation(1), 143, ""))
+    job.serve(1, life=2)
+    job.hire(0)
+    out = [*job.ask(0), *job.ask(1)]
+    begun = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert (begun.begin, begun.restore, begun.size) == (Mark(3, 0, 0, 50), 1, 2)
 
 
 def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -> None:

@@ -220,6 +220,7 @@ class Brain:
         out = self._handlers[type(event)](event)
         if grouped:
             out += self._save_for_leavers(left, event.at)
+            self._tell_groups()
             out += self.groups.settle(event.at)
             if (why := why_save(event, out, self.job)) != "":
                 out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
@@ -1035,6 +1036,7 @@ class Brain:
         groups.start = self._start_of_line()
         groups.saving = writing is not None
         groups.committing = writing is not None and writing.manifest is not None
+        groups.void = bool(self.state.protection.ending)
 
     def _group_stalled(self, e: GroupStalled) -> list[InstructionType]:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)

@@ -165,14 +165,15 @@ class Groups(msgspec.Struct, kw_only=True):
 class GroupKeeper:
     """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint);
     ``saving``: a checkpoint is being written, and who has the only state stays for it; ``committing``: its manifest is,
-    so that it is about to be the newest: nobody begins from an older one any more."""
+    so that it is about to be the newest: nobody begins from an older one any more; ``void``: buckets of its tables go
+    back to what is older than the group's state, as soon as all who have that have ended: nobody may copy it."""
 
-    __slots__ = ("books", "committing", "job", "members", "saving", "shards", "start")
+    __slots__ = ("books", "committing", "job", "members", "saving", "shards", "start", "void")
 
     def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
         self.job, self.members, self.shards, self.books = job, members, shards, books
         self.start: tuple[Mark, int] = (Mark(), 0)
-        self.saving = self.committing = False
+        self.saving = self.committing = self.void = False
 
     # ------------------------------------------------------------ views
 
@@ -224,9 +225,7 @@ class GroupKeeper:
     def view(self) -> Group | None:
         """The group published last, with who is joining now; None: nobody of it is left."""
         group = self.books.group
-        if group is None:
-            return None
-        if not self._goes_on(group.members):
+        if group is None or self.void or not self._goes_on(group.members):
             return None
         return msgspec.structs.replace(group, joining=self.joining())
 
@@ -302,7 +301,7 @@ class GroupKeeper:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
         newest = self.books.cursor(e.dataset)
         has_it = e.mark is not None and e.mark.step >= newest.step
-        return has_it and not self.member(seat) and newest.epoch >= e.until_epoch
+        return has_it and not self.void and not self.member(seat) and newest.epoch >= e.until_epoch
 
     def synced(self, seat: Seat, generation: int) -> None:
         """A newcomer follows the group of ``generation``."""
@@ -419,7 +418,7 @@ class GroupKeeper:
         members = group.members if group is not None else ()
         staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
         lost = [m for m in members if self.living(m.slot, m.incarnation) is None]
-        synced = self._newcomers(True)
+        synced = [] if self.void else self._newcomers(True)
         held = group is not None and bool(group.hold)
         if not force and not synced and not held and self._all_over(members):
             return [*self._dismiss(), *self._send_home()] if not staying else []
@@ -428,12 +427,13 @@ class GroupKeeper:
         leavers = [x.member for x in books.leavers]
         self._keep_the_last([m for m in (*staying, *leavers) if self.holds(m)])
         if not self._goes_on(members):
-            return self._form(at)
+            return [] if self.void else self._form(at)
         if not any(map(self.holds, staying)) and not synced:
             staying += [m for m in leavers if self.holds(m)]  # they have the only state
         synced = [m for m in synced if m not in staying]
         wanted = [m for m in staying if not self._leaves(m)]
-        if not any(map(self.holds, wanted)) and (wanted or synced or self._awaited() or self.saving):
+        handed_on = bool(wanted or synced or self._awaited() or self.saving) and not self.void
+        if handed_on and not any(map(self.holds, wanted)):
             # One who has the state stays until somebody else has it for certain, or a checkpoint.
             keeper = next((m for m in staying if self.holds(m)), None)
             wanted = [m for m in staying if m is keeper or not self._leaves(m)]
