@@ -1285,7 +1285,11 @@ class Brain:
         return out + self._settle(f"{e.target} is to be emptied")
 
     def _hot_buckets(self, e: HotBuckets) -> list[InstructionType]:
-        """Move them, if nothing else is on its way."""
+        """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
+        so one would take back what the other gives."""
+        plan = self.state.control.plan
+        if plan is not None and any(isinstance(action, MoveBuckets) for action in plan.actions):
+            return []
         if self.job.over or not self.keeper.at_rest():
             return []
         moved = self.keeper.spread(e.moves)
