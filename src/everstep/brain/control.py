@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from everstep.brain.job import Job
+from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.observation import Observations
@@ -148,6 +149,8 @@ def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting
     ``waiting``: who is not, "" if nobody."""
     for action in plan.actions:
         match action:
+            case AdjustBatch() | AdjustAccum() | AdjustRate() if job.spec.mode == "ps" and not _steps(job):
+                return f"mode ps ({job.spec.consistency}) has no common step"
             case KillRestart(role=role, slot=slot, incarnation=incarnation):
                 if here[role].get(slot) != incarnation:
                     return f"{role}:{slot} #{incarnation} is gone"
@@ -186,6 +189,10 @@ def portions(control: Control, here: Mapping[Slot, Incarnation]) -> tuple[Portio
     if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
         return ()
     return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
+
+
+def _steps(job: Job) -> bool:
+    return parse_consistency(job.spec.consistency).kind == "sync"
 
 
 def _tag(kind: type[Action]) -> str:
