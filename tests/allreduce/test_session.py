@@ -33,7 +33,15 @@ WAIT_S = 60.0
 class State:
     def __init__(self) -> None:
         self.mark = Mark()
+        self.loop = 0
         self.sum = 0  # the "model": how many samples it has seen
+        self.rate = 0  # the "scheduler": the script steps it after each loop
+
+    def snapshot(self) -> Any:
+        return self.mark, self.loop, self.sum, self.rate
+
+    def load(self, packed: Any, what: str) -> None:
+        self.mark, self.loop, self.sum, self.rate = packed
 
     def devices(self) -> set[torch.device]:
         return set()
@@ -54,13 +62,14 @@ class Keeper:
     def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark:
         mark = self.state.mark
         step = mark.step if self.has_state else -1
-        step, dataset, epoch, position, total = max(
-            gather([step, mark.dataset, mark.epoch, mark.position, self.state.sum])
+        loop, total, rate = self.state.loop, self.state.sum, self.state.rate
+        step, loop, dataset, epoch, position, total, rate = max(
+            gather([step, loop, mark.dataset, mark.epoch, mark.position, total, rate])
         )
         self.has_state = True
         if step < 0:
             return group.begin
-        self.state.sum = total
+        self.state.loop, self.state.sum, self.state.rate = loop, total, rate
         return Mark(step, dataset, epoch, position)
 
     def boundary(self) -> None: ...
@@ -151,6 +160,7 @@ class Member:
                 if outcome is not Outcome.REDO:
                     self.state.sum += step.total
                     session.done(step)
+            self.state.rate += 1
 
     def die(self) -> None:
         """As a SIGKILL: no word to anybody, the sockets are gone."""
@@ -218,6 +228,7 @@ class World:
             member = self.members[slot]
             assert member.ended == "end", (slot, member.error)
             assert member.state.sum == (self.plan.samples * len(self.loops) if samples is None else samples)
+            assert member.state.rate == len(self.loops)
         at: dict[int, int] = {}
         place, step = {}, 0
         for c in self.steps:
@@ -317,6 +328,22 @@ def test_a_newcomer_enters_at_a_vote_and_nothing_is_done_again(world: World) -> 
     assert a.committed == list(range(len(a.committed))) and len(a.outcomes) == len(a.committed)
     assert c.committed[0] > 8 and c.committed == a.committed[c.committed[0] :]
     assert {s.generation for s in world.steps} == {1, 2}
+
+
+def test_what_a_script_does_between_loops_is_not_done_again_by_who_copied_it(world: World) -> None:
+    """worker:2 comes in its first loop into a group that is in its last one."""
+    world.loops = [(0, 1), (0, 2), (0, 3)]
+    a, b = world.start(0, 1)
+    for m in (a, b):
+        m.hold_at = 2 * world.plan.samples // (2 * BATCH) + 3
+    world.publish(0, 1)
+    world.reached(a.hold_at, 0, 1)
+    (c,) = world.start(2)
+    world.publish(0, 1, 2)
+    for m in (a, b):
+        m.go.set()
+    world.end(0, 1, 2)
+    assert c.committed and c.committed == a.committed[c.committed[0] :]
 
 
 def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(

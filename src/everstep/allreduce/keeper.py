@@ -217,31 +217,32 @@ class ReplicaKeeper:
         origin = follower.origin if follower is not None else self.origin
         has = self.has_state and origin == group.origin
         joins = has and follower is not None
-        words = gather([has, joins, *_numbers(self._state.mark)])
+        words = gather([has, joins, self._state.loop, *_numbers(self._state.mark)])
         faults.step("agree")
-        marks = [Mark(*w[2:]) for w in words]
+        marks, loops = [Mark(*w[3:]) for w in words], [w[2] for w in words]
         holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
         if not holders:
             self._form(group, gather)
         else:
             step = max(marks[r].step for r in holders)
-            reference = min(r for r in holders if marks[r].step == step)
+            newest = [r for r in holders if marks[r].step == step]
+            reference = min(newest, key=lambda r: (-loops[r], r))
             if any(not w[0] or w[1] or m.step != step for w, m in zip(words, marks, strict=True)):
-                self._level(group, rank, gather, reference, marks[reference], has)
+                self._level(group, rank, gather, reference, (marks[reference], loops[reference]), has)
         self._has, self.origin, self.source.origin = True, group.origin, group.origin
         self._rank, self.writer.origin = rank, group.origin
         self._initial = None
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
         return self._state.mark
 
-    def _level(self, group: Group, rank: int, gather: Gather, reference: int, mark: Mark, has: bool) -> None:
-        """Somebody is new, or behind: all get the state of rank ``reference``."""
-        whole = has
+    def _level(self, group: Group, rank: int, gather: Gather, reference: int, at: tuple[Mark, int], has: bool) -> None:
+        """Somebody is new, or behind: all get the state of rank ``reference``, which is ``at`` that mark and loop."""
+        whole, (mark, loop) = has, at
         if self._follower is not None:
             self._follower.reach(mark, CATCH_UP_S)
             whole = self._end_following() and has
         for _ in range(FETCH_TRIES):
-            there = whole and self._state.mark.step == mark.step
+            there = whole and (self._state.mark.step, self._state.loop) == (mark.step, loop)
             words = gather([there, self._state.quick_digest() if there else 0])
             behind = [r for r, w in enumerate(words) if w != words[reference]]
             if not behind:

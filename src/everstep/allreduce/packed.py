@@ -44,10 +44,11 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """``trees``: by name: optimizers, tracked objects; ``names``: of parameters and buffers by role."""
+    """``trees``: by name: optimizers, tracked objects; ``loop``: see ``ReplicaState``; 0: not known (older files)."""
 
     version: int = PACKED_VERSION
     mark: Mark = Mark()
+    loop: int = 0
     size_bytes: int
     tensors: tuple[TensorEntry, ...]
     parameters: tuple[int, ...] = ()

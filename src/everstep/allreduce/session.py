@@ -20,6 +20,7 @@ import torch
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.device_group import DeviceCollective
+from everstep.allreduce.packed import Packed
 from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
 from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
@@ -63,9 +64,15 @@ _WAIT_S = 0.1
 
 
 class State(Protocol):
-    """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step."""
+    """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step; ``loop``: which of
+    the script's loops it is of."""
 
     mark: Mark
+    loop: int
+
+    def snapshot(self) -> Packed: ...
+
+    def load(self, packed: Packed, what: str) -> None: ...
 
     def devices(self) -> set[torch.device]:
         """That the model is on."""
@@ -121,6 +128,8 @@ class Session:
         self._voted: Committed | None = None  # in the script's hands
         self._formed = False  # nobody of the present group had a state
         self._others_left = False  # somebody of the present group is in another loop: at the end of ours, in the next
+        self._loop = 0  # of the script, from 1: the one it is in, or was in last
+        self._ahead: Packed | None = None  # the state, while the script passes loops that the state has behind it
         self._over = False  # the master says: nothing left of what was asked for
         self._leaving: int | None = None  # exit status of the script
         self._leaving_since = 0.0
@@ -192,6 +201,7 @@ class Session:
             self.plan, self.batch_samples = plan, batch_samples
             self._over = False
             self._looping = True
+        self._begin_loop()
         if not self._entered:
             self._entered = True
             if not self.seat.embedded:
@@ -214,7 +224,7 @@ class Session:
         while True:
             joined = self._join()
             if joined is None:
-                self._looping = False
+                self._end_loop()
                 return None
             group, collective, rank = joined
             mark = self.state.mark
@@ -232,11 +242,27 @@ class Session:
                     continue
             if cut is None:
                 if self._others_left or self._farewell(collective):
-                    self._looping = False
+                    self._end_loop()
                     return None
                 continue
             self._others_left = False
             return Step.of(cut, mark, group.generation, rank, collective)
+
+    def _begin_loop(self) -> None:
+        self._loop += 1
+        if self._ahead is not None:
+            self.state.load(self._ahead, "the state before the loop")
+            if self.state.loop <= self._loop:
+                self._ahead = None
+        if self.machine.present is not None or not self.keeper.has_state:  # (else: of the one that we follow)
+            self.state.loop = max(self.state.loop, self._loop)
+
+    def _end_loop(self) -> None:
+        """What the script does until its next loop, a scheduler's step perhaps, belongs to the state: once. A state
+        that was copied from somebody who is in a later loop has it already: it is put back when that loop begins."""
+        self._looping = False
+        if self.state.loop > self._loop and self.machine.present is not None and self._ahead is None:
+            self._ahead = self.state.snapshot()
 
     def _cut_step(self, group: Group, stop: int = 0) -> StepCut | None:
         assert self.plan is not None
@@ -297,6 +323,7 @@ class Session:
         failed = bool(error) or self.failure is not None
         if not failed and self._entered:
             if self._leaving is None:
+                self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
                 self.keeper.finish()
             self._tell_rest()
         if not failed and self._entered and not self._leave_said:
@@ -425,6 +452,9 @@ class Session:
             self._origin = group.origin
             self._met = True
             self._synced = 0
+            self._ahead = None
+            if self._formed and not group.restore:
+                self.state.loop = self._loop
             self.state.mark = mark
         self._turn_to(self.dataset)
         self._settle(mark.step)
@@ -534,12 +564,10 @@ class Session:
         self._changed.wait(_WAIT_S)
 
     def _passed(self) -> bool:
-        """Not in the group, with a state (followed) that is beyond this loop: the script has to catch up with it."""
+        """Not in the group, with a state (followed) of a later loop: the script has to catch up with it."""
         if not self.keeper.has_state or self.plan is None or self._synced == 0:
             return False
-        mark = self.state.mark
-        epoch = mark.epoch + (mark.position >= self.plan.samples)
-        return mark.dataset != self.dataset or epoch >= self.until_epoch
+        return self.state.loop > self._loop
 
     def _turn_to(self, dataset: int) -> None:
         """Members go on with another dataset where they left it, all after the same step. Takes no lock: it may ask."""

@@ -34,8 +34,9 @@ class Named(NamedTuple):
 class ReplicaState:
     """References to all of it, alive: the lists may grow until the first snapshot.
 
-    ``mark``: of the state as it is now. ``carried``: ``p.grad`` is part of the state at this boundary. Not thread-safe:
-    whoever trains calls it.
+    ``mark``: of the state as it is now. ``loop``: which of the script's loops (``job.steps``, from 1) it is of: what
+    the script did before that one is in it. ``carried``: ``p.grad`` is part of the state at this boundary. Not
+    thread-safe: whoever trains calls it.
     """
 
     follows = True  # it can be told step by step (``allreduce.tape``)
@@ -49,6 +50,7 @@ class ReplicaState:
         """``optimizers``: torch's own, not wrappers of ours. ``tracked``: with state_dict and load_state_dict."""
         self.models, self.optimizers, self.tracked = models, optimizers, tracked
         self.mark = Mark()
+        self.loop = 0
         self.carried = False
 
     def __repr__(self) -> str:
@@ -91,9 +93,9 @@ class ReplicaState:
     def snapshot(self, into: torch.Tensor | None = None) -> Packed:
         """A copy, at the speed of memory. ``into``: uint8, used if it is exactly as long. Raises ScriptError: something
         is of a kind that cannot be saved."""
-        return self._packed(self.mark, into)
+        return self._packed(self.mark, self.loop, into)
 
-    def _packed(self, mark: Mark, into: torch.Tensor | None) -> Packed:
+    def _packed(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
         packer = Packer()
         parameters = list(self.parameters())
         numbers = tuple(packer.tensor(name, p) for name, p in parameters)
@@ -106,6 +108,7 @@ class ReplicaState:
         trees = self.pack_trees(packer, {id(p): name for name, p in parameters})
         header = PackedHeader(
             mark=mark,
+            loop=loop,
             size_bytes=packer.size_bytes,
             tensors=tuple(packer.entries),
             parameters=numbers,
@@ -152,7 +155,7 @@ class ReplicaState:
                     owner.grad = parts.as_owner(unpacker.copy(number).to(owner.device), owner)
         self.load_trees(unpacker, known)
         self.carried = bool(header.gradients)
-        self.mark = header.mark
+        self.mark, self.loop = header.mark, header.loop
 
     def _check_trees(self, unpacker: Unpacker) -> None:
         mine = [f"optimizer{o}" for o in range(len(self.optimizers))] + [f"tracked.{name}" for name in self.tracked]
@@ -180,8 +183,8 @@ class ReplicaState:
     # ------------------------------------------------------------ comparing
 
     def digest(self) -> int:
-        """Of every byte, but not of the mark: equal states have equal digests. About a second for each gigabyte."""
-        packed = self._packed(Mark(), None)
+        """Of every byte, but of neither mark nor loop: equal states have equal digests. About a second per gigabyte."""
+        packed = self._packed(Mark(), 0, None)
         hashed = hashlib.blake2b(packed.header, digest_size=8)
         hashed.update(packed.body.numpy().data)
         return _signed(hashed)

@@ -81,7 +81,7 @@ class Recorder:
             if p.grad is not None
         ]
         groups = pack_groups(packer, f"optimizer{number}", optimizer, self._names)
-        self._parts.append(_packed(packer, self._state.mark, {"step": [number, groups, gradients]}))
+        self._parts.append(_packed(packer, self._state, {"step": [number, groups, gradients]}))
 
     def boundary(self) -> Did | None:
         """At the end of each step, ``state.mark`` being the next one already: what it did; None: broken."""
@@ -97,7 +97,7 @@ class Recorder:
                     packer.tensor(f"{n}.grad", p.grad) for n, p in state.parameters() if p.grad is not None
                 )
             trees = state.pack_trees(packer, self._names, state=False)
-            end = _packed(packer, state.mark, trees, buffers, gradients)
+            end = _packed(packer, state, trees, buffers, gradients)
         except EverstepError as error:
             self.broken = str(error)
             return None
@@ -116,13 +116,14 @@ class Recorder:
 
 def _packed(
     packer: Packer,
-    mark: Mark,
+    state: ReplicaState,
     trees: dict[str, Any],
     buffers: tuple[int, ...] = (),
     gradients: tuple[int, ...] = (),
 ) -> Packed:
     header = PackedHeader(
-        mark=mark,
+        mark=state.mark,
+        loop=state.loop,
         size_bytes=packer.size_bytes,
         tensors=tuple(packer.entries),
         buffers=buffers,
@@ -153,7 +154,7 @@ def replay(state: ReplicaState, mark: Mark, parts: Sequence[Packed], what: str) 
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"{what} is of another model: {error}") from None
     state.carried = bool(end.header.gradients)
-    state.mark = mark
+    state.mark, state.loop = mark, end.header.loop
 
 
 def _step(state: ReplicaState, parameters: dict[str, torch.Tensor], given: Unpacker) -> None:
