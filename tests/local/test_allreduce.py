@@ -48,6 +48,7 @@ def test_two_of_three_are_killed_at_once(run: ReplicaRun) -> None:
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
     run.pid(0, at_least=2)
+    run.hurry()
     run.finished(2, states=1)
 
 
@@ -59,6 +60,7 @@ def test_another_one_dies_while_the_group_is_built_anew(run: ReplicaRun) -> None
     for pid in pids[1:]:
         os.kill(pid, KILL)
         time.sleep(0.02)  # about as long as a rebuild: the next one hits it
+    run.hurry()
     run.finished(3, states=1)
 
 
@@ -79,6 +81,7 @@ def test_all_are_killed_at_once_and_the_job_begins_again(run: ReplicaRun) -> Non
     run.trained(500)
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
+    run.hurry()
     run.finished(2)
 
 
@@ -145,10 +148,10 @@ def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path
         folder.mkdir()
         run = ReplicaRun(folder)
         try:
-            run.write(rows=640, epochs=4, pause_s=0.02 if kills else 0.0, batch=8)
+            run.write(rows=320, epochs=4, pause_s=0.05 if kills else 0.0, batch=8)
             run.train(workers, "--logical-workers", "4")
             for kill in range(kills):
-                run.trained(300 + 500 * kill)
+                run.trained(150 + 250 * kill)
                 os.kill(run.pid(kill, at_least=1), KILL)
             digests[name] = run.finished(kills)
         finally:

@@ -31,21 +31,23 @@ RUN = ReplicaRun
 )
 def test_a_death_while_state_is_handed_over(run: ReplicaRun, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_FAULT", fault)
-    run.write(epochs=4, pause_s=0.02)
+    run.write(epochs=4, pause_s=0.04)
     run.train(2)
     run.trained(300)
     scale(run.run_dir, workers=3, ps=None)
     slot = int(fault[7])
     run.pid(slot, at_least=2)  # it was killed there, and is replaced
+    run.hurry()
     run.finished(1, states=1)
 
 
 def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> None:
-    run.write(epochs=4, pause_s=0.02)
+    run.write(epochs=4, pause_s=0.04)
     run.train(2, "--checkpoint-every", "10batches")
     until(lambda: "checkpoint committed: checkpoint 3 " in run.text(), why=run.story)
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
+    run.hurry()
     run.finished(2)
     assert "from checkpoint" in run.text() and "from nothing" not in run.text(), run.text()
     code, out = run.everstep("ckpt", "verify", str(run.run_dir))
@@ -54,7 +56,7 @@ def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> N
 
 def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
     """One of two is killed: the other one saves it. Both are told to go: so does the last one, and stays for it."""
-    run.write(epochs=3, pause_s=0.03)
+    run.write(epochs=3, pause_s=0.06)
     run.train(2, "--checkpoint-every", "1h")
     run.trained(200)
     os.kill(run.pid(1), KILL)
@@ -73,9 +75,10 @@ def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
 def test_the_leader_dies_before_it_tells_of_its_file(run: ReplicaRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, the next leader writes the checkpoint."""
     monkeypatch.setenv("EVERSTEP_FAULT", "worker:0.1:checkpoint:1")
-    run.write(epochs=4, pause_s=0.02)
+    run.write(epochs=4, pause_s=0.04)
     run.train(2, "--checkpoint-every", "20batches")
     run.pid(0, at_least=2)
+    run.hurry()
     run.finished(1)
     code, out = run.everstep("ckpt", "ls", str(run.run_dir))
     assert code == 0 and "7,680" in out, out  # (the last one has every sample)

@@ -109,7 +109,7 @@ def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
 def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: HybridRun) -> None:
     """A ps without parity is lost: all go back to the newest checkpoint. Then the job is stopped, and resumed on other
     numbers of workers and ps: over all of that every row has every epoch once."""
-    run.write(epochs=20, pause_s=0.04)
+    run.write(epochs=12, pause_s=0.06)
     run.train(2, "--strategy", "fixed", "--ps", "2", "--checkpoint-every", "10batches")
     until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
     os.kill(run.alive(Role.PS, 1).pid, KILL)

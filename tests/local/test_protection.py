@@ -24,9 +24,9 @@ import everstep as es
 EPOCHS, ROWS = {epochs}, 3000
 job = es.join()
 model = job.sparse(es.nn.Embedding("counts", 2, init=es.Constant(0.0)), optimizer=es.SGD(lr=1.0))
-for batch in job.steps(job.loader({{"ids": np.arange(ROWS)}}, batch_size=100, epochs=EPOCHS)):
+for batch in job.steps(job.loader({{"ids": np.arange(ROWS)}}, batch_size=200, epochs=EPOCHS)):
     (-model(batch["ids"])).sum().backward()
-    time.sleep(0.03)
+    time.sleep(0.06)
 if job.chief:
     with job.eval(model):
         got = model(torch.arange(ROWS)).detach()
