@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "protect"))
 
 from image_stores import BUCKETS, ITEMS, checkpoint, new_store, train, writer_of
 
+from everstep.cli.main import main
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
 from everstep.protect.manifest import read_manifest, write_manifest
@@ -36,9 +38,12 @@ Ckpt = Callable[..., tuple[int, str, str]]
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "everstep.cli.main", "ckpt", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+    """The command in this process: exit code, stdout, stderr."""
+    with pytest.MonkeyPatch.context() as patch, StringIO() as out, StringIO() as err:
+        patch.setattr(sys, "argv", ["everstep", "ckpt", *map(str, arguments)])
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
