@@ -28,6 +28,7 @@ def job() -> Page:
     windows = Windows()
     for at in (0.0, 1.0):
         readings = {"computed": 100 * at, "compute_s": at, "per_sample_s": 0.01, "phase.forward": at, "cpu_s": at}
+        readings["bytes_out"] = 8 * at
         windows.take("worker:0", 1, readings, at)
         windows.take("ps:0", 1, {"requests": at, "bytes_in": 10 * at, "rows": 5.0, "rss_bytes": 1e6}, at)
     status = StatusReport(
@@ -53,6 +54,8 @@ def test_every_line_is_what_prometheus_reads() -> None:
         assert line.startswith(("# HELP everstep_", "# TYPE everstep_")) or sample.fullmatch(line), line
     assert 'everstep_worker_samples_total{slot="0"} 100\n' in text
     assert 'everstep_worker_phase_seconds_total{slot="0",phase="forward"} 1\n' in text
+    assert 'everstep_worker_bytes_total{slot="0",direction="out"} 8\n' in text
+    assert 'everstep_ps_bytes_total{slot="0",direction="in"} 10\n' in text
     assert 'everstep_ps_queue_requests{slot="0"} 1.5\n' in text
     assert 'everstep_reported{name="odd \\"name\\"\\n"} NaN\n' in text
     assert "everstep_group_steps_total 42\n" in text

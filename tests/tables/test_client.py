@@ -131,6 +131,8 @@ def test_pull_and_push(tmp_path: Path, n_ps: int, shared: bool) -> None:
     keys = [np.array([5, 5, -3, 99, 7]), np.arange(41)]  # odd numbers of rows: bodies need padding
     a, b = train_once(world, keys)
     assert (a == 2.0).all() and (b == 1.0).all() and a.shape == (5, 3) and b.shape == (41, 2)
+    size = 4 * (8 + 4 * 3) + 41 * (8 + 4 * 2)
+    assert world.client.carried() == {"bytes_in": 2 * size, "bytes_out": size}, "pulled twice, pushed once"
     world.close()
 
 

@@ -222,6 +222,7 @@ class Engine:
             "loader_batch": float(self._loader_batch),
             **self.clock.readings(),
             **self._process.readings(),
+            **self.tables.client.carried(),
         }
         slot, stalled_s = self.tables.client.stalled()
         if slot >= 0:

@@ -233,7 +233,7 @@ def _fill_members(page: Page, seen: SeenReport, windows: Callable[[str, int], Me
                 page.set("everstep_worker_phase_seconds_total", value, slot, reading.removeprefix("phase."))
         for way in ("in", "out"):
             if f"bytes_{way}" in last:
-                page.set("everstep_ps_bytes_total", last[f"bytes_{way}"], slot, way)
+                page.set(f"everstep_{role}_bytes_total", last[f"bytes_{way}"], slot, way)
     for w in seen.seen.workers:
         if w.short.per_sample_s:
             page.set("everstep_worker_sample_compute_seconds", w.short.per_sample_s, w.slot)

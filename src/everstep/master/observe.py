@@ -98,6 +98,7 @@ class Observer:
                 samples=w.short.samples,
                 compute_s=w.short.compute_s,
                 phases=w.short.phases,
+                bytes_per_s=w.bytes_per_s,
             )
             for w in seen.workers
         ]
@@ -153,6 +154,7 @@ class Observer:
             cpu_share=load.cpu_share,
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
             throttled_share=load.throttled_share,
+            bytes_per_s=load.bytes_per_s,
             long_load=windows.load(at, long=True) if windows is not None else Load(),
         )
 

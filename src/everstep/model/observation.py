@@ -23,15 +23,15 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s`` and what
-    follows are of a ps."""
+    """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s``, ``queue`` and
+    ``requests_per_s`` are of a ps."""
 
     cpu_share: float = 0.0
     throttled_share: float = 0.0
     service_s: float = 0.0  # median of a request; 0.0: no reading
     queue: float = 0.0  # requests at the ps at a time, mean
     requests_per_s: float = 0.0
-    bytes_per_s: float = 0.0  # of rows, in and out
+    bytes_per_s: float = 0.0  # of keys and rows, in and out; of a worker in mode ps only
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     cpu_share: float = 0.0  # processors that it used, in the short window
     rss_bytes: int = 0
     throttled_share: float = 0.0  # of the short window, in which its cgroup was kept from running: 0..1
+    bytes_per_s: float = 0.0  # mode ps: of rows pulled and pushed
     long_load: Load = Load()  # the same over the long window
 
     def __str__(self) -> str:

@@ -41,6 +41,9 @@ METRICS: tuple[Metric, ...] = (
         "everstep_worker_phase_seconds_total", "counter", ("slot", "phase"), "Time of its training thread by phase."
     ),
     Metric(
+        "everstep_worker_bytes_total", "counter", ("slot", "direction"), "Bytes of rows: in (pulled) and out (pushed)."
+    ),
+    Metric(
         "everstep_worker_sample_compute_seconds", "gauge", ("slot",), "Median own compute of a sample, short window."
     ),
     Metric("everstep_ps_requests_total", "counter", ("slot",), "Pulls and pushes that a ps process answered."),

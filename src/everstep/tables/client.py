@@ -35,6 +35,7 @@ from everstep.net.messages import (
     Pull,
     Pulled,
     Push,
+    Pushed,
     Put,
     Scan,
     Stat,
@@ -337,6 +338,8 @@ class PsClient:
         self._moved_give_up_s = moved_give_up_s
         self._moved_since: dict[Slot, float] = {}  # since when a ps has answered nothing but Moved
         self._lock = threading.RLock()  # of the map with its links and the tables they were told of
+        self._bytes_in = self._bytes_out = 0  # keys and rows of answered pulls, of answered pushes
+        self._bytes_lock = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -418,6 +421,8 @@ class PsClient:
                 return
             if not isinstance(answer, Moved) or self.router.version != version:
                 self._moved_since.pop(ps, None)
+                if isinstance(answer, Pulled | Pushed):
+                    self._count(message)
                 then(answer, body)
             elif time.monotonic() - began_at > self._moved_give_up_s:
                 self.fail(DeadlineError(f"ps:{ps} has had another placement map for {self._moved_give_up_s:.0f} s"))
@@ -439,6 +444,19 @@ class PsClient:
             answered(GONE, memoryview(b""))
         else:
             link.submit(message, answered)
+
+    def _count(self, message: Sendable) -> None:
+        if isinstance(message, Pull | Push):
+            size = sum(part.n * (8 + 4 * self.dims[part.table]) for part in message.parts)
+            with self._bytes_lock:
+                if isinstance(message, Pull):
+                    self._bytes_in += size
+                else:
+                    self._bytes_out += size
+
+    def carried(self) -> dict[str, float]:
+        """For the beat: bytes of keys and rows that were pulled and pushed so far."""
+        return {"bytes_in": float(self._bytes_in), "bytes_out": float(self._bytes_out)}
 
     def stalled(self) -> tuple[Slot, float]:
         """The ps that has kept us waiting longest with another map than ours, or with buckets that are not there yet,
