@@ -79,7 +79,9 @@ class Shell:
         self.brain = group_of(2)
         self.events: list[BrainEvent] = []
         spec = msgspec.structs.replace(self.brain.job.spec, policy="dedicated")
-        self.keeper = PolicyKeeper(self.brain, spec, lambda at: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s)
+        self.keeper = PolicyKeeper(
+            self.brain, spec, lambda at, span_s: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s
+        )
         self.at = 10.0
 
     def _tell(self, event: BrainEvent) -> None:
@@ -133,7 +135,7 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
     paces = [0.0, 0.0]
     long = Pace(per_sample_s=0.01)
 
-    def observe(at: float) -> Observations:
+    def observe(at: float, span_s: float) -> Observations:
         workers = tuple(msgspec.structs.replace(w, long=long) for w in seen_workers(*paces).workers)
         return msgspec.structs.replace(seen_workers(*paces), at=at, workers=workers if any(paces) else ())
 

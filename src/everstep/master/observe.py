@@ -110,11 +110,11 @@ class Observer:
 
     # ------------------------------------------------------------ out
 
-    def observe(self, at: float) -> Observations:
-        """The whole job as it is seen at ``at``."""
+    def observe(self, at: float, span_s: float = 0.0) -> Observations:
+        """The whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
         brain = self._brain
         members, spec = brain.members, brain.job.spec
-        workers = tuple(self._worker(seat, at) for _, seat in sorted(members.workers.items()) if _up(seat))
+        workers = tuple(self._worker(seat, at, span_s) for _, seat in sorted(members.workers.items()) if _up(seat))
         servers = tuple(self._server(seat, at) for _, seat in sorted(members.servers.items()) if _up(seat))
         replicated = spec.mode != "ps"
         consistency = parse_consistency(spec.consistency)
@@ -135,7 +135,7 @@ class Observer:
             servers=servers,
         )
 
-    def _worker(self, seat: Seat, at: float) -> WorkerSeen:
+    def _worker(self, seat: Seat, at: float, span_s: float) -> WorkerSeen:
         m = seat.member
         windows = self.windows.of(str(m.key), m.incarnation)
         load = windows.load(at) if windows is not None else Load()
@@ -148,7 +148,7 @@ class Observer:
             batch=int(windows.last.get("batch", 0)) if windows is not None else 0,
             accum=max(1, int(windows.last.get("accum", 1))) if windows is not None else 1,
             loader_batch=int(windows.last.get("loader_batch", 0)) if windows is not None else 0,
-            short=windows.pace(at) if windows is not None else Pace(),
+            short=windows.pace(at, span_s=span_s) if windows is not None else Pace(),
             long=windows.pace(at, long=True) if windows is not None else Pace(),
             history=windows.history if windows is not None else (),
             cpu_share=load.cpu_share,

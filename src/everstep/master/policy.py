@@ -44,13 +44,14 @@ LIMIT_S = 10.0
 
 
 class PolicyKeeper:
-    """``observe(at)``: what was seen, over windows of ``window_s`` seconds. ``tell(event)``: to the brain."""
+    """``observe(at, span_s)``: what was seen, over windows of ``window_s`` seconds, of workers over ``span_s``.
+    ``tell(event)``: to the brain."""
 
     def __init__(
         self,
         brain: Brain,
         spec: JobSpec,
-        observe: Callable[[float], Observations],
+        observe: Callable[[float, float], Observations],
         window_s: float,
         tell: Callable[[BrainEvent], object],
         limit_s: float = LIMIT_S,
@@ -58,6 +59,7 @@ class PolicyKeeper:
         self._brain, self._spec, self._tell = brain, spec, tell
         self._observe, self._window_s, self._limit_s = observe, window_s, limit_s
         self._look_at = self._peek_at = 0.0
+        self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
         self._shown: Observations | None = None  # to the call under way
         self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
@@ -89,7 +91,7 @@ class PolicyKeeper:
                 self._made = queue.SimpleQueue()
                 self._disable(at, f"it takes longer than {self._limit_s:g} s")
         elif at >= self._peek_at and (due := self._due(at)) is not None:
-            self._look_at = at + self._window_s
+            self._looked_at, self._look_at = at, at + self._window_s
             self._shown, self._spent_s = due, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
             threading.Thread(
@@ -102,7 +104,8 @@ class PolicyKeeper:
         if at < self._look_at and self._known:
             self._peek_at = self._look_at
             return None
-        seen = complete(self._observe(at), self._brain, self._window_s)
+        since_s = at - self._looked_at  # (a clock that went back: anything)
+        seen = complete(self._observe(at, max(self._window_s, since_s)), self._brain, self._window_s)
         known = frozenset((w.slot, w.incarnation) for w in seen.workers if w.short.per_sample_s or w.long.per_sample_s)
         if len(known) == len(seen.workers) and not known <= self._known:
             self._known = known

@@ -87,8 +87,8 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
 class Observations(msgspec.Struct, frozen=True, kw_only=True):
     """The whole job, at ``at``. Only members that are up are in it, by slot.
 
-    A policy is asked once per short window, and no reading is in two short windows: so what it proposes at one look
-    can be judged by the readings of the next."""
+    A policy is asked once per short window (of workers, that is all since the last look), and no reading is in two of
+    them: so what it proposes at one look can be judged by the readings of the next."""
 
     at: float
     window_s: float = 0.0  # length of a short window; 0.0: unknown

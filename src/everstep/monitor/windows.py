@@ -90,9 +90,10 @@ class MemberWindows:
         """Medians of the short windows that are over, newest last; 0.0: no reading in that one."""
         return tuple(self._history)
 
-    def pace(self, at: float, long: bool = False) -> Pace:
-        """Of the window that ends at ``at``; empty where fewer than two beats are in it."""
-        first, last, medians = self._span(at, self.long_s if long else self.short_s)
+    def pace(self, at: float, long: bool = False, span_s: float = 0.0) -> Pace:
+        """Of the window that ends at ``at`` (short, long, or so many seconds, at most the long one); empty where fewer
+        than two beats are in it."""
+        first, last, medians = self._span(at, min(span_s, self.long_s) or (self.long_s if long else self.short_s))
         if first is None or last is None:
             return Pace()
         phases = {k[len(PHASE) :]: _grown(first, last, k) for k in last if k.startswith(PHASE)}
