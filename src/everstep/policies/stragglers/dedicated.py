@@ -18,12 +18,13 @@ from everstep.model.decision import Decision
 from everstep.model.observation import Observations
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
 from everstep.policies.stragglers.belief import Changes, Key, Span, Trust, review, scored
-from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s
+from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s, whole
 from everstep.policies.stragglers.shares import even
 
 BETTER = 1.03
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
+OFTEN = 3  # so many there must be of two sizes to tell overhead from a pace that has changed meanwhile
 TRUST = Trust()
 LEAST = 0.01  # of a pass is overhead, whatever the readings say: else many small passes would cost nothing
 WINDOW_S = 10.0  # where nobody says
@@ -55,14 +56,16 @@ class Fit(msgspec.Struct, frozen=True):
         return low / batch, high / batch
 
     def device(self, memory_batch: int) -> Device:
-        """Straight line through the smallest and the largest size; nearly through 0 where there is one size only, or
-        where it would not rise."""
-        sizes = sorted((batch, median(times)) for batch, times in self.passes_s.items())
-        (b0, t0), (b1, t1) = sizes[0], sizes[-1]
-        if b1 > b0 and t1 > t0:
+        """Straight line through the smallest and the largest size that were read often enough; nearly through 0 where
+        there is one such size only, or where it would not rise."""
+        often = {batch: median(times) for batch, times in self.passes_s.items() if len(times) >= OFTEN}
+        b1, t1 = next(reversed(self.passes_s)), median(next(reversed(self.passes_s.values())))  # newest
+        if len(often) > 1:
+            b0, b1 = min(often), max(often)
+            t0, t1 = often[b0], often[b1]
             per_sample_s = (t1 - t0) / (b1 - b0)
             overhead_s = t0 - per_sample_s * b0
-            if overhead_s >= LEAST * t1:
+            if per_sample_s > 0 and overhead_s >= LEAST * t1:
                 return Device(per_sample_s, overhead_s, memory_batch)
         return Device((1 - LEAST) * t1 / b1, LEAST * t1, memory_batch)
 
@@ -105,7 +108,7 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     limits = [w.memory_batch or seen.loader_batch or w.batch for w in workers]
     devices = tuple(fits[key].device(limit) for key, limit in zip(keys, limits, strict=True))
     level = tuple(even(total, len(keys)))
-    level_s = max(map(time_s, devices, map(_whole, level, limits)))
+    level_s = max(map(time_s, devices, map(whole, level, limits)))
     best, same = state.best, _alike(devices, state.devices)
     if not same:
         best = solve(total, devices)
@@ -115,7 +118,7 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     state = State(
         fits, state.devices if same else devices, best, score, dict(zip(keys, proposed, strict=True)), changes
     )
-    now = [Portion(-(-w.share // max(1, w.accum)), max(1, w.accum)) for w in workers]
+    now = [Portion(w.share, max(1, w.accum)) for w in workers]
     now_s = max(map(time_s, devices, now))
     shares, passes = level, [-(-n // limit) for n, limit in zip(level, limits, strict=True)]
     if worth and score > 0:
@@ -138,12 +141,6 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
         AdjustAccum(accum={w.slot: p for w, p in zip(workers, passes, strict=True)}),
     )
     return Plan(actions=actions, decision=Decision("adjust batches", words, inputs, rejected)), state
-
-
-def _whole(samples: int, limit: int) -> Portion:
-    """In as few passes as fit; rounded up."""
-    passes = -(-samples // limit)
-    return Portion(-(-samples // passes), passes)
 
 
 def _alike(a: tuple[Device, ...], b: tuple[Device, ...]) -> bool:

@@ -1,7 +1,7 @@
 """The exact split of a step over members of different speed and memory (the *dedicated* problem).
 
-Member i computes ``passes[i]`` micro-batches of ``batch[i]`` samples each, which takes it
-``passes * (overhead + per_sample * batch)`` seconds. Wanted: the smallest largest time, so that all together have
+Member i computes ``samples[i]`` in ``passes[i]`` micro-batches, as alike as whole numbers can be, which takes it
+``passes * overhead + per_sample * samples`` seconds. Wanted: the smallest largest time, so that all together have
 exactly ``total`` samples and no micro-batch is larger than fits.
 """
 
@@ -24,16 +24,22 @@ class Device(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Portion(msgspec.Struct, frozen=True, array_like=True):
-    batch: int
+    samples: int
     passes: int
 
     @property
-    def samples(self) -> int:
-        return self.batch * self.passes
+    def batch(self) -> int:
+        """Samples of the largest pass."""
+        return -(-self.samples // self.passes)
 
 
 def time_s(device: Device, portion: Portion) -> float:
-    return portion.passes * (device.overhead_s + device.per_sample_s * portion.batch)
+    return portion.passes * device.overhead_s + device.per_sample_s * portion.samples
+
+
+def whole(samples: int, memory_batch: int) -> Portion:
+    """In as few passes as fit; more would only cost more."""
+    return Portion(samples, -(-samples // memory_batch))
 
 
 def solve(total: int, devices: Sequence[Device]) -> tuple[Portion, ...]:
@@ -66,14 +72,8 @@ def solve(total: int, devices: Sequence[Device]) -> tuple[Portion, ...]:
 
 def _cheapest(most: int, device: Device) -> dict[int, tuple[float, Portion]]:
     """By number of samples up to ``most``, ascending: the shortest time in which it computes so many, and how."""
-    out: dict[int, tuple[float, Portion]] = {}
-    for passes in range(1, most + 1):
-        for batch in range(1, min(device.memory_batch, most // passes) + 1):
-            n, portion = passes * batch, Portion(batch, passes)
-            cost = time_s(device, portion)
-            if n not in out or cost < out[n][0]:
-                out[n] = cost, portion
-    return dict(sorted(out.items()))
+    portions = (whole(n, device.memory_batch) for n in range(1, most + 1))
+    return {portion.samples: (time_s(device, portion), portion) for portion in portions}
 
 
 def _reached(
