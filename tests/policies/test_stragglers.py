@@ -13,7 +13,7 @@ from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
 from everstep.policies.stragglers.dedicated import dedicated
 from everstep.policies.stragglers.nondedicated import State, nondedicated
-from everstep.policies.stragglers.payoff import restart_pays
+from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.policy import SHIPPED
 from everstep.policies.stragglers.shares import even, proportional
 
@@ -46,10 +46,17 @@ def test_shares_are_in_proportion_and_equal_speeds_give_equal_ones() -> None:
 
 
 @pytest.mark.parametrize(("slowness", "share"), [(2, 0.14), (4, 0.23), (8, 0.28)])
-def test_a_restart_pays_below_a_share_of_what_is_left(slowness: float, share: float) -> None:
-    assert restart_pays(4, slowness, (share - 0.01) * 1000, 1000)
-    assert not restart_pays(4, slowness, (share + 0.01) * 1000, 1000)
-    assert not restart_pays(4, 1.0, 0.0, 1000) and not restart_pays(4, slowness, 1.0, 0.0)
+@pytest.mark.parametrize("shares", [[64] * 4, [80, 80, 80, 16], []])
+def test_a_restart_pays_below_a_share_of_what_a_healthy_job_would_take_whatever_the_split_is_now(
+    slowness: float, share: float, shares: list[int]
+) -> None:
+    paces = [1.0, 1.0, 1.0, slowness]
+    now_s = max(n * p for n, p in zip(shares, paces, strict=True)) / 256 if shares else 1 / (3 + 1 / slowness)
+    remaining_s = 1000 * now_s / 0.25  # 1000 s of a healthy job, at today's speed
+    assert restart_gain_s(paces, 3, 1.0, shares, (share - 0.01) * 1000, remaining_s) > 0
+    assert restart_gain_s(paces, 3, 1.0, shares, (share + 0.01) * 1000, remaining_s) < 0
+    assert restart_gain_s(paces, 3, slowness, shares, 0.1, remaining_s) < 0, "the new one would be no faster"
+    assert restart_gain_s(paces, 3, 1.0, shares, 1.0, 0.0) < 0, "nobody knows what is left"
 
 
 def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:

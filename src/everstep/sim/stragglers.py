@@ -129,6 +129,7 @@ def synchronous(
     workers = [_Worker() for _ in range(n)]
     result, state = Result(0.0), None
     t, done, step, look_at, restarted_at = 0.0, 0, 0, window, 0.0
+    looked_at, looked = 0.0, 0
     while done < samples:
         here = [i for i, w in enumerate(workers) if w.back_at <= t]
         total = BATCH * len(here)
@@ -153,7 +154,8 @@ def synchronous(
             workers[i].windows.append(median(workers[i].readings))
             workers[i].readings.clear()
         if len(here) == n or len(here) > 1:
-            left = (samples - done) * SAMPLE_S / n
+            left = (samples - done) * (t - looked_at) / max(1, done - looked)
+            looked_at, looked = t, done
             seen = _seen(workers, here, t, window, step, n, result.restarts, restarted_at, left)
             if observe is not None:
                 observe(seen)

@@ -26,7 +26,7 @@ from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
 from everstep.policies.stragglers.belief import Changes, Key, Trust, review, scored, step_s
-from everstep.policies.stragglers.payoff import restart_pays
+from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_pays, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
 from everstep.policies.stragglers.slow import Verdict, judge
@@ -154,7 +154,13 @@ def _restart_worker(
         return None, state
     innocent = {w.node for w in seen.workers if any(v.slot == w.slot and not v.slow for v in verdicts)}
     place = _place(seen.places, worst.node, innocent)
-    if not place or not restart_pays(len(seen.workers), worst.slowness, settings.restart_s, seen.remaining_s):
+    known = [w for w in seen.workers if any(v.slot == w.slot for v in verdicts)]
+    shares = [w.share for w in known] if seen.global_batch else []
+    slots, paces = [v.slot for v in verdicts], [v.pace_s for v in verdicts]
+    gain_s = restart_gain_s(
+        paces, slots.index(worst.slot), worst.normal_s, shares, settings.restart_s, seen.remaining_s
+    )
+    if not place or gain_s <= 0:
         return None, state
     return _restart(seen, state, worst, Role.WORKER, place, len(seen.workers), settings)
 

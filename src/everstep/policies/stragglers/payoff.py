@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
-def restart_pays(members: int, slowness: float, restart_s: float, remaining_s: float) -> bool:
-    """One of ``members`` takes ``slowness`` times as long as it should, and ``remaining_s`` of work are left for a
-    healthy job. Ending it costs ``restart_s``, in which (at worst) nobody trains; keeping it, with its share made
-    smaller, leaves the speed of ``members - 1 + 1/slowness``. So it pays iff
+from everstep.policies.stragglers.belief import step_s
 
-        restart_s < remaining_s * (members / (members - 1 + 1 / slowness) - 1)
-    """
-    if slowness <= 1.0 or members < 1:
-        return False
-    return restart_s < remaining_s * (members / (members - 1 + 1 / slowness) - 1)
+
+def restart_gain_s(
+    paces_s: Sequence[float],
+    worst: int,
+    normal_s: float,
+    shares: Sequence[int],
+    restart_s: float,
+    remaining_s: float,
+) -> float:
+    """Seconds that the job ends sooner if its ``worst`` member is replaced by one that takes ``normal_s`` a sample.
+
+    ``paces_s``: everybody's seconds per sample; ``shares``: of a step now, () where each goes at its own pace. The rest
+    takes ``remaining_s`` at today's speed, so it is so many samples; but nobody stays at that: kept or replaced, shares
+    will be the best ones. Replacing costs ``restart_s``, in which (at worst) nobody trains. Of n members one of whom is
+    s times slower, it pays iff ``restart_s < w * (n / (n - 1 + 1 / s) - 1)``, w what the rest takes a healthy job."""
+    if normal_s >= paces_s[worst]:
+        return -restart_s
+    renewed = [normal_s if i == worst else pace for i, pace in enumerate(paces_s)]
+    kept_s, renewed_s = (1 / sum(1 / pace for pace in paces) for paces in (paces_s, renewed))
+    now_s = step_s(shares, paces_s) / sum(shares) if sum(shares) else kept_s
+    return remaining_s / now_s * (kept_s - renewed_s) - restart_s
