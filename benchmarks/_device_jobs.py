@@ -118,9 +118,9 @@ def measure_all(cases: Sequence[Case], together: int, found: Callable[[Timed], N
                 return
             try:
                 timed = measure(case, starting)
-            except RuntimeError as error:
+            except Exception as error:  # whatever went wrong with one run, the others are measured
                 with telling:
-                    failed.append(f"{case}: {error}")
+                    failed.append(f"{case}: {type(error).__name__}: {error}")
                     say(failed[-1])
                 continue
             with telling:
