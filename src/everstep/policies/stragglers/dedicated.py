@@ -17,7 +17,7 @@ import msgspec
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
-from everstep.policies.stragglers.belief import Changes, Key, Span, Trust, review, scored
+from everstep.policies.stragglers.belief import ALIKE, Changes, Key, Span, Trust, review, scored
 from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s, whole
 from everstep.policies.stragglers.shares import even
 
@@ -57,17 +57,18 @@ class Fit(msgspec.Struct, frozen=True):
 
     def device(self, memory_batch: int) -> Device:
         """Straight line through the smallest and the largest size that were read often enough; nearly through 0 where
-        there is one such size only, or where it would not rise."""
+        there is one such size only, or where it would not rise: then by all readings of about the newest size."""
         often = {batch: median(times) for batch, times in self.passes_s.items() if len(times) >= OFTEN}
-        b1, t1 = next(reversed(self.passes_s)), median(next(reversed(self.passes_s.values())))  # newest
+        b1 = next(reversed(self.passes_s))  # newest
         if len(often) > 1:
-            b0, b1 = min(often), max(often)
-            t0, t1 = often[b0], often[b1]
-            per_sample_s = (t1 - t0) / (b1 - b0)
-            overhead_s = t0 - per_sample_s * b0
-            if per_sample_s > 0 and overhead_s >= LEAST * t1:
+            low, high = min(often), max(often)
+            per_sample_s = (often[high] - often[low]) / (high - low)
+            overhead_s = often[low] - per_sample_s * low
+            if per_sample_s > 0 and overhead_s >= LEAST * often[high]:
                 return Device(per_sample_s, overhead_s, memory_batch)
-        return Device((1 - LEAST) * t1 / b1, LEAST * t1, memory_batch)
+        near = [t / b for b, times in self.passes_s.items() if b1 / ALIKE < b < b1 * ALIKE for t in times]
+        pass_s = median(near[-2 * READINGS :]) * b1
+        return Device((1 - LEAST) * pass_s / b1, LEAST * pass_s, memory_batch)
 
 
 class State(msgspec.Struct, frozen=True):
