@@ -57,10 +57,10 @@ class Fit(msgspec.Struct, frozen=True):
 
     def device(self, memory_batch: int) -> Device:
         """Straight line through the smallest and the largest size that were read often enough; nearly through 0 where
-        there is one such size only, or where it would not rise: then by all readings of about the newest size."""
+        these are about one size, or where it would not rise: then by all readings of about the newest size."""
         often = {batch: median(times) for batch, times in self.passes_s.items() if len(times) >= OFTEN}
         b1 = next(reversed(self.passes_s))  # newest
-        if len(often) > 1:
+        if often and max(often) > ALIKE * min(often):
             low, high = min(often), max(often)
             per_sample_s = (often[high] - often[low]) / (high - low)
             overhead_s = often[low] - per_sample_s * low
