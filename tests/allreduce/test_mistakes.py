@@ -208,6 +208,21 @@ def test_a_large_buffer_that_changes() -> None:
         run_one(script)
 
 
+def test_parameters_that_are_added_in_the_loop() -> None:
+    def script(member: Member) -> None:
+        model: Any = member.replicate(net())
+        opt = member.optimizer(adam(model))
+
+        def grow(one: Any) -> None:
+            model.append(nn.Linear(1, 1))
+            opt.add_param_group({"params": model[-1].parameters()})
+
+        loop(member, model, opt, grow)
+
+    with pytest.raises(ScriptError, match=r"add_param_group in the loop: a parameter of shape \(1, 1\)"):
+        run_one(script)
+
+
 def test_sparse_gradients() -> None:
     def script(member: Member) -> None:
         model = member.replicate(nn.Embedding(10, 2, sparse=True))

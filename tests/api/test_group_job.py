@@ -123,6 +123,8 @@ def test_mistakes_are_one_clear_error(job: Any) -> None:
         job.track(number=3)
     with pytest.raises(ScriptError, match="got a DataParallel"):
         job.replicate(nn.DataParallel(net()))
+    with pytest.raises(ScriptError, match=r"'0.weight' has no shape yet"):
+        job.replicate(nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(ScriptError, match=r"logical_workers='2'"):
         es.join(mode="allreduce", logical_workers="2")  # type: ignore[arg-type]
     with pytest.raises(ScriptError, match=r"mode='sync'"):

@@ -127,9 +127,20 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
     if isinstance(error, EverstepError):
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
         return error.exit_code
-    last = traceback.format_exception_only(error)[-1].strip()
+    last = with_advice(traceback.format_exception_only(error)[-1].strip())
     _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1))
     return 1
+
+
+def with_advice(line: str) -> str:
+    """An error's line; of torch.distributed, which advises to make a process group, with what to do here."""
+    if not any(word in line for word in ("init_process_group", "torch.distributed", "env:// rendezvous")):
+        return line
+    return (
+        f"{line} (a job of everstep has no process group of its script: remove init_process_group, "
+        "DistributedDataParallel, DistributedSampler and calls of torch.distributed; docs/migration.md says what "
+        "takes their place)"
+    )
 
 
 def _trim(error: BaseException, script: Path) -> traceback.TracebackException:

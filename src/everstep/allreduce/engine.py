@@ -557,6 +557,18 @@ class GroupEngine:
         if self._reducer is not None:
             self._reducer.used_by({id(p) for g in optimizer.param_groups for p in g["params"]})
 
+    def check_group(self, param_group: dict[str, Any]) -> None:
+        if not self._in_script:
+            return  # ``steps`` looks at all of them
+        given = param_group["params"]
+        given = param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        for p in given:
+            if id(p) not in self._replicated:
+                raise ScriptError(
+                    f"opt.add_param_group in the loop: a parameter of shape {tuple(p.shape)} that no model had when "
+                    "job.steps() began: nobody else would have it; build it before, with requires_grad_(False)"
+                )
+
     def _check_scaler(self, frame: Any) -> None:
         for _ in range(8):
             if frame is None:

@@ -18,6 +18,10 @@ class Stepper(Protocol):
 
     def has_stepped(self, optimizer: GroupOptimizer) -> None: ...
 
+    def check_group(self, param_group: dict[str, Any]) -> None:
+        """ScriptError: these parameters cannot be trained from here on."""
+        ...
+
 
 class GroupOptimizer(torch.optim.Optimizer):
     """Stands for ``inner``: the same parameter groups and state. ``step`` does nothing in iterations that do not
@@ -84,6 +88,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "inner"):
+            self._stepper.check_group(param_group)
             self.inner.add_param_group(param_group)
             self._share()
         else:

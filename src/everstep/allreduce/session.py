@@ -614,8 +614,10 @@ class Session:
             self._fatal(f"members of a group vote on different steps (here {step})")
         if tally.counted is Counted.DIFFERENT_GRADIENTS:
             self._fatal(
-                f"silent corruption: after step {step} the members hold different reduced gradients; nothing of the "
-                "step was applied. Look at the memory and network of the workers' machines, then everstep resume"
+                f"in step {step} the members hold different reduced gradients or learning rates; nothing of it was "
+                "applied. No learning rate may depend on the worker (its slot, the loss of its own batch); if none "
+                "does, this is silent corruption: look at the memory and network of the workers' machines, then "
+                "everstep resume"
             )
         if tally.behind and time.monotonic() - self._asked_at > _ASK_S:
             self._ask()

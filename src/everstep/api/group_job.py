@@ -126,6 +126,12 @@ class GroupJob(Job):
                 f"job.replicate got a {type(model).__name__}: give it the plain model, everstep reduces the gradients"
             )
         if isinstance(model, nn.Module):
+            for name, p in model.named_parameters():
+                if isinstance(p, nn.parameter.UninitializedParameter):
+                    raise ScriptError(
+                        f"job.replicate: parameter {name!r} has no shape yet (a lazy module): run the model on one "
+                        "batch first"
+                    )
             mesh = self._unit.mesh_made
             sharded = check_model(model, self._unit, mesh)
             if self._models and sharded != self._engine.sharded:
