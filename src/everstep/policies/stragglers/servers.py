@@ -5,8 +5,8 @@ take equally long: ``pace * (fixed + work)``, where ``fixed`` is what any part c
 much that is shows when buckets have moved, so the first division takes it for nothing and another one follows. All
 buckets that have to go are asked for at once (the brain moves so many at a time): each round costs windows to measure.
 
-What is measured is the time of a part, and by its bytes how much work it was: so a ps of hot buckets is not called
-slow, and readings stay true when buckets have moved. A window in which buckets changed hands belongs to neither
+What is measured is the time of a part, and by its bytes whether it is more work than its buckets would be: so a ps of
+hot buckets is not called slow. A window in which buckets changed hands belongs to neither
 division, and says nothing.
 
 A move costs about what the workers wait while they open their shards anew: less than a window. Slowness that has
@@ -38,6 +38,7 @@ SETTLE = 6  # windows in which no bucket changed hands: what was asked for and h
 SPELL = 30  # windows: slowness that lasted longer was no moment
 TOLD = 32  # buckets that a decision names; the plan has all of them
 KEPT = 10  # windows that are remembered of each ps
+HOT = 1.5  # times the work of as many buckets
 TELLING = 1.5  # so many times more or less work shows what is fixed of a part
 FIXED_MAX = 4  # of a ps's even share of buckets
 WORTH = 1.08  # a division must make the slowest part of a request so many times faster
@@ -118,11 +119,14 @@ class Look(msgspec.Struct, frozen=True):
 
 
 def look_at(servers: Sequence[ServerSeen]) -> Look:
-    """Work is what went in and out, where every ps says so; else its buckets."""
+    """Work is buckets; of a ps of which much more or less than that goes in and out, it is that. (Not of every ps: in a
+    window of a few long steps, one may have been counted a step more than another.)"""
     there = [s for s in servers if s.buckets > 0 and s.service_s > 0]
     total, total_bytes = sum(s.buckets for s in there), sum(s.bytes_per_s for s in there)
-    measured = all(s.bytes_per_s > 0 for s in there)
-    work = {s.slot: total * s.bytes_per_s / total_bytes if measured else float(s.buckets) for s in there}
+    work = {s.slot: float(s.buckets) for s in there}
+    if all(s.bytes_per_s > 0 for s in there):
+        found = {s.slot: total * s.bytes_per_s / total_bytes for s in there}
+        work |= {slot: w for slot, w in found.items() if not work[slot] / HOT < w < work[slot] * HOT}
     return Look({s.slot: s.service_s for s in there}, work)
 
 
