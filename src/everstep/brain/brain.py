@@ -1370,7 +1370,11 @@ class Brain:
                 assert placement is not None
                 moves = [HotMove(bucket, placement.owner[bucket], slot) for bucket, slot in owners.items()]
                 moved = self.keeper.spread(moves)
-                return self._settle(f"{len(moved)} buckets change hands by plan {self.state.control.version}") if moved else []
+                return (
+                    self._settle(f"{len(moved)} buckets change hands by plan {self.state.control.version}")
+                    if moved
+                    else []
+                )
             case Scale(workers=count):
                 return self._scale_workers(count, at)
             case BackupWorkers(backup=backup):
