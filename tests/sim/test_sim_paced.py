@@ -11,7 +11,13 @@ from everstep.sim.scenario import paced_scenario
 from seeds import amounts
 
 # Seeds needed from 0 on, as ``python -m everstep.sim --mix paced --mutations`` prints them.
-CAUGHT = {"pushes-late": 8, "keeps-late": 8, "pushes-and-returns": 8, "waits-for-the-lost": 64}
+CAUGHT = {
+    "pushes-late": 8,
+    "keeps-late": 8,
+    "pushes-and-returns": 8,
+    "waits-for-the-lost": 64,
+    "puts-back-as-it-was": 450,
+}
 
 
 def paced(seed: int, parts: Parts = Parts()) -> Outcome:

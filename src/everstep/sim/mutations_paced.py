@@ -35,6 +35,20 @@ class PushesAndReturns(WorkerProtocol):
         return [*self.computed(work), SendGiveBack(work.lease, "late")]
 
 
+class PutsBackAsItWas(WorkerProtocol):
+    """For the ps that needed it when it was handed out, though buckets may have moved since."""
+
+    def put_back(self, work: Work) -> bool:
+        held = self._held.get(work.lease.no)
+        if not super().put_back(work):
+            return False
+        assert held is not None
+        if held.ragged and held.ragged[-1][0] == work.lo:
+            lo, hi, _ = held.ragged[-1]
+            held.ragged[-1] = (lo, hi, work.buckets)
+        return True
+
+
 class WaitsForTheLost(Pacing):
     def look(self, here, holding, wanted, backup=-1, portions=()):  # type: ignore[no-untyped-def]
         return super().look({**self._here, **here}, holding, wanted, backup, portions)
@@ -44,5 +58,8 @@ PACED_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("pushes-late", "a late part is pushed, too", Parts(gate=PushesLate)),
     Mutation("keeps-late", "a late part's range goes back to nobody", Parts(protocol=KeepsLate)),
     Mutation("pushes-and-returns", "a late part's range goes back, and is pushed", Parts(protocol=PushesAndReturns)),
+    Mutation(
+        "puts-back-as-it-was", "work that is put back goes to who had the buckets", Parts(protocol=PutsBackAsItWas)
+    ),
     Mutation("waits-for-the-lost", "who has died without a successor is waited for", Parts(pacing=WaitsForTheLost)),
 )
