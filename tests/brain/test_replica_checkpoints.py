@@ -227,12 +227,26 @@ def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
+def test_a_job_that_trains_takes_a_last_checkpoint_though_it_told_nothing_since_the_one_before() -> None:
+    job = Script()
+    job.commit(0, 2, 0, 0, 60)
+    job.save(Mark(3, 0, 0, 60))
+    out = job.say(StopAsked(0.0, "everstep stop", True))
+    assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
+    assert isinstance(job.written(Mark(5, 0, 0, 90), checkpoint=2)[0], Reply), "not before they are told"
+    job.commit(3, 4, 0, 60, 90)
+    job.written(Mark(5, 0, 0, 90), checkpoint=2)
+    out = job.say(CheckpointCommitted(0.0, 2))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
 def test_a_job_that_is_stopped_with_nothing_new_to_save_ends_at_once() -> None:
     job = Script()
     assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
     job = Script()
-    job.commit(0, 2, 0, 0, 60)
-    job.save(Mark(3, 0, 0, 60))
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 11, 1, 0, 100)
+    job.save(Mark(12, 1, 0, 100))
     assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
 
 

@@ -1389,7 +1389,7 @@ class Brain:
         trained = any(dataset.epochs for dataset in self.shards.datasets)
         if self.replicated:  # something that is in no checkpoint yet, and somebody to write it
             begun = replica_start(self.checkpoints)[0].step
-            trained = self.groups.view() is not None and self.state.groups.step > begun
+            trained = self.groups.view() is not None and (self.state.groups.step > begun or self.groups.steps_on())
         if e.checkpoint and has_checkpoints(self.job.spec) and trained:
             if self.checkpoints.stopping:
                 return [_OK]

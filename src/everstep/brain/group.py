@@ -297,6 +297,14 @@ class GroupKeeper:
     def grouped(self, dataset: int) -> Reply:
         return Reply(Grouped(self.view(), self.books.cursor(dataset)))
 
+    def steps_on(self) -> bool:
+        """Whether members have surely committed more than was told, which is so while they train: they tell it every
+        50 ms, and take less for most steps."""
+        books = self.books
+        group = books.group
+        trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
+        return trains and books.confirmed >= books.origin
+
     def over_for(self, seat: Seat, e: GroupAsked) -> bool:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
         newest = self.books.cursor(e.dataset)
