@@ -127,6 +127,20 @@ class Journey(Run):
                 self.everywhere(worker, lease, lo, min(lo + 10, lease.stop))
             self.done(worker, lease)
 
+    def opened(self, hi: int) -> Lease:
+        """A lease of worker 0, whose samples up to ``hi`` are everywhere."""
+        lease = self.grant(0)
+        assert lease is not None
+        self.everywhere(0, lease, 0, hi)
+        return lease
+
+    def good(self, epochs: int = 1) -> AuditReport:
+        """What is left is trained, and the audit finds nothing."""
+        self.rest(epochs=epochs)
+        report = self.report()
+        assert report.ok, report.text()
+        return report
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Journey]:
@@ -136,9 +150,7 @@ def run(tmp_path: Path) -> Iterator[Journey]:
 
 
 def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     run.cut_life(P0)
     bucket = run.first[P0][0]
     run.take(P1, bucket, run.give(P0, bucket))
@@ -146,9 +158,7 @@ def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journ
     run.cut_life(P1)
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
-    run.rest(epochs=2)
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good(epochs=2)
     assert report.finished == ["train e0", "train e1"]
     assert (report.counts["taken"], report.counts["void"], report.counts["vouched"]) == (1, 0, 0)
     assert report.counts["fingerprints"] > BUCKETS
@@ -156,9 +166,7 @@ def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journ
 
 
 def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     run.everywhere(0, lease, 10, 20)  # not yet at the mirrors (eager)
     run.die(P0)
@@ -167,26 +175,20 @@ def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Jou
     run.reopen(lease)
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["void"] == len(mirrors) and report.counts["rebuilt"] == len(mirrors)
     assert "4 intervals void" in report.text()
 
 
 def test_what_a_dead_ps_could_not_log_is_vouched_for(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     run.apply(P0, 0, lease, 10, 20, log=False)  # its mirror has it; it was killed before it wrote the record
     run.apply(P1, 0, lease, 10, 20)
     for bucket, books in run.die(P0).buckets.items():
         run.take(P1, bucket, books)
     run.everywhere(0, lease, 20, 30)
     run.done(0, lease)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["vouched"] == 10 * 4
 
 
@@ -204,9 +206,7 @@ def test_a_bucket_that_comes_back_to_where_it_was_and_one_restarted_ps(run: Jour
     run.begin(again)
     for b, held in books.items():
         run.take(again, b, held, "rebuilt")
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["taken"] == 2 + len(books)
 
 
@@ -220,33 +220,25 @@ def test_owners_are_ordered_by_placements_and_not_by_their_clocks(run: Journey) 
         run.everywhere(0, lease, lease.start, lease.stop)
         run.done(0, lease)
         run.take(target, bucket, run.give(source, bucket))
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert (report.counts["taken"], report.counts["void"]) == (3, 0)
 
 
 def test_buckets_that_begin_empty_again_have_all_of_it_trained_again(run: Journey) -> None:
     """Their ps was lost before any mirror was complete; nothing was released."""
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 20)
+    lease = run.opened(20)
     lost = sorted(run.die(P0).buckets)
     for bucket in lost:
         run.take(P1, bucket, BucketLedger(), "begun")
     run.reopen(lease)
     run.everywhere(0, lease, 0, 30)
     run.done(0, lease)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["begun"] == len(lost) and f"{len(lost)} begun" in report.text()
 
 
 def test_a_bucket_that_is_said_to_begin_empty_and_is_not_trained_again_is_missing(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 30)
+    lease = run.opened(30)
     run.done(0, lease)
     for bucket in sorted(run.die(P0).buckets):
         run.take(P1, bucket, BucketLedger(), "begun")
@@ -255,50 +247,38 @@ def test_a_bucket_that_is_said_to_begin_empty_and_is_not_trained_again_is_missin
 
 
 def test_a_released_shard_counts_though_no_mark_speaks_of_it(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 30)
+    lease = run.opened(30)
     run.done(0, lease)
     for ledger in run.lives.values():
         ledger.release([lease.shard])
     for bucket, books in run.die(P0).buckets.items():
         run.take(P1, bucket, books)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["void"] == 0
 
 
 def test_a_shard_that_the_mirror_never_heard_of_is_begun_anew(run: Journey) -> None:
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 30)
+    lease = run.opened(30)
     run.die(P0)
     for bucket, books in mirrors.items():
         run.take(P1, bucket, books, "loaded")
     run.reopen(lease)
     run.everywhere(0, lease, 0, 30)
     run.done(0, lease)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert report.counts["void"] == len(mirrors)
 
 
 def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     for bucket in run.first[P0]:
         run.take(P1, bucket, run.copy(P0, bucket))
     run.apply(P0, 0, lease, 10, 20)  # it was given up, and does not know
     run.die(P0)
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)
-    run.rest()
-    report = run.report()
-    assert report.ok, report.text()
+    report = run.good()
     assert any(
         "ps:0 #1 still applied 4 batches to buckets that ps:1 #1 had taken over: void" in n for n in report.notes
     )
@@ -309,9 +289,7 @@ def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
 
 def moved(run: Journey, **lie: int | bytes) -> AuditReport:
     """A bucket moves after 10 of 30 samples, and the new owner's record of it is changed."""
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     bucket = run.first[P0][0]
     run.take(P1, bucket, run.give(P0, bucket))
     if lie:
@@ -337,9 +315,7 @@ def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
 
 
 def test_a_batch_applied_by_both_owners(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 20)
+    lease = run.opened(20)
     bucket = run.first[P0][0]
     books = run.give(P0, bucket)
     old = copy.deepcopy(books)
@@ -356,9 +332,7 @@ def test_a_batch_applied_by_both_owners(run: Journey) -> None:
 
 
 def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
-    lease = run.grant(0)
-    assert lease is not None
-    run.everywhere(0, lease, 0, 10)
+    lease = run.opened(10)
     mirrors = {b: run.copy(P0, b) for b in run.first[P0]}
     run.everywhere(0, lease, 10, 30)
     run.done(0, lease)  # and yet the job calls it done
