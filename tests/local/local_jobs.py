@@ -62,7 +62,7 @@ def processes_of(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def until(what: Callable[[], object], timeout_s: float = 60.0, why: Callable[[], str] = lambda: "") -> None:
+def until(what: Callable[[], object], timeout_s: float = 100.0, why: Callable[[], str] = lambda: "") -> None:
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
