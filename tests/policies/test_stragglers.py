@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -38,6 +40,17 @@ def test_shares_sum_up_within_their_limits(members: list[tuple[float, int, int]]
     assert sum(counts) == total
     assert all(low <= n <= high for low, n, high in zip(least, counts, most, strict=True))
     assert proportional(total, speeds, least, most) == counts
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=4), st.integers(4, 14))
+@settings(max_examples=60, deadline=None)
+def test_no_other_division_has_a_faster_slowest_part(speeds: list[float], total: int) -> None:
+    counts = proportional(total, speeds)
+    others = product(range(1, total), repeat=len(speeds) - 1)
+    every = [(*some, total - sum(some)) for some in others if sum(some) < total]
+    best_s = min(max(n / speed for n, speed in zip(one, speeds, strict=True)) for one in every)
+    if all(n > 1 for n in counts):  # (who is at the least it may have was set to it before)
+        assert max(n / speed for n, speed in zip(counts, speeds, strict=True)) <= best_s * (1 + 1e-9)
 
 
 def test_shares_are_in_proportion_and_equal_speeds_give_equal_ones() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def proportional(
     total: int, speeds: Sequence[float], least: Sequence[int] | None = None, most: Sequence[int] | None = None
 ) -> list[int]:
-    """``total`` samples in proportion to ``speeds`` (samples a second, > 0), by largest remainder, each within
-    ``[least, most]`` (default: 1, and no limit; ``most`` 0: no limit).
+    """``total`` samples in proportion to ``speeds`` (samples a second, > 0), in whole numbers of which the slowest part
+    is as fast as can be, each within ``[least, most]`` (default: 1, and no limit; ``most`` 0: no limit).
 
     Raises ValueError where the limits cannot hold ``total``."""
     n = len(speeds)
@@ -41,7 +41,8 @@ def proportional(
     for i, part in parts.items():
         counts[i] = int(part)
     rest = left - sum(counts[i] for i in free)
-    for i in sorted(free, key=lambda i: (counts[i] - parts[i], i)):
+    # who has one more done first takes it; of these, who lacks most
+    for i in sorted(free, key=lambda i: ((counts[i] + 1) / speeds[i], counts[i] - parts[i], i)):
         if rest > 0 and counts[i] < high[i]:
             counts[i] += 1
             rest -= 1
