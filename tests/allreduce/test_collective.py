@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -9,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from everstep.allreduce.collective import (
 )
 from everstep.allreduce.store import GroupStore
 from everstep.errors import InternalError
+from everstep.net.retry import Deadline
 
 LOOPBACK = "127.0.0.1"
 LONG_S = 30.0
@@ -73,6 +76,27 @@ def test_members_reduce_gather_and_send() -> None:
     assert hub.gets() <= 6  # all addresses in one or two questions, not one each
     for c in group:
         c.close()
+
+
+def test_a_peer_that_left_before_anybody_looked_has_left() -> None:
+    group, _ = connected(2)
+    assert group[0]._sockets
+    group[1].abort("gone")
+    until = Deadline(LONG_S)
+    while _open_ones(group[0]):  # gloo closes what its peer has ended: nothing is left to look at then
+        until.check()
+        time.sleep(0.001)
+    assert group[0].parted()
+    for c in group:
+        c.close()
+
+
+def _open_ones(collective: GlooCollective) -> set[int]:
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(path.readlink()))
+    return {inode for inode in collective._sockets if f"socket:[{inode}]" in links}
 
 
 def test_it_listens_on_loopback_only() -> None:

@@ -164,6 +164,7 @@ class GlooCollective:
         self._lock = threading.Lock()
         self._watched: select.poll | None = None  # ends of connections, without anybody reading them
         self._watching: list[int] = []
+        self._parted = False
         self._sent = [0] * size
         self._received = [0] * size
         self._process = os.getpid()
@@ -303,11 +304,12 @@ class GlooCollective:
         """Whether a peer has ended its connections: who waits for something other than gloo has to look."""
         with self._lock:
             if self._watched is None:
-                self._watched, inodes = select.poll(), self._sockets
-                self._watching = [] if self.broken else _duplicates(inodes)
+                self._watched = select.poll()
+                self._watching = [] if self.broken else _duplicates(self._sockets)
                 for fd in self._watching:
                     self._watched.register(fd, select.POLLRDHUP)
-            return any(events for _, events in self._watched.poll(0))
+                self._parted = len(self._watching) < len(self._sockets)  # gloo closes what a peer has ended
+            return self._parted or any(events for _, events in self._watched.poll(0))
 
     def forgotten(self, now: float) -> bool:
         """Whether gloo had time enough to end what was in flight when the group broke."""
@@ -411,15 +413,17 @@ def cut_sockets(inodes: frozenset[int]) -> int:
 
 
 def _duplicates(inodes: frozenset[int]) -> list[int]:
-    """Descriptors of our own for these of this process's connections."""
-    found: list[int] = []
+    """Descriptors of our own, one for each of these that is still a connection of this process."""
+    found: dict[int, int] = {}
 
     def keep(sock: socket.socket) -> bool:
-        found.append(os.dup(sock.fileno()))
+        inode = os.fstat(sock.fileno()).st_ino
+        if inode not in found:  # (another thread may hold a second descriptor for a moment)
+            found[inode] = os.dup(sock.fileno())
         return True
 
     _with_sockets(inodes, keep)
-    return found
+    return list(found.values())
 
 
 def silence(inodes: frozenset[int]) -> int:
