@@ -84,7 +84,9 @@ class ScriptedSession:
         self._outcome = Outcome.REDO
         self.rehearse = self.rehearsing = False
 
-    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+    def rehearsal(
+        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
+    ) -> Step | None:
         self.rehearsing, self.rehearse = self.rehearse, False
         cut = cut_step(self.mark, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
         return cut and Step.of(msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.mark, 1, 0, Alone())
@@ -93,7 +95,7 @@ class ScriptedSession:
         assert self.rehearsing
         self.rehearsing = False
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples
 
     def begin(self) -> Step | None:
@@ -147,6 +149,7 @@ class ListLoader:
 
     def __init__(self, data: dict[str, torch.Tensor], batch_size: int, epochs: int = 1) -> None:
         self.data, self.batch_size, self.epochs = data, batch_size, epochs
+        self.largest_batch = 0
 
     def plan(self) -> Plan:
         n = len(next(iter(self.data.values())))

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import everstep as es
+from everstep.api import job as api_job
 from everstep.api.embedded import EmbeddedSeat
 from everstep.api.group_job import GroupJob
+from everstep.api.job import Job, pass_too_large
 from everstep.errors import ScriptError
 from everstep.monitor.audit import audit
 
@@ -85,6 +87,59 @@ def test_a_script_alone_computes_what_plain_pytorch_computes_and_its_audit_is_ex
     job.close()
     report = audit(tmp_path / "run")
     assert report.ok, report
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_passes_that_do(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Linear(6, 1)
+
+    model = job.replicate(linear())
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    sizes = []
+    loader = job.loader(data(), BATCH, largest_batch=3)
+    for batch in job.steps(loader):
+        sizes.append(len(batch["y"]))
+        opt.zero_grad()
+        loss_of(model, batch).backward()
+        opt.step()
+        assert job.readings["memory_batch"] == 3.0
+    assert sizes == [2, 3, 3] * (N // BATCH)
+    plain = linear()
+    inner = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for lo in range(0, N, BATCH):
+        inner.zero_grad()
+        loss_of(plain, loader.read(0, lo, lo + BATCH)).backward()
+        inner.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])
+
+    monkeypatch.setattr(api_job, "_job", job)
+    cannot = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried")
+    for error, batch_of in ((cannot, BATCH), (torch.OutOfMemoryError("CUDA out of memory."), 2), (KeyError("x"), 2)):
+        with pytest.raises(type(error)):
+            for _ in job.steps(job.loader(data(), BATCH)):
+                job._engine.loader_batch = batch_of  # as if a plan had made the pass larger
+                raise error
+        assert pass_too_large(error) == ((0, False) if isinstance(error, KeyError) else (BATCH, batch_of < BATCH))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Job, {}, r"largest_batch=3 is below batch_size=8: in mode ps \(async\)"),
+        (GroupJob, {"mode": "allreduce", "logical_workers": 2}, "largest_batch=3 is below batch_size=8: a logical"),
+    ],
+)
+def test_where_a_batch_cannot_be_cut_it_has_to_fit(
+    tmp_path: Path, kind: type[Job], options: dict[str, Any], words: str
+) -> None:
+    job = kind(EmbeddedSeat.alone({"run_dir": str(tmp_path / "run"), **options}, None))
+    model = job.replicate(nn.Linear(6, 1))
+    job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    with pytest.raises(ScriptError, match=words):
+        next(iter(job.steps(job.loader(data(), BATCH, largest_batch=3))))
+    job.close()
 
 
 def test_state_dict_round_trip(job: Any, tmp_path: Path) -> None:

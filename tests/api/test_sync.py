@@ -132,8 +132,28 @@ def test_a_plan_divides_steps_and_trains_what_even_shares_train(
     assert batches == [sizes[0] * EPOCHS, sizes[1] * EPOCHS]
 
 
-def train(tmp_path: Path, cut: int, batch: int, shares: dict[int, int], passes: dict[int, int]) -> list[list[int]]:
-    """Train with two workers, in shards of ``cut`` samples, and compare with ``plain``. Sizes of each one's batches."""
+@pytest.mark.parametrize(
+    ("shares", "passes", "sizes"),
+    [((), {}, ([8, 8, 8], [24])), ((24, 24), {0: 2, 1: 1}, ([8, 8, 8], [24]))],
+)
+def test_a_batch_that_does_not_fit_into_a_worker_is_computed_in_several_passes(
+    tmp_path: Path, shares: tuple[int, ...], passes: dict[int, int], sizes: tuple[list[int], list[int]]
+) -> None:
+    """Without a plan, and with one that was made when nobody knew."""
+    batches = train(tmp_path, 24, 24, dict(enumerate(shares)), passes, {0: 10})
+    assert batches == [sizes[0] * EPOCHS, sizes[1] * EPOCHS]
+
+
+def train(
+    tmp_path: Path,
+    cut: int,
+    batch: int,
+    shares: dict[int, int],
+    passes: dict[int, int],
+    fits: dict[int, int] | None = None,
+) -> list[list[int]]:
+    """Train with two workers, in shards of ``cut`` samples, and compare with ``plain``. Sizes of each one's batches.
+    ``fits``: their ``largest_batch``."""
     spec = JobSpec(workers=2, ps=1, consistency="sync", buckets=8)
     first = OneOfTwo(spec, tmp_path, None)
     actions = (
@@ -159,7 +179,7 @@ def train(tmp_path: Path, cut: int, batch: int, shares: dict[int, int], passes: 
         if shares.get(i, 0) <= cut:
             protocol.more = list  # one shard an epoch: none is asked for before the last one is done
         jobs[i]._engine._look_ahead = lambda spent_s: None
-        loader = jobs[i].loader(data(), batch_size=batch, epochs=EPOCHS)
+        loader = jobs[i].loader(data(), batch_size=batch, epochs=EPOCHS, largest_batch=(fits or {}).get(i))
         loader._plan = msgspec.structs.replace(loader.plan(), shard_samples=cut)
         for b in jobs[i].steps(loader):
             item = jobs[i]._engine.tables.current

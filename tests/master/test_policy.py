@@ -20,9 +20,12 @@ from everstep.brain.events import (
     MasterStarted,
     MemberJoined,
     NodeJoined,
+    Note,
     PlanMade,
     PlanRegistered,
     PolicyDisabled,
+    ProcessExited,
+    StartProcess,
 )
 from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
@@ -304,6 +307,31 @@ def test_there_is_nothing_to_divide_while_one_of_the_group_has_no_reading() -> N
     brain = group_of(3)
     assert complete(seen_workers(0.01, 0.01), brain, 10.0).workers == ()
     assert [w.share for w in complete(seen_workers(0.01, 0.01, 0.01), brain, 10.0).workers] == [8, 8, 8]
+
+
+def test_a_worker_whose_memory_was_too_small_is_started_again_and_gets_smaller_passes() -> None:
+    brain = group_of(2)
+    told = tuple(
+        msgspec.structs.replace(w, memory_batch=m)
+        for w, m in zip(seen_workers(0.01, 0.01).workers, (30, 4), strict=True)
+    )
+    observed = msgspec.structs.replace(seen_workers(0.01, 0.01), workers=told)
+    seen = complete(observed, brain, 10.0)
+    assert [(w.memory_batch, w.batch, w.accum) for w in seen.workers] == [(30, 8, 1), (4, 4, 2)], "8 of a step each"
+    large = plan_of(AdjustBatch(batch={A: 14, B: 2}), AdjustAccum(accum={A: 1}))
+    assert refuse(large, seen) == ""
+    brain.handle(PlanMade(11.0, "mine:own", large))
+    done = brain.handle(ProcessExited(12.0, Role.WORKER, A, ONE, 1, "OutOfMemoryError: ... (train.py:7)", too_large=14))
+    words = [str(i.decision) for i in done if isinstance(i, Note)]
+    assert any("too small for 14 samples at once: no plan gives it more than 7 now" in w for w in words), words
+    assert any(isinstance(i, StartProcess) for i in done) and not brain.job.over
+    held = group_of(2)  # (trains again; and a batch of the loader, 8, always fits)
+    held.state.control = Brain.restore(brain.snapshot()).state.control
+    seen = complete(observed, held, 10.0)
+    assert [w.memory_batch for w in seen.workers] == [8, 4]
+    assert "its memory holds 8" in refuse(large, seen)
+    failed = held.handle(ProcessExited(13.0, Role.WORKER, B, ONE, 1, "OutOfMemoryError: ... (train.py:7)"))
+    assert held.job.over and failed, "a batch of the loader that does not fit is the script's own fault"
 
 
 def test_ones_own_policy_lies_beside_the_script(tmp_path: Path) -> None:

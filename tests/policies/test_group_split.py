@@ -12,7 +12,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import DataError
 from everstep.model.group import Mark, Micro
 from everstep.model.shard import Plan
-from everstep.policies.split import apportion, cut_step, divide, divide_parts, lr_factor, step_range
+from everstep.policies.split import apportion, cut_step, divide, divide_parts, lr_factor, step_range, within
 
 
 def plan(samples: int) -> Plan:
@@ -55,6 +55,20 @@ def test_apportion_follows_the_shares_and_gives_everybody_one() -> None:
                     assert all(abs(c - total * s / sum(shares)) < 1 + n for c, s in zip(counts, shares, strict=True))
     assert apportion(12, (1, 1, 2)) == [3, 3, 6]
     assert apportion(3, (100, 1, 1)) == [1, 1, 1]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(0, 45))
+def test_a_member_computes_no_more_at_once_than_fits_into_it(sizes: list[int], largest: int) -> None:
+    bounds = [7, *itertools.accumulate(sizes, initial=7)][1:]
+    micros = tuple(Micro(lo, hi) for lo, hi in itertools.pairwise(bounds))
+    cut = within(micros, largest)
+    check_tiles(list(cut), 7, bounds[-1])
+    assert {m.lo for m in micros} <= {m.lo for m in cut}, "passes that fit are left as they are"
+    if largest:
+        assert all(m.hi - m.lo <= largest for m in cut)
+        assert len(cut) == sum(max(1, -(-n // largest)) for n in sizes), "no more passes than it takes"
+    parts = tuple(Micro(m.lo, m.hi, i) for i, m in enumerate(micros))
+    assert within(parts, largest) == parts, "a logical worker's part stays whole"
 
 
 def test_micros_respect_the_limit_except_for_the_tail() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggler_jobs import NODES, job, worker
 
+from everstep.brain.control import refuse
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
@@ -171,6 +172,21 @@ def test_the_exact_split_is_asked_for_once() -> None:
     )
     again, state = dedicated(msgspec.structs.replace(seen, workers=workers), state)
     assert again is None
+
+
+def test_the_exact_split_is_as_large_as_each_worker_says_that_it_can_hold() -> None:
+    seen = job([0.01] * 3 + [0.001])
+    fits = (0, 8, 0, 128)
+    workers = tuple(msgspec.structs.replace(w, memory_batch=n) for w, n in zip(seen.workers, fits, strict=True))
+    seen = msgspec.structs.replace(seen, workers=workers)
+    plan, _ = dedicated(seen, None)
+    assert plan is not None and refuse(plan, seen) == ""
+    batch, accum = plan.actions
+    assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
+    assert batch.batch[Slot(3)] > 32 and accum.accum[Slot(3)] == 1, "larger than the loader's batch, in one pass"
+    assert -(-batch.batch[Slot(1)] // accum.accum[Slot(1)]) <= 8 < batch.batch[Slot(1)], "smaller than it, in several"
+    less = msgspec.structs.replace(workers[3], memory_batch=64)
+    assert "its memory holds 64" in refuse(plan, msgspec.structs.replace(seen, workers=(*workers[:3], less)))
 
 
 def test_the_exact_split_is_one_of_few_passes_though_nobody_knows_what_a_pass_costs() -> None:

@@ -618,19 +618,19 @@ class Agent:
         if entry.role == Role.WORKER and entry.pidfd >= 0:
             os.close(entry.pidfd)
             entry.pidfd = -1
-        error = ""
+        error, too_large = "", 0
         if entry.role == Role.WORKER and status != 0:
             found = read_worker_error(self.run_dir, entry)
             if found is not None:
-                error = found.line
-                if self._first_error is None:
+                error, too_large = found.line, found.too_large
+                if self._first_error is None and not too_large:
                     self._first_error = (entry, found)
         elif entry.role == Role.PS and status > 0:
             error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
             if not error and disk_is_full(self.run_dir):
                 error = f"no space left on the disk of {self.run_dir}"
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
-        report = Exited(entry.role, entry.slot, entry.incarnation, status, error)
+        report = Exited(entry.role, entry.slot, entry.incarnation, status, error, too_large)
         self._reports.put(lambda: self._report(entry, report))
 
     # ------------------------------------------------------------ reports

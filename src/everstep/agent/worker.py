@@ -34,12 +34,13 @@ class WorkerError(msgspec.Struct, frozen=True):
     """Why a worker's script ended, in ``logs/worker-N.error.json``.
 
     ``line``: one line with its place. ``text``: the traceback from the script's first frame on, "" where the line
-    says it all. ``exit_code``: what the job shall end with."""
+    says it all. ``exit_code``: what the job shall end with. ``too_large``: see ``brain.events.ProcessExited``."""
 
     incarnation: int
     line: str
     text: str
     exit_code: int
+    too_large: int = 0
 
 
 def run_worker(request: Fork) -> NoReturn:
@@ -128,8 +129,29 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
         return error.exit_code
     last = with_advice(traceback.format_exception_only(error)[-1].strip())
-    _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1))
+    samples, by_a_plan = _too_large(error)
+    if samples and not by_a_plan:
+        last += (
+            f" (in a pass of {samples} samples: use a smaller batch_size, or say what fits into this worker, "
+            "job.loader(..., largest_batch=...), and a batch is computed in several passes)"
+        )
+    by_a_plan = (
+        by_a_plan and request.shard <= 1
+    )  # (of several processes any may be the one: its word is not waited for)
+    _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1, samples if by_a_plan else 0))
+    if by_a_plan:  # no end of the script: the others wait for this one, and another one is to come at once
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
     return 1
+
+
+def _too_large(error: BaseException) -> tuple[int, bool]:
+    """See ``api.job.pass_too_large``; nothing where the script did not get so far."""
+    job = sys.modules.get("everstep.api.job")
+    found: tuple[int, bool] = job.pass_too_large(error) if job is not None else (0, False)
+    return found
 
 
 def with_advice(line: str) -> str:

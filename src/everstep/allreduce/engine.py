@@ -49,6 +49,7 @@ class Batches(Protocol):
     """A loader."""
 
     batch_size: int
+    largest_batch: int
 
     def plan(self) -> Plan: ...
 
@@ -119,6 +120,8 @@ class GroupEngine:
         self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._devices: set[torch.device] = set()  # that parameters are on
+        self.in_hand = 0  # samples of the pass that the script is at, or raised in
+        self.loader_batch = self._largest_batch = 0  # samples; of each process, by the script
         self._busy_s = self._wait_s = 0.0
         self.clock = StepClock()
         self._process = ProcessReadings()
@@ -179,6 +182,7 @@ class GroupEngine:
             "skipped": float(self.skipped),
             "wait_fraction": self._wait_s / spent_s if spent_s else 0.0,
             "step": float(self.step_number),
+            "memory_batch": float(self._largest_batch * self.unit.size),
             **self.clock.readings(),
             **self._process.readings(),
         }
@@ -299,13 +303,20 @@ class GroupEngine:
             warm_up(self._params[0])
         self._thread = threading.get_ident()
         plan = loader.plan()
+        largest = loader.largest_batch
+        if self.spec.logical_workers and 0 < largest < loader.batch_size:
+            raise ScriptError(
+                f"largest_batch={largest} is below batch_size={loader.batch_size}: a logical worker's part of a step "
+                "is computed at once, or its bits would be others; use a smaller batch_size, and more logical workers"
+            )
+        self.loader_batch, self._largest_batch = loader.batch_size, largest
         reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
         try:
             if not self.alone:
-                rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size)
+                rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size, largest)
                 if rehearsal is not None:
                     yield from self._rehearse(session, rehearsal, loader)
-            session.enter(dataset, until_epoch, plan, loader.batch_size)
+            session.enter(dataset, until_epoch, plan, loader.batch_size, largest)
             if not self.alone and not self.spec.logical_workers:
                 process = self.slot * self.unit.size + self.unit.index
                 seed_all(part_seed(self.spec.seed, -1, process))  # e.g. for dropout: another stream on each worker
@@ -323,10 +334,10 @@ class GroupEngine:
                     self._open(step, micro, number == len(step.micros) - 1)
                     self._wait_s += time.perf_counter() - begin
                     begin = time.perf_counter()
-                    self._in_script = True
+                    self._in_script, self.in_hand = True, micro.hi - micro.lo
                     self.clock.switch(stepclock.FORWARD)
                     yield batch
-                    self._in_script = False
+                    self._in_script, self.in_hand = False, 0
                     self._busy_s += time.perf_counter() - begin
                     self.batches += 1
                     self._close(session, step)
@@ -352,7 +363,9 @@ class GroupEngine:
             batch = loader.read(step.epoch, micro.lo, micro.hi)
             self._open(step, micro, True)
             self._in_script = self._rehearsing = True
+            self.in_hand = micro.hi - micro.lo
             yield batch
+            self.in_hand = 0
         finally:  # also where the script leaves the loop
             self._in_script = self._rehearsing = False
             if self._reducer is not None:

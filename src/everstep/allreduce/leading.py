@@ -79,15 +79,18 @@ class LeadingSession:
     def __repr__(self) -> str:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
 
-    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+    def rehearsal(
+        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
+    ) -> Step | None:
         """None: it would take all processes of this worker."""
         return None
 
     def rehearsed(self) -> None:
         """There is none."""
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
-        self.inner.enter(dataset, until_epoch, plan, batch_samples * self.unit.size)
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+        size = self.unit.size  # (``largest`` is of each process)
+        self.inner.enter(dataset, until_epoch, plan, batch_samples * size, largest * size)
 
     def begin(self) -> Step | None:
         unit = self.unit
@@ -156,14 +159,16 @@ class FollowingSession:
     def __repr__(self) -> str:
         return f"<FollowingSession {self.unit!r}>"
 
-    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+    def rehearsal(
+        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
+    ) -> Step | None:
         """None: the leader has none."""
         return None
 
     def rehearsed(self) -> None:
         """There is none."""
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
         """The leader does."""
 
     def begin(self) -> Step | None:

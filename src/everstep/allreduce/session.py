@@ -40,7 +40,7 @@ from everstep.model.shard import Plan
 from everstep.net import messages
 from everstep.net.log import logger
 from everstep.policies.split import Cut as StepCut
-from everstep.policies.split import cut_step
+from everstep.policies.split import cut_step, within
 from everstep.storage.chain import ChainWriter
 
 NEWS_S = 300.0
@@ -148,6 +148,7 @@ class Session:
         self._log: ChainWriter | None = None
         self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
+        self.largest = 0  # samples that fit into this worker at once; 0: unknown
         self.plan: Plan | None = None
         self.tables: StepTables | None = None
         keeper.on_synced = self._on_synced
@@ -167,7 +168,9 @@ class Session:
 
     # ------------------------------------------------------------ the loop, on the script's thread
 
-    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+    def rehearsal(
+        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
+    ) -> Step | None:
         if self._entered or self.seat.embedded or self.tables is not None:
             return None
         self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
@@ -177,7 +180,7 @@ class Session:
             if isinstance(answer, Grouped) and answer.group is not None and self._has_time(answer.group):
                 cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.seat.spec, 1)
                 if cut is not None:
-                    cut = msgspec.structs.replace(cut, micros=(cut.micros[0][:1],))
+                    cut = msgspec.structs.replace(cut, micros=(within(cut.micros[0], largest)[:1],))
                     return Step.of(cut, answer.cursor, answer.group.generation, 0, Alone())
         self.rehearsed()
         return None
@@ -193,12 +196,12 @@ class Session:
             if held_back is not None:
                 self._do([held_back])
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
         """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
         the loop is over already (``begin`` returns None then). Raises LeaveJob."""
         with self._changed:
             self.dataset, self.until_epoch = dataset, until_epoch
-            self.plan, self.batch_samples = plan, batch_samples
+            self.plan, self.batch_samples, self.largest = plan, batch_samples, largest
             self._over = False
             self._looping = True
         self._begin_loop()
@@ -246,7 +249,7 @@ class Session:
                     return None
                 continue
             self._others_left = False
-            return Step.of(cut, mark, group.generation, rank, collective)
+            return Step.of(cut, mark, group.generation, rank, collective, self.largest)
 
     def _begin_loop(self) -> None:
         self._loop += 1

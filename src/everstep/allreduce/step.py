@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from everstep.model.group import Group, Mark, Micro
 from everstep.model.shard import Plan
-from everstep.policies.split import Cut
+from everstep.policies.split import Cut, within
 
 
 class Outcome(Enum):
@@ -79,8 +79,9 @@ class Step(StepWork):
     parts: tuple[tuple[int, int], ...] = ()  # logical workers: parts ``[a, b)`` of each member, by rank
 
     @classmethod
-    def of(cls, cut: Cut, mark: Mark, generation: int, rank: int, collective: Collective) -> Step:
-        """The step that ``cut`` (of ``policies.split``) means for the member at ``rank``."""
+    def of(cls, cut: Cut, mark: Mark, generation: int, rank: int, collective: Collective, largest: int = 0) -> Step:
+        """The step that ``cut`` (of ``policies.split``) means for the member at ``rank``; ``largest``: samples that fit
+        into it at once, 0: any number."""
         return cls(
             number=mark.step,
             generation=generation,
@@ -88,7 +89,7 @@ class Step(StepWork):
             epoch=cut.epoch,
             lo=cut.lo,
             hi=cut.hi,
-            micros=cut.micros[rank],
+            micros=within(cut.micros[rank], largest),
             rank=rank,
             size=len(cut.micros),
             collective=collective,
@@ -168,17 +169,19 @@ class LeaveJob(Exception):
 class GroupSession(Protocol):
     """The group, for the engine (``allreduce.session``). Called from the script's thread only."""
 
-    def rehearsal(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> Step | None:
+    def rehearsal(
+        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
+    ) -> Step | None:
         """Before ``enter``: where a group trains already without this process, a step like the next one, of one member
         and one micro-batch, to do once without its ever being committed; until ``rehearsed`` nobody changes the
-        state. None: there is no such group, or somebody waits for this process."""
+        state. None: there is no such group, or somebody waits for this process. ``largest``: see ``Step.of``."""
         ...
 
     def rehearsed(self) -> None:
         """The state is again as it was before the rehearsal."""
         ...
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
         """Returns when this process is a member of a group and has its state."""
         ...
 

@@ -35,7 +35,7 @@ from everstep.errors import (
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
-from everstep.model.turn import Turn
+from everstep.model.turn import Portion, Turn
 from everstep.monitor import stepclock
 from everstep.monitor.process import ProcessReadings
 from everstep.native import bag_backward, isfinite_all
@@ -149,7 +149,8 @@ class Engine:
         self._dropped: set[tuple[LeaseNo, int, int, int]] = set()  # sync: works whose gradient is not finite
         self._accumulates = False  # the script steps less often than once a batch
         self.registered = 0  # loops begun
-        self._loader_batch = 0
+        self.loader_batch = self._largest_batch = 0  # samples; the latter fit into this worker at once, 0: unknown
+        self.in_hand = 0  # samples of the batch that the script is at, or raised in
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
@@ -219,7 +220,8 @@ class Engine:
             "skipped": float(self.skipped),
             "wait_fraction": self.tables.wait_s / busy if busy else 0.0,
             "accum": 2.0 if self._accumulates else 1.0,  # by the script, not by a plan
-            "loader_batch": float(self._loader_batch),
+            "loader_batch": float(self.loader_batch),
+            "memory_batch": float(self._largest_batch),
             **self.clock.readings(),
             **self._process.readings(),
             **self.tables.client.carried(),
@@ -396,15 +398,26 @@ class Engine:
         the lock held."""
         assert self.gate is not None
         if not self._part and not self._group:
-            portion, batch = None if self._accumulates else self.gate.portion(), self._loader_batch
-            samples, passes = (portion.samples, portion.passes) if portion is not None else (0, 0)
-            passes = passes or max(1, -(-samples // batch))
-            self._portion = _Portion(samples, -(-samples // passes))
-        wanted = self._portion.next(self._done()) if self._portion.samples else self._loader_batch
+            self._portion = self._of_a_step(None if self._accumulates else self.gate.portion())
+        wanted = self._portion.next(self._done()) if self._portion.samples else self._one_pass()
         if wanted == self.protocol.batch_samples or not self.protocol.put_back(work):
             return True
         self.protocol.set_batch_samples(wanted)
         return False
+
+    def _of_a_step(self, told: Portion | None) -> _Portion:
+        """What to take of a step: by a plan, or in several passes because a batch of the loader does not fit; else it
+        is one batch of the loader."""
+        batch, fits = self.loader_batch, self._largest_batch
+        if told is None:
+            return _Portion() if self._accumulates or self._one_pass() == batch else _Portion(batch, fits)
+        passes = told.passes or max(1, -(-told.samples // batch))
+        largest = -(-told.samples // passes)
+        return _Portion(told.samples, min(largest, fits) if fits else largest)
+
+    def _one_pass(self) -> int:
+        """Samples of the loader's batch that fit at once."""
+        return min(self.loader_batch, self._largest_batch or self.loader_batch)
 
     def _await_turn(self, run: _Run, work: Work) -> bool:
         """Wait until the rows of ``work`` may be pulled. False: it is not wanted any more, or the loop is to end."""
@@ -486,6 +499,12 @@ class Engine:
         if self.tables.current is not None or self._group:
             raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
         self._check()
+        if not self._sync and 0 < loader.largest_batch < loader.batch_size:
+            raise ScriptError(
+                f"largest_batch={loader.largest_batch} is below batch_size={loader.batch_size}: in mode ps "
+                f"({self.seat.spec.consistency}) each batch is applied alone, so it has to fit; use a smaller "
+                "batch_size, or --consistency sync"
+            )
         plan = loader.plan()
         dataset = self._register(plan)
         self.registered += 1
@@ -495,8 +514,8 @@ class Engine:
         self.tables.forget_asides()
         self._watch_backward()
         with self._lock:
-            self._loader_batch = loader.batch_size
-            self.protocol.set_batch_samples(loader.batch_size)
+            self.loader_batch, self._largest_batch = loader.batch_size, loader.largest_batch
+            self.protocol.set_batch_samples(self._one_pass())
         self.feed(lambda: self.protocol.begin(dataset, until))
         run = _Run(loader, self._ahead)
         if self._ahead:
@@ -509,8 +528,10 @@ class Engine:
             while (item := self._next(run)) is not None:
                 begin = time.perf_counter()
                 self.clock.switch(stepclock.FORWARD)
-                yield item.batch
                 assert item.work is not None
+                self.in_hand = item.work.hi - item.work.lo
+                yield item.batch
+                self.in_hand = 0
                 self.clock.computed(item.work.hi - item.work.lo)
                 self.clock.switch(stepclock.PUSH)
                 spent_s = time.perf_counter() - begin

@@ -26,6 +26,7 @@ from everstep.model.table import OptimizerSpec
 from everstep.net import messages
 
 _job: Job | None = None
+_MEMORY_WORDS = ("can't allocate memory", "out of memory", "alloc_failed")  # of torch's allocators, of cublas
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
@@ -374,6 +375,18 @@ def _last_error() -> str:
     """The exception that is ending this interpreter, as one line; "" if none."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def pass_too_large(error: BaseException) -> tuple[int, bool]:
+    """Where the memory was too small for the pass that the script raised ``error`` in: its samples, and whether they
+    were more than a batch of the loader, as plans make them. (0, False): it is something else."""
+    words = str(error).lower()
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (
+        isinstance(error, RuntimeError) and any(w in words for w in _MEMORY_WORDS)
+    ):
+        return 0, False
+    engine = None if _job is None else _job._engine
+    return (engine.in_hand, engine.in_hand > engine.loader_batch > 0) if engine is not None else (0, False)
 
 
 def script_ended() -> None:

@@ -625,6 +625,12 @@ class Brain:
             seat.finished, seat.streak = True, 0
             out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
             return out + self._finish_if_all_left(e.at)
+        if e.too_large and not seat.stopping:
+            most = self.state.control.too_large(e.slot, e.too_large)
+            reason = (
+                f"its memory was too small for {e.too_large} samples at once: no plan gives it more than {most} now"
+            )
+            return [_OK, *self._gone(seat, e.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress)]
         if e.error and not seat.stopping:
             set_state(seat, MemberState.LEFT, e.at)
             out = [_OK, *self._drop_leases(seat, e.at, "its script failed")]

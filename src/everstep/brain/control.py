@@ -42,7 +42,8 @@ class Control(msgspec.Struct, kw_only=True):
     """``version``: plans taken so far. ``plan``: the last of them. ``disabled``: why the policy is asked no more; "".
     ``restarts``, ``restarted_at``: by plans. ``backup``: workers that a step does not wait for, by plans; -1: by the
     job's spec. ``divided``: mode ps, sync: what the workers take of a step, by plans, and the processes that it was
-    made for."""
+    made for. ``fits``: largest passes that plans may give workers whose memory was too small for a larger one; a batch
+    of the loader is always one."""
 
     version: int = 0
     plan: Plan | None = None
@@ -51,6 +52,16 @@ class Control(msgspec.Struct, kw_only=True):
     restarted_at: float = 0.0
     backup: int = -1
     divided: dict[Slot, tuple[Incarnation, Portion]] = {}
+    fits: dict[Slot, int] = {}
+
+    def too_large(self, slot: Slot, samples: int) -> int:
+        """A worker's memory was too small for so many at once. How many it may get now: half of them."""
+        most = self.fits[slot] = max(1, min(samples // 2, self.fits.get(slot, samples)))
+        return most
+
+    def memory(self, slot: Slot, told: int, batch: int) -> int:
+        """The largest pass of a worker that says ``told`` and whose loader has batches of ``batch``; 0: unknown."""
+        return max(min(told, batch), min(told, self.fits.get(slot, told)))
 
 
 def as_plan(made: Any) -> Plan:

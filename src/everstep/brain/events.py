@@ -170,7 +170,9 @@ class MemberHeard(Event, frozen=True, tag="member_heard"):
 class ProcessExited(Event, frozen=True, tag="process_exited"):
     """An agent saw a process end. ``status``: exit code, or minus the signal's number. ``error``: the script's
     own last line where it raised (then the job fails), else "". ``progress``: of a worker, the last positions that it
-    told of its leases, as far as known: a shard on which workers get on is not to blame for their loss."""
+    told of its leases, as far as known: a shard on which workers get on is not to blame for their loss. ``too_large``:
+    the script's memory was too small for a pass of so many samples, more than a batch of its loader: not the script's
+    fault but the plan's (then the worker is started again, and gets smaller ones); 0: it was something else."""
 
     role: Role
     slot: Slot
@@ -178,6 +180,7 @@ class ProcessExited(Event, frozen=True, tag="process_exited"):
     status: int
     error: str = ""
     progress: tuple[tuple[LeaseNo, int], ...] = ()
+    too_large: int = 0
 
 
 class PlanRegistered(Event, frozen=True, tag="plan_registered"):

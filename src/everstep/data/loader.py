@@ -30,6 +30,9 @@ class Loader:
     - ``dtypes``: ``{"dense": "float32"}`` where the rules' own choice (integers are int64) is not what is wanted.
     - ``transform(batch)`` is applied to each batch of tensors, in training and evaluation; it must treat rows
       independently, for a range may be read again in other cuts.
+    - ``largest_batch``: so many samples fit into *this* worker at once, forward and backward (None: nobody knows; each
+      worker may say another number, ``batch_size`` is the same for all). Where a policy divides steps, a worker may
+      get passes of up to so many; a batch that is larger it computes in several passes of one step.
     - ``seeds=True`` adds ``batch["seeds"]``, int64 [rows]: a seed for each (sample, epoch), for augmentation.
     """
 
@@ -51,10 +54,19 @@ class Loader:
         seeds: bool = False,
         name: str = "train",
         memory_bytes: int = MEMORY_BYTES,
+        largest_batch: int | None = None,
     ) -> None:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise DataError(f"epochs={epochs!r} of loader {name!r}: must be a whole number of at least 1")
+        if largest_batch is not None and (
+            isinstance(largest_batch, bool) or not isinstance(largest_batch, int) or largest_batch < 1
+        ):
+            raise DataError(
+                f"largest_batch={largest_batch!r} of loader {name!r}: must be a whole number of at least 1, "
+                "the samples that fit into this worker at once; leave it out where nobody knows"
+            )
         self.name, self.batch_size, self.epochs = name, batch_size, epochs
+        self.largest_batch = largest_batch or 0  # 0: unknown
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         share = parse_split(split)
         self.source: Source = open_source(source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes)

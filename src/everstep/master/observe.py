@@ -148,6 +148,7 @@ class Observer:
             batch=int(windows.last.get("batch", 0)) if windows is not None else 0,
             accum=max(1, int(windows.last.get("accum", 1))) if windows is not None else 1,
             loader_batch=int(windows.last.get("loader_batch", 0)) if windows is not None else 0,
+            memory_batch=int(windows.last.get("memory_batch", 0)) if windows is not None else 0,
             short=windows.pace(at, span_s=span_s) if windows is not None else Pace(),
             long=windows.pace(at, long=True) if windows is not None else Pace(),
             history=windows.history if windows is not None else (),

@@ -188,7 +188,7 @@ def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
 def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, tuple[WorkerSeen, ...]]:
     """Samples of a step, of the loader's batch, and the members of the group with their part in a step. Who is not in
     the group, or lacks a reading of it, leaves nothing to divide: then the step counts as none."""
-    groups, group = brain.groups, brain.state.groups.group
+    groups, group, control = brain.groups, brain.state.groups.group, brain.state.control
     by_process = {(w.slot, w.incarnation): w for w in workers}
     if group is None or group.hold or not all((m.slot, m.incarnation) in by_process for m in group.members):
         return 0, 0, ()
@@ -198,13 +198,10 @@ def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, t
     out = []
     for rank, m in enumerate(group.members):
         told = group.split.passes[rank] if group.split.passes else 0
-        passes = told or -(-shares[rank] // max(1, batch))
-        micro = -(-shares[rank] // max(1, passes))
-        out.append(
-            msgspec.structs.replace(
-                by_process[m.slot, m.incarnation], batch=micro, accum=max(1, passes), share=shares[rank]
-            )
-        )
+        seen = by_process[m.slot, m.incarnation]
+        passes, micro = _passes(shares[rank], told or -(-shares[rank] // max(1, batch)), seen.memory_batch)
+        memory = control.memory(m.slot, seen.memory_batch, batch)
+        out.append(msgspec.structs.replace(seen, batch=micro, accum=passes, share=shares[rank], memory_batch=memory))
     return total, batch, tuple(sorted(out, key=lambda w: w.slot))
 
 
@@ -217,9 +214,21 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
     out = []
     for w in workers:
         portion = told.get(w.slot, Portion(w.slot, w.loader_batch, 1))
-        passes = portion.passes or -(-portion.samples // w.loader_batch)
-        out.append(msgspec.structs.replace(w, batch=-(-portion.samples // passes), accum=passes, share=portion.samples))
+        wanted = portion.passes or -(-portion.samples // w.loader_batch)
+        passes, micro = _passes(portion.samples, wanted, w.memory_batch)
+        memory = brain.state.control.memory(w.slot, w.memory_batch, w.loader_batch)
+        out.append(msgspec.structs.replace(w, batch=micro, accum=passes, share=portion.samples, memory_batch=memory))
     return sum(w.share for w in out), max(w.loader_batch for w in out), tuple(out)
+
+
+def _passes(samples: int, wanted: int, fits: int) -> tuple[int, int]:
+    """In how many passes a worker computes its samples of a step, and of how many samples the largest is: in more than
+    ``wanted`` where they would not fit (``fits``; 0: unknown)."""
+    passes = max(1, wanted)
+    micro = -(-samples // passes)
+    if 0 < fits < micro:
+        passes *= -(-micro // fits)
+    return passes, -(-samples // passes)
 
 
 def _with_buckets(brain: Brain, seen: ServerSeen) -> ServerSeen:

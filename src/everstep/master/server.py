@@ -561,7 +561,8 @@ class Master:
         if peer.identity.role != "agent":
             return Refused(f"{peer.identity} is no agent")
         progress = self._progress(r.role, r.slot)
-        return self._submit(ProcessExited(self.clock.now(), r.role, r.slot, r.incarnation, r.status, r.error, progress))
+        at = self.clock.now()
+        return self._submit(ProcessExited(at, r.role, r.slot, r.incarnation, r.status, r.error, progress, r.too_large))
 
     def _mirror_ready(self, peer: Peer, r: wire.MirrorReady) -> Any:
         if (refused := _other(peer, r.slot, r.incarnation)) is not None:

@@ -46,7 +46,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     loader_batch: int = 0  # samples of a batch by the script; 0: unknown
     accum: int = 1  # micro-batches per step
     share: int = 0  # samples that it takes of one step now; 0: unknown, or there are no common steps
-    memory_batch: int = 0  # largest micro-batch that fits; 0: unknown
+    memory_batch: int = 0  # largest micro-batch that fits, by its script (``largest_batch``); 0: unknown
     short: Pace = Pace()
     long: Pace = Pace()
     history: tuple[float, ...] = ()
@@ -97,7 +97,7 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     backup: int = 0  # mode ps, sync: workers that a step does not wait for
     step: int = 0  # committed steps; 0 in mode ps
     global_batch: int = 0  # samples of one step of the whole group; 0: there is no such thing (mode ps, async)
-    loader_batch: int = 0  # samples of a micro-batch by the script: so much fits everywhere; 0: unknown
+    loader_batch: int = 0  # samples of a micro-batch by the script: so much fits where no worker says less; 0: unknown
     wanted_workers: int = 0
     pending: int = 0  # members that were started and are not up yet
     remaining_s: float = 0.0  # estimate of what is left of the job at today's speed; 0.0: unknown

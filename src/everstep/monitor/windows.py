@@ -22,7 +22,7 @@ COUNTERS = (
     "computed", "compute_s", "requests", "service_total_s", "held_s", "bytes_in", "bytes_out", "cpu_s", "throttled_s",
     "throttled",
 )  # fmt: skip
-GAUGES = ("rss_bytes", "batch", "accum", "global_batch", "loader_batch", "rows")
+GAUGES = ("rss_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows")
 PHASE = "phase."
 _ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes
 

@@ -134,6 +134,7 @@ class Exited(Request, frozen=True, tag="exited"):
     incarnation: Incarnation
     status: int
     error: str = ""
+    too_large: int = 0
 
 
 class Register(Request, frozen=True, tag="register"):

@@ -98,6 +98,19 @@ def divide(
     )
 
 
+def within(micros: tuple[Micro, ...], largest: int) -> tuple[Micro, ...]:
+    """A member's micro-batches, none of more than ``largest`` samples (0: any): those that are larger in equal pieces.
+    Each member does it for itself, for nobody else needs to know. Parts of logical workers stay whole: their bits are
+    promised."""
+    if largest < 1 or all(m.hi - m.lo <= largest for m in micros):
+        return micros
+    return tuple(
+        piece
+        for m in micros
+        for piece in ((m,) if m.part >= 0 or m.hi == m.lo else _equal(m.lo, m.hi, -(-(m.hi - m.lo) // largest), -1))
+    )
+
+
 def divide_parts(lo: int, hi: int, parts: int, shares: tuple[int, ...]) -> tuple[tuple[Micro, ...], ...]:
     """By rank: the parts of ``[lo, hi)`` that it holds. The parts' ranges depend on ``lo, hi, parts`` only; ranks hold
     contiguous parts, in proportion to ``shares``. More members than parts: some have an empty one (see ``divide``)."""
