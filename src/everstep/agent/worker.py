@@ -130,14 +130,12 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         return error.exit_code
     last = with_advice(traceback.format_exception_only(error)[-1].strip())
     samples, by_a_plan = _too_large(error)
+    by_a_plan = by_a_plan and request.shard <= 1  # (of several processes any may be the one: nobody waits to hear)
     if samples and not by_a_plan:
         last += (
             f" (in a pass of {samples} samples: use a smaller batch_size, or say what fits into this worker, "
             "job.loader(..., largest_batch=...), and a batch is computed in several passes)"
         )
-    by_a_plan = (
-        by_a_plan and request.shard <= 1
-    )  # (of several processes any may be the one: its word is not waited for)
     _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1, samples if by_a_plan else 0))
     if by_a_plan:  # no end of the script: the others wait for this one, and another one is to come at once
         for stream in (sys.stdout, sys.stderr):
