@@ -2,14 +2,14 @@
 
 Every run trains ``examples/01_flights_dlrm.py`` (real data). Disturbed ones have worker:0 four times slower for the
 first 60 % of the samples and worker:1 after that, and the ps:0 (mode ps) eight times (``everstep chaos``). Mode
-``ps``: dense part and tables on two ps; ``allreduce``: tables on one ps, the dense part on every worker, steps in
-common. Windows of half a second. Figures:
+``ps``: dense part and tables on two ps, nobody waits; ``sync``: the same, step by step (``--consistency sync``);
+``allreduce``: tables on one ps, the dense part on every worker, steps in common. Windows of half a second. Figures:
 
 - ``MODE.undisturbed.auc``: mean over seeds, with its spread; ``MODE.POLICY.auc``: the same of disturbed runs;
 - ``MODE.POLICY.within``: share of those within three standard deviations of the undisturbed ones' mean;
 - ``MODE.POLICY.exact``: share whose audit says that each sample was trained exactly once;
 - ``MODE.POLICY.plans``: plans that the policy made, mean: where there are none, nothing was tested.
-    --modes ps,allreduce --policies none,nondedicated,dedicated --seeds 5 --rows 150000
+    --modes ps,sync,allreduce --policies none,nondedicated,dedicated,backup --seeds 5 --rows 150000
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ BATCH = 256
 LIMIT_S = 600.0
 HOUR_S = 3600.0
 SLOW, SLOW_PS = 4.0, 8.0
-MODES = {"ps": ["--workers", "2", "--ps", "2"], "allreduce": ["--mode", "allreduce", "--workers", "3", "--ps", "1"]}
+MODES = {
+    "ps": ["--workers", "2", "--ps", "2"],
+    "sync": ["--workers", "3", "--ps", "2", "--consistency", "sync"],
+    "allreduce": ["--mode", "allreduce", "--workers", "3", "--ps", "1"],
+}
+REFUSED = {"ps": ("dedicated", "backup"), "sync": (), "allreduce": ("backup",)}
+"""Policies that make no sense there."""
 
 
 class Outcome(msgspec.Struct):
@@ -74,7 +80,7 @@ def disturb(job: Job, mode: str, rows: int, ordered: set[str]) -> None:
     if status is None:
         return
     there = {f"{m.role}:{m.slot}" for m in status.members if m.state == MemberState.ALIVE}
-    due = {"worker:0": SLOW} | ({"ps:0": SLOW_PS} if mode == "ps" else {})
+    due = {"worker:0": SLOW} | ({"ps:0": SLOW_PS} if mode != "allreduce" else {})
     if status.samples_done > 0.6 * 0.9 * rows:
         due["worker:1"] = SLOW
     for member, factor in due.items():
@@ -88,15 +94,15 @@ def disturb(job: Job, mode: str, rows: int, ordered: set[str]) -> None:
 
 def run(quick: bool, arguments: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(prog="python -m benchmarks straggler_quality", description=__doc__)
-    parser.add_argument("--modes", default="allreduce" if quick else "ps,allreduce")
-    parser.add_argument("--policies", default="nondedicated" if quick else "none,nondedicated,dedicated")
+    parser.add_argument("--modes", default="allreduce" if quick else ",".join(MODES))
+    parser.add_argument("--policies", default="nondedicated" if quick else "none,nondedicated,dedicated,backup")
     parser.add_argument("--seeds", type=int, default=2 if quick else 5)
     parser.add_argument("--rows", type=int, default=30_000 if quick else 150_000)
     args = parser.parse_args(arguments or [])
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures, aims, holds = result["figures"], result["aims"], result["holds"]
     for mode in args.modes.split(","):
-        policies = [p for p in args.policies.split(",") if not (mode == "ps" and p == "dedicated")]
+        policies = [p for p in args.policies.split(",") if p not in REFUSED[mode]]
         found: dict[str, list[Outcome]] = {side: [] for side in ("undisturbed", *policies)}
         for seed in range(args.seeds):
             for side in found:

@@ -1,8 +1,9 @@
 """A training loop on an emulated accelerator: a stated time for each sample, longer where a pattern says so.
 
 Everybody waits at its first batch until all are up; the pattern's time, and the measured time, begin there. A worker
-that is started later goes on at once. Each process writes ``SLOT.PID`` into ``--home``: a line ``samples now`` (time
-since that moment, seconds) for each batch. ``--static``: mode ps, each worker has its own fixed part of the data.
+that is started later goes on at once. Twice the batch fits into its memory. Each process writes ``SLOT.PID`` into
+``--home``: a line ``samples now`` (time since that moment, seconds) for each batch. ``--static``: mode ps, each worker
+has its own fixed part of the data.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ net = job.replicate(net)
 opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.02))
 began = 0.0
 with (args.home / f"{job.slot}.{os.getpid()}").open("w", buffering=1) as log:
-    for batch in job.steps(job.loader(data, batch_size=args.batch, epochs=1, name=name, transform=with_keys)):
+    loader = job.loader(
+        data, batch_size=args.batch, epochs=1, name=name, transform=with_keys, largest_batch=2 * args.batch
+    )
+    for batch in job.steps(loader):
         if not began:
             began = everybody_up()
         loss = nn.functional.mse_loss(net(batch), batch["y"])
