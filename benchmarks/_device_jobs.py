@@ -33,7 +33,7 @@ SIDES: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One run. ``healthy_s``: so long it takes where nobody is slow."""
+    """One run. ``healthy_s``: so long it takes where nobody is slow; ``sample_s``: a sample, on a device that is not."""
 
     pattern: str
     n: int
@@ -41,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
     side: str
     seed: int
     healthy_s: float
+    sample_s: float = SAMPLE_S
 
     @property
     def name(self) -> str:
@@ -49,11 +50,11 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def samples(self) -> int:
         """Whole steps of everybody."""
-        return BATCH * self.n * max(1, round(self.healthy_s / (SAMPLE_S * BATCH)))
+        return BATCH * self.n * max(1, round(self.healthy_s / (self.sample_s * BATCH)))
 
     def words(self) -> dict[str, Any]:
         """The pattern, the same for every side; seconds."""
-        unit = SAMPLE_S * BATCH
+        unit = self.sample_s * BATCH
         if self.pattern == "transient":
             return {"kind": "spells", "s": self.s, "spell": 30 * unit, "gap": 230 * unit, "seed": self.seed}
         if self.pattern == "trace":
@@ -80,7 +81,7 @@ def measure(case: Case, starting: threading.Lock) -> Timed:
         flags = ["--mode", mode, "--workers", str(case.n), *flags]
         script = [str(SCRIPT), "--mode", mode, "--home", str(marks), "--pattern", json.dumps(case.words())]
         script += ["--members", str(case.n), "--rows", str(case.samples), "--batch", str(BATCH)]
-        script += ["--sample-s", str(SAMPLE_S), *more]
+        script += ["--sample-s", str(case.sample_s), *more]
         limit_s = START_S + 4 * case.healthy_s * max(2.0, case.s)
         with starting:
             job = Job(home, ["run", *flags], ["--", *script], limit_s, env={"EVERSTEP_WINDOW_S": str(WINDOW_S)})

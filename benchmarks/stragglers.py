@@ -9,16 +9,16 @@ restarts; windows are of 3 healthy batches where nothing else is said. ``traces`
 drops the slowest worker's gradients (and is charged for them), ``static`` is asynchronous with a fixed part each,
 ``shared`` asynchronous with shards for whoever is free.
 
-``real`` figures (not quick): `everstep run`, real processes, a sleep of 2 ms for each sample in the place of an
-accelerator (``twins/slow_device.py``), the same patterns, windows of half a second; from the moment that everybody is
-up to the last of exactly N samples, each run audited. ``trace``: the recorded job 4, ten healthy batches an entry, from
-another place for each seed; ``ceiling`` there and for spells: divided anew at every moment. ``second_half``: samples/s
-in the second half of the run, so without what it takes to see and act. Sides: ``sync`` (mode allreduce, no policy; what
-all others are compared with), ``ps_sync``, ``backup`` (``--consistency sync``, ``sync:1``: a late part is trained by
-another worker), ``static``, ``shared`` (mode ps), ``nondedicated``, ``dedicated``. One machine, so a
-restart finds no better place, and none pays in jobs as short as these.
+``real`` figures (not quick): `everstep run`, real processes, a sleep of 2 ms (``--sample-ms``) for each sample in the
+place of an accelerator (``twins/slow_device.py``), the same patterns, windows of half a second; from the moment that
+everybody is up to the last of exactly N samples, each run audited. ``trace``: the recorded job 4, ten healthy batches
+an entry, from another place for each seed; ``ceiling`` there and for spells: divided anew at every moment.
+``second_half``: samples/s in the second half of the run, so without what it takes to see and act. Sides: ``sync``
+(mode allreduce, no policy; what all others are compared with), ``ps_sync``, ``backup`` (``--consistency sync``,
+``sync:1``: a late part is trained by another worker), ``static``, ``shared`` (mode ps), ``nondedicated``,
+``dedicated``. One machine, so a restart finds no better place, and none pays in jobs as short as these.
     --only virtual|real --patterns deterministic,persistent,transient,trace --n 4,8 --s 2,4,8 --seeds 5 --sides ...
-    --healthy-s 40 --together 6 (jobs side by side) --out cases.jsonl (goes on where it was ended)
+    --healthy-s 40 --sample-ms 2 --together 6 (jobs side by side) --out cases.jsonl (goes on where it was ended)
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def options(arguments: list[str], quick: bool) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1 if quick else 5)
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--healthy-s", type=float, default=40.0, help="seconds of the job where nobody is slow")
+    parser.add_argument("--sample-ms", type=float, default=SAMPLE_S * 1e3, help="of the emulated accelerator, a sample")
     parser.add_argument("--together", type=int, default=6, help="jobs side by side")
     parser.add_argument("--out", type=Path, help="file of cases: those in it are not run again")
     return parser.parse_args(arguments)
@@ -184,7 +185,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     for pattern, n, s in kinds:
         for seed in range(args.seeds):
             turn = [sides[(i + seed) % len(sides)] for i in range(len(sides))]
-            cases += [Case(pattern, n, s, side, seed, args.healthy_s) for side in turn]
+            cases += [Case(pattern, n, s, side, seed, args.healthy_s, args.sample_ms / 1e3) for side in turn]
     return cases
 
 
@@ -240,12 +241,12 @@ def real_figures(result: Result, name: str, runs: list[Timed]) -> None:
 def best_ratio(case: Case) -> float:
     """What dividing without loss could gain at best, anew at every moment: where one is slow all the time, this is
     ``ceiling``."""
-    pattern, unit = from_words(case.words()), SAMPLE_S * DEVICE_BATCH
+    pattern, unit = from_words(case.words()), case.sample_s * DEVICE_BATCH
     t = 0.0
     for _ in range(case.samples // (DEVICE_BATCH * case.n)):
         t = max(finish(pattern, k, t, unit) for k in range(case.n))
     ideal = apart = 0.0
-    work = case.samples * SAMPLE_S
+    work = case.samples * case.sample_s
     while work > 0:
         looks = [pattern.at(k, ideal) for k in range(case.n)]
         speed = sum(1 / factor for factor, _ in looks)
