@@ -33,7 +33,7 @@ SIDES: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One run. ``healthy_s``: so long it takes where nobody is slow; ``sample_s``: a sample, on a device that is not."""
+    """One run. ``healthy_s``: so long it takes where nobody is slow; ``sample_s``: so long a sample takes then."""
 
     pattern: str
     n: int
