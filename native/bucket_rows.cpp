@@ -141,6 +141,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
 
 void Rows::erase(uint32_t slot) {
   touch(slot);
+  running.forget(slot);
   const size_t p = slot >> table_.page_bits, i = in_page(slot);
   const int64_t key = this->key(slot);
   erase_entry(entry_of(key, key_hash(key, table_.salt)));
@@ -175,6 +176,7 @@ size_t Rows::next_used(size_t slot) const {
 
 void Rows::clear() {
   snapshot_end();
+  running.clear();
   free_index();
   for (uint8_t* page : pages_) {
     if (page) pool_.give(page, table_.page_bytes);

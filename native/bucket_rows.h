@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "running.h"
 #include "table.h"
 
 namespace everstep {
@@ -19,7 +20,8 @@ class Rows {
  public:
   static constexpr uint32_t kNone = 0xffffffffu;
 
-  Rows(const Table& table, Pool& pool, uint64_t generation) : table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
+  Rows(const Table& table, Pool& pool, uint64_t generation)
+      : running(table, pool), table_(table), pool_(pool), generation_(generation), tracking_(generation > 1) {}
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -109,6 +111,9 @@ class Rows {
   // Pages that there were at snapshot_begin.
   size_t snapshot_pages() const { return pending_.size(); }
   void snapshot_end();
+
+  // ---- the step that the rows are in the middle of; of those that are freed it forgets
+  Running running;
 
  private:
   struct Entry {

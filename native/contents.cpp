@@ -142,6 +142,7 @@ int64_t Store::hand_over(int64_t b) {
   if (readable(bucket, b).phase == Phase::kOwned) {
     bucket.owned = false;
     bucket.phase = Phase::kHandedOver;
+    for (auto& rows : bucket.rows) rows->running.clear();
   }
   return bucket.seq;
 }

@@ -122,7 +122,7 @@ void store_pull(Store& s, int64_t table, const Input& keys, const Output& out) {
 }
 
 nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::bytes buckets, nb::list parts,
-                     bool skipped, uint32_t now_s) {
+                     bool skipped, uint32_t now_s, int64_t step) {
   std::vector<PushPart> work;
   std::vector<Input> alive;  // arrays stay alive although the GIL is not held
   for (nb::handle item : parts) {
@@ -147,7 +147,7 @@ nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t le
   PushOutcome out;
   {
     nb::gil_scoped_release free;
-    out = s.push(shard, lo, hi, lease, bitmap, work, skipped, now_s);
+    out = s.push(shard, lo, hi, lease, bitmap, work, skipped, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
@@ -200,13 +200,13 @@ void store_pull_at(Store& s, nb::handle parts, nb::handle memory) {
 }
 
 nb::tuple store_push_at(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::handle parts,
-                        nb::handle memory, bool skipped, uint32_t now_s) {
+                        nb::handle memory, bool skipped, uint32_t now_s, int64_t step) {
   Memory held(memory, PyBUF_SIMPLE);
   const std::vector<PushPart> work = parts_in(s, parts, held.view);
   PushOutcome out;
   {
     nb::gil_scoped_release free;
-    out = s.push(shard, lo, hi, lease, {}, work, skipped, now_s);
+    out = s.push(shard, lo, hi, lease, {}, work, skipped, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);

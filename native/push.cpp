@@ -49,6 +49,7 @@ struct PartWork {
   std::vector<uint32_t> slots;
   std::vector<Run> runs;
   std::vector<uint32_t> made;  // places in `keys` of the rows made in the bucket at hand
+  Running* running = nullptr;     // of the bucket at hand; null: the gradients are applied by themselves
   bool by_gradients = false;      // the change says which gradients were applied
   uint8_t* difference = nullptr;  // of the record of the key at the run's begin, for the bucket at hand
   std::vector<Sighting> sightings;  // in the bucket at hand, as are the next
@@ -172,7 +173,7 @@ bool look_again(PartWork& work, const Bucket& bucket) {
 
 // What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
 // all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference out.
-void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s,
+void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s, int64_t step,
              blob::Marks& marks, const blob::Mark& mark, Change& change) {
   for (size_t p = 0; p < n_parts; ++p) {
     works[p].made.clear();
@@ -215,7 +216,14 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
           if (work.slots[i] != Rows::kNone) rows.touch(work.slots[i]);
         }
       }
-      work.by_gradients = work.table->dense && !work.table->meta && work.made.empty();
+      bool first = true;  // nothing of the step is in any of these rows
+      work.running = step >= 0 && Running::needed(work.table->optimizer) ? &rows.running : nullptr;
+      if (work.running) {
+        first = work.running->begin(step, work.slots.data() + begin, end - begin) == work.updated;
+      } else if (!rows.running.empty()) {
+        rows.running.clear();
+      }
+      work.by_gradients = work.table->dense && !work.table->meta && work.made.empty() && first;
       if (work.updated)
         shapes.push_back(Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients});
       size_t toggled = 0;
@@ -295,7 +303,7 @@ uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi) {
 }
 
 PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& addressed,
-                        const std::vector<PushPart>& parts, bool skipped, uint32_t now_s) {
+                        const std::vector<PushPart>& parts, bool skipped, uint32_t now_s, int64_t step) {
   if (shard < 0 || lease < 0) throw Malformed("shard and lease must not be negative");
   if (lo < 0 || hi <= lo || hi - lo > kMaxBatch)
     throw Malformed("[" + std::to_string(lo) + ", " + std::to_string(hi) + ") is not a range of at most 2^24 samples");
@@ -360,7 +368,11 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
   }
   // Where the rows are; a slot never moves, so this holds when the bucket is locked again below.
   thread_local std::vector<Piece> pieces;
+  thread_local std::vector<float> sums;  // of the gradients of a piece's rows
   thread_local std::vector<uint64_t> seen_slots;
+  size_t widest = 0;
+  for (size_t p = 0; step >= 0 && p < parts.size(); ++p) widest = std::max(widest, parts[p].dim);
+  if (sums.size() < kBlock * widest) sums.resize(kBlock * widest);
   Change change(outbox_);
   const size_t limit = limit_.load(std::memory_order_relaxed);
   size_t more = 0;  // bytes that the new rows need
@@ -493,7 +505,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     blob::Marks marks;
     marks.fingerprint = bucket.fingerprint + fingerprint;
     marks.clock = bucket.clock + 1;
-    prepare(works, parts.size(), b, bucket, now_s, marks, blob::Mark{shard, hi, lease}, change);
+    prepare(works, parts.size(), b, bucket, now_s, step, marks, blob::Mark{shard, hi, lease}, change);
     cut_pieces(works, parts.size(), kBlock, true, pieces);
     float* values[2][kBlock];
     float* state[2][kBlock];
@@ -520,7 +532,15 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       const Table& table = *work.table;
       const size_t n = piece.end - piece.begin;
       const float* grads = work.part->grads + piece.begin * table.dim;
+      // What the row is before the step, and the gradient of the step so far.
+      auto sum_up = [&] {
+        if (!work.running) return;
+        for (size_t k = 0; k < n; ++k)
+          work.running->add(work.slots[piece.begin + k], values[q & 1][k], grads + k * table.dim, sums.data() + k * table.dim);
+        grads = sums.data();
+      };
       if (!bucket.protect || work.by_gradients) {
+        sum_up();
         kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
         if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
         continue;
@@ -532,6 +552,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       for (auto at = std::lower_bound(work.made.begin(), work.made.end(), piece.begin);
            at != work.made.end() && *at < piece.end; ++at)
         std::memset(difference + (*at - piece.begin) * table.record_bytes, 0, table.record_bytes);
+      sum_up();
       kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
       if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
       for (size_t k = 0; k < n; ++k)

@@ -91,8 +91,9 @@ class Store {
   bool open(int64_t shard, int64_t start, int64_t lease, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);
   // Rows as they are; those that no push or put has made yet, as they begin. Makes none.
   void pull(uint32_t table, const int64_t* keys, size_t n, float* out);
+  // `step`: of which this is one push of several; -1: of none, it is applied by itself (running.h).
   PushOutcome push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& buckets,
-                   const std::vector<PushPart>& parts, bool skipped, uint32_t now_s = 0);
+                   const std::vector<PushPart>& parts, bool skipped, uint32_t now_s = 0, int64_t step = -1);
   int64_t put_absent(uint32_t table, const int64_t* keys, const float* rows, size_t n, uint32_t now_s = 0);
   void locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots);
   void release(const std::vector<int64_t>& shards);

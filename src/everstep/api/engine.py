@@ -73,7 +73,7 @@ _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays
 class _Payload(HeldRows):
     """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("lrs", "parts", "router", "tables")
+    __slots__ = ("lrs", "parts", "router", "step", "tables")
 
     def __init__(
         self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
@@ -81,6 +81,7 @@ class _Payload(HeldRows):
         super().__init__(holders)
         self.tables, self.router, self.lrs = tables, router, lrs
         self.parts: list[list[Part]] = []
+        self.step = -1  # sync: of which this is one push of several
 
     def weigh(self, weight: float) -> None:
         """Scale the gradients, in place. Before they are sent."""
@@ -311,11 +312,13 @@ class Engine:
             return  # the machine is about to hear of a newer map, and will say this anew
         payload = self._payloads.get(action.work.key)
         parts: tuple[Part, ...] = ()
+        step = -1
         if payload is not None and not action.skipped:
+            step = payload.step
             self._route(payload, router)
             parts = tuple(payload.parts[router.slots.index(ps)])
             payload.sent()
-        message = Push(router.version, token, parts, True, action.bitmap, action.skipped)
+        message = Push(router.version, token, parts, True, action.bitmap, action.skipped, step)
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             with self._lock:
@@ -363,6 +366,8 @@ class Engine:
                 continue
             weight = verdict.weight * (self._portion.samples or counted) / max(1, counted)
             payload = self._payloads.get(work.key)
+            if payload is not None:
+                payload.step = verdict.step
             if payload is not None and weight != 1.0:
                 payload.weigh(weight)
             dropped = work.key in self._dropped

@@ -54,6 +54,11 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
             case OptimizerKind.FTRL:
                 return 2 * dim
 
+    @property
+    def is_linear(self) -> bool:
+        """One step with the sum of some gradients is one step with each of them, one after the other."""
+        return self.kind is OptimizerKind.SGD and self.momentum == 0 and self.weight_decay == 0
+
 
 class InitKind(StrEnum):
     CONSTANT = "constant"  # a

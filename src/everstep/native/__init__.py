@@ -230,19 +230,22 @@ class Store(_native.Store):
         parts: Sequence[PushPart],
         skipped: bool = False,
         now_s: int = 0,
+        step: int = -1,
     ) -> PushResult:
         """Apply the gradients of ``[lo, hi)``. Per addressed bucket (``buckets``: bitmap, b"": all owned), in one
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
 
         ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
         table's own). A table stands once. Rows of buckets that are not addressed are left out: a batch that is pushed
-        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. Malformed,
-        or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
+        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. ``step``: this
+        push is one of several of that step, which are one optimizer step of the sum of their gradients (but where
+        another step's, or none's, comes between them, or the bucket changed hands: native/running.h); -1: of none.
+        Malformed, or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
         """
         if buckets and parts:
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
         try:
-            return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s))
+            return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s, step))
         except Full as error:
             raise self._named(error) from None
 
@@ -256,11 +259,12 @@ class Store(_native.Store):
         memory: memoryview,
         skipped: bool,
         now_s: int,
+        step: int = -1,
     ) -> PushResult:
         """``push`` to all buckets that are owned, of arrays that lie in ``memory``. ``parts``: objects as
         ``net.messages.Part``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
         try:
-            return PushResult(*super()._push_at(shard, lo, hi, lease, parts, memory, skipped, now_s))
+            return PushResult(*super()._push_at(shard, lo, hi, lease, parts, memory, skipped, now_s, step))
         except Full as error:
             raise self._named(error) from None
 

@@ -201,6 +201,9 @@ class TwinRows:
         self.index: dict[int, int] = {}
         self.index_size = 0
         self.expire_slot = 0
+        self.step = -1
+        self.running: dict[int, tuple[F32, F32, F32]] = {}  # by key: values and state before the step, its gradient
+        self.kept = self.chunks = 0  # rows of the step, also those freed since, and the memory for them
 
     def empty(self) -> TwinRows:
         return TwinRows(self.table, self.layout, self.spec, self.candidates)
@@ -216,7 +219,8 @@ class TwinRows:
 
     @property
     def held_bytes(self) -> int:
-        return sum(c > 0 for c in self._page_counts()) * self.layout.page_bytes + self.index_size * 16
+        pages = sum(c > 0 for c in self._page_counts()) * self.layout.page_bytes
+        return pages + self.index_size * 16 + (self.chunks * self._chunk_bytes if self.chunks else 0)
 
     def bytes_for(self, n: int) -> int:
         """What n more rows add to ``held_bytes``."""
@@ -243,7 +247,36 @@ class TwinRows:
         row = self.slots[slot]
         assert row is not None
         del self.index[row.key]
+        self.running.pop(row.key, None)
         self.slots[slot] = None
+
+    def begin_step(self, step: int, keys: list[int]) -> None:
+        """A push of ``step`` (-1: of none) is about to change the rows of these keys that have one."""
+        if self.spec.optimizer.is_linear:
+            return
+        if step != self.step:
+            self.step, self.running, self.kept, self.chunks = step, {}, 0, 0
+        if step >= 0:
+            self.kept += sum(key in self.index and key not in self.running for key in keys)
+            self.chunks = max(self.chunks, -(-self.kept // (self._chunk_bytes // self._kept_bytes)))
+
+    @property
+    def _kept_bytes(self) -> int:
+        return 4 * (2 * self.layout.dim + self.layout.state)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return max(4096, 1 << (self._kept_bytes - 1).bit_length())
+
+    def add_to_step(self, row: _Row, grad: F32) -> F32:
+        """Put the row back to before its step; the gradient of the step so far."""
+        if row.key not in self.running:
+            self.running[row.key] = (row.values.copy(), row.state.copy(), grad.copy())
+            return grad
+        values, state, total = self.running[row.key]
+        total += grad
+        row.values[:], row.state[:] = values, state
+        return total
 
     def row(self, key: int) -> _Row | None:
         return self.slots[self.index[key]] if key in self.index else None
@@ -526,6 +559,7 @@ class TwinStore:
         parts: Sequence[PushPart],
         skipped: bool = False,
         now_s: int = 0,
+        step: int = -1,
     ) -> PushResult:
         if buckets:  # a batch pushed again to the buckets behind has the rows of all
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
@@ -541,13 +575,13 @@ class TwinStore:
                 raise ValueError("grads must be [keys, dim of the table]")
             if not math.isfinite(lr):
                 raise ValueError("the learning rate is not finite")
-            step = spec.optimizer.lr if lr < 0 else lr
-            if spec.optimizer.kind is OptimizerKind.FTRL and step == 0:
+            rate = spec.optimizer.lr if lr < 0 else lr
+            if spec.optimizer.kind is OptimizerKind.FTRL and rate == 0:
                 raise ValueError("FTRL needs a learning rate above 0")
             at = self._buckets(table, keys)
             if at != sorted(at):
                 raise ValueError("keys are not grouped by ascending bucket")
-            work.append((spec, at, keys.tolist(), grads, step))
+            work.append((spec, at, keys.tolist(), grads, rate))
         for spec, _, _, grads, _ in work:
             if not np.isfinite(grads).all():
                 return PushResult(0, 0, nonfinite=spec.id)
@@ -568,9 +602,9 @@ class TwinStore:
                 here = [(spec, [k for k, x in zip(keys, at, strict=True) if x == b]) for spec, at, keys, _, _ in work]
                 self._make_room(b, here, prints[b])
                 held.clock += 1
-                for spec, at, keys, grads, step in work:
+                for spec, at, keys, grads, rate in work:
                     pushed = [(keys[i], grads[i]) for i in range(len(keys)) if at[i] == b]
-                    touched += self._push_rows(held, spec, pushed, step, now_s)
+                    touched += self._push_rows(held, spec, pushed, rate, now_s, step)
             self._change(b, [(shard, *after)], touched)
         return done
 
@@ -581,7 +615,7 @@ class TwinStore:
         return (table, keys[mask], grads[mask], lr) if grads.shape[:1] == keys.shape else part
 
     def _push_rows(
-        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], step: float, now_s: int
+        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], rate: float, now_s: int, step: int
     ) -> list[_Touched]:
         """The gradients of one table in one bucket, whose clock has moved on."""
         rows, waiting = held.rows[spec.id], held.rows.get(spec.candidates_id)
@@ -613,12 +647,16 @@ class TwinStore:
             assert waiting is not None
             waiting.erase(slot)
         touched: list[_Touched] = []
+        if pushed:
+            rows.begin_step(step, [key for key, _ in pushed])
         for key, grad in pushed:
             row = rows.row(key)
             if row is None:
                 continue
             old = bytes(rows.layout.record_bytes) if key in new else row.record()
-            update(row.values, row.state, grad, spec.optimizer, step)
+            if step >= 0 and not spec.optimizer.is_linear:
+                grad = rows.add_to_step(row, grad)
+            update(row.values, row.state, grad, spec.optimizer, rate)
             self._pushed(spec, row, held.clock, now_s)
             touched.append((rows, rows.index[key], key if key in new else None, old, row.record()))
         return touched + counted

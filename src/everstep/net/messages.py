@@ -626,7 +626,9 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 class Push(msgspec.Struct, frozen=True, tag="push"):
     """Gradients of the samples ``[token.lo, token.hi)``: one message per ps and batch, for all its buckets (also
     those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
-    all. ``skipped``: no rows, the watermarks move, the audit says so. Answer: Pushed | Moved | Bad."""
+    all. ``skipped``: no rows, the watermarks move, the audit says so. ``step`` (consistency sync): this is one of
+    several pushes of that step, which are one optimizer step of the sum of their gradients; -1: it is one by itself.
+    Answer: Pushed | Moved | Bad."""
 
     version: int
     token: Token
@@ -634,6 +636,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     shm: bool
     buckets: bytes = b""
     skipped: bool = False
+    step: int = -1
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):

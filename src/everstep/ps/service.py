@@ -585,12 +585,12 @@ class PsService:
         of = (token.shard, token.lo, token.hi, token.lease)
         now_s = int(time.time())
         if not request.buckets:
-            return self.store.push_at(*of, request.parts, source, request.skipped, now_s)
+            return self.store.push_at(*of, request.parts, source, request.skipped, now_s, request.step)
         parts = [
             (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
             for part in request.parts
         ]
-        return self.store.push(*of, request.buckets, parts, request.skipped, now_s)
+        return self.store.push(*of, request.buckets, parts, request.skipped, now_s, request.step)
 
     def _cut_if_due(self) -> None:
         now = time.monotonic()

@@ -22,10 +22,13 @@ from everstep.tables.protocol import Work
 
 
 class Pushing(msgspec.Struct, frozen=True):
-    """Push this part; its gradient is a mean over its own samples and counts ``weight`` times in the step's."""
+    """Push this part; its gradient is a mean over its own samples and counts ``weight`` times in the step's.
+
+    ``step``: its number, for the ps, if there is more than one push of it; else -1."""
 
     works: tuple[Work, ...]
     weight: float
+    step: int = -1
 
 
 class Late(msgspec.Struct, frozen=True):
@@ -209,7 +212,8 @@ class Gate:
             mine = next((p for p in turn.parts if (p.slot, p.incarnation) == self._me), None)
             if mine is not None:
                 self._parts = turn.parts
-                return Pushing(works, mine.samples / max(1, turn.samples))
+                several = len(turn.parts) > 1 or len(works) > 1
+                return Pushing(works, mine.samples / max(1, turn.samples), turn.step if several else -1)
         self.late += 1
         self._part, self._step, self._stage, self._begun = (), -1, "busy", []
         self._left = set()
