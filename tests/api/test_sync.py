@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch
 from everstep.model.shard import split_key
+from everstep.model.table import OptimizerSpec
 from everstep.model.turn import Turn
 from everstep.monitor.audit import audit
 from everstep.net import messages
@@ -33,7 +35,15 @@ from everstep.net.arena import Arena
 from everstep.tables.client import PsClient
 
 ONE, HERE = Incarnation(1), NodeId("node0")
-N, EPOCHS, LR = 48, 4, 0.5
+N, EPOCHS = 48, 4
+# Of the rows of tables, and of the dense part.
+OPTIMIZERS: dict[str, tuple[OptimizerSpec, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (es.SGD(lr=0.5), lambda p: torch.optim.SGD(p, 0.5)),
+    "momentum": (es.SGD(0.1, 0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1)),
+    "adagrad": (es.Adagrad(0.1), lambda p: torch.optim.Adagrad(p, 0.1)),
+    "rowwise": (es.RowWiseAdagrad(0.1), lambda p: torch.optim.Adagrad(p, 0.1)),
+    "adam": (es.Adam(0.05), lambda p: torch.optim.Adam(p, 0.05)),
+}
 
 
 class OneOfTwo(EmbeddedSeat):
@@ -98,37 +108,50 @@ class Net(nn.Module):
         return self.top(torch.cat([self.bag(b["ids"]), b["x"]], 1)).squeeze(1)
 
 
-def plain() -> dict[str, torch.Tensor]:
+def plain(optimizer: str) -> dict[str, torch.Tensor]:
     """Full batches in plain PyTorch."""
     model, d = Net(), {k: torch.from_numpy(v) for k, v in data().items()}
-    opt = torch.optim.SGD(model.parameters(), lr=LR)
+    by_hand = optimizer == "rowwise"
+    opt = OPTIMIZERS[optimizer][1](model.top.parameters() if by_hand else model.parameters())
+    seen = torch.zeros(20, 1)
     for _ in range(EPOCHS):
-        opt.zero_grad()
+        model.zero_grad()
         ((model(d) - d["y"]) ** 2).mean().backward()
         opt.step()
+        if by_hand:  # torch has none: one accumulator a row, of the mean of squares
+            grad = model.bag.weight.grad
+            assert grad is not None
+            seen += (grad**2).mean(1, keepdim=True)
+            model.bag.weight.data -= 0.1 * grad / (seen.sqrt() + 1e-10)
     return model.state_dict()
 
 
-@pytest.mark.parametrize("cut", [24, 36, 41])
-def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize(("cut", "optimizer"), [(24, "sgd"), (36, "momentum"), (41, "adam")])
+def test_any_split_of_a_step_trains_what_one_process_does(tmp_path: Path, cut: int, optimizer: str) -> None:
     """Each epoch is one step: shards of ``cut`` samples and of the rest, one of them for each worker."""
-    batches = train(tmp_path, cut, N, {}, {})
+    batches = train(tmp_path, cut, N, {}, {}, optimizer)
     assert sum(map(len, batches)) == 2 * EPOCHS
 
 
 @pytest.mark.parametrize(
-    ("shares", "passes", "cut", "sizes"),
+    ("shares", "passes", "cut", "sizes", "optimizer"),
     [
-        ((24, 24), {}, 12, ([12, 12], [12, 12])),
-        ((36, 12), {}, 12, ([12, 12, 12], [12])),
-        ((40, 8), {0: 10}, 8, ([4] * 10, [8])),
+        ((24, 24), {}, 12, ([12, 12], [12, 12]), "rowwise"),
+        ((36, 12), {}, 12, ([12, 12, 12], [12]), "adagrad"),
+        ((40, 8), {0: 10}, 8, ([4] * 10, [8]), "adagrad"),
+        ((40, 8), {0: 10}, 8, ([4] * 10, [8]), "adam"),
     ],
 )
 def test_a_plan_divides_steps_and_trains_what_even_shares_train(
-    tmp_path: Path, shares: tuple[int, int], passes: dict[int, int], cut: int, sizes: tuple[list[int], list[int]]
+    tmp_path: Path,
+    shares: tuple[int, int],
+    passes: dict[int, int],
+    cut: int,
+    sizes: tuple[list[int], list[int]],
+    optimizer: str,
 ) -> None:
     """ADJUST_BS, ADJUST_ACCUM: a part is of several shards and passes, and each epoch is still one step."""
-    batches = train(tmp_path, cut, 24, dict(enumerate(shares)), passes)
+    batches = train(tmp_path, cut, 24, dict(enumerate(shares)), passes, optimizer)
     assert batches == [sizes[0] * EPOCHS, sizes[1] * EPOCHS]
 
 
@@ -140,7 +163,7 @@ def test_a_batch_that_does_not_fit_into_a_worker_is_computed_in_several_passes(
     tmp_path: Path, shares: tuple[int, ...], passes: dict[int, int], sizes: tuple[list[int], list[int]]
 ) -> None:
     """Without a plan, and with one that was made when nobody knew."""
-    batches = train(tmp_path, 24, 24, dict(enumerate(shares)), passes, {0: 10})
+    batches = train(tmp_path, 24, 24, dict(enumerate(shares)), passes, "adagrad", {0: 10})
     assert batches == [sizes[0] * EPOCHS, sizes[1] * EPOCHS]
 
 
@@ -150,6 +173,7 @@ def train(
     batch: int,
     shares: dict[int, int],
     passes: dict[int, int],
+    optimizer: str,
     fits: dict[int, int] | None = None,
 ) -> list[list[int]]:
     """Train with two workers, in shards of ``cut`` samples, and compare with ``plain``. Sizes of each one's batches.
@@ -167,9 +191,9 @@ def train(
     together = threading.Barrier(2, timeout=30)
     for seat in (first, OneOfTwo(spec, tmp_path, first)):
         jobs.append(Job(seat))
-    models = [job.sparse(Net(), optimizer=es.SGD(lr=LR)) for job in jobs]
+    models = [job.sparse(Net(), optimizer=OPTIMIZERS[optimizer][0]) for job in jobs]
     opts = [
-        job.optimizer(torch.optim.SGD(job.replicate(m).parameters(), lr=LR))
+        job.optimizer(OPTIMIZERS[optimizer][1](job.replicate(m).parameters()))
         for job, m in zip(jobs, models, strict=True)
     ]
 
@@ -200,7 +224,7 @@ def train(
     for thread in threads:
         thread.join(60)
     assert sum(trained) == N * EPOCHS and min(trained) > 0
-    for name, want in plain().items():
+    for name, want in plain(optimizer).items():
         have = jobs[0].state_dict()["models"][0][name]
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
     for seat in first.seats.values():

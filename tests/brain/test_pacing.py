@@ -87,7 +87,7 @@ def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
         assert gates[slot].ready((work(slot, 0, 4 * (slot + 1)),)) is None
         p.told(Slot(slot), ONE, gates[slot].due() or Place("new", number=16))
     verdicts = [gate.turn(p.turn) for gate in gates]
-    assert verdicts[0] == Pushing((work(0, 0),), 0.25) and verdicts[2] == Pushing((work(2, 0, 12),), 0.75)
+    assert verdicts[0] == Pushing((work(0, 0),), 0.25, 0) and verdicts[2] == Pushing((work(2, 0, 12),), 0.75, 0)
     assert gates[1].ready((work(1, 0),)) == Late((work(1, 0),)) and gates[1].late == 1
     assert not gates[1].may_begin()  # what it would pull is half applied
 
@@ -146,7 +146,7 @@ def test_a_part_of_several_shards_is_pushed_when_all_of_it_is() -> None:
     for one in works:
         gate.begin(one)
     assert gate.ready(works, [works[0]]) is None and gate.place().samples == 8, "a gradient that is not finite"
-    assert gate.turn(Turn(ONE, 2, 0, (Share(A, ONE, 8), Share(B, ONE, 8)))) == Pushing(works, 0.5)
+    assert gate.turn(Turn(ONE, 2, 0, (Share(A, ONE, 8), Share(B, ONE, 8)))) == Pushing(works, 0.5, 0)
     gate.settled(works[1])
     assert gate.place().state == "ready"
     gate.settled(works[0])

@@ -24,12 +24,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-def test_a_worker_killed_in_the_middle_of_a_step_costs_nothing(run: Run) -> None:
+def test_a_worker_and_a_ps_killed_in_the_middle_of_a_step_cost_nothing(run: Run) -> None:
+    """Adagrad and Adam: the ps that take over know nothing of the step's parts so far."""
     run.write(rows=3000, epochs=3, pause_s=0.02)
-    run.start(*FLAGS, "--consistency", "sync:1")
+    run.start(*FLAGS, "--parity", "1+1", "--consistency", "sync:1")
     run.trained(1500)
-    os.kill(run.alive(Role.WORKER, 1).pid, signal.SIGKILL)
-    run.alive(Role.WORKER, 1, at_least=2)
+    for role in (Role.WORKER, Role.PS):
+        os.kill(run.alive(role, 1).pid, signal.SIGKILL)
+        run.alive(role, 1, at_least=2)
     assert run.wait(180) == 0, run.story()
     run.check_audit()
 

@@ -97,6 +97,7 @@ def test_random_operations_agree(data: st.DataObject) -> None:
         assert both(stores, lambda s: s.declare(tables[-1])) is True
     shards = [shard_key(0, 0, 0), shard_key(0, 0, 1), shard_key(1, 3, 0)]
     shard_of, position, lease = st.sampled_from(shards), st.integers(0, 12), st.integers(1, 4)
+    step = st.sampled_from([-1, -1, 3, 3, 4])
     rng = np.random.default_rng(draw(st.integers(0, 2**32), "values"))
     protected = draw(st.sampled_from([(), OWNED[:3], OWNED]), "protected")
     for store in stores:
@@ -136,7 +137,7 @@ def test_random_operations_agree(data: st.DataObject) -> None:
                         grads[rng.integers(len(keys)), rng.integers(t.dim)] = rng.choice([np.nan, np.inf, -np.inf])
                     parts.append((t.id, keys, grads, draw(st.sampled_from([-1.0, 0.05]))))
                 skipped = not parts and draw(st.booleans())
-                args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped, now_s)
+                args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped, now_s, draw(step))
                 both(stores, lambda s, a=args: s.push(*a), refusals=tidy)
             case "pull":
                 keys = keys_of(spec, OWNED, draw(st.booleans()))

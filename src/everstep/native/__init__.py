@@ -237,8 +237,8 @@ class Store(_native.Store):
 
         ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
         table's own). A table stands once. Rows of buckets that are not addressed are left out: a batch that is pushed
-        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. ``step``: this
-        push is one of several of that step, which are one optimizer step of the sum of their gradients (but where
+        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. ``step``:
+        this push is one of several of that step, which are one optimizer step of the sum of their gradients (but where
         another step's, or none's, comes between them, or the bucket changed hands: native/running.h); -1: of none.
         Malformed, or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
         """
