@@ -535,8 +535,8 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       // What the row is before the step, and the gradient of the step so far.
       auto sum_up = [&] {
         if (!work.running) return;
-        for (size_t k = 0; k < n; ++k)
-          work.running->add(work.slots[piece.begin + k], values[q & 1][k], grads + k * table.dim, sums.data() + k * table.dim);
+        for (size_t k = 0, at = 0; k < n; ++k, at += table.dim)
+          work.running->add(work.slots[piece.begin + k], values[q & 1][k], grads + at, sums.data() + at);
         grads = sums.data();
       };
       if (!bucket.protect || work.by_gradients) {

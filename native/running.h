@@ -1,7 +1,7 @@
-// The step that the rows of one table in one bucket are in the middle of (consistency sync, docs/decisions/0044): of each
-// row that a push of it has touched, values and state as they were before the first one, and the sum of the gradients so
-// far. So every further push replaces the step so far by the step of the sum. Not part of a bucket's contents: whoever
-// gets the bucket begins with none. Under the bucket's mutex.
+// The step that the rows of one table in one bucket are in the middle of (consistency sync, docs/decisions/0044): of
+// each row that a push of it has touched, values and state as they were before the first one, and the sum of the
+// gradients so far. So every further push replaces the step so far by the step of the sum. Not part of a bucket's
+// contents: whoever gets the bucket begins with none. Under the bucket's mutex.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -70,8 +70,8 @@ class Running {
     }
     return n;
   }
-  // The row at `values` (its state behind them) is as it was before the step again, and `sum` the gradient of all of the
-  // step so far.
+  // The row at `values` (its state behind them) is as it was before the step again, and `sum` the gradient of all of
+  // the step so far.
   void add(uint32_t slot, float* values, const float* grad, float* sum) {
     const size_t dim = table_.dim, floats = dim + table_.state;
     Entry& entry = place(index_, slot);
