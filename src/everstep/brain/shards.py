@@ -150,6 +150,11 @@ class Shards(msgspec.Struct):
         self.datasets.append(dataset)
         return dataset
 
+    @property
+    def all_out(self) -> bool:
+        """Whether no shard is left to hand out, in any epoch that somebody has asked for."""
+        return all(len(d.epochs) >= d.epochs_known and not any(epoch.todo for epoch in d.epochs) for d in self.datasets)
+
     def epoch_of(self, key: ShardKey) -> Epoch | None:
         number, epoch, index = split_key(key)
         if number >= len(self.datasets) or epoch >= len(self.datasets[number].epochs):

@@ -68,7 +68,10 @@ class PaceKeeper:
         here = {s: seat.member.incarnation for s, seat in self._brain.members.workers.items() if seat.running}
         holding = {held.worker for held in self._brain.leases.values()}
         control = self._brain.state.control
-        return self.pacing.look(here, holding, self._brain.job.workers_wanted, control.backup, portions(control, here))
+        divided = portions(control, here)
+        if self._brain.shards.all_out and any(portion.slot not in holding for portion in divided):
+            divided = ()  # the rest of the epoch is of whoever holds it: a slow one's share would be a step of its own
+        return self.pacing.look(here, holding, self._brain.job.workers_wanted, control.backup, divided)
 
     def _publish(self) -> None:
         assert self.pacing is not None
