@@ -69,7 +69,7 @@ class PaceKeeper:
         holding = {held.worker for held in self._brain.leases.values()}
         control = self._brain.state.control
         divided = portions(control, here)
-        if self._brain.shards.all_out and any(portion.slot not in holding for portion in divided):
+        if any(portion.slot not in holding for portion in divided) and self._brain.shards.all_out:
             divided = ()  # the rest of the epoch is of whoever holds it: a slow one's share would be a step of its own
         return self.pacing.look(here, holding, self._brain.job.workers_wanted, control.backup, divided)
 
