@@ -416,8 +416,7 @@ class Engine:
         batch, fits = self.loader_batch, self._largest_batch
         if told is None:
             return _Portion() if self._accumulates or self._one_pass() == batch else _Portion(batch, fits)
-        passes = told.passes or max(1, -(-told.samples // batch))
-        largest = -(-told.samples // passes)
+        largest = -(-told.samples // told.in_passes(batch))
         return _Portion(told.samples, min(largest, fits) if fits else largest)
 
     def _one_pass(self) -> int:

@@ -214,8 +214,7 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
     out = []
     for w in workers:
         portion = told.get(w.slot, Portion(w.slot, w.loader_batch, 1))
-        wanted = portion.passes or -(-portion.samples // w.loader_batch)
-        passes, micro = _passes(portion.samples, wanted, w.memory_batch)
+        passes, micro = _passes(portion.samples, portion.in_passes(w.loader_batch), w.memory_batch)
         memory = brain.state.control.memory(w.slot, w.memory_batch, w.loader_batch)
         out.append(msgspec.structs.replace(w, batch=micro, accum=passes, share=portion.samples, memory_batch=memory))
     return sum(w.share for w in out), max(w.loader_batch for w in out), tuple(out)

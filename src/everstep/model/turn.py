@@ -28,6 +28,10 @@ class Portion(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     passes: int = 0
 
+    def in_passes(self, batch: int) -> int:
+        """In how many passes, where the loader's batches are of ``batch`` samples."""
+        return self.passes or -(-self.samples // batch)
+
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Where the job is, by the master. Words of one master are numbered; a later master's replace an earlier one's.
