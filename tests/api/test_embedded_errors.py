@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from embedded import run_embedded
 
 pytestmark = pytest.mark.processes
 
@@ -23,14 +23,7 @@ _HEAD = "import numpy as np\nimport everstep as es\njob = es.join(run_dir='run')
 )
 def test_a_mistake_is_one_line(tmp_path: Path, body: str, words: tuple[str, ...], code: int) -> None:
     (tmp_path / "train.py").write_text(_HEAD + body)
-    done = subprocess.run(
-        [sys.executable, "-X", "fork", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_embedded(tmp_path, 60.0)
     lines = [line for line in done.stderr.splitlines() if line.startswith("everstep: ")]
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -39,12 +32,5 @@ def test_a_mistake_is_one_line(tmp_path: Path, body: str, words: tuple[str, ...]
 
 def test_other_errors_stay_pythons(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_HEAD + "raise KeyError('mine')\n")
-    done = subprocess.run(
-        [sys.executable, "-X", "fork", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_embedded(tmp_path, 60.0)
     assert done.returncode == 1 and "Traceback" in done.stderr and "KeyError: 'mine'" in done.stderr

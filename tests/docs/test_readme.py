@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from embedded import run_embedded
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
 from everstep.net.messages import GetStatus, MemberStatus, StatusReport
@@ -91,14 +92,7 @@ def test_every_everstep_command_and_flag_it_names_exists() -> None:
 @pytest.mark.processes
 def test_the_script_trains(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("python")[0])
-    done = subprocess.run(
-        [sys.executable, "-X", "fork", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_embedded(tmp_path, 110.0)
     assert done.returncode == 0, done.stderr
     loss = re.search(r"loss ([\d.]+)", done.stdout)
     assert loss is not None and float(loss[1]) < 0.6, done.stdout
