@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,8 @@ from everstep.brain.control import refuse
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
-from everstep.policies.stragglers.dedicated import dedicated
+from everstep.policies.stragglers.dedicated import by_kind, dedicated
+from everstep.policies.stragglers.exact import Device
 from everstep.policies.stragglers.nondedicated import State, nondedicated
 from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.policy import SHIPPED
@@ -172,6 +175,37 @@ def test_the_exact_split_is_asked_for_once() -> None:
     )
     again, state = dedicated(msgspec.structs.replace(seen, workers=workers), state)
     assert again is None
+
+
+def test_machines_of_one_kind_have_equal_parts_and_noise_is_not_followed() -> None:
+    """The first step, one of 1.25 times, is cold; each reading after that is off by 1 % or so."""
+    rng = random.Random(3)
+
+    def look(paces_s: list[float], shares: list[int], state: Any) -> tuple[Plan | None, Any]:
+        seen = job(paces_s, shares, loader_batch=64)
+        workers = tuple(msgspec.structs.replace(w, memory_batch=128) for w in seen.workers)
+        return dedicated(msgspec.structs.replace(seen, workers=workers), state)
+
+    plan, state = look([0.0021, 0.0025, 0.0022, 0.016], [64] * 4, None)
+    shares = list(batches(plan).values())
+    assert max(shares[:3]) - min(shares[:3]) <= 1
+    plans = 0
+    for _ in range(200):
+        plan, state = look([p * (1 + rng.gauss(0, 0.01)) for p in (0.002, 0.002, 0.002, 0.016)], shares, state)
+        if plan is not None:
+            plans += 1
+            shares = list(batches(plan).values())
+    assert shares == [82, 82, 82, 10]
+    assert plans <= 5
+
+
+def test_kinds_are_told_more_finely_by_more_readings() -> None:
+    devices = [Device(p, 0.0, 64) for p in (0.0100, 0.0101, 0.0110, 0.0200)]
+    assert [d.per_sample_s for d in by_kind(devices, 1)] == [0.0101, 0.0101, 0.0101, 0.02]
+    assert [d.per_sample_s for d in by_kind(devices, 3)] == [0.0101, 0.0101, 0.0110, 0.02]
+    assert by_kind(devices[:2], 1)[0] == devices[1] and by_kind([], 1) == ()
+    roomy = [devices[0], msgspec.structs.replace(devices[0], memory_batch=128)]
+    assert by_kind(roomy, 1) == tuple(roomy), "what fits is not a matter of noise"
 
 
 def test_the_exact_split_is_as_large_as_each_worker_says_that_it_can_hold() -> None:

@@ -3,13 +3,15 @@
 What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; till
 there are two, the overhead counts as next to nothing. Where nobody knows what fits into memory, the loader's batch
 does. What is seen first is acted on; a pace that is another one all at once begins a new fit, if it is believed
-(``belief``). The split is worked out anew only when a pace has changed, and asked for only when it is clearly better
+(``belief``). Who reads like others is of their kind, and what is like is told more finely with every reading: noise is
+not followed. The split is worked out anew only when a pace has changed, and asked for only when it is clearly better
 than the one in force. Where splits do not pay, because paces change from window to window, the machines are not
 dedicated, and shares are equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 import msgspec
@@ -22,6 +24,7 @@ from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve
 from everstep.policies.stragglers.shares import even
 
 BETTER = 1.03
+FINE = 1.01  # is better enough where READINGS of everybody are known
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
 OFTEN = 3  # so many there must be of two sizes to tell overhead from a pace that has changed meanwhile
@@ -41,6 +44,18 @@ class Fit(msgspec.Struct, frozen=True):
         while len(known) > SIZES:
             del known[next(iter(known))]
         return Fit(known)
+
+    @property
+    def _near(self) -> list[float]:
+        """Newest seconds per sample of passes about as large as the newest."""
+        newest = next(reversed(self.passes_s))
+        near = [t / b for b, times in self.passes_s.items() if newest / ALIKE < b < newest * ALIKE for t in times]
+        return near[-2 * READINGS :]
+
+    @property
+    def known(self) -> int:
+        """How many readings say what a pass takes now."""
+        return len(self._near)
 
     def per_sample_s(self, batch: int) -> Span:
         """What is expected of a pass of so many samples, by sample; > 0. Where no two sizes are known, between
@@ -66,8 +81,7 @@ class Fit(msgspec.Struct, frozen=True):
             overhead_s = often[low] - per_sample_s * low
             if per_sample_s > 0 and overhead_s >= LEAST * often[high]:
                 return Device(per_sample_s, overhead_s, memory_batch)
-        near = [t / b for b, times in self.passes_s.items() if b1 / ALIKE < b < b1 * ALIKE for t in times]
-        pass_s = median(near[-2 * READINGS :]) * b1
+        pass_s = median(self._near) * b1
         return Device((1 - LEAST) * pass_s / b1, LEAST * pass_s, memory_batch)
 
 
@@ -88,29 +102,31 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     state = state or State()
     total, workers = seen.global_batch, seen.workers
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
-    known = {key: fit for key, fit in state.fits.items() if key in keys}
+    before = {key: fit for key, fit in state.fits.items() if key in keys}
     readings = {k: w.short.per_sample_s or w.long.per_sample_s for k, w in zip(keys, workers, strict=True)}
     ready = all(s > 0 for s in readings.values()) and all(w.share > 0 and w.batch > 0 for w in workers)
     if not ready or not 2 <= len(workers) <= total or total > MAX_TOTAL:
-        return None, msgspec.structs.replace(state, fits=known, proposed={}, devices=())
+        return None, msgspec.structs.replace(state, fits=before, proposed={}, devices=())
     left = seen.remaining_s / (seen.window_s or WINDOW_S)
     score = scored(state.score, state.proposed, readings, left, TRUST)
     batches = {key: w.batch for key, w in zip(keys, workers, strict=True)}
-    fits = {k: known.get(k) or Fit({batches[k]: (readings[k] * batches[k],)}) for k in keys}
+    fits = {k: before.get(k) or Fit({batches[k]: (readings[k] * batches[k],)}) for k in keys}
     changes, believed, doubted = review(
         state.changes,
         {key: fit.per_sample_s(batches[key]) for key, fit in fits.items()},
-        {k: readings[k] for k, w in zip(keys, workers, strict=True) if k in known and w.short.per_sample_s > 0},
+        {k: readings[k] for k, w in zip(keys, workers, strict=True) if k in before and w.short.per_sample_s > 0},
         {key: w.share for key, w in zip(keys, workers, strict=True)},
     )
     for key, w in zip(keys, workers, strict=True):
-        if key in known and w.short.per_sample_s > 0 and key not in doubted:
+        if key in before and w.short.per_sample_s > 0 and key not in doubted:
             fits[key] = (Fit() if key in believed else fits[key]).with_reading(w.batch, readings[key] * w.batch)
     limits = [w.memory_batch or seen.loader_batch or w.batch for w in workers]
-    devices = tuple(fits[key].device(limit) for key, limit in zip(keys, limits, strict=True))
+    known = min(fit.known for fit in fits.values())
+    devices = by_kind([fits[key].device(limit) for key, limit in zip(keys, limits, strict=True)], known)
     level = tuple(even(total, len(keys)))
     level_s = max(map(time_s, devices, map(whole, level, limits)))
-    best, same = state.best, _alike(devices, state.devices)
+    clearly = BETTER if known < READINGS else FINE
+    best, same = state.best, _alike(devices, state.devices, clearly)
     if not same:
         best = solve(total, devices)
     best_s = max(map(time_s, devices, best))
@@ -123,7 +139,7 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     now_s = max(map(time_s, devices, now))
     shares, passes = level, [-(-n // limit) for n, limit in zip(level, limits, strict=True)]
     if worth and score > 0:
-        if now_s < BETTER * best_s:
+        if now_s < clearly * best_s:
             return None, state
         shares, passes = proposed, [portion.passes for portion in best]
         words = f"the exact split takes {best_s * 1e3:.3g} ms a step, the one in force {now_s * 1e3:.3g} ms"
@@ -144,10 +160,35 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     return Plan(actions=actions, decision=Decision("adjust batches", words, inputs, rejected)), state
 
 
-def _alike(a: tuple[Device, ...], b: tuple[Device, ...]) -> bool:
+def by_kind(devices: Sequence[Device], readings: int) -> tuple[Device, ...]:
+    """Those that take about the same (the less, the more ``readings`` there are of each) and have the same memory, all
+    like the one in their middle. So fine differences of what are machines of one kind are not followed."""
+    like = 1.0 + (ALIKE - 1.0) / readings**2
+    kinds: list[list[int]] = []
+    for i in sorted(range(len(devices)), key=lambda i: (devices[i].memory_batch, _full_s(devices[i]))):
+        first = devices[kinds[-1][0]] if kinds else None
+        if (
+            first is None
+            or first.memory_batch != devices[i].memory_batch
+            or _full_s(devices[i]) > like * _full_s(first)
+        ):
+            kinds.append([])
+        kinds[-1].append(i)
+    out = list(devices)
+    for kind in kinds:
+        for i in kind:
+            out[i] = devices[kind[len(kind) // 2]]
+    return tuple(out)
+
+
+def _full_s(device: Device) -> float:
+    """The longest pass that fits."""
+    return device.overhead_s + device.per_sample_s * device.memory_batch
+
+
+def _alike(a: tuple[Device, ...], b: tuple[Device, ...], like: float) -> bool:
     """Whether no pass takes clearly longer or shorter."""
     return len(a) == len(b) and all(
-        x.memory_batch == y.memory_batch and max(s / t, t / s) < BETTER
+        x.memory_batch == y.memory_batch and max(_full_s(x) / _full_s(y), _full_s(y) / _full_s(x)) < like
         for x, y in zip(a, b, strict=True)
-        for s, t in [(x.overhead_s + x.per_sample_s * x.memory_batch, y.overhead_s + y.per_sample_s * y.memory_batch)]
     )
