@@ -116,3 +116,23 @@ def test_measuring_costs_the_training_thread_next_to_nothing() -> None:
         clock.switch(stepclock.BARRIER)
         clock.switch(stepclock.UPDATE)
     assert (process_time() - began) / 2000 / 0.005 < 0.05
+
+
+def test_a_pace_that_is_new_is_news_until_it_is_told() -> None:
+    time = Time()
+    clock = StepClock(time)
+
+    def news_after(ms: float, samples: int = 10) -> bool:
+        clock.switch(stepclock.FORWARD)
+        time.go(ms)
+        clock.computed(samples)
+        clock.switch(stepclock.BARRIER)
+        return clock.news
+
+    assert news_after(200)  # the first
+    assert clock.readings()["per_sample_s"] == pytest.approx(0.02)
+    assert not clock.news and not news_after(240) and not news_after(170)
+    assert not news_after(480, samples=20)  # more samples, no other pace
+    assert news_after(800) and news_after(200)  # (not told yet)
+    clock.readings()
+    assert not news_after(220) and not news_after(20)  # (so fast that the next beat is soon enough)

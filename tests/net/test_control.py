@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,27 @@ def test_beats_carry_on(start: Callable[..., Master], join: Callable[..., Contro
     join(beat=beat, beat_s=0.02)
     until(lambda: len(beats) >= 4)
     assert [b.readings for b in beats[:3]] == [{"samples": 0.0}, {}, {"samples": 2.0}]
+
+
+def test_news_come_before_their_time_and_once(
+    start: Callable[..., Master], join: Callable[..., ControlClient], until: Until
+) -> None:
+    beats: list[wire.Beat] = []
+    news = threading.Event()
+
+    def handle(peer: Peer, request: wire.RequestType) -> Answered:
+        if isinstance(request, wire.Beat):
+            beats.append(request)
+        return polite(peer, request)
+
+    start(handle)
+    client = join(beat=wire.Beat, beat_s=3600.0, news=news.is_set)
+    until(lambda: len(beats) == 1)
+    news.set()
+    until(lambda: len(beats) == 2)
+    assert client.call(wire.Report({}), 20) is not None
+    time.sleep(0.3)  # three ticks of the client's thread
+    assert len(beats) == 2, "one more between two beats, whatever it says"
 
 
 # ---------------------------------------------------------------- failures

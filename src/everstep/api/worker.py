@@ -92,6 +92,7 @@ class WorkerSeat:
             on_fenced=lambda fenced: self._fail(FencedError(fenced.reason)),
             beat=listener.beat,
             beat_s=_GROUP_BEAT_S if self.spec.mode == "allreduce" else 1.0,
+            news=lambda: listener.clock.news,
         )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._leave_on_term)

@@ -45,7 +45,7 @@ LIMIT_S = 10.0
 
 class PolicyKeeper:
     """``observe(at, span_s)``: what was seen, over windows of ``window_s`` seconds, of workers over ``span_s``.
-    ``tell(event)``: to the brain."""
+    ``tell(event)``: to the brain. ``made()``, on any thread: a call has come to its end, so ``tick``."""
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class PolicyKeeper:
         window_s: float,
         tell: Callable[[BrainEvent], object],
         limit_s: float = LIMIT_S,
+        made: Callable[[], object] = lambda: None,
     ) -> None:
         self._brain, self._spec, self._tell = brain, spec, tell
-        self._observe, self._window_s, self._limit_s = observe, window_s, limit_s
+        self._observe, self._window_s, self._limit_s, self._say_made = observe, window_s, limit_s, made
         self._look_at = self._peek_at = 0.0
         self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
@@ -72,8 +73,8 @@ class PolicyKeeper:
         return f"<policy {self._spec.policy}{busy}, looks again at {self._look_at:.1f}>"
 
     def tick(self, at: float) -> None:
-        """Call several times a second; ``at`` in seconds. A clock that jumps is nobody's time: the call under way is
-        not given up for it, and no look waits for a moment that has gone."""
+        """Call several times a second, and when readings came; ``at`` in seconds. A clock that jumps is nobody's time:
+        the call under way is not given up for it, and no look waits for a moment that has gone."""
         passed_s, self._tick_at = at - self._tick_at, at
         if 0.0 <= passed_s <= self._limit_s:
             self._spent_s += passed_s
@@ -121,6 +122,7 @@ class PolicyKeeper:
             made.put((self._policy(seen, state), ""))
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
             made.put((None, f"it raised {type(error).__name__}: {error}{_where(error)}"))
+        self._say_made()
 
     def _take(self, at: float, seen: Observations, made: Any, error: str) -> None:
         """What a call came to."""

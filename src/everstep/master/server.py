@@ -159,8 +159,8 @@ class Master:
         self._failure: EverstepError | None = None
         self.journal = Journal(
             run_dir / "journal.sqlite",
-            on_durable=lambda seq: self._from_writer(self._durable, seq),
-            on_error=lambda error: self._from_writer(self._journal_failed, error),
+            on_durable=lambda seq: self._from_thread(self._durable, seq),
+            on_error=lambda error: self._from_thread(self._journal_failed, error),
         )
         restored = self.journal.restore()
         self.brain: Brain = restored.brain
@@ -183,6 +183,7 @@ class Master:
             observe=self.observer.observe,
             window_s=self.observer.windows.short_s,
             tell=self._tell,
+            made=lambda: self._from_thread(self.policy.tick, self.clock.now()),
         )
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
@@ -302,7 +303,7 @@ class Master:
         for peer in self.server.peers:
             peer.send(wire.Finish(error.exit_code, str(error)))
 
-    def _from_writer(self, call: Callable[[Any], None], argument: object) -> None:
+    def _from_thread(self, call: Callable[[Any], None], argument: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(call, argument)
 
@@ -502,6 +503,7 @@ class Master:
             self._note(at, str(key), stall)
         if r.values:
             self.readings.values.update(r.values)
+        self.policy.tick(at)
         return _OK
 
     def _report(self, peer: Peer, r: wire.Report) -> Answer:

@@ -28,11 +28,20 @@ PREFIX: Final = "phase."  # of readings
 
 _RECENT = 256  # steps between two beats that the median is taken of
 
+NEWS = 1.3
+"""Who computes so many times slower or faster than it told last has news."""
+
+LONG_S = 0.1
+"""Own compute of a step that is worth a beat of its own; of shorter ones the next beat knows more, and soon enough."""
+
 
 class StepClock:
     """One thread switches; others read. Counters only grow, as long as the process lives."""
 
-    __slots__ = ("_at", "_compute_ns", "_now", "_ns", "_phase", "_recent", "batch", "drag", "samples", "steps")
+    __slots__ = (
+        "_at", "_compute_ns", "_now", "_ns", "_phase", "_recent", "_told_s", "batch", "drag", "news", "samples",
+        "steps",
+    )  # fmt: skip
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now = now
@@ -41,6 +50,8 @@ class StepClock:
         self._at = now()
         self._compute_ns = 0  # own compute up to the end of the last one
         self._recent: list[float] = []  # seconds per sample, of the steps since the last beat
+        self._told_s = 0.0  # seconds per sample of the last readings that had them
+        self.news = False  # the next readings are worth telling at once
         self.samples = self.steps = self.batch = 0
         self.drag = Drag()
 
@@ -72,6 +83,8 @@ class StepClock:
             self.samples += samples
             self.batch = samples
             per_sample_s = own_ns * 1e-9 / samples
+            if own_ns * 1e-9 >= LONG_S and not self._told_s / NEWS < per_sample_s < self._told_s * NEWS:
+                self.news = True
             recent = self._recent
             if len(recent) < _RECENT:
                 recent.append(per_sample_s)
@@ -87,9 +100,9 @@ class StepClock:
     def readings(self) -> dict[str, float]:
         """For the beat: counters in seconds and samples, and the median since the last call where there is one."""
         out = {PREFIX + name: ns * 1e-9 for name, ns in zip(PHASES, self._ns, strict=True) if ns}
-        recent, self._recent = self._recent, []
+        recent, self._recent, self.news = self._recent, [], False
         out.update(computed=float(self.samples), compute_s=self._compute_ns * 1e-9, steps=float(self.steps))
         out["batch"] = float(self.batch)
         if recent:
-            out["per_sample_s"] = statistics.median(recent)
+            self._told_s = out["per_sample_s"] = statistics.median(recent)
         return {k: v for k, v in out.items() if math.isfinite(v)}

@@ -66,7 +66,8 @@ class ControlClient:
     Callbacks run on the client's thread, one at a time, and must not wait for a ``call`` (that raises
     InternalError): ``on_welcome(answer)`` after each (re)connect with the answer to ``hello()`` (Welcome, Refused,
     ...), ``on_order(order)``, ``on_fenced(answer)`` once when any answer says that we were replaced. ``beat()`` is
-    asked every ``beat_s`` seconds while connected; None: no beat this time.
+    asked every ``beat_s`` seconds while connected; None: no beat this time. Where ``news()`` says so
+    one more comes in between, within a tick of the thread.
 
     Make it after a fork, never before: threads do not survive one.
     """
@@ -84,11 +85,12 @@ class ControlClient:
         on_fenced: Callable[[Fenced], None] | None = None,
         beat: Callable[[], Beat | None] | None = None,
         beat_s: float = 1.0,
+        news: Callable[[], bool] | None = None,
     ) -> None:
         self._address, self._run_dir = address, run_dir
         self._secret, self._identity = secret, identity
         self._hello, self._on_order, self._on_welcome, self._on_fenced = hello, on_order, on_welcome, on_fenced
-        self._beat, self._beat_s = beat, beat_s
+        self._beat, self._beat_s, self._news = beat, beat_s, news
         self._pid = os.getpid()
         self._ids = itertools.count(1)
         self._lock = threading.RLock()  # guards what follows, and the order of what is sent
@@ -295,10 +297,14 @@ class ControlClient:
     def _receive(self, stream: FrameSocket, decoder: FrameDecoder) -> None:
         """Until the connection ends: deliver answers and orders, send beats, expire calls."""
         heard = beat_at = time.monotonic()
+        between = False  # there was a beat between this one and the next
         while not self._stop.is_set():
             now = time.monotonic()
             if self._beat is not None and now >= beat_at:
-                beat_at = now + self._beat_s
+                beat_at, between = now + self._beat_s, False
+                self._send_beat()
+            elif not between and self._news is not None and self._news():
+                between = True
                 self._send_beat()
             data = stream.recv_bytes()
             if data is None:
