@@ -73,6 +73,7 @@ def test_the_same_plan_twice_changes_nothing(action: Action, kind: type[object] 
         (MoveBuckets(owners={BucketId(0): Slot(7)}), "ps:7 is gone"),
         (AdjustBatch(batch={Slot(1): 4}), "worker:1 is gone"),
         (AdjustAccum(accum={Slot(9): 4}), "worker:9 is gone"),
+        (Scale(workers=9), "9 workers: more than 4 times the 2 it was begun with"),
     ],
 )
 def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import refuse
+from everstep.brain.control import MAX_WORDS, as_plan, refuse
 from everstep.brain.events import (
     BrainEvent,
     GroupAsked,
@@ -31,6 +32,7 @@ from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
+from everstep.master import server
 from everstep.master.policy import PolicyKeeper, complete, load
 from everstep.model.decision import Decision
 from everstep.model.member import Role
@@ -155,7 +157,7 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
                 time.sleep(0.001)
         return list(looks)
 
-    until(24.0)
+    assert until(24.0) == [], "nobody is there to be seen"
     paces[:] = [0.01, 0.03]
     assert until(34.0) == [24.5], "everybody's first"
     assert until(54.5) == [34.5, 44.5, 54.5]
@@ -175,12 +177,26 @@ def exits(seen: Observations, state: Any) -> Any:
     raise SystemExit(3)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def unspeakable(seen: Observations, state: Any) -> Any:
+    raise Unspeakable
+
+
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
         (raises, "it raised RuntimeError: no idea at all (test_policy.py, line "),
         (exits, "it raised SystemExit: 3"),
-        (lambda seen, state: None, "cannot unpack"),
+        (lambda seen, state: None, "it returned None instead of two things"),
+        (lambda seen, state: (yield), "it returned <generator"),
+        (lambda seen, state: (Unspeakable(), state), "it returned a Unspeakable instead of a plan"),
+        (unspeakable, "it raised Unspeakable (test_policy.py, line "),
         (lambda seen, state: ("faster", state), "it returned 'faster' instead of a plan"),
         (lambda seen, state: (plan_of("faster"), state), "unknown action 'faster'"),  # type: ignore[arg-type]
         (lambda seen, state: (plan_of(AdjustBatch(batch={Slot(0): -4, Slot(1): 20})), state), "-4 for worker:0"),
@@ -190,7 +206,12 @@ def exits(seen: Observations, state: Any) -> Any:
             lambda seen, state: (plan_of(KillRestart(role=Role.WORKER, slot=Slot(5), incarnation=ONE)), state),
             "worker:5 #1 is not",
         ),
-        (lambda seen, state: (plan_of(*[Scale(workers=2)] * 17), state), "too much"),
+        (
+            lambda seen, state: (plan_of(AdjustBatch(batch={Slot(0): 10**30})), state),
+            "its plan is none: can't serialize",
+        ),
+        (lambda seen, state: (plan_of(*[Scale(workers=2)] * 1_000_000), state), "1000000 actions, more than 16"),
+        (lambda seen, state: (Plan(actions=(), decision=Decision("x" * 2**20, "")), state), "more than 1048576"),
     ],
 )
 def test_a_policy_that_fails_is_asked_no_more_and_the_job_goes_on(
@@ -277,6 +298,7 @@ A, B = Slot(0), Slot(1)
         ),
         ([AdjustBatch(batch={A: 9, B: 7}), AdjustAccum(accum={A: 1})], "its memory holds 8"),
         ([AdjustAccum(accum={A: 0})], "0 for worker:0"),
+        ([AdjustAccum(accum={A: 2**40})], "1099511627776 passes of 8 samples for worker:0"),
         ([AdjustBatch(batch={Slot(7): 8})], "worker:7 is not there"),
         ([AdjustRate(factor=math.nan)], "factor nan"),
         ([AdjustRate(factor=0.0)], "above 0"),
@@ -285,6 +307,7 @@ A, B = Slot(0), Slot(1)
         ([MoveBuckets(owners={BucketId(9): A})], "no bucket 9"),
         ([Scale(workers=0)], "0 workers"),
         ([Scale(workers=3), Scale(workers=4)], "SCALE twice"),
+        ([KillRestart(role=Role.WORKER, slot=slot, incarnation=ONE) for slot in (A, B)], "KILL_RESTART twice"),
         ([KillRestart(role=Role.WORKER, slot=A, incarnation=Incarnation(2))], "worker:0 #2 is not there"),
         ([KillRestart(role=Role.MASTER, slot=A, incarnation=ONE)], "master:0"),
         ([KillRestart(role=Role.WORKER, slot=A, incarnation=ONE)], ""),
@@ -332,6 +355,28 @@ def test_a_worker_whose_memory_was_too_small_is_started_again_and_gets_smaller_p
     assert "its memory holds 8" in refuse(large, seen)
     failed = held.handle(ProcessExited(13.0, Role.WORKER, B, ONE, 1, "OutOfMemoryError: ... (train.py:7)"))
     assert held.job.over and failed, "a batch of the loader that does not fit is the script's own fault"
+
+
+def test_what_a_policy_says_of_its_plan_is_a_line_that_a_terminal_shows() -> None:
+    loud = Plan(actions=(), decision=Decision("\x1b[2Jone\ntwo", "x" * 1000, {"a\nb": "\x07", "c": math.nan}))
+    why = as_plan(loud).decision
+    assert (why.action, len(why.reason), list(why.inputs)) == ("[2Jone two", MAX_WORDS, ["a b", "c"])
+
+
+def test_a_master_of_which_the_clock_stopped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(server.os, "_exit", ends.append)
+
+    async def ticking() -> None:
+        raise OverflowError("of the policy")
+
+    async def run() -> None:
+        task = asyncio.create_task(ticking())
+        task.add_done_callback(server._ticked)
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert ends == [3]
 
 
 def test_ones_own_policy_lies_beside_the_script(tmp_path: Path) -> None:

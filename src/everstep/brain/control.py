@@ -17,6 +17,7 @@ import msgspec
 from everstep.brain.job import Job
 from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, Slot
+from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.observation import Observations
 from everstep.model.plan import (
@@ -35,6 +36,8 @@ from everstep.policies.scaling import refuse_workers
 
 MAX_ACTIONS = 16
 MAX_BYTES = 1 << 20
+MAX_WORDS = 400  # letters of a line in a decision
+MOST_WORKERS = 4  # times as many as the job was begun with: so far a policy may go alone
 _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
 
 
@@ -64,20 +67,39 @@ class Control(msgspec.Struct, kw_only=True):
         return max(min(told, batch), min(told, self.fits.get(slot, told)))
 
 
+def as_returned(made: Any) -> tuple[Any, Any]:
+    """What a policy returned, as a plan (or None) and its state. Raises ValueError."""
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise ValueError(f"it returned {_short(made)} instead of two things: a plan or None, and its state")
+    return made[0], made[1]
+
+
 def as_plan(made: Any) -> Plan:
     """What a policy returned, as a plan: built anew, so nothing of it is the policy's any more. Raises ValueError."""
     if not isinstance(made, Plan):
         raise ValueError(f"it returned {_short(made)} instead of a plan or None")
-    for action in made.actions if isinstance(made.actions, tuple | list) else ():
+    actions = made.actions if isinstance(made.actions, tuple | list) else ()
+    if len(actions) > MAX_ACTIONS:
+        raise ValueError(f"its plan has {len(actions)} actions, more than {MAX_ACTIONS}")
+    for action in actions:
         if not isinstance(action, Action):
             raise ValueError(f"unknown action {_short(action)}")
     try:
         encoded = msgspec.msgpack.encode(made)
-        if len(encoded) > MAX_BYTES or len(made.actions) > MAX_ACTIONS:
-            raise ValueError(f"its plan has {len(made.actions)} actions in {len(encoded)} bytes, too much")
-        return msgspec.msgpack.decode(encoded, type=Plan)
-    except (msgspec.MsgspecError, TypeError) as error:
+        if len(encoded) > MAX_BYTES:
+            raise ValueError(f"its plan has {len(encoded)} bytes, more than {MAX_BYTES}")
+        plan = msgspec.msgpack.decode(encoded, type=Plan)
+    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its plan is none: {error}") from None
+    why = plan.decision
+    inputs = {line(k): line(v) if isinstance(v, str) else v for k, v in why.inputs.items()}
+    why = Decision(line(why.action), line(why.reason), inputs, tuple(map(line, why.rejected)))
+    return msgspec.structs.replace(plan, decision=why)
+
+
+def line(text: str) -> str:
+    """Somebody else's words as one line that a terminal shows and does not obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_WORDS]
 
 
 def refuse(plan: Plan, seen: Observations) -> str:
@@ -86,7 +108,7 @@ def refuse(plan: Plan, seen: Observations) -> str:
     accum: Mapping[Slot, int] = {}
     kinds = [type(action) for action in plan.actions]
     for kind in kinds:
-        if kinds.count(kind) > 1 and kind is not KillRestart:
+        if kinds.count(kind) > 1:
             return f"{_tag(kind)} twice in one plan"
     for action in plan.actions:
         error = _refuse(action, seen)
@@ -102,6 +124,8 @@ def refuse(plan: Plan, seen: Observations) -> str:
         return f"ADJUST_BS: the batches sum up to {sum(batch.values())}, the global batch is {seen.global_batch}"
     for w in seen.workers:
         passes = accum.get(w.slot, 0)
+        if passes > batch[w.slot]:
+            return f"ADJUST_ACCUM: {passes} passes of {batch[w.slot]} samples for {w}: one must have at least a sample"
         limit = w.memory_batch or seen.loader_batch
         if passes and limit and -(-batch[w.slot] // passes) > limit:
             return (
@@ -173,6 +197,10 @@ def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting
                 gone = [slot for slot in numbers if slot not in here[Role.WORKER]]
                 if gone:
                     return f"worker:{gone[0]} is gone"
+            case Scale(workers=count) if job.spec.mode == "allreduce" and count < job.spec.min_workers:
+                return f"{count} workers: fewer than min_workers={job.spec.min_workers}, so nobody would train"
+            case Scale(workers=count) if count > max(job.workers_wanted, MOST_WORKERS * job.spec.workers):
+                return f"{count} workers: more than {MOST_WORKERS} times the {job.spec.workers} it was begun with"
             case MoveBuckets(owners=owners):
                 gone = [slot for slot in owners.values() if slot not in here[Role.PS]]
                 if gone:
@@ -211,5 +239,16 @@ def _tag(kind: type[Action]) -> str:
 
 
 def _short(thing: object) -> str:
-    text = repr(thing)
+    try:
+        text = repr(thing)
+    except Exception:  # of its own
+        text = f"a {type(thing).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its own
+        return type(error).__name__

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import as_plan, portions, refuse
+from everstep.brain.control import as_plan, as_returned, line, portions, refuse, said
 from everstep.brain.events import BrainEvent, PlanMade, PolicyDisabled
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
@@ -64,7 +64,7 @@ class PolicyKeeper:
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
         self._shown: Observations | None = None  # to the call under way
         self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
-        self._made: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Plan | None, Any, str]] = queue.SimpleQueue()
         self._policy: Policy | None = None
         self._state: Any = None
 
@@ -85,8 +85,8 @@ class PolicyKeeper:
             return
         if self._shown is not None:
             if not self._made.empty():
-                seen, self._shown = self._shown, None
-                self._take(at, seen, *self._made.get())
+                self._shown = None
+                self._take(at, *self._made.get())
             elif self._spent_s > self._limit_s:
                 self._shown = None  # its thread is a daemon, and nobody listens to it any more
                 self._made = queue.SimpleQueue()
@@ -107,6 +107,11 @@ class PolicyKeeper:
             return None
         since_s = at - self._looked_at  # (a clock that went back: anything)
         seen = complete(self._observe(at, max(self._window_s, since_s)), self._brain, self._window_s)
+        if (
+            not seen.workers
+        ):  # nobody is up, or no group trains: when somebody is, there is a window to tell readings in
+            self._look_at = at + self._window_s
+            return None
         known = frozenset((w.slot, w.incarnation) for w in seen.workers if w.short.per_sample_s or w.long.per_sample_s)
         if len(known) == len(seen.workers) and not known <= self._known:
             self._known = known
@@ -114,28 +119,31 @@ class PolicyKeeper:
         new = not seen.global_batch or all(w.short.per_sample_s > 0 for w in seen.workers)
         return seen if at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
 
-    def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Any, str]]) -> None:
-        """On the policy's thread."""
+    def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Plan | None, Any, str]]) -> None:
+        """On the policy's thread, with all that is done to what it returned: any of it may be code of its own."""
         try:
-            if self._policy is None:
-                self._policy = load(self._spec.policy, Path(self._spec.script).parent)
-            made.put((self._policy(seen, state), ""))
+            made.put(self._ask(seen, state))
         except BaseException as error:  # whatever it is, it must not stay on this thread: SystemExit, too
-            made.put((None, f"it raised {type(error).__name__}: {error}{_where(error)}"))
+            made.put((None, None, f"it raised {said(error)}{_where(error)}"))
         self._say_made()
 
-    def _take(self, at: float, seen: Observations, made: Any, error: str) -> None:
+    def _ask(self, seen: Observations, state: Any) -> tuple[Plan | None, Any, str]:
+        """A plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
+        if self._policy is None:
+            self._policy = load(self._spec.policy, Path(self._spec.script).parent)
+        returned = self._policy(seen, state)
+        try:
+            wanted, state = as_returned(returned)
+            plan = as_plan(wanted) if wanted is not None else None
+        except ValueError as wrong:
+            return None, None, str(wrong)
+        return plan, state, refuse(plan, seen) if plan is not None else ""
+
+    def _take(self, at: float, plan: Plan | None, state: Any, error: str) -> None:
         """What a call came to."""
-        plan: Plan | None = None
-        if not error:
-            try:
-                wanted, self._state = made
-                plan = as_plan(wanted) if wanted is not None else None
-                error = refuse(plan, seen) if plan is not None else ""
-            except (TypeError, ValueError) as wrong:
-                error = str(wrong)
+        self._state = state
         if error:
-            self._disable(at, " ".join(error.split())[:400])
+            self._disable(at, line(error))
         elif plan is not None:
             self._tell(PlanMade(at, self._spec.policy, plan))
 

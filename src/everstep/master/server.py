@@ -250,6 +250,7 @@ class Master:
             self._signals()
             gc.freeze()  # what was replayed stays: no collection needs to look at it
             tick = asyncio.create_task(self._ticking())
+            tick.add_done_callback(_ticked)
             try:
                 await self._over.wait()
             finally:
@@ -676,6 +677,13 @@ class Master:
 
 
 _NODE0 = NodeId("node0")
+
+
+def _ticked(task: asyncio.Task[None]) -> None:
+    """A master of which the clock has stopped notices no loss any more: the next one does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the master's clock stopped", exc_info=error)
+        os._exit(3)
 
 
 def _other(peer: Peer, slot: Slot, incarnation: Incarnation) -> Refused | None:
