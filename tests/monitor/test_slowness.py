@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
-from everstep.monitor.slowness import judge
+from everstep.monitor.slowness import by_the_step_under_way, judge
 
 ONE, HOME = Incarnation(1), NodeId("node0")
 
@@ -70,3 +72,19 @@ def test_steps_longer_than_the_short_window_are_judged_by_the_long_one() -> None
 def test_a_ps_that_has_had_requests_and_has_none_now() -> None:
     idle = ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME, long_load=Load(service_s=0.001))
     assert words(Observations(at=0, servers=(idle, ps(1, 0.0))), "ps:0") == "no requests now"
+
+
+def test_a_step_that_does_not_end_is_a_reading_where_it_says_more_than_the_last_one() -> None:
+    def paces(*workers: tuple[float, float]) -> list[float]:
+        """Of workers with these readings: per sample, and at least of the step under way."""
+        seen = [worker(i, told) for i, (told, _) in enumerate(workers)]
+        for i, (_, least) in enumerate(workers):
+            seen[i] = msgspec.structs.replace(seen[i], short=msgspec.structs.replace(seen[i].short, at_least_s=least))
+        return [w.short.per_sample_s for w in by_the_step_under_way(seen)]
+
+    assert paces((0.01, 0.009), (0.01, 0.004), (0.0, 0.05)) == [0.01, 0.01, 0.05], "its first step"
+    assert paces((0.01, 0.009), (0.01, 0.0), (0.01, 0.05)) == [0.01, 0.01, 0.05], "a change"
+    assert paces((0.01, 0.0), (0.01, 0.0), (0.05, 0.06)) == [0.01, 0.01, 0.05], "as slow as before"
+    assert paces((0.01, 0.0), (0.01, 0.0), (0.002, 0.012)) == [0.01, 0.01, 0.002], "no slower than the others"
+    assert paces((0.0, 0.05), (0.0, 0.01)) == [0.0, 0.0], "nobody knows what is usual"
+    assert paces() == []

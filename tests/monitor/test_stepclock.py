@@ -136,3 +136,31 @@ def test_a_pace_that_is_new_is_news_until_it_is_told() -> None:
     assert news_after(800) and news_after(200)  # (not told yet)
     clock.readings()
     assert not news_after(220) and not news_after(20)  # (so fast that the next beat is soon enough)
+
+
+def test_a_step_under_way_says_how_slow_it_is_at_least() -> None:
+    time = Time()
+    clock = StepClock(time)
+    assert "at_least_s" not in clock.readings()
+    clock.begin(10)
+    time.go(100)
+    assert clock.readings()["at_least_s"] == pytest.approx(0.01)
+    assert not clock.news, "nothing is known to compare it with"
+    clock.switch(stepclock.BACKWARD)
+    time.go(100)
+    clock.switch(stepclock.PULL)  # not its own time
+    assert clock.at_least_s == 0.0
+    time.go(500)
+    clock.switch(stepclock.UPDATE)
+    assert clock.at_least_s == pytest.approx(0.02)
+    clock.computed(10)
+    assert clock.at_least_s == 0.0 and clock.readings()["per_sample_s"] == pytest.approx(0.02)
+    clock.begin(10)
+    time.go(250)
+    assert not clock.news
+    time.go(20)
+    assert clock.news, "its end is still to come"
+    clock.computed(0)
+    clock.begin(2)
+    time.go(90)
+    assert not clock.news, "a short one"

@@ -77,16 +77,18 @@ def test_a_restart_pays_below_a_share_of_what_a_healthy_job_would_take_whatever_
 
 
 def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:
-    slow = job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0)
+    slow = job([0.01, 0.01, 0.01, 0.04], remaining_s=60.0)
     plan, state = nondedicated(slow, None)
-    assert plan is None, "nobody knows yet whether the next window is like this one"
+    assert plan is None, "nobody knows yet whether the next window, of few, is like this one"
     plan, state = nondedicated(slow, state)
+    begun, _ = nondedicated(job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0), None)
+    assert batches(begun) == batches(plan), "a job that has just begun"
     assert batches(plan) == {0: 40, 1: 39, 2: 39, 3: 10}
     shares = [batches(plan)[Slot(i)] for i in range(4)]
     assert sum(shares) == 128
-    again, state = nondedicated(job([0.01, 0.01, 0.01, 0.04], shares, remaining_s=0.0), state)
+    again, state = nondedicated(job([0.01, 0.01, 0.01, 0.04], shares, remaining_s=60.0), state)
     assert again is None, "the same plan again"
-    back, state = nondedicated(job([0.01] * 4, shares, remaining_s=0.0), state)
+    back, state = nondedicated(job([0.01] * 4, shares, remaining_s=60.0), state)
     assert set(batches(back).values()) == {32}, "it is fast again"
 
 

@@ -335,7 +335,7 @@ class GroupEngine:
                     self._wait_s += time.perf_counter() - begin
                     begin = time.perf_counter()
                     self._in_script, self.in_hand = True, micro.hi - micro.lo
-                    self.clock.switch(stepclock.FORWARD)
+                    self.clock.begin(sum(m.hi - m.lo for m in step.micros))  # (of all passes)
                     yield batch
                     self._in_script, self.in_hand = False, 0
                     self._busy_s += time.perf_counter() - begin

@@ -531,8 +531,8 @@ class Engine:
         try:
             while (item := self._next(run)) is not None:
                 begin = time.perf_counter()
-                self.clock.switch(stepclock.FORWARD)
                 assert item.work is not None
+                self.clock.begin(item.work.hi - item.work.lo)
                 self.in_hand = item.work.hi - item.work.lo
                 yield item.batch
                 self.in_hand = 0

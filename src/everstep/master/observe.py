@@ -23,6 +23,7 @@ from everstep.model.member import MemberKey, MemberState, Role
 from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.process import clean_hardware
 from everstep.monitor.rotated import RotatedFile
+from everstep.monitor.slowness import by_the_step_under_way
 from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
@@ -114,7 +115,8 @@ class Observer:
         """The whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
         brain = self._brain
         members, spec = brain.members, brain.job.spec
-        workers = tuple(self._worker(seat, at, span_s) for _, seat in sorted(members.workers.items()) if _up(seat))
+        seats = [seat for _, seat in sorted(members.workers.items()) if _up(seat)]
+        workers = by_the_step_under_way([self._worker(seat, at, span_s) for seat in seats])
         servers = tuple(self._server(seat, at) for _, seat in sorted(members.servers.items()) if _up(seat))
         replicated = spec.mode != "ps"
         consistency = parse_consistency(spec.consistency)

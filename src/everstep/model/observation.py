@@ -19,6 +19,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0  # trained in the window
     compute_s: float = 0.0  # own compute of those, summed
     per_sample_s: float = 0.0  # median of own compute per sample; 0.0: no reading
+    at_least_s: float = 0.0  # own compute per sample so far of the step under way; 0.0: none is
     phases: dict[str, float] = {}  # seconds of the window by phase of a step: data, pull, forward, backward, push, ...
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 
+CLEARLY = 1.3  # slower, and not by chance
 NOTICED = 1.2  # times the others' median, from which on it is worth a word
 QUEUE = 2.0  # requests that wait
 THROTTLED = 0.05
@@ -46,6 +48,22 @@ def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Ju
         idle = "no requests now" if s.long_load.service_s else "no requests yet"
         found.append(_judge(str(s), s.service_s, peers, _server_words(s), "service", idle, told))
     return sorted(found, key=lambda j: (-j.slowness, j.member))
+
+
+def by_the_step_under_way(workers: Sequence[WorkerSeen]) -> tuple[WorkerSeen, ...]:
+    """Who computes a step that already takes clearly longer than others' steps, and than its own before, is known by
+    that as long as there is no newer reading: the end of that step may be far."""
+    paces = [w.short.per_sample_s or w.long.per_sample_s for w in workers]
+    known = [s for s in paces if s > 0]
+    usual_s = statistics.median_low(known) if known else math.inf
+
+    def by_it(w: WorkerSeen, own_s: float) -> WorkerSeen:
+        least_s = w.short.at_least_s
+        if least_s <= CLEARLY * max(own_s, usual_s):
+            return w
+        return msgspec.structs.replace(w, short=msgspec.structs.replace(w.short, per_sample_s=least_s))
+
+    return tuple(map(by_it, workers, paces))
 
 
 def _judge(

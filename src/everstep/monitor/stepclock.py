@@ -25,6 +25,7 @@ PUSH: Final = 6  # handing gradients over to the ps
 BARRIER: Final = 7  # waiting for the others: collectives, the vote
 PHASES: Final = ("outside", "data", "pull", "forward", "backward", "update", "push", "barrier")
 PREFIX: Final = "phase."  # of readings
+_OWN: Final = (FORWARD, BACKWARD, UPDATE)
 
 _RECENT = 256  # steps between two beats that the median is taken of
 
@@ -39,8 +40,8 @@ class StepClock:
     """One thread switches; others read. Counters only grow, as long as the process lives."""
 
     __slots__ = (
-        "_at", "_compute_ns", "_now", "_ns", "_phase", "_recent", "_told_s", "batch", "drag", "news", "samples",
-        "steps",
+        "_at", "_compute_ns", "_new", "_now", "_ns", "_phase", "_recent", "_told_s", "_under_way", "batch", "drag",
+        "samples", "steps",
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -51,7 +52,8 @@ class StepClock:
         self._compute_ns = 0  # own compute up to the end of the last one
         self._recent: list[float] = []  # seconds per sample, of the steps since the last beat
         self._told_s = 0.0  # seconds per sample of the last readings that had them
-        self.news = False  # the next readings are worth telling at once
+        self._new = False  # a pace that is not told yet is another one
+        self._under_way = 0  # samples that are being computed
         self.samples = self.steps = self.batch = 0
         self.drag = Drag()
 
@@ -61,10 +63,15 @@ class StepClock:
     def switch(self, phase: int) -> int:
         """Go over to ``phase``; returns the one before."""
         now = self._now()
-        before = self._phase
-        self._ns[before] += now - self._at
-        self._at, self._phase = now, phase
+        before, then = self._phase, self._at
+        self._at, self._phase = now, phase  # first: who reads meanwhile (``at_least_s``) misses time, counts none twice
+        self._ns[before] += now - then
         return before
+
+    def begin(self, samples: int) -> None:
+        """The thread begins to compute so many more, in one pass or several."""
+        self._under_way = samples
+        self.switch(FORWARD)
 
     def first_gradient(self) -> None:
         """Backward has reached a parameter; called for every one."""
@@ -79,12 +86,13 @@ class StepClock:
             own_ns = self._own()
         self._compute_ns += own_ns
         self.steps += 1
+        self._under_way = 0
         if samples > 0:
             self.samples += samples
             self.batch = samples
             per_sample_s = own_ns * 1e-9 / samples
             if own_ns * 1e-9 >= LONG_S and not self._told_s / NEWS < per_sample_s < self._told_s * NEWS:
-                self.news = True
+                self._new = True
             recent = self._recent
             if len(recent) < _RECENT:
                 recent.append(per_sample_s)
@@ -97,12 +105,29 @@ class StepClock:
         ns = self._ns
         return ns[FORWARD] + ns[BACKWARD] + ns[UPDATE] - self._compute_ns
 
+    @property
+    def at_least_s(self) -> float:
+        """Own compute so far per sample of the step under way: at the end it is more. 0.0: none is."""
+        samples, phase, ns = self._under_way, self._phase, self._ns
+        if not samples or phase not in _OWN:
+            return 0.0
+        so_far = ns[FORWARD] + ns[BACKWARD] + ns[UPDATE] - self._compute_ns + self._now() - self._at
+        return max(0, so_far) * 1e-9 / samples
+
+    @property
+    def news(self) -> bool:
+        """The next readings are worth telling at once. For any thread."""
+        least_s = self.at_least_s
+        return self._new or (least_s * self._under_way >= LONG_S and least_s >= NEWS * self._told_s > 0.0)
+
     def readings(self) -> dict[str, float]:
         """For the beat: counters in seconds and samples, and the median since the last call where there is one."""
         out = {PREFIX + name: ns * 1e-9 for name, ns in zip(PHASES, self._ns, strict=True) if ns}
-        recent, self._recent, self.news = self._recent, [], False
+        recent, self._recent, self._new = self._recent, [], False
         out.update(computed=float(self.samples), compute_s=self._compute_ns * 1e-9, steps=float(self.steps))
         out["batch"] = float(self.batch)
+        if (least_s := self.at_least_s) > 0:
+            out["at_least_s"] = least_s
         if recent:
             self._told_s = out["per_sample_s"] = statistics.median(recent)
         return {k: v for k, v in out.items() if math.isfinite(v)}

@@ -22,6 +22,7 @@ COUNTERS = (
     "computed", "compute_s", "requests", "service_total_s", "held_s", "bytes_in", "bytes_out", "cpu_s", "throttled_s",
     "throttled",
 )  # fmt: skip
+AT_LEAST = "at_least_s"  # per sample of the step under way
 GAUGES = ("rss_bytes", "batch", "accum", "global_batch", "loader_batch", "memory_batch", "rows")
 PHASE = "phase."
 _ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes
@@ -101,6 +102,7 @@ class MemberWindows:
             samples=int(_grown(first, last, "computed")),
             compute_s=_grown(first, last, "compute_s"),
             per_sample_s=statistics.median(found) if (found := medians["per_sample_s"]) else 0.0,
+            at_least_s=last.get(AT_LEAST, 0.0),
             phases=phases,
         )
 
@@ -180,7 +182,7 @@ class Windows:
             del self._members[member]
 
 
-_LOOKED_AT = frozenset((*MEDIANS, *COUNTERS, *GAUGES))
+_LOOKED_AT = frozenset((*MEDIANS, *COUNTERS, *GAUGES, AT_LEAST))
 
 
 def _counts(name: str) -> bool:

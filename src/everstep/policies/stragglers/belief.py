@@ -89,9 +89,10 @@ def scored(
 ) -> float:
     """The sum, in windows of healthy work, old ones fading, of what each look's proposal would have gained over equal
     shares by the *next* look's readings (of everybody): above 0, reacting pays here. It is judged whether it was in
-    force or not, so what is tried costs nothing."""
+    force or not, so what is tried costs nothing. ``remaining_windows``: 0.0: nobody knows yet, so the job has just
+    begun."""
     if score is None:  # what is seen first is acted on at once, where one wrong window costs next to nothing
-        score = trust.first if remaining_windows > trust.long else 0.0
+        score = trust.first if not remaining_windows or remaining_windows > trust.long else 0.0
     score *= trust.fade
     if proposed and proposed.keys() == readings.keys():
         keys, total = list(readings), sum(proposed.values())
