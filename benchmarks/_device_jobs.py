@@ -72,8 +72,9 @@ class Timed(msgspec.Struct):
     late_rate: float
 
 
-def measure(case: Case, starting: threading.Lock) -> Timed:
-    """Run it. ``starting`` is held until everybody is up: a start burns processors, and others are being timed."""
+def measure(case: Case, starting: threading.Lock, realtime: bool = False) -> Timed:
+    """Run it. ``starting`` is held until everybody is up: a start burns processors, and others are being timed.
+    ``realtime``: with real-time priority from then on."""
     mode, flags, more = SIDES[case.side]
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
         home = Path(folder)
@@ -87,6 +88,8 @@ def measure(case: Case, starting: threading.Lock) -> Timed:
             job = Job(home, ["run", *flags], ["--", *script], limit_s, env={"EVERSTEP_WINDOW_S": str(WINDOW_S)})
             try:
                 job.wait_for(lambda: sum(1 for _ in marks.glob("ready-*")) >= case.n)
+                if realtime:
+                    job.undisturbed()
             except BaseException:
                 job.close()
                 raise
@@ -104,7 +107,9 @@ def measure(case: Case, starting: threading.Lock) -> Timed:
         return Timed(case, wall_s, sum(n for at, n in done if at > wall_s / 2) / (wall_s / 2))
 
 
-def measure_all(cases: Sequence[Case], together: int, found: Callable[[Timed], None]) -> list[str]:
+def measure_all(
+    cases: Sequence[Case], together: int, found: Callable[[Timed], None], realtime: bool = False
+) -> list[str]:
     """All of them in this order, so many at a time; what failed, in words. ``found`` is called as they come."""
     left: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:
@@ -118,7 +123,7 @@ def measure_all(cases: Sequence[Case], together: int, found: Callable[[Timed], N
             except queue.Empty:
                 return
             try:
-                timed = measure(case, starting)
+                timed = measure(case, starting, realtime)
             except Exception as error:  # whatever went wrong with one run, the others are measured
                 with telling:
                     failed.append(f"{case}: {type(error).__name__}: {error}")

@@ -19,6 +19,7 @@ an entry, from another place for each seed; ``ceiling`` there and for spells: di
 ``dedicated``. One machine, so a restart finds no better place, and none pays in jobs as short as these.
     --only virtual|real --patterns deterministic,persistent,transient,trace --n 4,8 --s 2,4,8 --seeds 5 --sides ...
     --healthy-s 40 --sample-ms 2 --together 6 (jobs side by side) --out cases.jsonl (goes on where it was ended)
+    --realtime (the jobs that are timed have real-time priority: what else runs on the machine is not measured; root)
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def options(arguments: list[str], quick: bool) -> argparse.Namespace:
     parser.add_argument("--healthy-s", type=float, default=40.0, help="seconds of the job where nobody is slow")
     parser.add_argument("--sample-ms", type=float, default=SAMPLE_S * 1e3, help="of the emulated accelerator, a sample")
     parser.add_argument("--together", type=int, default=6, help="jobs side by side")
+    parser.add_argument("--realtime", action="store_true", help="real-time priority for the jobs that are timed (root)")
     parser.add_argument("--out", type=Path, help="file of cases: those in it are not run again")
     return parser.parse_args(arguments)
 
@@ -205,7 +207,7 @@ def real(result: Result, args: argparse.Namespace) -> None:
             with args.out.open("a") as file:
                 file.write(msgspec.json.encode(one).decode() + "\n")
 
-    failed = measure_all([case for case in cases if case not in timed], args.together, found)
+    failed = measure_all([case for case in cases if case not in timed], args.together, found, args.realtime)
     result["figures"]["real.failed"] = len(failed)
     result["aims"]["real.failed"] = "= 0"
     result["holds"]["real.failed"] = not failed
