@@ -9,12 +9,14 @@ import pytest
 from slow_ps import Pss
 from straggler_jobs import NODES, server, worker
 
+from everstep.config.parity import parse_code
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace
 from everstep.model.plan import KillRestart, MoveBuckets, Plan
 from everstep.policies.stragglers.nondedicated import State, nondedicated
-from everstep.policies.stragglers.servers import PATIENCE, replacing_pays, waited_share
+from everstep.policies.stragglers.servers import PATIENCE, replacing_saves_s, waited_share
+from everstep.policies.stripes import arrange
 
 
 @pytest.mark.parametrize("s", [2.0, 4.0, 8.0])
@@ -92,7 +94,7 @@ def test_a_ps_of_hot_buckets_is_not_slow() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     busy = msgspec.structs.replace(server(2, 0.008, owned[2]), bytes_per_s=4e6)
     calm = [msgspec.structs.replace(server(i, 0.002, owned[i]), bytes_per_s=1e6) for i in range(2)]
-    assert not _plans(Observations(at=0.0, window_s=10.0, places=NODES, remaining_s=36e3, servers=(*calm, busy)), 12)
+    assert not _plans(Observations(at=0.0, window_s=10.0, ps_places=NODES, remaining_s=36e3, servers=(*calm, busy)), 12)
 
 
 def test_nothing_goes_where_it_must_not_be() -> None:
@@ -109,6 +111,29 @@ def test_nothing_goes_where_it_must_not_be() -> None:
     move = _plans(seen, 6)[0].actions[0]
     assert isinstance(move, MoveBuckets) and len(move.owners) == 11
     assert all(slot == 1 for bucket, slot in move.owners.items() if bucket in mirrors)
+
+
+@pytest.mark.parametrize(("parity", "ps"), [("1+1", 3), ("1+1", 4), ("2+1", 4), ("4+2", 8)])
+def test_buckets_find_a_way_past_a_ps_that_has_their_mirrors(parity: str, ps: int) -> None:
+    """One ps may have the mirrors of all that another one has: what it gets comes from a third one."""
+    code, buckets = parse_code(parity), 16 * ps
+    layout = arrange(code, buckets, map(Slot, range(ps)))
+    stripes = [set(layout.stripe(code, j)) for j in range(len(layout.sites))]
+    servers = []
+    for slot in range(ps):
+        owned = tuple(b for b, owner in enumerate(layout.owner) if owner == slot)
+        beside = [b for b in range(buckets) if slot in stripes[b // code.k] and layout.owner[b] != slot]
+        closed = tuple(map(BucketId, beside))
+        seen = server(slot, 0.008 if slot == 0 else 0.002, owned)
+        servers.append(msgspec.structs.replace(seen, closed=closed))
+    move = _plans(Observations(at=0.0, servers=tuple(servers)), 6)[0].actions[0]
+    assert isinstance(move, MoveBuckets)
+    counts = [layout.owner.count(Slot(slot)) for slot in range(ps)]
+    for bucket, slot in move.owners.items():
+        assert bucket not in servers[slot].closed
+        counts[layout.owner[bucket]] -= 1
+        counts[slot] += 1
+    assert counts[0] <= 6 and max(counts[1:]) - min(counts[1:]) <= 1
 
 
 def test_moves_that_the_brain_refused_are_tried_with_other_buckets() -> None:
@@ -143,19 +168,34 @@ def test_it_is_replaced_where_others_do_its_work_and_workers_wait_for_rows() -> 
     servers = (server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.002, owned[2][:4]))
     waiting = msgspec.structs.replace(worker(0, 0.01, 32), short=Pace(phases={"pull": 5.0, "forward": 5.0}))
     busy = msgspec.structs.replace(waiting, short=Pace(phases={"pull": 0.0, "forward": 10.0, "outside": 9.0}))
-    seen = Observations(at=0.0, places=NODES, remaining_s=36e3, servers=servers, workers=(waiting,))
+    seen = Observations(at=0.0, ps_places=NODES, remaining_s=36e3, servers=servers, workers=(waiting,))
     plan = _plans(seen, 12)[0]
     assert plan.actions == (KillRestart(role=Role.PS, slot=Slot(2), incarnation=Incarnation(1)),)
     assert not _plans(msgspec.structs.replace(seen, workers=(busy,)), 20), "nobody waits for it"
     assert not _plans(msgspec.structs.replace(seen, remaining_s=60.0), 20), "too late"
-    assert not _plans(msgspec.structs.replace(seen, places=()), 20), "nowhere to go"
+    assert not _plans(msgspec.structs.replace(seen, ps_places=(), places=NODES), 20), "only workers go there"
+
+
+def test_in_its_own_place_it_is_started_anew_once() -> None:
+    owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
+    servers = (server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.002, owned[2][:4]))
+    seen = Observations(at=0.0, ps_places=NODES[:1], remaining_s=36e3, servers=servers)
+    state: State | None = None
+    asked = []
+    for window in range(40):
+        if window == 20:  # until then no plan was followed: something else came between
+            slow = msgspec.structs.replace(servers[2], incarnation=Incarnation(2))
+            seen = msgspec.structs.replace(seen, servers=(*servers[:2], slow), restarts=1)
+        plan, state = nondedicated(msgspec.structs.replace(seen, at=400.0 * window), state)
+        asked += [window] if plan is not None else []
+    assert len(asked) > 1 and max(asked) < 20
 
 
 def test_it_is_not_replaced_when_it_is_well_again_and_has_to_wait_for_its_buckets() -> None:
     slow = {*range(20), *range(40, 60), *range(80, 110)}
     job = Pss(lambda window: 4.0 if window in slow else 1.0, fixed=6.0)
     job.run(111)
-    job.facts = {"places": NODES, "remaining_s": 36e3}
+    job.facts = {"ps_places": NODES, "remaining_s": 36e3}
     assert job.state is not None and job.state.servers.patience[Slot(0)] >= 12 and job.count(0) <= 4
     job.run(200)
     assert {plan.decision.action for _, plan in job.plans} == {"relieve the ps", "give buckets back"}
@@ -163,9 +203,9 @@ def test_it_is_not_replaced_when_it_is_well_again_and_has_to_wait_for_its_bucket
 
 
 def test_what_replacing_one_saves() -> None:
-    assert replacing_pays(4, 4.0, 1.0, 18.0, 100.0) and not replacing_pays(4, 4.0, 1.0, 19.0, 100.0)  # 3/16
-    assert not replacing_pays(4, 4.0, 0.1, 11.0, 100.0), "no more than what is waited"
-    assert not replacing_pays(4, 1.0, 1.0, 0.0, 100.0)
+    assert replacing_saves_s(4, 4.0, 1.0, 100.0) == pytest.approx(100 * 3 / 16)
+    assert replacing_saves_s(4, 4.0, 0.1, 100.0) == pytest.approx(10.0), "no more than what is waited"
+    assert replacing_saves_s(4, 1.0, 1.0, 100.0) == 0.0
     assert waited_share([]) == 1.0
 
 

@@ -129,6 +129,10 @@ def test_a_worker_is_restarted_in_its_own_place_once_where_others_are_well() -> 
     at_home = job([0.01, 0.01, 0.01, 0.04], places=(NODES[1],))
     plan, state = nondedicated(at_home, None)
     assert plan is not None and plan.decision.inputs["place"] == NODES[1] == at_home.workers[3].node
+    plan, state = nondedicated(at_home, state)
+    assert plan is not None and isinstance(plan.actions[0], KillRestart), "it is still there: the plan was dropped"
+    again = msgspec.structs.replace(at_home.workers[3], incarnation=Incarnation(2))
+    at_home = msgspec.structs.replace(at_home, workers=(*at_home.workers[:3], again))
     _, state = nondedicated(at_home, state)
     plan, _ = nondedicated(at_home, state)
     assert plan is not None and isinstance(plan.actions[0], AdjustBatch), "it did not help"

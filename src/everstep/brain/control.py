@@ -163,9 +163,9 @@ def _refuse(action: Action, seen: Observations) -> str:
             if not any((m.slot, m.incarnation) == (slot, incarnation) for m in members):
                 return f"{role}:{slot} #{incarnation} is not there"
             if seen.pending:
-                return f"{seen.pending} members are still starting"
-            if not seen.places:
-                return "no node would take another process"
+                return f"{seen.pending} members are still starting, or being emptied"
+            if not (seen.places if role is Role.WORKER else seen.ps_places):
+                return f"no node would take another {role}"
         case MoveBuckets(owners=owners):
             servers = {s.slot for s in seen.servers}
             known = {b for s in seen.servers for b in s.owned}

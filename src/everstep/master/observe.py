@@ -25,6 +25,7 @@ from everstep.monitor.process import clean_hardware
 from everstep.monitor.rotated import RotatedFile
 from everstep.monitor.slowness import by_the_step_under_way
 from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
+from everstep.policies.places import choose_ps_node
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
 """For tests and drills: seconds of the short window; the long one is six times as long."""
@@ -130,9 +131,11 @@ class Observer:
             step=brain.state.groups.step if group is not None else 0,
             global_batch=int(max(batches, default=0.0)),
             wanted_workers=brain.job.workers_wanted,
-            pending=sum(1 for seat in members.all() if seat.member.state is MemberState.STARTING or seat.waiting),
+            pending=sum(1 for seat in members.all() if seat.member.state is MemberState.STARTING or seat.waiting)
+            + sum(1 for slot in brain.state.protection.leaving if members.servers[slot].running),
             remaining_s=self._remaining_s(),
             places=tuple(room.node for room in members.rooms(Role.WORKER) if room.free),
+            ps_places=tuple(room.node for room in members.rooms(Role.PS) if choose_ps_node([room]) is not None),
             workers=workers,
             servers=servers,
         )

@@ -100,9 +100,10 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     global_batch: int = 0  # samples of one step of the whole group; 0: there is no such thing (mode ps, async)
     loader_batch: int = 0  # samples of a micro-batch by the script: so much fits where no worker says less; 0: unknown
     wanted_workers: int = 0
-    pending: int = 0  # members that were started and are not up yet
+    pending: int = 0  # members that were started and are not up yet, and ps that are being emptied
     remaining_s: float = 0.0  # estimate of what is left of the job at today's speed; 0.0: unknown
-    places: tuple[NodeId, ...] = ()  # nodes that would take another process (may be the ones in use)
+    places: tuple[NodeId, ...] = ()  # nodes that would take another worker (may be the ones in use)
+    ps_places: tuple[NodeId, ...] = ()  # nodes that would take another ps
     restarts: int = 0  # by policies, in the whole job
     restarted_at: float = 0.0  # the last of them
     workers: tuple[WorkerSeen, ...] = ()

@@ -20,14 +20,14 @@ from statistics import median
 
 import msgspec
 
-from everstep.ids import NodeId, Slot
+from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
 from everstep.policies.stragglers.belief import Changes, Key, Trust, review, scored, step_s
 from everstep.policies.stragglers.payoff import restart_gain_s
-from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_pays, waited_share, watch
+from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_saves_s, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
 from everstep.policies.stragglers.slow import Verdict, judge
 
@@ -48,7 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``paces``: the newest
     seconds per sample that are alike and believed. ``slow``: who was slow at the last look. ``servers``: see there.
-    ``in_place``: members that were started anew where they had been, for want of another node: once is enough."""
+    ``in_place``: processes that were to be started anew where they had been, for want of another node: once for each
+    slot is enough. (One that is still there was not: the plan was dropped.)"""
 
     score: float | None = None
     proposed: dict[Key, int] = {}
@@ -56,7 +57,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     changes: Changes = Changes()
     slow: frozenset[Slot] = frozenset()
     servers: Servers = Servers()
-    in_place: frozenset[tuple[Role, Slot]] = frozenset()
+    in_place: dict[tuple[Role, Slot], Incarnation] = {}
 
 
 DEFAULT = Settings()
@@ -162,7 +163,8 @@ def _restart_worker(
     )
     if not place or gain_s <= 0:
         return None, state
-    return _restart(seen, state, worst, Role.WORKER, place, len(seen.workers), settings)
+    inputs: Inputs = {"members": len(seen.workers), "saves_s": round(gain_s + settings.restart_s, 1)}
+    return _restart(seen, state, worst, Role.WORKER, place, inputs, settings)
 
 
 def _may_restart(seen: Observations, settings: Settings) -> bool:
@@ -178,24 +180,27 @@ def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str
 
 
 def _restart(
-    seen: Observations, state: State, v: Verdict, role: Role, place: str, members: int, settings: Settings
+    seen: Observations, state: State, v: Verdict, role: Role, place: str, inputs: Inputs, settings: Settings
 ) -> tuple[Plan | None, State]:
+    """``inputs``: what else speaks for it, ``saves_s`` among that: of the job's time."""
     if place == v.node:
-        if (role, v.slot) in state.in_place:
+        if state.in_place.get((role, v.slot), v.incarnation) != v.incarnation:
             return None, state
-        state = msgspec.structs.replace(state, in_place=state.in_place | {(role, v.slot)})
-    inputs: Inputs = {
+        state = msgspec.structs.replace(state, in_place={**state.in_place, (role, v.slot): v.incarnation})
+    inputs = {
+        **inputs,
         "slowness": round(v.slowness, 2),
         "slow_share": round(v.slow_share, 2),
         "windows": v.looks,
-        "members": members,
         "restart_s": settings.restart_s,
         "remaining_s": round(seen.remaining_s, 1),
         "place": place,
         "restarts_before": seen.restarts,
     }
-    words = f"{role}:{v.slot} takes {v.slowness:.1f} times as long as its peers in {v.slow_share:.0%} of its windows"
-    why = Decision("restart", words, inputs, ("keep it: the rest of the job is longer than a restart pays back in",))
+    words = f"{role}:{v.slot} takes {v.slowness:.1f} times as long as its peers for the same work, and was slow in "
+    words += f"{v.slow_share:.0%} of its windows"
+    rejected = f"keep it: that costs {inputs['saves_s']} s of what is left, a restart {settings.restart_s:g} s"
+    why = Decision("restart", words, inputs, (rejected,))
     return Plan(actions=(KillRestart(role=role, slot=v.slot, incarnation=v.incarnation),), decision=why), state
 
 
@@ -212,7 +217,9 @@ def _mend_server(
     if plan is not None or worst is None or servers.unsettled(worst) or not _may_restart(seen, settings):
         return plan, state
     innocent = {s.node for s in seen.servers if any(v.slot == s.slot and not v.slow for v in verdicts)}
-    place, waited = _place(seen.places, worst.node, innocent), waited_share(seen.workers)
-    if not place or not replacing_pays(len(verdicts), worst.slowness, waited, settings.restart_s, seen.remaining_s):
+    place, waited = _place(seen.ps_places, worst.node, innocent), waited_share(seen.workers)
+    saves_s = replacing_saves_s(len(verdicts), worst.slowness, waited, seen.remaining_s)
+    if not place or saves_s <= settings.restart_s:
         return None, state
-    return _restart(seen, state, worst, Role.PS, place, len(verdicts), settings)
+    inputs: Inputs = {"members": len(verdicts), "waited": round(waited, 2), "saves_s": round(saves_s, 1)}
+    return _restart(seen, state, worst, Role.PS, place, inputs, settings)

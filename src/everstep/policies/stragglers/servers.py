@@ -132,6 +132,10 @@ def look_at(servers: Sequence[ServerSeen]) -> Look:
 
 def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Servers]:
     """Judge the ps by one more window; no verdicts: it says nothing."""
+    new = {s.slot for s in seen.servers if (s.slot, s.incarnation) not in state.records}
+    if new & (state.patience.keys() | state.relieved.keys()):  # what its last process was like is nothing of its own
+        patience, relieved = ({s: v for s, v in d.items() if s not in new} for d in (state.patience, state.relieved))
+        state = msgspec.structs.replace(state, patience=patience, relieved=relieved)
     owned = {s.slot: s.buckets for s in seen.servers}
     old = {(s.slot, s.incarnation): state.records.get((s.slot, s.incarnation), Record()) for s in seen.servers}
     if owned != state.owned:
@@ -241,21 +245,46 @@ def divided(total: int, part_s: Mapping[Slot, tuple[float, float]]) -> dict[Slot
 
 def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0) -> dict[BucketId, Slot]:
     """Buckets that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since of a stripe's
-    buckets only the first one may go where the plan says."""
+    buckets only the first one may go where the plan says.
+
+    A ps that is closed to all that another one gives (it may keep the mirrors of all of it) gets buckets of a third
+    one, which takes those."""
     room = {slot: wanted[slot] - s.buckets for slot, s in servers.items()}
     closed = {slot: frozenset(s.closed) for slot, s in servers.items()}
+    turned = {slot: _turned(s.owned, rounds) for slot, s in servers.items()}
     out: dict[BucketId, Slot] = {}
+
+    def first(giver: Slot, taker: Slot) -> BucketId | None:
+        return next((b for b in turned[giver] if b not in out and b not in closed[taker]), None)
+
     for slot in sorted(s for s in room if room[s] < 0):
-        owned = servers[slot].owned
-        turn = rounds % max(1, len(owned))
-        for bucket in (*owned[turn:], *owned[:turn]):
+        for bucket in turned[slot]:
             open_to = [s for s in room if room[s] > 0 and bucket not in closed[s]]
             if room[slot] == 0 or not open_to:
                 continue
             out[bucket] = max(open_to, key=lambda s: (room[s], -s))
             room[out[bucket]] -= 1
             room[slot] += 1
+        taken = dict.fromkeys(servers, 0)  # and passed on as many
+        for target in sorted((s for s in room if room[s] > 0), key=lambda s: (-room[s], s)):
+            while room[slot] < 0 < room[target]:
+                middles = [m for m in servers if m not in (slot, target) and first(slot, m) is not None]
+                middles = [m for m in middles if first(m, target) is not None]
+                if not middles:
+                    break
+                middle = min(middles, key=lambda m: (taken[m], m))
+                given, passed = first(slot, middle), first(middle, target)
+                assert given is not None and passed is not None
+                out |= {given: middle, passed: target}
+                taken[middle] += 1
+                room[target] -= 1
+                room[slot] += 1
     return out
+
+
+def _turned(owned: tuple[BucketId, ...], rounds: int) -> tuple[BucketId, ...]:
+    turn = rounds % max(1, len(owned))
+    return (*owned[turn:], *owned[:turn])
 
 
 # ---------------------------------------------------------------- another process in its place
@@ -271,13 +300,13 @@ def waited_share(workers: Sequence[WorkerSeen]) -> float:
     return median(shares) if shares else 1.0
 
 
-def replacing_pays(servers: int, slowness: float, waited: float, restart_s: float, remaining_s: float) -> bool:
+def replacing_saves_s(servers: int, slowness: float, waited: float, remaining_s: float) -> float:
     """One of ``servers`` is ``slowness`` times slower, with its work made less; at today's speed ``remaining_s`` are
     left. Replaced, it does its part of the work again: at best nobody waits for rows any more, and no more is saved
-    than ``1 / servers`` of the work without what it does now. So it pays iff
+    than ``1 / servers`` of the work without what it does now:
 
-        restart_s < remaining_s * min(waited, (1 - 1 / slowness) / servers)
+        remaining_s * min(waited, (1 - 1 / slowness) / servers)
     """
     if slowness <= 1.0 or servers < 1:
-        return False
-    return restart_s < remaining_s * min(waited, (1 - 1 / slowness) / servers)
+        return 0.0
+    return remaining_s * min(waited, (1 - 1 / slowness) / servers)
