@@ -7,13 +7,17 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    BucketsReady,
+    DrainAsked,
     InstructionType,
     MasterStarted,
     MemberJoined,
     MemberSilent,
+    MirrorsReady,
     NodeJoined,
     Note,
     PlanMade,
+    ProcessExited,
     PublishPlacement,
     StartProcess,
 )
@@ -82,6 +86,23 @@ def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, wh
     notes = brain.handle(PlanMade(10.0, "mine:own", Plan(actions=(action,), decision=Decision("try", "a test"))))
     assert [str(n.decision) for n in notes if isinstance(n, Note)] == [f"drop a plan: try: a test: {why}"]
     assert len(notes) == 1 and brain.state.control.plan is None and not brain.state.control.disabled
+
+
+def test_buckets_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> None:
+    brain = job(ps=3)
+    brain.handle(DrainAsked(10.0, "ps:2", 30.0))
+    kill = KillRestart(role=Role.PS, slot=Slot(2), incarnation=ONE)
+    assert not follow(brain, 10.5, kill), "it would come back, and was to go for good"
+    move = MoveBuckets(owners={BucketId(0): Slot(1)})
+    assert not follow(brain, 11.0, move), "buckets are under way"
+    assert brain.placement is not None
+    for mirror in brain.placement.mirrors:
+        brain.handle(MirrorsReady(12.0, mirror.at, ONE, (mirror.id,)))
+    owned = brain.placement.owned_by(Slot(1))
+    brain.handle(BucketsReady(13.0, Slot(1), ONE, brain.placement.version, tuple(owned), "promoted"))
+    brain.handle(ProcessExited(14.0, Role.PS, Slot(2), ONE, 0))
+    assert not brain.members.servers[Slot(2)].running
+    assert follow(brain, 15.0, move)
 
 
 def test_a_restart_for_which_there_is_no_place_costs_no_budget() -> None:

@@ -759,7 +759,7 @@ class Brain:
         if slot in leaving and (slot >= self.job.ps_wanted or (node is not None and node.draining)):
             leaving.remove(slot)
         if slot < self.job.ps_wanted and slot not in leaving:
-            out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps on another node"))
+            out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps, here or elsewhere"))
         return out
 
     def _refill(self, slot: Slot) -> None:
@@ -1273,7 +1273,9 @@ class Brain:
         if node is not None:
             node.draining = True
         out: list[InstructionType] = [_OK]
-        words = f"empty it within {e.deadline_s:g} s: {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
+        words = f"empty it within {e.deadline_s:g} s" if e.deadline_s else "empty it"
+        words += f": {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
+        words += ", and start another process in its place" if e.again else ""
         less = after_drain(self.keeper.code, len(left)) if servers else ""
         words += f"; {less}" if less else ""
         inputs: dict[str, str | int | float | bool] = {"deadline_s": e.deadline_s, "buckets": 0}
@@ -1334,8 +1336,11 @@ class Brain:
         if not why and moves is not None and not (self.state.placement is not None and self.keeper.at_rest()):
             why = "buckets are under way"
         for action in plan.actions:
-            if not why and self.replicated and isinstance(action, KillRestart) and action.role is Role.WORKER:
-                why = self.groups.cannot_replace(action.slot, action.incarnation)
+            if not why and isinstance(action, KillRestart):
+                if action.role is Role.PS and action.slot in self.state.protection.leaving:
+                    why = f"ps:{action.slot} is being emptied"  # (it may have been asked to go for good)
+                elif action.role is Role.WORKER and self.replicated:
+                    why = self.groups.cannot_replace(action.slot, action.incarnation)
         if not why and adjusts and self.replicated:
             why = self.groups.cannot_divide(next((a.batch for a in adjusts if isinstance(a, AdjustBatch)), {}))
         if why:

@@ -430,7 +430,9 @@ class Keeper:
     def at_rest(self) -> bool:
         """Whether everything is where it shall be."""
         books = self.books
-        if books.placement is None or books.layout is None or books.missing or books.leaving or self._early():
+        # (the slot of one that was emptied may stay empty for good)
+        emptied = any(self.members.servers[slot].running for slot in books.leaving)
+        if books.placement is None or books.layout is None or books.missing or emptied or self._early():
             return False
         return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.draft())
 
