@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from straggler_jobs import NODES, job, worker
 
@@ -46,6 +46,7 @@ def test_shares_sum_up_within_their_limits(members: list[tuple[float, int, int]]
     assert proportional(total, speeds, least, most) == counts
 
 
+@example([10.0, 2.125, 4.25], 13)
 @given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=4), st.integers(4, 14))
 @settings(max_examples=60, deadline=None)
 def test_no_other_division_has_a_faster_slowest_part(speeds: list[float], total: int) -> None:

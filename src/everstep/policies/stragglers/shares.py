@@ -41,11 +41,9 @@ def proportional(
     for i, part in parts.items():
         counts[i] = int(part)
     rest = left - sum(counts[i] for i in free)
-    # who has one more done first takes it; of these, who lacks most
-    for i in sorted(free, key=lambda i: ((counts[i] + 1) / speeds[i], counts[i] - parts[i], i)):
-        if rest > 0 and counts[i] < high[i]:
-            counts[i] += 1
-            rest -= 1
+    for _ in range(rest):  # who has one more done first takes it; of these, who lacks most
+        more = (i for i in free if counts[i] < high[i])
+        counts[min(more, key=lambda i: ((counts[i] + 1) / speeds[i], counts[i] - parts[i], i))] += 1
     return counts
 
 
