@@ -15,13 +15,14 @@ Each run is its own reference: nobody is slow for the first third of its samples
 end, or until it is replaced by another process. Figures, of the samples/s while nobody was slow, medians over windows
 of 2 s: ``SIDE`` in the last third of the time with a slow ps; ``SIDE.whole``: in all of that time (a mean), so with the
 time that reacting takes. Sides in turns (``none`` with half the samples), each run audited.
+
+``--only back``, ``--only restart``: what becomes of it, see ``_slow_server_ends.py``.
     --s 2,4,8 --rounds 3 --healthy-s 45 --only half
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,40 +30,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
-from benchmarks._jobs import Job
-from benchmarks._measure import ROOT, Result, interleaved, median, say, spread
-from everstep.cli.chaos import drill
-from everstep.cli.link import ask_master
-from everstep.errors import EverstepError
-from everstep.model.member import MemberState, Role
-from everstep.monitor.schedules import Planned
-from everstep.net.messages import GetSeen, SeenReport
+from benchmarks._measure import Result, interleaved, median, say, spread
+from benchmarks._ps_job import BATCH, FULL, HALF, WORKERS, Case, PsJob, ceiling, history, rate
+from benchmarks._slow_server_ends import run_back, run_restart
 
-SCRIPT = ROOT / "benchmarks" / "twins" / "slow_device.py"
-WORKERS, PS = 2, 4
-BATCH, FIELDS, KEYS = 128, 1024, 1_000_000
-WINDOW_S = 2.0  # of the policy, and of these figures
-HOUR_S = 3600.0
-
-
-class Case(msgspec.Struct, frozen=True):
-    """``step_s``: of the accelerator, a batch. ``base``: so many times its processor time every request takes a ps.
-    ``healthy_step_s``: what a step takes then, about: only for the number of samples."""
-
-    name: str
-    step_s: float
-    base: float
-    healthy_step_s: float
-
-
-CASES = (Case("half", 0.08, 17.0, 0.085), Case("full", 0.005, 60.0, 0.15))
-
-
-def ceiling(s: float, load: float) -> float:
-    """Of the healthy throughput, with one of the ps s times slower and its work divided at best."""
-    return min(1.0, (PS - 1 + 1 / s) / PS / load) if load else 1.0
+CASES = (HALF, FULL)
 
 
 class Found(msgspec.Struct):
@@ -79,81 +52,31 @@ class Found(msgspec.Struct):
 
 def measure(case: Case, s: float, policy: str, samples: int) -> Found:
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        home = Path(folder)
-        (marks := home / "marks").mkdir()
-        flags = ["--workers", str(WORKERS), "--ps", str(PS), "--policy", policy]
-        script = [str(SCRIPT), "--mode", "ps", "--home", str(marks), "--members", str(WORKERS), "--rows", str(samples)]
-        script += ["--batch", str(BATCH), "--sample-s", str(case.step_s / BATCH), "--fields", str(FIELDS)]
-        script += ["--keys", str(KEYS), "--pattern", json.dumps({"kind": "constant", "s": 1.0})]
-        job = Job(home, ["run", *flags], ["--", *script], 900.0, env={"EVERSTEP_WINDOW_S": str(WINDOW_S)})
-        dragged: dict[int, int] = {}
+        job = PsJob(Path(folder), case, policy, samples)
         slow_at, load = 0.0, 0.0
-
-        def drag() -> bool:
-            """Every ps that is up has its service time, whichever process it is."""
-            status = job.status()
-            for m in status.members if status is not None else ():
-                here = m.role == Role.PS and m.state == MemberState.ALIVE
-                if here and dragged.get(m.slot) != m.incarnation and order(job, m.slot, case.base):
-                    dragged[m.slot] = m.incarnation
-            return len(dragged) == PS
-
         try:
-            job.wait_for(drag)
+            job.wait_for(job.drag)
             while not job.over:
-                drag()
+                job.drag()
                 if not slow_at and job.samples_done() > samples / 3:
-                    load = load_of(job)
-                    if order(job, 0, case.base * s):
+                    load = job.load()
+                    if job.slow(s):
                         slow_at = time.time()
                 time.sleep(0.3)
             job.finish()
         finally:
             job.close()
         job.check()
-        began = sorted(p.stat().st_mtime for p in marks.glob("ready-*"))[WORKERS - 1]
-        done = read_marks(marks)
-        end = float(done[:, 0].max())
-        slow = slow_at - began
-        events = [json.loads(line) for line in (job.run_dir / "events.jsonl").read_text().splitlines()]
+        done, said = job.done(), history(job.run_dir)
+        end, slow = float(done[-1, 0]), slow_at - job.began()
         return Found(
             rate(done, 0.2 * slow, slow),
             rate(done, (slow + 2 * end) / 3, end),
             float(done[done[:, 0] > slow, 1].sum() / (end - slow)),
             load,
-            sum(e["action"] == "relieve the ps" for e in events),
-            sum(e["action"] == "restart" for e in events),
+            len(said.when("relieve the ps")),
+            len(said.when("restart")),
         )
-
-
-def order(job: Job, slot: int, factor: float) -> bool:
-    try:
-        drill(job.run_dir, Planned(0.0, "slow", f"ps:{slot}", factor, HOUR_S), False)
-    except EverstepError as error:  # it is just coming or going
-        say(f"ps:{slot}: {error}")
-        return False
-    return True
-
-
-def load_of(job: Job) -> float:
-    """Of the last window: for how much of it a ps was at work for a worker, mean over both."""
-    answer = ask_master(job.run_dir, GetSeen(), timeout_s=5.0)
-    if not isinstance(answer, SeenReport) or not answer.seen.servers:
-        return 0.0
-    return sum(server.queue for server in answer.seen.servers) / len(answer.seen.servers) / WORKERS
-
-
-def read_marks(folder: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """float64 [n, 2]: seconds since all workers were ready, samples of the batch that was done then."""
-    lines = [line.split() for path in folder.glob("[0-9]*") for line in path.read_text().splitlines()]
-    return np.array([(float(at), float(n)) for n, at in lines])
-
-
-def rate(done: np.ndarray[tuple[int, int], np.dtype[np.float64]], begin: float, end: float) -> float:
-    """Samples/s, the median over windows of about ``WINDOW_S`` between ``begin`` and ``end``."""
-    edges = np.linspace(begin, end, max(1, round((end - begin) / WINDOW_S)) + 1)
-    counts, _ = np.histogram(done[:, 0], edges, weights=done[:, 1])
-    return median(list(counts / np.diff(edges)))
 
 
 def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
@@ -161,15 +84,20 @@ def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--s", default="4" if quick else "2,4,8")
     parser.add_argument("--rounds", type=int, default=1 if quick else 3)
     parser.add_argument("--healthy-s", type=float, default=22.0 if quick else 45.0)
-    parser.add_argument("--only", choices=[case.name for case in CASES])
+    parser.add_argument("--only", choices=[*(case.name for case in CASES), "back", "restart"])
     args = parser.parse_args(list(arguments or []))
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures = result["figures"]
+    factors = [float(s) for s in args.s.split(",")]
+    for name, ends in (("back", run_back), ("restart", run_restart)):
+        if args.only == name or (args.only is None and not quick):
+            for s in factors:
+                ends(result, s, args.rounds, quick)
     for case in CASES:
         if args.only not in (None, case.name):
             continue
         samples = WORKERS * BATCH * max(1, round(args.healthy_s / case.healthy_step_s))
-        for s in map(float, args.s.split(",")):
+        for s in factors:
             name = f"{case.name}.s{s:g}"
             policies = ("none", "nondedicated") if not quick or case is CASES[0] else ("nondedicated",)
             # (without a policy nothing changes any more that would have to be waited for)

@@ -21,10 +21,23 @@ EXAMPLE = ROOT / "examples" / "throttled.py"
 
 
 def test_the_policy_in_the_document_is_the_example() -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "policies.md").read_text(), re.M | re.S)
+    code = _blocks()[0]
     shown, stored = ast.parse(code), ast.parse(EXAMPLE.read_text())
     assert ast.unparse(shown.body) == ast.unparse(stored.body[1:])  # type: ignore[arg-type]
     assert len(code.splitlines()) <= 22
+
+
+def test_a_shipped_one_with_other_settings_is_a_policy(tmp_path: Path) -> None:
+    (tmp_path / "with_other_settings.py").write_text(_blocks()[1])
+    choose: Any = load("with_other_settings:choose", tmp_path)
+    plan, state = choose(Observations(at=1.0), None)
+    assert plan is None and choose(Observations(at=2.0), state)[0] is None
+
+
+def _blocks() -> list[str]:
+    """What is Python in the document."""
+    found: list[str] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "policies.md").read_text(), re.M | re.S)
+    return found
 
 
 def test_it_takes_work_from_the_throttled_one_once(monkeypatch: pytest.MonkeyPatch) -> None:
