@@ -90,6 +90,16 @@ class OneOfTwo(EmbeddedSeat):
             self.keeper.handled()
         return answer
 
+    def close(self, error: str) -> None:
+        """The last worker to leave takes the job with it."""
+        self.orders.put(None)
+        del self.seats[self.slot]
+        if not self.seats:
+            super().close(error)
+            return
+        self.master.handle(events.ProcessExited(time.time(), Role.WORKER, self.slot, ONE, 0, error))
+        self._let_go()
+
 
 def data() -> dict[str, np.ndarray[Any, Any]]:
     rng = np.random.default_rng(3)
@@ -227,9 +237,8 @@ def train(
     for name, want in plain(optimizer).items():
         have = jobs[0].state_dict()["models"][0][name]
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
-    for seat in first.seats.values():
-        seat.orders.put(None)
-    jobs[0].close()
+    for job in jobs:
+        job.close()
     report = audit(tmp_path)
     assert report.ok, report.text()
     return batches
