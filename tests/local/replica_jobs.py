@@ -58,7 +58,7 @@ print("state", found.hexdigest(), "of worker", job.slot, flush=True)
 class ReplicaRun(Run):
     """``everstep run --mode allreduce`` as a subprocess."""
 
-    def write(self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.02, batch: int = 32) -> None:
+    def write(self, rows: int = 1920, epochs: int = 6, pause_s: float = 0.05, batch: int = 64) -> None:
         self.rows, self.epochs = rows, epochs
         facts = {"rows": rows, "epochs": epochs, "pause_s": pause_s, "batch": batch, "hurry": str(self._hurry)}
         self.script.write_text(REPLICA.format(examples=str(EXAMPLES), **facts))

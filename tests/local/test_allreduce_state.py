@@ -31,7 +31,7 @@ RUN = ReplicaRun
 )
 def test_a_death_while_state_is_handed_over(run: ReplicaRun, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_FAULT", fault)
-    run.write(epochs=4, pause_s=0.04)
+    run.write(epochs=4, pause_s=0.1)
     run.train(2)
     run.trained(300)
     scale(run.run_dir, workers=3, ps=None)
@@ -42,8 +42,8 @@ def test_a_death_while_state_is_handed_over(run: ReplicaRun, fault: str, monkeyp
 
 
 def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> None:
-    run.write(epochs=4, pause_s=0.04)
-    run.train(2, "--checkpoint-every", "10batches")
+    run.write(epochs=4, pause_s=0.1)
+    run.train(2, "--checkpoint-every", "5batches")
     until(lambda: "checkpoint committed: checkpoint 3 " in run.text(), why=run.story)
     for pid in (run.pid(0), run.pid(1)):
         os.kill(pid, KILL)
@@ -56,7 +56,7 @@ def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> N
 
 def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
     """One of two is killed: the other one saves it. Both are told to go: so does the last one, and stays for it."""
-    run.write(epochs=3, pause_s=0.06)
+    run.write(epochs=3, pause_s=0.15)
     run.train(2, "--checkpoint-every", "1h")
     run.trained(200)
     os.kill(run.pid(1), KILL)
@@ -75,8 +75,8 @@ def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
 def test_the_leader_dies_before_it_tells_of_its_file(run: ReplicaRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, the next leader writes the checkpoint."""
     monkeypatch.setenv("EVERSTEP_FAULT", "worker:0.1:checkpoint:1")
-    run.write(epochs=4, pause_s=0.04)
-    run.train(2, "--checkpoint-every", "20batches")
+    run.write(epochs=4, pause_s=0.1)
+    run.train(2, "--checkpoint-every", "10batches")
     run.pid(0, at_least=2)
     run.hurry()
     run.finished(1)
@@ -90,12 +90,12 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     folder.mkdir()
     whole = ReplicaRun(folder)
     try:
-        whole.write(rows=640, epochs=4, pause_s=0.0, batch=8)
+        whole.write(rows=640, epochs=4, pause_s=0.0, batch=16)
         whole.train(2, "--logical-workers", "4")
         bits = whole.finished()
     finally:
         whole.close()
-    run.write(rows=640, epochs=4, pause_s=0.05, batch=8)
+    run.write(rows=640, epochs=4, pause_s=0.1, batch=16)
     run.train(2, "--logical-workers", "4", "--checkpoint-every", "1h")
     run.trained(200)
     code, out = run.everstep("checkpoint", str(run.run_dir))  # by hand, while it trains
@@ -104,7 +104,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     assert code == 0 and "after a last checkpoint" in out, out
     assert run.wait(60.0) == 0, run.story()
     assert "checkpoint 2 (stop)" in run.text(), run.text()
-    run.write(rows=640, epochs=4, pause_s=0.0, batch=8)
+    run.write(rows=640, epochs=4, pause_s=0.0, batch=16)
     again = tmp_path / "again"
     code, out = run.everstep("resume", str(run.run_dir), "--workers", "1", "--run-dir", str(again), "--no-display")
     assert code == 0, out

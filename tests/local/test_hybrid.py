@@ -30,7 +30,7 @@ from flights import COLUMNS, N_DENSE, N_FIELDS, features, source
 EPOCHS, ROWS = {epochs}, {rows}
 torch.set_num_threads(1)
 job = es.join()
-STEP = 50 * job.spec.workers  # --strategy fixed
+STEP = {batch} * job.spec.workers  # --strategy fixed; a whole number of steps is an epoch
 whole = Loader(source(ROWS), ROWS, columns=COLUMNS, transform=features, shuffle=False).read(0, 0, ROWS)
 data = {{**whole, "row": torch.arange(ROWS)}}
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 net = Net()
 model = job.replicate(job.sparse(net))
 opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
-for batch in job.steps(job.loader(data, batch_size=50, epochs=EPOCHS)):
+for batch in job.steps(job.loader(data, batch_size={batch}, epochs=EPOCHS)):
     loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
     ones = -model.counts(batch["row"]).sum() * STEP / len(batch["row"])  # its share of the step, made one a sample
     opt.zero_grad(); (loss + ones).backward(); opt.step()
@@ -63,9 +63,9 @@ if job.chief:
 
 
 class HybridRun(ReplicaRun):
-    def write(self, rows: int = 1500, epochs: int = 6, pause_s: float = 0.02, batch: int = 50) -> None:
+    def write(self, rows: int = 1500, epochs: int = 6, pause_s: float = 0.05, batch: int = 100) -> None:
         self.rows, self.epochs = rows, epochs
-        facts = {"rows": rows, "epochs": epochs, "pause_s": pause_s, "hurry": str(self._hurry)}
+        facts = {"rows": rows, "epochs": epochs, "pause_s": pause_s, "batch": batch, "hurry": str(self._hurry)}
         self.script.write_text(HYBRID.format(examples=str(EXAMPLES), **facts))
 
     def finished(self, lost: int = 0, states: int | None = None, timeout_s: float = 150.0) -> str:
@@ -83,7 +83,7 @@ FLAGS = ("--strategy", "fixed", "--ps", "2", "--parity", "1+1")
 def test_a_worker_dies_between_the_vote_and_its_push_then_a_ps_and_the_master(
     run: HybridRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EVERSTEP_FAULT", "worker:1.1:push:12")
+    monkeypatch.setenv("EVERSTEP_FAULT", "worker:1.1:push:7")
     run.write(epochs=10)
     run.train(3, *FLAGS)
     run.pid(1, at_least=2)
@@ -96,7 +96,7 @@ def test_a_worker_dies_between_the_vote_and_its_push_then_a_ps_and_the_master(
 def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
     run: HybridRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EVERSTEP_FAULT", "worker:0.1:voted:15")
+    monkeypatch.setenv("EVERSTEP_FAULT", "worker:0.1:voted:8")
     run.write(epochs=10)
     run.train(3, *FLAGS)
     run.pid(0, at_least=2)
@@ -109,8 +109,8 @@ def test_a_worker_that_alone_knows_the_vote_dies_and_a_worker_with_a_ps(
 def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: HybridRun) -> None:
     """A ps without parity is lost: all go back to the newest checkpoint. Then the job is stopped, and resumed on other
     numbers of workers and ps: over all of that every row has every epoch once."""
-    run.write(epochs=12, pause_s=0.06)
-    run.train(2, "--strategy", "fixed", "--ps", "2", "--checkpoint-every", "10batches")
+    run.write(rows=1600, epochs=12, pause_s=0.12)
+    run.train(2, "--strategy", "fixed", "--ps", "2", "--checkpoint-every", "5batches")
     until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
     os.kill(run.alive(Role.PS, 1).pid, KILL)
     until(lambda: "steps void" in run.text(), why=run.story)
