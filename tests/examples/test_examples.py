@@ -63,14 +63,16 @@ def test_flights_have_16_fields_and_about_62_000_keys(module: Any) -> None:
     assert not (set(batch["cat"][:, 0].tolist()) & set(batch["cat"][:, 1].tolist()))
 
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests share the cores; more threads would spin for each other
+def environment() -> dict[str, str]:
+    """Tests share the cores; more threads would spin for each other."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def output(script: str, folder: Path, *args: str) -> str:
     """Run one example alone; what it says."""
     done = subprocess.run(
         [sys.executable, "-X", "fork", str(EXAMPLES / script), *args],
-        cwd=folder, env=ENV, capture_output=True, text=True, timeout=110,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -138,6 +140,6 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     ]:
         done = subprocess.run(
             [sys.executable, "-X", "fork", str(EXAMPLES / "01_flights_dlrm.py"), *args],
-            cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
