@@ -143,21 +143,40 @@ void hear(std::vector<Peer>& peers, char* heard, size_t size, int64_t spin_us, i
       continue;
     }
     if (now >= end) return;
+    // Woken by the first one that is missing, and not by each: what the others say meanwhile is taken together. Of
+    // those only the end counts.
     polls.clear();
     for (const Peer& peer : peers) {
-      if (peer.heard < size) polls.push_back({peer.fd, POLLIN, 0});
+      if (peer.heard < size) polls.push_back({peer.fd, short(polls.empty() ? POLLIN : POLLRDHUP), 0});
     }
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - now).count() + 1;
     if (poll(polls.data(), nfds_t(polls.size()), int(left)) < 0) return;  // a signal: the caller's turn
   }
 }
 
+std::vector<Peer> peers_at(const std::vector<int>& fds) {
+  std::vector<Peer> peers;
+  for (const int fd : fds) peers.push_back({fd});
+  return peers;
+}
+
+nb::list sent_to(const std::vector<Peer>& peers) {
+  nb::list sent;
+  for (const Peer& peer : peers) sent.append(peer.sent);
+  return sent;
+}
+
+nb::list came_from(const std::vector<Peer>& peers, const char* heard, size_t size) {
+  nb::list came;
+  for (size_t i = 0; i < peers.size(); ++i) came.append(nb::bytes(heard + i * size, peers[i].heard));
+  return came;
+}
+
 // Sends `mine` to every socket and reads as many bytes of each: for each how many went and what came. Less than all
 // where one would block, is closed, fails, or nothing more came within wait_ms; what then is the caller's to find out.
 nb::tuple talk(const std::vector<int>& fds, nb::bytes mine, int64_t spin_us, int64_t wait_ms) {
   const size_t size = mine.size();
-  std::vector<Peer> peers;
-  for (const int fd : fds) peers.push_back({fd});
+  std::vector<Peer> peers = peers_at(fds);
   std::vector<char> heard(size * fds.size());
   {
     const char* said = mine.c_str();
@@ -165,18 +184,37 @@ nb::tuple talk(const std::vector<int>& fds, nb::bytes mine, int64_t spin_us, int
     send_all(peers, said, size);
     hear(peers, heard.data(), size, spin_us, wait_ms);
   }
-  nb::list sent, came;
-  for (size_t i = 0; i < peers.size(); ++i) {
-    sent.append(peers[i].sent);
-    came.append(nb::bytes(heard.data() + i * size, peers[i].heard));
+  return nb::make_tuple(sent_to(peers), came_from(peers, heard.data(), size));
+}
+
+// The first half of it: for each socket how many bytes went.
+nb::list tell(const std::vector<int>& fds, nb::bytes mine) {
+  std::vector<Peer> peers = peers_at(fds);
+  {
+    const char* said = mine.c_str();
+    nb::gil_scoped_release free;
+    send_all(peers, said, mine.size());
   }
-  return nb::make_tuple(sent, came);
+  return sent_to(peers);
+}
+
+// The second half of it: `size` bytes of each, as far as they come.
+nb::list listen_to(const std::vector<int>& fds, size_t size, int64_t spin_us, int64_t wait_ms) {
+  std::vector<Peer> peers = peers_at(fds);
+  std::vector<char> heard(size * fds.size());
+  {
+    nb::gil_scoped_release free;
+    hear(peers, heard.data(), size, spin_us, wait_ms);
+  }
+  return came_from(peers, heard.data(), size);
 }
 
 }  // namespace
 
 void bind_group(nb::module_& m) {
   m.def("sum_bits", &sum_bits, nb::arg("data"), nb::arg("dtype"));
+  m.def("tell", &tell, nb::arg("fds"), nb::arg("mine"));
+  m.def("hear", &listen_to, nb::arg("fds"), nb::arg("size"), nb::arg("spin_us"), nb::arg("wait_ms"));
   m.def("talk", &talk, nb::arg("fds"), nb::arg("mine"), nb::arg("spin_us"), nb::arg("wait_ms"));
 }
 

@@ -109,9 +109,10 @@ def test_it_listens_on_loopback_only() -> None:
         c.close()
 
 
-def test_abort_frees_a_member_that_waits_for_one_that_never_comes() -> None:
+@pytest.mark.parametrize("size", [4, 1 << 16])  # over our own connections, over gloo
+def test_abort_frees_a_member_that_waits_for_one_that_never_comes(size: int) -> None:
     group, _ = connected(3)
-    tensor = torch.ones(1 << 16)
+    tensor = torch.ones(size)
     with ThreadPoolExecutor(2) as pool:
         waiting: Future[None] = pool.submit(lambda: group[0].allreduce(tensor).wait())
         while not group[0].waiting_since:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from everstep.allreduce import exchange
-from everstep.allreduce.exchange import VALUES_MAX, Exchange
+from everstep.allreduce.exchange import SUM_BYTES_MAX, VALUES_MAX, Exchange
 from everstep.errors import DeadlineError, WireError
 from everstep.net.retry import Deadline
 
@@ -43,10 +45,47 @@ def test_everybody_hears_everybody_again_and_again() -> None:
     close(members)
 
 
-def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers() -> None:
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_sums_have_the_same_bits_everywhere_and_those_of_the_order_of_ranks(kind: type) -> None:
+    members = connected(4)
+    longest = SUM_BYTES_MAX // np.dtype(kind).itemsize
+
+    def member(m: Exchange, parts: list[np.ndarray], waits: bool) -> tuple[bytes, list[tuple[int, ...]]]:
+        mine = parts[m.rank].copy()
+        total = m.begin_sum(mine)
+        if waits:
+            m.end_sum(total)
+        heard = m.gather([m.rank])  # a sum that nobody waited for is over too
+        m.end_sum(total)
+        return mine.tobytes(), heard
+
+    assert not members[0].takes_sum(longest * np.dtype(kind).itemsize + 1)
+    rng = np.random.default_rng(0)
+    with ThreadPoolExecutor(4) as pool:
+        for size in (1, 17, longest):
+            parts = [(rng.standard_normal(size) * 10.0**r).astype(kind) for r in range(4)]
+            expected = parts[0].copy()
+            for part in parts[1:]:
+                expected += part
+            works = [pool.submit(member, m, parts, m.rank % 2 == 0) for m in members]
+            assert {w.result(LONG_S)[0] for w in works} == {expected.tobytes()}
+            assert all(w.result(LONG_S)[1] == [(0,), (1,), (2,), (3,)] for w in works)
+    close(members)
+
+
+def summed(member: Exchange) -> None:
+    member.end_sum(member.begin_sum(np.ones(4, np.float32)))
+
+
+def voted(member: Exchange) -> None:
+    member.gather([1])
+
+
+@pytest.mark.parametrize("take_part", [voted, summed])
+def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers(take_part: Callable[[Exchange], None]) -> None:
     members = connected(3)
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(m.gather, [1]) for m in members[:2])  # the third one never comes
+        first, second = (pool.submit(take_part, m) for m in members[:2])  # the third one never comes
         members[0].abort()
         for waiting in (first, second):
             with pytest.raises(WireError):
@@ -94,8 +133,11 @@ def test_what_one_call_does_not_get_done_is_done_piece_by_piece(monkeypatch: pyt
         return [3] + [0] * (len(fds) - 1), [b""] * len(fds)
 
     monkeypatch.setattr(exchange, "talk", half)
+    monkeypatch.setattr(exchange, "tell", lambda fds, mine: half(fds, mine, 0, 0)[0])
+    monkeypatch.setattr(exchange, "hear", lambda fds, size, spin_us, wait_ms: [b""] * len(fds))
     with ThreadPoolExecutor(3) as pool:
         for turn in range(3):
             heard = list(pool.map(lambda m, turn=turn: m.gather([m.rank, turn]), members))
             assert all(rows == [(r, turn) for r in range(3)] for rows in heard)
+            list(pool.map(summed, members))
     close(members)

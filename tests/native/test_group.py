@@ -7,7 +7,7 @@ import socket
 import numpy as np
 import pytest
 
-from everstep.native import sum_bits, talk
+from everstep.native import hear, sum_bits, talk, tell
 
 FLOATS = {"float32": np.float32, "float64": np.float64, "float16": np.float16}
 NO_SPIN, SHORT_MS, LONG_MS = 0, 20, 30_000
@@ -60,4 +60,23 @@ def test_talk_ends_where_one_is_silent_or_gone() -> None:
     sent, came = talk(fds, b"said", NO_SPIN, LONG_MS)
     assert sent[1] == 4 and came == [b"", b""]
     for end in (mine, other, quiet):
+        end.close()
+
+
+def test_told_now_and_heard_later_is_talking() -> None:
+    mine, peer = socket.socketpair()
+    assert tell([mine.fileno()], b"said") == [4]
+    peer.send(b"heardnext")
+    assert hear([mine.fileno()], 5, NO_SPIN, LONG_MS) == [b"heard"]
+    assert (mine.recv(99), peer.recv(99)) == (b"next", b"said")
+    peer.close()
+    assert hear([mine.fileno()], 5, NO_SPIN, LONG_MS) == [b""]
+    mine.close()
+
+
+def test_who_hears_the_end_of_one_does_not_wait_for_the_words_of_another() -> None:
+    (first, quiet), (second, gone) = socket.socketpair(), socket.socketpair()
+    gone.close()
+    assert hear([first.fileno(), second.fileno()], 4, NO_SPIN, LONG_MS) == [b"", b""]
+    for end in (first, quiet, second):
         end.close()

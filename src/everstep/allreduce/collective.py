@@ -1,4 +1,5 @@
-"""Connected groups: gloo between the members of one generation, and nothing for one that is alone.
+"""Connected groups: gloo between the members of one generation, and nothing for one that is alone. Votes and short sums
+go over connections of our own (``exchange``).
 
 Gloo's own ``abort`` does nothing on the CPU: whoever waits for a stopped peer, or for one behind a cut network, waits
 until gloo's time-out. What gets everybody out at once is the end of the sockets, so ``abort`` finds the sockets of
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
 
-from everstep.allreduce.exchange import MEMBERS_MAX, VALUES_MAX, Exchange
+from everstep.allreduce.exchange import MEMBERS_MAX, VALUES_MAX, Exchange, Total
 from everstep.allreduce.store import GroupStore
 from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, WireError
 from everstep.net.retry import Deadline
@@ -49,6 +50,7 @@ _FORGOTTEN_S = 0.2
 
 _THREADS = 2
 OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+_SHORT = (torch.float32, torch.float64)  # what a short sum may be of
 
 # What is garbage when a process forks (a loader's workers, say) may hold groups and works of gloo. In the fork their
 # destructors wait for threads that are not there, or crash, so there it is left alone.
@@ -143,6 +145,19 @@ class GlooWork:
         return True
 
 
+class ShortSum:
+    """An all-reduce of a few bytes, over the group's own connections (``exchange``)."""
+
+    __slots__ = ("_collective", "_total")
+
+    def __init__(self, collective: GlooCollective, total: Total) -> None:
+        self._collective, self._total = collective, total
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Raises CollectiveError where the group is broken. Waits until then: who has not come is found by others."""
+        self._collective.end_sum(self._total)
+
+
 class GlooCollective:
     """One generation's group over TCP. Made unconnected; ``connect`` blocks, ``abort`` works at any time.
 
@@ -152,6 +167,7 @@ class GlooCollective:
     def __init__(self, rank: int, size: int, host: str, name: str) -> None:
         self.rank, self.size, self.host, self.name = rank, size, host, name
         self.host_sums = True
+        self.short_sums = True  # sums of a few bytes go over our own connections, at all members
         self.waiting_since = 0.0
         self.broken = ""  # why it is; "": it is not, as far as known
         self._broken_at = 0.0
@@ -219,7 +235,35 @@ class GlooCollective:
             self.abort()
             raise self.error(None)
 
-    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
+    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork | ShortSum:
+        exchange = self._exchange
+        short = op == "sum" and self.short_sums and tensor.dtype in _SHORT
+        if short and exchange is not None and exchange.takes_sum(tensor.nbytes):
+            return self._begin_sum(exchange, tensor)
+        return self.reduce(tensor, op)
+
+    def _begin_sum(self, exchange: Exchange, tensor: torch.Tensor) -> ShortSum:
+        if self.broken:
+            raise self.error(None)
+        try:
+            return ShortSum(self, exchange.begin_sum(tensor.numpy()))
+        except WireError as error:
+            raise self.error(error) from None
+
+    def end_sum(self, total: Total) -> None:
+        """For ``ShortSum``."""
+        exchange = self._exchange
+        assert exchange is not None
+        self.waiting_since = time.monotonic()
+        try:
+            exchange.end_sum(total)
+        except WireError as error:
+            raise self.error(error) from None
+        finally:
+            self.waiting_since = 0.0
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
+        """As ``allreduce``, over gloo whatever its size."""
         return self._launch(lambda g: g.allreduce([tensor], OPS[op], timedelta(seconds=COLLECTIVE_S)), tensor)
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
@@ -251,7 +295,7 @@ class GlooCollective:
         if self._exchange is not None:
             return [max(column) for column in zip(*self._tell(self._exchange, values), strict=True)]
         ballot = torch.tensor(list(values), dtype=torch.int64)
-        self.allreduce(ballot, "max").wait()
+        self.reduce(ballot, "max").wait()
         return [int(v) for v in ballot.tolist()]
 
     def _tell(self, exchange: Exchange, values: Sequence[int]) -> list[tuple[int, ...]]:

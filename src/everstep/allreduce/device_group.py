@@ -30,7 +30,7 @@ class DeviceCollective(GlooCollective):
     def __init__(self, rank: int, size: int, host: str, name: str, devices: Iterable[torch.device] = ()) -> None:
         super().__init__(rank, size, host, name)
         self._devices = sorted(set(devices), key=str)
-        self._staged = HostStaged(super().allreduce, super().send, super().recv)
+        self._staged = HostStaged(super().reduce, super().send, super().recv)
         self._nccl: NcclGroup | None = None
         self.chosen = Choice(Way.HOST)
 
@@ -47,6 +47,7 @@ class DeviceCollective(GlooCollective):
             self.close()
             raise
         self.host_sums = self.chosen.way is not Way.NCCL
+        self.short_sums = self.chosen.way is Way.HOST  # else a peer's bucket of that size may be on its device
         if self.chosen.way is Way.NCCL:
             self._connect_nccl()
         if self.chosen.way is not Way.HOST:

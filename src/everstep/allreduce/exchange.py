@@ -2,7 +2,8 @@
 
 A collective of gloo costs several changes of thread at each member (its pool, its loop, and back), which is most of
 what a vote takes. Here the thread that votes sends its 64 bytes to every peer and reads theirs: one wait. With many
-members that would be many messages, so a large group votes over gloo.
+members that would be many messages, so a large group votes over gloo. Gradients of a few KB are summed up in the same
+way: gloo hands them round in 2 (n - 1) messages one after the other, each of which waits for two threads to wake up.
 
 Whoever connects proves, by the handshake of ``net.auth``, that it knows the key that the listener put into the group's
 store, which only processes of the job can read. The end of one connection is the end of the group, as with gloo's.
@@ -18,11 +19,14 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from everstep.errors import DeadlineError, WireError
 from everstep.ids import Slot
-from everstep.native import talk
+from everstep.native import hear, talk, tell
 from everstep.net.auth import Identity, Secret, authenticate_client, authenticate_server
 from everstep.net.frames import AUTH_LIMITS, FrameSocket
 from everstep.net.retry import Deadline
@@ -32,6 +36,9 @@ MEMBERS_MAX: Final = 16
 
 VALUES_MAX: Final = 512
 """int64 of one exchange: all of a member's messages fit the sockets' buffers, so nobody waits for a reader to send."""
+
+SUM_BYTES_MAX: Final = 16 << 10
+"""Of a sum: as above, and so is one of the next step, which who is quick sends before others have read its vote."""
 
 _ANSWER_S = 2.0  # in which one that connected has to prove itself; strangers hold up the others for so long
 _TICK_S = 1.0
@@ -54,8 +61,18 @@ class Door(NamedTuple):
     key: bytes
 
 
+class Total:
+    """A sum in flight: this member has said its part."""
+
+    __slots__ = ("array", "mine", "over")
+
+    def __init__(self, array: NDArray[Any], mine: bytes) -> None:
+        self.array, self.mine = array, mine
+        self.over = False
+
+
 class Exchange:
-    """The connections of one member. Made unconnected; ``gather`` is for one thread, ``abort`` for any."""
+    """The connections of one member. Made unconnected; ``gather`` and sums are for one thread, ``abort`` for any."""
 
     def __init__(self, rank: int, size: int, name: str, ip: str) -> None:
         """Listens at ``ip`` from now on. OSError: it cannot."""
@@ -65,6 +82,7 @@ class Exchange:
         self._links: dict[int, socket.socket] = {}
         self._fds: list[int] = []  # of ``_links``, once all are there
         self._open: list[socket.socket] = []
+        self._total: Total | None = None  # in flight
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listener = socket.create_server((ip, 0), family=family, backlog=MEMBERS_MAX)
         self.door = Door(ip, int(self._listener.getsockname()[1]), secrets.token_bytes(32))
@@ -145,20 +163,65 @@ class Exchange:
         """Everybody's ``values`` (int64, as many at each member, at most ``VALUES_MAX``), by rank. Waits until all have
         come; ``abort``, here or at a peer, ends that. Raises WireError."""
         assert len(values) <= VALUES_MAX
+        self._end_sum()
         form = _form(len(values))
         mine = form.pack(*values)
-        size = len(mine)
         sent, came = talk(self._fds, mine, _SPIN_US, _QUICK_MS)
+        heard = self._complete(mine, sent, came)
+        return [form.unpack(said) for said in heard]
+
+    def takes_sum(self, size: int) -> bool:
+        """Whether a sum of ``size`` bytes goes this way; the same at all members."""
+        return size <= SUM_BYTES_MAX and self._total is None
+
+    def begin_sum(self, array: NDArray[Any]) -> Total:
+        """Say this member's part of the sum over everybody's ``array`` (of one shape and type). Raises WireError."""
+        assert self.takes_sum(array.nbytes)
+        mine = array.tobytes()
+        sent = tell(self._fds, mine)
+        if any(n < len(mine) for n in sent):
+            try:
+                self._send_rest(mine, sent)
+            except OSError as error:
+                raise WireError(f"a member is gone: {error.strerror or error}") from None
+        self._total = Total(array, mine)
+        return self._total
+
+    def end_sum(self, total: Total) -> None:
+        """Have the sum in its array: the parts are added in the order of the ranks, so that all members have the same
+        bits. Waits as ``gather`` does, which also ends a sum that nobody waited for. Raises WireError."""
+        if not total.over:
+            self._end_sum()
+
+    def _end_sum(self) -> None:
+        total, self._total = self._total, None
+        if total is None:
+            return
+        total.over = True
+        size = len(total.mine)
+        came = hear(self._fds, size, _SPIN_US, _QUICK_MS)
+        parts = self._complete(total.mine, [size] * len(came), came)
+        array = total.array
+        array[...] = np.frombuffer(parts[0], array.dtype).reshape(array.shape)
+        for part in parts[1:]:
+            array += np.frombuffer(part, array.dtype).reshape(array.shape)
+
+    def _complete(self, mine: bytes, sent: list[int], came: list[bytes]) -> list[bytes]:
+        """What everybody says, by rank; by now so many bytes of ours are ``sent`` and those ``came``, by link."""
+        size = len(mine)
         heard = dict(zip(self._links, came, strict=True))
         if any(len(said) < size for said in came) or any(n < size for n in sent):
             try:
-                for link, n in zip(self._links.values(), sent, strict=True):
-                    self._send(link, mine[n:])
+                self._send_rest(mine, sent)
                 self._hear(size, heard)
             except OSError as error:
                 raise WireError(f"a member is gone: {error.strerror or error}") from None
         heard[self.rank] = mine
-        return [form.unpack(heard[rank]) for rank in range(self.size)]
+        return [heard[rank] for rank in range(self.size)]
+
+    def _send_rest(self, mine: bytes, sent: list[int]) -> None:
+        for link, n in zip(self._links.values(), sent, strict=True):
+            self._send(link, mine[n:])
 
     def _send(self, link: socket.socket, data: bytes) -> None:
         while data:

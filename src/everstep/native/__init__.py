@@ -18,7 +18,7 @@ Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` ba
 For the members of a group: ``sum_bits(data, "float32")`` gives the sum of the 64-bit words of ``data`` (mod 2^64; the
 last one filled up with zeros) and whether all its elements are finite; ``talk(fds, mine, spin_us, wait_ms)`` sends
 ``mine`` to every socket and reads as many bytes of each: how many went and what came; less where one would block, is
-closed or fails, or nothing came in time.
+closed or fails, or nothing came in time. ``tell(fds, mine)`` and ``hear(fds, size, spin_us, wait_ms)`` are its halves.
 
 ``out`` of the first two and ``grad_out`` may be column slices of a wider matrix (rows contiguous, any row stride).
 """
@@ -43,10 +43,12 @@ from everstep.native._native import (
     bag_forward,
     crc32c,
     gather_rows,
+    hear,
     isa,
     isfinite_all,
     sum_bits,
     talk,
+    tell,
     unique_route,
 )
 from everstep.native.blob import Kind, check_seal
@@ -68,11 +70,13 @@ __all__ = [
     "check_spec",
     "crc32c",
     "gather_rows",
+    "hear",
     "isa",
     "isfinite_all",
     "mix64",
     "sum_bits",
     "talk",
+    "tell",
     "unique_route",
 ]
 
