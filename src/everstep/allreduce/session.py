@@ -789,7 +789,7 @@ class Session:
 
     def _attend(self) -> None:
         """The thread beside the loop: reports, stalls, and closing what was left."""
-        while not self._closed.wait(_TELL_S if self.commits.waiting else _TICK_S):
+        while not self._closed.wait(_TELL_S if self.commits.waiting and self._first else _TICK_S):
             try:
                 self._say_leaving()
                 self._log_settled()
@@ -813,6 +813,12 @@ class Session:
             if self._log is not None:
                 self._log.append(msgspec.msgpack.encode(committed))
 
+    @property
+    def _first(self) -> bool:
+        """Whether this is the lowest rank of its group: the others have no haste."""
+        present = self.machine.present
+        return present is not None and present.rank(self.seat.slot, self.seat.incarnation) == 0
+
     def _tell(self, everybody: bool = False) -> None:
         """Tell the master what it has not confirmed: the lowest rank at once, the others when that takes too long."""
         if everybody:
@@ -829,9 +835,7 @@ class Session:
             if now - self._untold_since > 1.0 and now - self._asked_at > _ASK_S and not everybody:
                 self._ask()
             return
-        present = self.machine.present
-        first = present is not None and present.rank(self.seat.slot, self.seat.incarnation) == 0
-        if self._telling or not (first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
+        if self._telling or not (self._first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
             return
         self._telling = now
 
