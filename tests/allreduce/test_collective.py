@@ -19,6 +19,7 @@ import pytest
 import torch
 from group_hub import Hub
 
+from everstep.allreduce import collective
 from everstep.allreduce.collective import (
     Alone,
     CollectiveError,
@@ -74,6 +75,29 @@ def test_members_reduce_gather_and_send() -> None:
         assert gathered == [[0, 7], [1, 7], [2, 7]]
         assert received == float((rank - 1) % 3)
     assert hub.gets() <= 6  # all addresses in one or two questions, not one each
+    for c in group:
+        c.close()
+
+
+def test_who_receives_waits_for_who_sends_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_LOOK_S", 0.001)
+    group, _ = connected(2)
+    inbox = torch.zeros(4)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: group[0].recv(inbox, 1).wait())
+        while not group[0].waiting_since:
+            time.sleep(0.001)
+        time.sleep(0.05)  # it has looked many times
+        group[1].send(torch.ones(4), 0).wait(LONG_S)
+        waiting.result(LONG_S)
+    assert inbox.tolist() == [1.0] * 4
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: group[0].recv(inbox, 1).wait())
+        while not group[0].waiting_since:
+            time.sleep(0.001)
+        group[1].abort("gone")
+        with pytest.raises(CollectiveError):
+            waiting.result(LONG_S)
     for c in group:
         c.close()
 

@@ -18,6 +18,7 @@ import ctypes
 import gc
 import ipaddress
 import os
+import queue
 import select
 import socket
 import struct
@@ -158,6 +159,34 @@ class ShortSum:
         self._collective.end_sum(self._total)
 
 
+class GlooPassed(GlooWork):
+    """A send or a receive. A wait for one that gloo gives up ends the connection (for other collectives it does not),
+    so there is a thread of the group that waits without giving up, for one after the other."""
+
+    __slots__ = ("_error", "_over")
+
+    def __init__(self, collective: GlooCollective, work: Any, tensors: Any) -> None:
+        super().__init__(collective, work, tensors)
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+
+    def attend(self) -> None:
+        """On the group's thread."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._over.set()
+
+    def _ended(self, wait_s: float) -> bool:
+        if not self._over.wait(max(wait_s, 0.001)):
+            return False
+        if self._error is not None:
+            raise self._error
+        self._collective.landed(self._work)
+        return True
+
+
 class GlooCollective:
     """One generation's group over TCP. Made unconnected; ``connect`` blocks, ``abort`` works at any time.
 
@@ -177,6 +206,7 @@ class GlooCollective:
         self._store: GroupStore | None = None
         self._group: Any = None
         self._exchange: Exchange | None = None
+        self._passed: queue.SimpleQueue[GlooPassed | None] | None = None  # sends and receives that are waited for
         self._lock = threading.Lock()
         self._watched: select.poll | None = None  # ends of connections, without anybody reading them
         self._watching: list[int] = []
@@ -268,11 +298,21 @@ class GlooCollective:
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
         tag = self._sent[peer] = (self._sent[peer] + 1) % (1 << 30)
-        return self._launch(lambda g: g.send([tensor], peer, tag), tensor)
+        return self._pass(lambda g: g.send([tensor], peer, tag), tensor)
 
     def recv(self, tensor: torch.Tensor, peer: int) -> GlooWork:
         tag = self._received[peer] = (self._received[peer] + 1) % (1 << 30)
-        return self._launch(lambda g: g.recv([tensor], peer, tag), tensor)
+        return self._pass(lambda g: g.recv([tensor], peer, tag), tensor)
+
+    def _pass(self, start: Any, tensor: torch.Tensor) -> GlooWork:
+        work = GlooPassed(self, self._start(start, tensor), tensor)
+        if self._passed is None:
+            self._passed = queue.SimpleQueue()
+            threading.Thread(
+                target=_attend, args=(self._passed,), name=f"everstep-gloo-{self.name}", daemon=True
+            ).start()
+        self._passed.put(work)
+        return work
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's ``values`` (as many int64 at each member), by rank. Raises CollectiveError."""
@@ -332,6 +372,8 @@ class GlooCollective:
             watching, self._watching, self._watched = self._watching, [], select.poll()
         for fd in watching:
             os.close(fd)
+        if self._passed is not None:
+            self._passed.put(None)
         if self._exchange is not None:
             self._exchange.close()
         if group is not None and not _all_end(flying):
@@ -372,6 +414,9 @@ class GlooCollective:
                 self.broken, self._broken_at = why or "given up", time.monotonic()
 
     def _launch(self, start: Any, tensors: Any) -> GlooWork:
+        return GlooWork(self, self._start(start, tensors), tensors)
+
+    def _start(self, start: Any, tensors: Any) -> Any:
         group = self._group
         if self.broken or group is None:
             raise self.error(None)
@@ -380,7 +425,14 @@ class GlooCollective:
         except RuntimeError as error:
             raise self.error(error) from None
         self._flying[id(work)] = work, tensors
-        return GlooWork(self, work, tensors)
+        return work
+
+
+def _attend(passed: queue.SimpleQueue[GlooPassed | None]) -> None:
+    """A group's thread, until None comes."""
+    while (work := passed.get()) is not None:
+        work.attend()
+        del work  # it holds the group
 
 
 def keep_for_ever(group: Any, flying: Any) -> None:
