@@ -50,6 +50,11 @@ def test_a_mistake_is_one_line_that_names_it(line: str, word: str) -> None:
     assert word in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_schedule_without_a_line_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"drill\.txt: says nothing"):
+        parse_schedule("# later\n\n", "drill.txt")
+
+
 def test_any_worker_is_chosen_by_the_seed() -> None:
     there = ["worker:2", "ps:0", "worker:0", "worker:1"]
     plan = Planned(0, "kill", "worker:?")

@@ -33,6 +33,16 @@ def test_a_steady_worker_is_seen_alike_in_both_windows() -> None:
     assert seen.history == (0.002,) * 5
 
 
+def test_phases_that_a_worker_tells_of_from_its_second_beat_on_are_of_both_windows() -> None:
+    windows = Windows(short_s=5, subwindows=4)
+    windows.take(LOW, 1, {"computed": 0.0}, 0.0)
+    for at in (1.0, 2.0, 8.0, 9.0):
+        windows.take(LOW, 1, {"computed": 10.0 * at, "phase.forward": at / 2}, at)
+    seen = windows.of(LOW, 1)
+    assert seen is not None
+    assert (seen.pace(9.0).phases, seen.pace(9.0, long=True).phases) == ({"forward": 3.5}, {"forward": 4.5})
+
+
 def test_a_worker_that_turns_slow_shows_in_the_short_window_first() -> None:
     windows = Windows(short_s=5, subwindows=6)
     beats(windows, 0.001, n=25)

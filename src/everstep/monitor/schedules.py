@@ -64,6 +64,10 @@ def parse_schedule(text: str, name: str = "schedule") -> list[Planned]:
             found.append(parse_one(seconds(at), what.split()))
         except ConfigError as error:
             raise ConfigError(f"{name}, line {number}: {body!r}: {error}") from None
+    if not found:
+        raise ConfigError(
+            f"{name}: says nothing; give it lines of SECONDS, WHAT, such as 30, slow worker:1 factor=4 for=60s"
+        )
     return sorted(found, key=lambda p: p.at_s)
 
 

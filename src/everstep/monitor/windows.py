@@ -97,7 +97,8 @@ class MemberWindows:
         first, last, medians = self._span(at, min(span_s, self.long_s) or (self.long_s if long else self.short_s))
         if first is None or last is None:
             return Pace()
-        phases = {k[len(PHASE) :]: _grown(first, last, k) for k in last if k.startswith(PHASE)}
+        # (the first beats of a process are before its first step, and tell no phases: what came since is of the window)
+        phases = {k[len(PHASE) :]: max(0.0, v - first.get(k, 0.0)) for k, v in last.items() if k.startswith(PHASE)}
         return Pace(
             samples=int(_grown(first, last, "computed")),
             compute_s=_grown(first, last, "compute_s"),
