@@ -711,7 +711,7 @@ class Brain:
         out = self._drop_leases(seat, at, "its worker was scaled in")
         set_state(seat, MemberState.LEFT, at)
         seat.stopping = False
-        out.append(Note(str(seat.member.key), Decision("left", "scaled in")))
+        out.append(Note(str(seat.member.key), Decision("left", "as it was asked to")))
         if seat.member.slot < self.job.workers_wanted and not seat.drained and not self._nothing_left():
             why = Decision("start", "the job wants this worker, here or elsewhere")
             out += self._start(Role.WORKER, seat.member.slot, at, why)  # (it may find no place and wait)
