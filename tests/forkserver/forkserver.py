@@ -76,7 +76,7 @@ class Server:
                 other.close()
             module, argv, folder, environment = request
             _become(folder, environment, files, self._run_dir_at)
-            return module, argv, files[4:]
+            return module, argv, files[5:]
         for fd in files:
             os.close(fd)
         with contextlib.suppress(OSError):
@@ -115,12 +115,13 @@ class Server:
 
 
 def _become(folder: str, environment: dict[str, str], files: list[int], run_dir_at: int) -> None:
-    alive = files[3]
+    alive, network = files[3:5]
     fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([alive], [], [], 0)[0]:  # the shadow went before that
         os._exit(1)
+    _enter(network)
     for target in range(3):
         os.dup2(files[target], target)
         os.close(files[target])
@@ -128,6 +129,17 @@ def _become(folder: str, environment: dict[str, str], files: list[int], run_dir_
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+
+
+def _enter(network: int) -> None:
+    """Move to the network of the shadow: tests of several nodes give each of them one of its own."""
+    import ctypes
+
+    if not os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):  # noqa: PTH116
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network, 0x4000_0000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns to the shadow's network")
+    os.close(network)
 
 
 def _address_of_run_dir() -> int:

@@ -20,7 +20,7 @@ def shadow(address: str, module: str) -> None:
         conn.close()
         return
     fork_sees, _alive = os.pipe()
-    files = [0, 1, 2, fork_sees]
+    files = [0, 1, 2, fork_sees, os.open("/proc/self/ns/net", os.O_RDONLY)]
     if module == TEMPLATE:
         files.append(int(sys.argv[1]))
     socket.send_fds(conn, [marshal.dumps((module, sys.argv[:], os.getcwd(), dict(os.environ)))], files)  # noqa: PTH109

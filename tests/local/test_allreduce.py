@@ -175,7 +175,6 @@ def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None
     run.finished(4, states=1)  # each worker, and the next life that its node is asked for until that is lost as well
 
 
-@pytest.mark.cold  # the fork server is in another network
 def test_a_partition_between_two_nodes_is_survived(run: ReplicaRun, networks: Networks) -> None:
     one, two, host, device = networks
     run.write(epochs=10)

@@ -90,7 +90,6 @@ def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
     run.ended_well()
 
 
-@pytest.mark.cold  # the fork server is in another network
 def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: Networks) -> None:
     one, two, host, _ = networks
     at = f"{host}:7171"
