@@ -107,7 +107,7 @@ PACE = """if not os.path.exists("hurry"): time.sleep({pause_s})
 def shorter(examples: Path, flights_rows: int) -> None:
     """The commands stay as they stand; what they read is shortened, and a step takes long until all that was to happen
     in the job has happened: tests/examples trains on all of it."""
-    for name, pause_s in (("01_flights_dlrm.py", 1.0), ("04_fashion_mnist.py", 0.2)):
+    for name, pause_s in (("01_flights_dlrm.py", 2.0), ("04_fashion_mnist.py", 0.2)):
         text = (examples / name).read_text()
         assert text.count("\n    job.report(loss=loss)") == 1
         text = text.replace("\n    job.report(loss", "\n    " + PACE.format(pause_s=pause_s) + "loss")
@@ -200,7 +200,7 @@ class Job:
 def test_what_to_kill_and_what_to_watch(tmp_path: Path) -> None:
     """The second part of the README, line by line, against one job that is killed meanwhile."""
     (start,), during, after = SHELL[2], SHELL[3], SHELL[4]
-    job = Job(start, tmp_path, flights=24_000)
+    job = Job(start, tmp_path, flights=12_000)
     try:
         until(lambda: job.living("worker") is not None, job.process)
         for line in during:
@@ -224,7 +224,7 @@ def test_what_to_kill_and_what_to_watch(tmp_path: Path) -> None:
 def test_parameters_that_survive(tmp_path: Path) -> None:
     """The third part: a ps is killed, ps are added and emptied, checkpoints are taken and gone on from."""
     (start,), during, after = SHELL[5], SHELL[6], SHELL[7]
-    job = Job(start, tmp_path, flights=24_000)
+    job = Job(start, tmp_path, flights=12_000)
     try:
         until(lambda: job.living("worker") is not None and job.protected(), job.process)
         for line in during:

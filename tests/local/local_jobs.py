@@ -24,7 +24,7 @@ import everstep as es
 from torch import nn
 
 job = es.join()
-rows, batch = {rows}, 50
+rows, batch = {rows}, {batch}
 rng = np.random.default_rng(0)
 ids = rng.integers(0, 500, (rows, 2))
 data = {{"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}}
@@ -81,9 +81,9 @@ class Run:
         self.joined: dict[str, subprocess.Popen[bytes]] = {}
         self.write()
 
-    def write(self, rows: int = 2000, epochs: int = 4, pause_s: float = 0.05) -> None:
+    def write(self, rows: int = 2000, epochs: int = 4, pause_s: float = 0.1, batch: int = 100) -> None:
         """``pause_s``: after each batch, until somebody is in a hurry."""
-        text = SCRIPT.format(rows=rows, epochs=epochs, pause_s=pause_s, hurry=str(self._hurry))
+        text = SCRIPT.format(rows=rows, epochs=epochs, pause_s=pause_s, batch=batch, hurry=str(self._hurry))
         self.script.write_text(text)
 
     @property

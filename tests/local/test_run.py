@@ -194,7 +194,7 @@ def test_the_terminal_closed_ends_the_job(run: Run) -> None:
 
 
 def test_scaling_up_and_down_twice_restarts_nobody(run: Run) -> None:
-    run.write(epochs=6, pause_s=0.2)
+    run.write(epochs=6, pause_s=0.4)
     run.start("--workers", "1")
     first = run.alive(Role.WORKER, 0)
     for life in (1, 2):

@@ -22,7 +22,7 @@ def judged(run: Run) -> dict[str, tuple[float, str]]:
 @pytest.mark.processes
 def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_WINDOW_S", "1.5")
-    run.write(rows=60_000, epochs=50, pause_s=0.02)
+    run.write(rows=60_000, epochs=50, pause_s=0.02, batch=50)
     run.start("--workers", "2", "--ps", "2", "--metrics", "127.0.0.1:0")
     run.alive(Role.WORKER, 0)
     run.alive(Role.WORKER, 1)

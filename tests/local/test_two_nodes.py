@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
     at = f"127.0.0.1:{free_port()}"
-    run.write(epochs=6, pause_s=0.2)
+    run.write(epochs=6, pause_s=0.4)
     run.start("--workers", "1", "--ps", "1", "--bind", at)
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("b1", "b2"), 1):
@@ -93,7 +93,7 @@ def test_a_wrong_secret_is_one_line_and_disturbs_nobody(run: Run) -> None:
 def test_a_node_in_another_network_joins_and_is_killed(run: Run, networks: Networks) -> None:
     one, two, host, _ = networks
     at = f"{host}:7171"
-    run.write(epochs=6, pause_s=0.2)
+    run.write(epochs=6, pause_s=0.4)
     run.start("--workers", "1", "--ps", "2", "--bind", at, under=("ip", "netns", "exec", one))
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("far1", "far2"), 1):
