@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -88,6 +89,25 @@ def test_noise_does_not_move_them_to_and_fro() -> None:
     job = Pss(lambda window: 4.0, noise=lambda slot, window: rng.uniform(0.9, 1.1))
     job.run(300)
     assert 1 <= len(job.plans) <= 3 and 4 <= job.count(0) <= 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_all_readings_jump_buckets_soon_stay_where_they_are(seed: int) -> None:
+    """A machine that many share: each ps answers late for moments, by turns. Every plan is out of date when its buckets
+    have arrived: 39 to 60 of them, and up to a sixth slower than doing nothing, before plans were judged."""
+    rng, windows = random.Random(seed), 400
+    late = [[rng.gauss(0.0, 0.6) for _ in range(4)]]
+    for _ in range(windows):  # half of what it was, and something new
+        late.append([0.5 * was + 0.75**0.5 * rng.gauss(0.0, 0.6) for was in late[-1]])
+    job = Pss(lambda window: 1.0, noise=lambda slot, window: math.exp(late[window][slot]))
+    took_s = idle_s = 0.0
+    for window in range(windows):
+        noise = [math.exp(late[window][slot]) for slot in range(4)]
+        took_s += max(job.part_s(slot) * n for slot, n in enumerate(noise))
+        idle_s += 16 * 0.001 * max(noise)
+        job.run(window + 1)
+    assert len(job.plans) <= 25
+    assert took_s < idle_s / 0.94
 
 
 def test_a_ps_of_hot_buckets_is_not_slow() -> None:
@@ -196,9 +216,9 @@ def test_it_is_not_replaced_when_it_is_well_again_and_has_to_wait_for_its_bucket
     job = Pss(lambda window: 4.0 if window in slow else 1.0, fixed=6.0)
     job.run(111)
     job.facts = {"ps_places": NODES, "remaining_s": 36e3}
-    assert job.state is not None and job.state.servers.patience[Slot(0)] >= 12 and job.count(0) <= 4
+    assert job.state is not None and job.state.servers.windows(Slot(0)) >= 12 and job.count(0) <= 4
     job.run(200)
-    assert {plan.decision.action for _, plan in job.plans} == {"relieve the ps", "give buckets back"}
+    assert "restart" not in {plan.decision.action for _, plan in job.plans}
     assert job.count(0) >= 13
 
 

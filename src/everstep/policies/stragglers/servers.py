@@ -13,6 +13,10 @@ A move costs about what the workers wait while they open their shards anew: less
 lasted for ``patience`` windows is believed to last as long again, which pays for it; what is shorter is left alone.
 When a ps that gave buckets away answers long before the others, for as many windows, it gets some back. If that spell
 was short its patience is doubled, so a ps that is slow every now and then soon is left alone, too.
+
+Where all readings jump (a machine that many share), each plan follows what is over when its buckets have arrived. So
+each is judged by the windows after it: if the division before it would have been about as fast, ``doubt`` doubles, and
+with it everybody's patience; else it halves. And a division that was worse than an even one for ten windows goes.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ Key = tuple[Slot, Incarnation]
 PATIENCE = 3  # windows: so long a ps must be slow, or answer early, before buckets move
 AGAIN = 2  # windows: the same, where they have just moved for that reason
 PATIENCE_MAX = 48
+DOUBT_MAX = 16.0  # times the patience
 SETTLE = 6  # windows in which no bucket changed hands: what was asked for and has not moved yet will not
 SPELL = 30  # windows: slowness that lasted longer was no moment
 TOLD = 32  # buckets that a decision names; the plan has all of them
@@ -86,7 +91,8 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then. ``patience``:
     where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when the moves that
     were asked for are done; ``waits``: windows for which to wait for that, from the last change on. ``rounds``: how
-    often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work."""
+    often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work. ``before``: buckets by ps before
+    the last plan, until it is judged; ``doubt``: how often plans were wrong lately, so many times the patience."""
 
     owned: dict[Slot, int] = {}
     records: dict[Key, Record] = {}
@@ -97,12 +103,18 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
     waits: int = 0
     rounds: int = 0
     fixed: float = 0.0
+    before: dict[Slot, int] = {}
+    doubt: float = 1.0
+
+    def windows(self, slot: Slot) -> int:
+        """For so many it must be slow, or answer early."""
+        return min(PATIENCE_MAX, int(self.doubt * self.patience.get(slot, PATIENCE)))
 
     def unsettled(self, v: Verdict) -> bool:
         """Whether buckets move, or may do so before long, because of this one. (One that answers early is not slow: of
         its few buckets, each has much of what is fixed of a part.)"""
         r = self.records[v.slot, v.incarnation]
-        return self.waits > 0 or r.early > 0 or 0 < r.late <= self.patience.get(v.slot, PATIENCE)
+        return self.waits > 0 or r.early > 0 or 0 < r.late <= self.windows(v.slot)
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -163,7 +175,18 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Serv
     verdicts = judge_servers(seen.servers, paces, state.slow)
     slow = frozenset(v.slot for v in verdicts if v.slow)
     waits = max(0, state.waits - 1)
-    return verdicts, msgspec.structs.replace(state, records=records, slow=slow, waits=waits, fixed=fixed)
+    state = msgspec.structs.replace(state, records=records, slow=slow, waits=waits, fixed=fixed)
+    return verdicts, _judged(state, {slot: r for slot, r in judged.items() if r.clean >= PATIENCE})
+
+
+def _judged(state: Servers, records: Mapping[Slot, Record]) -> Servers:
+    """Whether the last plan was right, by the windows after it (none, while its buckets have not moved yet)."""
+    if state.before in ({}, state.owned) or not state.before.keys() == state.owned.keys() == records.keys():
+        return state
+    pace = {slot: r.pace_s(state.fixed) for slot, r in records.items()}
+    was_s, now_s = (max((n + state.fixed) * pace[s] for s, n in c.items()) for c in (state.before, state.owned))
+    doubt = max(1.0, state.doubt / 2) if was_s > WORTH * now_s else min(DOUBT_MAX, state.doubt * 2)
+    return msgspec.structs.replace(state, before={}, doubt=doubt)
 
 
 def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Servers) -> tuple[Plan | None, Servers]:
@@ -172,11 +195,14 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
         return None, state
     servers = {s.slot: s for s in seen.servers}
     records = {slot: state.records[slot, s.incarnation] for slot, s in servers.items()}
-    patience = {slot: state.patience.get(slot, PATIENCE) for slot in servers}
+    patience = {slot: state.windows(slot) for slot in servers}
     sure = [v for v in verdicts if records[v.slot].clean >= AGAIN]
     late = [v for v in sure if records[v.slot].late >= patience[v.slot] and v.slow]
     early = [v for v in sure if records[v.slot].early >= patience[v.slot]]
-    if not late and not early:
+    have = {slot: s.buckets for slot, s in servers.items()}
+    even = {slot: sum(have.values()) // len(have) + (i < sum(have.values()) % len(have)) for i, slot in enumerate(have)}
+    uneven = state.rounds > 0 and _slower(records, have, even, state.fixed) > WORTH  # (and it was not so before)
+    if not late and not early and not uneven:
         return None, state
     # who is not slow has its class's pace, so noise is not followed; who has no reading is as fast as most
     paces = dict.fromkeys(servers, median(v.normal_s for v in verdicts))
@@ -185,19 +211,22 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
     worth = {slot: records[slot].work() / s.buckets or 1.0 if s.buckets else 1.0 for slot, s in servers.items()}
     part = {slot: (paces[slot] * state.fixed, paces[slot] * worth[slot]) for slot in servers}
-    have = {slot: s.buckets for slot, s in servers.items()}
-    owners = transfers(servers, divided(sum(have.values()), part), state.rounds)
+    owners = transfers(servers, even if uneven else divided(sum(have.values()), part), state.rounds)
     was = {bucket: slot for slot, s in servers.items() for bucket in s.owned}
     wanted = dict(have)
     for bucket, slot in owners.items():
         wanted[slot] += 1
         wanted[was[bucket]] -= 1
     now_s, then_s = (max(part[s][0] + n * part[s][1] for s, n in counts.items()) for counts in (have, wanted))
-    if (
-        not owners or now_s < (WORTH if late else 1.0) * then_s
-    ):  # (who answers early, may have as much as holds up nobody)
+    # (who answers early, may have as much as holds up nobody)
+    if not owners or (not uneven and now_s < (WORTH if late else 1.0) * then_s):
         return None, state
-    if late:
+    if uneven:
+        action, words = "level the buckets", f"an even division would have been faster in the last {KEPT} windows"
+        rejected, windows = "leave them: who was slow when they moved is not any more", KEPT
+        for slot in state.relieved.keys() - state.slow:
+            state = _well(seen, state, slot)
+    elif late:
         worst = max(late, key=lambda v: (v.slowness, -v.slot))
         words = f"ps:{worst.slot} takes {worst.slowness:.1f} times as long as its peers, for the same work"
         action, rejected = "relieve the ps", "restart it: it keeps training while buckets move"
@@ -216,7 +245,21 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     inputs |= {"fixed": round(state.fixed, 2)}
     inputs |= {f"bucket {b}": f"to ps:{slot}" for b, slot in list(owners.items())[:TOLD]}
     plan = Plan(actions=(MoveBuckets(owners=owners),), decision=Decision(action, words, inputs, (rejected,)))
-    return plan, msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1)
+    state = msgspec.structs.replace(state, wanted=wanted, waits=SETTLE, rounds=state.rounds + 1, before=have)
+    return plan, state
+
+
+def _slower(records: Mapping[Slot, Record], have: Mapping[Slot, int], other: Mapping[Slot, int], fixed: float) -> float:
+    """So many times the windows that are remembered would have been faster with the ``other`` division; 0.0: too few
+    of them are of this one."""
+    if not all(len(r.parts) == KEPT <= r.clean for r in records.values()):
+        return 0.0
+    paces = {slot: r.paces_s(fixed) for slot, r in records.items()}
+    have_s, other_s = (
+        sum(max((n + fixed) * paces[slot][i] for slot, n in counts.items()) for i in range(KEPT))
+        for counts in (have, other)
+    )
+    return have_s / other_s if other_s else 0.0
 
 
 def _well(seen: Observations, state: Servers, slot: Slot) -> Servers:
