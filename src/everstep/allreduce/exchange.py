@@ -80,7 +80,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._aborted = False
         self._links: dict[int, socket.socket] = {}
-        self._fds: list[int] = []  # of ``_links``, once all are there
+        self._fds: list[int] = []  # of ``_links``, once all are there; in the order of the ranks
         self._open: list[socket.socket] = []
         self._total: Total | None = None  # in flight
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -98,6 +98,7 @@ class Exchange:
                 self._links[peer] = self._call(peer, door, deadline)
             while len(self._links) < self.size - 1:
                 self._accept(deadline)
+            self._links = dict(sorted(self._links.items()))
             self._fds = [link.fileno() for link in self._links.values()]
         except OSError as error:
             raise WireError(f"a member cannot be reached: {error.strerror or error}") from None
@@ -179,12 +180,12 @@ class Exchange:
         assert self.takes_sum(array.nbytes)
         mine = array.tobytes()
         sent = tell(self._fds, mine)
-        if any(n < len(mine) for n in sent):
+        if min(sent) < len(mine):
             try:
                 self._send_rest(mine, sent)
             except OSError as error:
                 raise WireError(f"a member is gone: {error.strerror or error}") from None
-        self._total = Total(array, mine)
+        self._total = Total(array.reshape(-1), mine)
         return self._total
 
     def end_sum(self, total: Total) -> None:
@@ -202,22 +203,22 @@ class Exchange:
         came = hear(self._fds, size, _SPIN_US, _QUICK_MS)
         parts = self._complete(total.mine, [size] * len(came), came)
         array = total.array
-        array[...] = np.frombuffer(parts[0], array.dtype).reshape(array.shape)
+        array[:] = np.frombuffer(parts[0], array.dtype)
         for part in parts[1:]:
-            array += np.frombuffer(part, array.dtype).reshape(array.shape)
+            array += np.frombuffer(part, array.dtype)
 
     def _complete(self, mine: bytes, sent: list[int], came: list[bytes]) -> list[bytes]:
         """What everybody says, by rank; by now so many bytes of ours are ``sent`` and those ``came``, by link."""
         size = len(mine)
-        heard = dict(zip(self._links, came, strict=True))
-        if any(len(said) < size for said in came) or any(n < size for n in sent):
+        if min(map(len, came)) < size or min(sent) < size:
+            heard = dict(zip(self._links, came, strict=True))
             try:
                 self._send_rest(mine, sent)
                 self._hear(size, heard)
             except OSError as error:
                 raise WireError(f"a member is gone: {error.strerror or error}") from None
-        heard[self.rank] = mine
-        return [heard[rank] for rank in range(self.size)]
+            came = list(heard.values())
+        return [*came[: self.rank], mine, *came[self.rank :]]
 
     def _send_rest(self, mine: bytes, sent: list[int]) -> None:
         for link, n in zip(self._links.values(), sent, strict=True):
