@@ -9,6 +9,8 @@ mid-epoch may still meet a remainder smaller than itself: then some members have
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 
 import msgspec
@@ -88,13 +90,20 @@ def divide(
     micro-batch larger instead of adding one. With fewer samples than members some ranks have one empty micro-batch:
     they compute a neighbour's sample with weight 0, so that they go through the step like everybody else. ``passes``
     (see ``model.group.Split``): a rank that has a number there has so many micro-batches, whatever ``limit`` says."""
-    counts = apportion(hi - lo, shares)
-    extra = max(0, hi - lo - total)
-    bounds = _running(lo, counts)
+    ranges = _divided(hi - lo, shares, limit, total, passes)
+    return tuple([tuple([Micro(lo + a, lo + b, -1) for a, b in mine]) for mine in ranges])
+
+
+@lru_cache(maxsize=64)
+def _divided(
+    count: int, shares: tuple[int, ...], limit: int, total: int, passes: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """``divide`` of ``[0, count)``, as ranges: nearly every step is divided as the one before it."""
+    extra = max(0, count - total)
     told = passes or (0,) * len(shares)
     return tuple(
-        _equal(a, b, min(n, max(1, b - a)) if n > 0 else max(1, -(-max(1, b - a - extra) // limit)), part=-1)
-        for (a, b), n in zip(pairwise(bounds), told, strict=True)
+        tuple(_bounds(a, b, min(n, max(1, b - a)) if n > 0 else max(1, -(-max(1, b - a - extra) // limit))))
+        for (a, b), n in zip(pairwise(_running(0, apportion(count, shares))), told, strict=True)
     )
 
 
@@ -149,8 +158,11 @@ def lr_factor(spec: JobSpec, total: int, nominal: int) -> float:
 
 def _equal(lo: int, hi: int, n: int, part: int) -> tuple[Micro, ...]:
     """``n`` ranges of ``[lo, hi)`` that differ by at most one sample; numbered from ``part`` unless that is -1."""
-    bounds = [lo + (hi - lo) * i // n for i in range(n + 1)]
-    return tuple(Micro(a, b, part + i if part >= 0 else -1) for i, (a, b) in enumerate(pairwise(bounds)))
+    return tuple(Micro(a, b, part + i if part >= 0 else -1) for i, (a, b) in enumerate(_bounds(lo, hi, n)))
+
+
+def _bounds(lo: int, hi: int, n: int) -> Iterator[tuple[int, int]]:
+    return pairwise([lo + (hi - lo) * i // n for i in range(n + 1)])
 
 
 def _running(start: int, counts: list[int]) -> list[int]:
