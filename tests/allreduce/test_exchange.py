@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 
 from everstep.allreduce import exchange
-from everstep.allreduce.exchange import SUM_BYTES_MAX, VALUES_MAX, Exchange
+from everstep.allreduce.exchange import LOOPBACK, SUM_BYTES_MAX, VALUES_MAX, Exchange
 from everstep.errors import DeadlineError, WireError
 from everstep.net.retry import Deadline
 
-LOOPBACK = "127.0.0.1"
+OVER_TCP = "127.0.0.2"
 LONG_S = 30.0
 
+pytestmark = pytest.mark.parametrize("host", [LOOPBACK, OVER_TCP])
 
-def connected(size: int) -> list[Exchange]:
-    members = [Exchange(rank, size, "1.0", LOOPBACK) for rank in range(size)]
+
+def connected(size: int, host: str) -> list[Exchange]:
+    members = [Exchange(rank, size, "1.0", host) for rank in range(size)]
     doors = [m.door for m in members]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda m: m.connect(doors, Deadline(LONG_S)), members))
@@ -33,8 +35,8 @@ def close(members: list[Exchange]) -> None:
         member.close()
 
 
-def test_everybody_hears_everybody_again_and_again() -> None:
-    members = connected(4)
+def test_everybody_hears_everybody_again_and_again(host: str) -> None:
+    members = connected(4, host)
     with ThreadPoolExecutor(4) as pool:
         for turn in range(50):
             said = [[m.rank, -(1 << 62), turn, *([7] * (turn % 3))] for m in members]
@@ -46,8 +48,8 @@ def test_everybody_hears_everybody_again_and_again() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_sums_have_the_same_bits_everywhere_and_those_of_the_order_of_ranks(kind: type) -> None:
-    members = connected(4)
+def test_sums_have_the_same_bits_everywhere_and_those_of_the_order_of_ranks(host: str, kind: type) -> None:
+    members = connected(4, host)
     longest = SUM_BYTES_MAX // np.dtype(kind).itemsize
 
     def member(m: Exchange, parts: list[np.ndarray], waits: bool) -> tuple[bytes, list[tuple[int, ...]]]:
@@ -82,8 +84,8 @@ def voted(member: Exchange) -> None:
 
 
 @pytest.mark.parametrize("take_part", [voted, summed])
-def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers(take_part: Callable[[Exchange], None]) -> None:
-    members = connected(3)
+def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers(host: str, take_part: Callable[[Exchange], None]) -> None:
+    members = connected(3, host)
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(take_part, m) for m in members[:2])  # the third one never comes
         members[0].abort()
@@ -93,28 +95,28 @@ def test_who_waits_is_freed_by_its_own_abort_and_by_a_peers(take_part: Callable[
     close(members)
 
 
-def test_strangers_are_sent_away_and_members_still_get_in() -> None:
-    host, guest = (Exchange(rank, 2, "1.0", LOOPBACK) for rank in range(2))
-    stranger = Exchange(1, 2, "1.0", LOOPBACK)
+def test_strangers_are_sent_away_and_members_still_get_in(host: str) -> None:
+    first, guest = (Exchange(rank, 2, "1.0", host) for rank in range(2))
+    stranger = Exchange(1, 2, "1.0", host)
     with ThreadPoolExecutor(3) as pool:
-        waiting = pool.submit(host.connect, [host.door, guest.door], Deadline(LONG_S))
-        with socket.create_connection((LOOPBACK, host.door.port)) as noise:
+        waiting = pool.submit(first.connect, [first.door, guest.door], Deadline(LONG_S))
+        with first.door.call(LONG_S) as noise:
             noise.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))
             with pytest.raises(WireError):  # it does not know the key
-                stranger.connect([host.door._replace(key=bytes(32)), stranger.door], Deadline(LONG_S))
-            guest.connect([host.door, guest.door], Deadline(LONG_S))
+                stranger.connect([first.door._replace(key=bytes(32)), stranger.door], Deadline(LONG_S))
+            guest.connect([first.door, guest.door], Deadline(LONG_S))
             waiting.result(LONG_S)
-        rows = pool.submit(host.gather, [1])
+        rows = pool.submit(first.gather, [1])
         assert guest.gather([2]) == rows.result(LONG_S) == [(1,), (2,)]
-    close([host, guest, stranger])
+    close([first, guest, stranger])
 
 
-def test_connecting_ends_when_nobody_comes_and_when_it_is_given_up() -> None:
-    alone = Exchange(0, 2, "1.0", LOOPBACK)
+def test_connecting_ends_when_nobody_comes_and_when_it_is_given_up(host: str) -> None:
+    alone = Exchange(0, 2, "1.0", host)
     with pytest.raises(DeadlineError):
         alone.connect([alone.door, alone.door], Deadline(0.05))
     alone.close()
-    other = Exchange(0, 2, "1.0", LOOPBACK)
+    other = Exchange(0, 2, "1.0", host)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.connect, [other.door, other.door], Deadline(LONG_S))
         threading.Timer(0.05, other.abort).start()
@@ -123,8 +125,8 @@ def test_connecting_ends_when_nobody_comes_and_when_it_is_given_up() -> None:
     other.close()
 
 
-def test_what_one_call_does_not_get_done_is_done_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    members = connected(3)
+def test_what_one_call_does_not_get_done_is_done_piece_by_piece(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = connected(3, host)
 
     def half(fds: list[int], mine: bytes, spin_us: int, wait_ms: int) -> tuple[list[int], list[bytes]]:
         """As of buffers that are full: the first peer got three bytes and nothing was heard."""

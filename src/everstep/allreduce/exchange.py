@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from everstep.net.retry import Deadline
 
 MEMBERS_MAX: Final = 16
 """Groups of more members have none: n - 1 messages of each member would take longer than a tree."""
+
+LOOPBACK: Final = "127.0.0.1"
 
 VALUES_MAX: Final = 512
 """int64 of one exchange: all of a member's messages fit the sockets' buffers, so nobody waits for a reader to send."""
@@ -54,11 +57,39 @@ def _form(values: int) -> struct.Struct:
 
 
 class Door(NamedTuple):
-    """Where a member listens, and the key (32 bytes) that opens it."""
+    """Where a member listens, and the key (32 bytes) that opens it. Of ``LOOPBACK`` it is a Unix socket, port 0: a
+    message there takes a third of the processor time."""
 
     host: str
     port: int
     key: bytes
+
+    def unix_name(self) -> str:
+        """In Linux's abstract namespace: no file is left over. The key cannot be read from it."""
+        return "\0everstep-" + blake2b(self.key, digest_size=16).hexdigest()
+
+    def listen(self) -> socket.socket:
+        """OSError: it cannot."""
+        if self.host != LOOPBACK:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            return socket.create_server((self.host, self.port), family=family, backlog=MEMBERS_MAX)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.unix_name())
+        listener.listen(MEMBERS_MAX)
+        return listener
+
+    def call(self, timeout_s: float) -> socket.socket:
+        """OSError: nobody is there."""
+        if self.port:
+            return socket.create_connection((self.host, self.port), timeout_s)
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.settimeout(timeout_s)
+            link.connect(self.unix_name())
+        except BaseException:
+            link.close()
+            raise
+        return link
 
 
 class Total:
@@ -83,9 +114,10 @@ class Exchange:
         self._fds: list[int] = []  # of ``_links``, once all are there; in the order of the ranks
         self._open: list[socket.socket] = []
         self._total: Total | None = None  # in flight
-        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        self._listener = socket.create_server((ip, 0), family=family, backlog=MEMBERS_MAX)
-        self.door = Door(ip, int(self._listener.getsockname()[1]), secrets.token_bytes(32))
+        door = Door(ip, 0, secrets.token_bytes(32))
+        self._listener = door.listen()
+        unix = self._listener.family == socket.AF_UNIX
+        self.door = door if unix else door._replace(port=int(self._listener.getsockname()[1]))
 
     def __repr__(self) -> str:
         return f"<Exchange {self.name} rank {self.rank}, {len(self._links)} of {self.size - 1} peers>"
@@ -107,7 +139,7 @@ class Exchange:
 
     def _call(self, peer: int, door: Door, deadline: Deadline) -> socket.socket:
         deadline.check()
-        link = self._keep(socket.create_connection((door.host, door.port), deadline.left_s))
+        link = self._keep(door.call(deadline.left_s))
         link.settimeout(None)
         stream = FrameSocket(link, AUTH_LIMITS)
         authenticate_client(stream, Secret(door.key), self._identity(self.rank), deadline)
@@ -155,7 +187,8 @@ class Exchange:
             aborted = self._aborted
         if aborted:
             raise WireError("given up")
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if link.family != socket.AF_UNIX:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return link
 
     # ------------------------------------------------------------ use

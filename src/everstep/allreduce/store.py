@@ -78,7 +78,7 @@ class GroupStore(Store):
 
     def doors(self) -> list[Door]:
         """Of all members, by rank. RuntimeError: one has none."""
-        doors = [Door(s.host, s.vote_port, s.vote_key) for s in self._by_rank() if s.vote_port]
+        doors = [Door(s.host, s.vote_port, s.vote_key) for s in self._by_rank() if s.vote_key]
         if len(doors) != self._size:
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
         return doors
