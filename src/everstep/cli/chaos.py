@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from everstep.agent.rundir import in_use
 from everstep.brain.events import Refused
 from everstep.cli.link import ask_master
 from everstep.cli.status import need_running
@@ -23,6 +24,7 @@ from everstep.units import seconds
 
 FOR_DEFAULT_S = 60.0
 STOP_DEFAULT_S = 5.0
+LOOK_S = 1.0  # so often a schedule looks whether there is a job yet
 TEXT_MAX_BYTES = 64 * 2**20
 USES = {
     "slow": ("factor", "for", "burn"),
@@ -71,8 +73,10 @@ def play(run_dir: Path, plans: list[Planned], seed: int, burn: bool) -> None:
     rng = random.Random(seed)
     began = time.monotonic()
     try:
-        for plan in plans:
-            time.sleep(max(0.0, began + plan.at_s - time.monotonic()))
+        for number, plan in enumerate(plans):
+            if not _wait(run_dir, began + plan.at_s):
+                click.echo(f"the job is over; of {len(plans)} lines {number} were played")
+                return
             try:
                 chosen = choose(plan, _members(run_dir), rng) if "?" in plan.target else plan
                 if chosen is None:
@@ -81,11 +85,20 @@ def play(run_dir: Path, plans: list[Planned], seed: int, burn: bool) -> None:
                 _order(run_dir, chosen, burn)
                 click.echo(f"{plan.at_s:.1f} s: {chosen}")
             except EverstepError as error:  # e.g. it is just being replaced: the next line may do better
-                need_running(run_dir)
                 click.echo(f"{plan.at_s:.1f} s: {plan}: {error}")
     except KeyboardInterrupt:
         _order(run_dir, Planned(0.0, "heal"), False)
         raise
+
+
+def _wait(run_dir: Path, until: float) -> bool:
+    """Until this moment (monotonic seconds); False: the job is over before."""
+    while in_use(run_dir):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return True
+        time.sleep(min(LOOK_S, left_s))
+    return False
 
 
 def read_schedule(path: Path) -> list[Planned]:
