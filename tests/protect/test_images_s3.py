@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import socket
 import threading
@@ -18,8 +19,10 @@ from everstep.protect.restore import load_bucket
 from everstep.storage import places
 from everstep.storage.places import open_place
 
-pytest.importorskip("s3fs")
-server_module = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("s3fs") is None or importlib.util.find_spec("moto") is None,
+    reason="s3fs and moto[server] are not installed",
+)  # (imported when a test begins: half a second that every worker of pytest-xdist would spend)
 
 
 class S3:
@@ -32,7 +35,9 @@ class S3:
         self.start()
 
     def start(self) -> None:
-        self._server = server_module.ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
         self._server.start()
 
     def stop(self) -> None:
