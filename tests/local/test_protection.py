@@ -14,7 +14,7 @@ from local_jobs import Run, until
 from everstep.model.member import Role
 from everstep.monitor.audit import AuditReport, audit
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 COUNTING = """
 import time
@@ -96,7 +96,7 @@ def test_a_ps_a_worker_and_the_master_are_lost_at_once(run: Run) -> None:
 
 
 def test_the_master_is_lost_while_buckets_are_rebuilt(run: Run) -> None:
-    begin(run, "--ps 6 --parity 4+1")
+    begin(run, "--ps 4 --parity 2+1")
     for life in (1, 2):
         run.trained(life * 3000)
         kill(run, "ps:3", at_least=life)

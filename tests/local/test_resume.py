@@ -20,7 +20,7 @@ from everstep.model.member import Role
 from everstep.protect.export import find_table, table_rows
 from everstep.protect.manifest import checkpoint_place, latest_intact, list_checkpoints
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 SAMPLES, EPOCHS = 1200, 3
 SCRIPT = """

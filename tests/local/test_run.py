@@ -15,7 +15,7 @@ from everstep.cli.scale import scale
 from everstep.cli.status import stop_job
 from everstep.model.member import Role
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 @pytest.mark.cold

@@ -15,7 +15,7 @@ from everstep.model.member import Role
 if TYPE_CHECKING:
     from local_jobs import Run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 def test_a_second_node_joins_trains_and_is_killed_twice(run: Run) -> None:
