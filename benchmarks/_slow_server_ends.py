@@ -87,7 +87,9 @@ def _back(s: float, part: Part) -> Figures:
 
 
 def _restart(s: float, parity: str, part: Part) -> Figures:
-    run, done, said, began, slow_at, _ = _run(FULL, "restart_soon:choose", s, part, ["--parity", parity])
+    run, done, said, began, slow_at, _ = _run(
+        FULL, "restart_soon:choose", s, part, ["--parity", "0" if parity == "off" else parity]
+    )
     moves, plans = said.when("relieve the ps", slow_at), said.when("restart", slow_at)
     slow, end = slow_at - began, float(done[-1, 0])
     healthy = rate(done, 0.3 * slow, slow)
