@@ -81,6 +81,20 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each worker of pytest-xdist is dealt its part of the tests of real processes, and then of the quick ones: those
+    are what is left to steal in the end, when nobody should wait for a long one that began last."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    n = int(worker["workercount"])
+    kinds: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        kinds[item.get_closest_marker("processes") is None].append(item)
+    items[:] = [item for i in range(n) for k in kinds for item in k[len(k) * i // n : len(k) * (i + 1) // n]]
+
+
 @pytest.fixture(autouse=True)
 def _fork_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test of real processes starts finds the server, unless it is marked ``cold``."""
