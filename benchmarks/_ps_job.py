@@ -49,7 +49,10 @@ HALF, FULL = Case("half", 0.08, 17.0, 0.085), Case("full", 0.005, 60.0, 0.15)
 
 
 class PsJob(Job):
-    """``drag`` now and then, from the start. ``slow(s)``: ps:0 is s times slower from now on, 1: no more."""
+    """``begin``, then ``drag`` now and then. ``slow(s)``: ps:0 is s times slower from now on, 1: no more. ``realtime``:
+    for all of them; see :meth:`Job.undisturbed`."""
+
+    realtime = False
 
     def __init__(self, home: Path, case: Case, policy: str, samples: int, flags: Sequence[str] = ()) -> None:
         self.case, self.marks, self.samples = case, home / "marks", samples
@@ -61,6 +64,12 @@ class PsJob(Job):
         script += ["--fields", str(FIELDS), "--keys", str(KEYS)]
         script += ["--pattern", json.dumps({"kind": "constant", "s": 1.0})]
         super().__init__(home, ["run", *flags], ["--", *script], 900.0, env={"EVERSTEP_WINDOW_S": str(WINDOW_S)})
+
+    def begin(self) -> None:
+        """Until every ps is up and has its service time."""
+        self.wait_for(self.drag)
+        if self.realtime:
+            self.undisturbed()
 
     def drag(self) -> bool:
         """Every ps that is up has its service time, whichever process it is. Whether all have it."""

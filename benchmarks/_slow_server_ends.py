@@ -122,7 +122,7 @@ def _run(
         job = PsJob(Path(folder), case, policy, samples, flags)
         load, slow_at, well_at = 0.0, 0.0, 0.0
         try:
-            job.wait_for(job.drag)
+            job.begin()
             while not job.over:
                 job.drag()
                 done = job.samples_done()

@@ -17,7 +17,7 @@ of 2 s: ``SIDE`` in the last third of the time with a slow ps; ``SIDE.whole``: i
 time that reacting takes. Sides in turns (``none`` with half the samples), each run audited.
 
 ``--only back``, ``--only restart``: what becomes of it, see ``_slow_server_ends.py``.
-    --s 2,4,8 --rounds 3 --healthy-s 45 --only half
+    --s 2,4,8 --rounds 3 --healthy-s 45 --only half --realtime (what else runs on the machine is not measured; root)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(case: Case, s: float, policy: str, samples: int) -> Found:
         job = PsJob(Path(folder), case, policy, samples)
         slow_at, load = 0.0, 0.0
         try:
-            job.wait_for(job.drag)
+            job.begin()
             while not job.over:
                 job.drag()
                 if not slow_at and job.samples_done() > samples / 3:
@@ -85,7 +85,9 @@ def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
     parser.add_argument("--rounds", type=int, default=1 if quick else 3)
     parser.add_argument("--healthy-s", type=float, default=22.0 if quick else 45.0)
     parser.add_argument("--only", choices=[*(case.name for case in CASES), "back", "restart"])
+    parser.add_argument("--realtime", action="store_true", help="real-time priority for the jobs that are timed (root)")
     args = parser.parse_args(list(arguments or []))
+    PsJob.realtime = args.realtime
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
     figures = result["figures"]
     factors = [float(s) for s in args.s.split(",")]
