@@ -24,6 +24,7 @@ from everstep.allreduce.collective import (
     Alone,
     CollectiveError,
     GlooCollective,
+    GlooPassed,
     GlooWork,
     cut_sockets,
     find_sockets,
@@ -80,14 +81,21 @@ def test_members_reduce_gather_and_send() -> None:
 
 
 def test_who_receives_waits_for_who_sends_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    passed = GlooPassed._ended
+
+    def look(work: GlooPassed, wait_s: float) -> bool:
+        looks.append(wait_s)
+        return passed(work, wait_s)
+
     monkeypatch.setattr(collective, "_LOOK_S", 0.001)
+    monkeypatch.setattr(GlooPassed, "_ended", look)
     group, _ = connected(2)
     inbox = torch.zeros(4)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: group[0].recv(inbox, 1).wait())
-        while not group[0].waiting_since:
+        while len(looks) < 10 and not waiting.done():  # it has looked often
             time.sleep(0.001)
-        time.sleep(0.05)  # it has looked many times
         group[1].send(torch.ones(4), 0).wait(LONG_S)
         waiting.result(LONG_S)
     assert inbox.tolist() == [1.0] * 4
