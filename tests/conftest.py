@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the server, once for all workers of pytest-xdist. It imports nothing before it is asked."""
     if hasattr(config, "workerinput"):
         return
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all jobs would do without it
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile everstep, each for itself
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"  # the last long test must not wait behind others
