@@ -10,6 +10,7 @@ import pytest
 
 from everstep.config.load import (
     FORMAT,
+    check_policy_module,
     check_script,
     load_spec,
     new_run_dir,
@@ -246,3 +247,25 @@ def test_parity_needs_as_many_ps_as_a_stripe_is_wide() -> None:
         refused(None, {"parity": bad, "ps": 30}, {}, f"parity = {bad!r} (--parity)")
     refused(None, {"protect": "later"}, {}, "protect = 'later'", "'acked' or 'eager'")
     assert load_spec(None, {"parity": "4+1", "ps": 5}, {})[0].parity == "4+1"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def choose(seen, state): ...\n", ""),
+        ("from mine_too import other as choose\n", ""),
+        ("if True:\n    choose = print\n", ""),
+        ("from mine_too import *\n", ""),
+        ("def chose(seen, state): ...\n", "mine.py has no 'choose'; did you mean 'chose'?"),
+        ("x = 1\ndef choose(:\n", "mine.py, line 2: "),
+        ("\0", "mine.py"),
+    ],
+)
+def test_a_policy_of_ones_own_is_looked_for_before_the_job_begins(tmp_path: Path, source: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    if not words:
+        check_policy_module("mine:choose", tmp_path)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_policy_module("mine:choose", tmp_path)
+    assert words in str(error.value) and "'mine:choose'" in str(error.value) and "\n" not in str(error.value)

@@ -5,6 +5,7 @@ Keys of job.yaml are the fields of ``JobSpec``; the environment has them as ``EV
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import datetime
 import difflib
@@ -255,15 +256,45 @@ def check_script(script: str | Path) -> Path:
 
 def check_policy_module(policy: str, folder: Path) -> None:
     """Raises ConfigError: ``module:callable``, and the module is neither in ``folder`` (the script's) nor where Python
-    finds modules. It is not imported: that is for the policy's own thread."""
+    finds modules, or a file there in which nothing has this name. It is not imported: that is for the policy's own
+    thread."""
     if ":" not in policy:
         return
-    top = policy.partition(":")[0].partition(".")[0]
+    module, _, name = policy.partition(":")
+    top = module.partition(".")[0]
     beside = importlib.machinery.PathFinder.find_spec(top, [str(folder), ""])
     if beside is None and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"policy = {policy!r}: there is no module {top!r} beside the script ({folder}), or where Python finds them"
         )
+    path = folder / f"{module}.py"
+    if not path.is_file():
+        return
+    try:
+        names = _names_of(ast.parse(path.read_bytes(), str(path)))
+    except SyntaxError as error:
+        raise ConfigError(f"policy = {policy!r}: {path.name}, line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy = {policy!r}: {path.name} cannot be read: {error}") from None
+    if names is not None and name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        raise ConfigError(
+            f"policy = {policy!r}: {path} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+
+def _names_of(module: ast.Module) -> set[str] | None:
+    """What it defines or imports, wherever; None: nobody knows without importing it."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name, asname=alias):
+                names.add(alias or name)
+    return None if names & {"*", "__getattr__"} else names
 
 
 def _python_files(folder: Path) -> list[str]:
