@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def test_a_worker_and_a_ps_killed_in_the_middle_of_a_step_cost_nothing(run: Run) -> None:
     """Adagrad and Adam: the ps that take over know nothing of the step's parts so far."""
-    run.write(rows=3000, epochs=3, pause_s=0.04)
+    run.write(rows=3000, epochs=6, pause_s=0.04)
     run.start(*FLAGS, "--parity", "1+1", "--consistency", "sync:1")
     run.trained(1500)
     for role in (Role.WORKER, Role.PS):
@@ -38,7 +38,7 @@ def test_a_worker_and_a_ps_killed_in_the_middle_of_a_step_cost_nothing(run: Run)
 
 def test_a_stopped_worker_holds_the_others_only_so_long(run: Run) -> None:
     """The others are never more than two batches of 100 ahead of it; when it is declared lost, they go on."""
-    run.write(rows=3000, epochs=3, pause_s=0.04)
+    run.write(rows=3000, epochs=8, pause_s=0.04)  # (not over before it is stopped)
     run.start(*FLAGS, "--consistency", "bounded:2")
     run.trained(1500)
     stopped = run.alive(Role.WORKER, 1).pid
