@@ -31,6 +31,7 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import MoveBuckets, Plan
+from everstep.policies.stragglers.shares import even
 from everstep.policies.stragglers.slow import Verdict, judge_servers
 
 Key = tuple[Slot, Incarnation]
@@ -200,8 +201,8 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     late = [v for v in sure if records[v.slot].late >= patience[v.slot] and v.slow]
     early = [v for v in sure if records[v.slot].early >= patience[v.slot]]
     have = {slot: s.buckets for slot, s in servers.items()}
-    even = {slot: sum(have.values()) // len(have) + (i < sum(have.values()) % len(have)) for i, slot in enumerate(have)}
-    uneven = state.rounds > 0 and _slower(records, have, even, state.fixed) > WORTH  # (and it was not so before)
+    level = dict(zip(have, even(sum(have.values()), len(have)), strict=True))
+    uneven = state.rounds > 0 and _slower(records, have, level, state.fixed) > WORTH  # (and it was not so before)
     if not late and not early and not uneven:
         return None, state
     # who is not slow has its class's pace, so noise is not followed; who has no reading is as fast as most
@@ -211,7 +212,7 @@ def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Serve
     # a bucket of a ps whose buckets are hot is more than one bucket's worth of work
     worth = {slot: records[slot].work() / s.buckets or 1.0 if s.buckets else 1.0 for slot, s in servers.items()}
     part = {slot: (paces[slot] * state.fixed, paces[slot] * worth[slot]) for slot in servers}
-    owners = transfers(servers, even if uneven else divided(sum(have.values()), part), state.rounds)
+    owners = transfers(servers, level if uneven else divided(sum(have.values()), part), state.rounds)
     was = {bucket: slot for slot, s in servers.items() for bucket in s.owned}
     wanted = dict(have)
     for bucket, slot in owners.items():
