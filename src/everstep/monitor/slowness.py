@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.monitor.stepclock import NEWS
 
-CLEARLY = 1.3  # slower, and not by chance
 NOTICED = 1.2  # times the others' median, from which on it is worth a word
 QUEUE = 2.0  # requests that wait
 THROTTLED = 0.05
@@ -59,7 +59,7 @@ def by_the_step_under_way(workers: Sequence[WorkerSeen]) -> tuple[WorkerSeen, ..
 
     def by_it(w: WorkerSeen, own_s: float) -> WorkerSeen:
         least_s = w.short.at_least_s
-        if least_s <= CLEARLY * max(own_s, usual_s):
+        if least_s <= NEWS * max(own_s, usual_s):
             return w
         return msgspec.structs.replace(w, short=msgspec.structs.replace(w.short, per_sample_s=least_s))
 
