@@ -124,8 +124,10 @@ def train(client: DataClient, lo: int, hi: int, incarnation: int = 1) -> wire.Pu
     return answer
 
 
-def begin(client: DataClient) -> None:
+def begin(client: DataClient, until: Until) -> None:
+    """As a worker does: a ps that has not heard the master's welcome yet says that it knows no placement."""
     assert isinstance(client.request(wire.Declare((TABLE,)), timeout_s=20)[0], wire.Declared)
+    until(lambda: client.request(wire.OpenShard(SHARD, 0, LeaseNo(5)), timeout_s=20)[0] != wire.Moved(0))
     assert isinstance(client.request(wire.OpenShard(SHARD, 0, LeaseNo(5)), timeout_s=20)[0], wire.Opened)
 
 
@@ -143,7 +145,7 @@ def test_a_life(job: Job, until: Until) -> None:
     near = DataClient(hello.address, secret=job.secret, identity=ME, run_dir=job.run_dir, expect=(0, 1))
     far = DataClient(hello.address, secret=job.secret, identity=ME, expect=(0, 1))
     assert near.shm and not far.shm
-    begin(near)
+    begin(near, until)
     assert train(near, 0, 100).applied == 8
     assert train(far, 0, 100).repeats == 8  # again, over the other connection
 
@@ -181,7 +183,7 @@ def test_sigterm_is_an_orderly_end(job: Job, until: Until) -> None:
     address = ready(job, until).address
     assert address is not None and not address.port  # no host, no port
     with DataClient(address, secret=job.secret, identity=ME, run_dir=job.run_dir) as client:
-        begin(client)
+        begin(client, until)
         train(client, 0, 10)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -194,7 +196,7 @@ def test_kill_and_another_incarnation(job: Job, until: Until) -> None:
     address = ready(job, until).address
     assert address is not None
     with DataClient(address, secret=job.secret, identity=ME, run_dir=job.run_dir) as client:
-        begin(client)
+        begin(client, until)
         train(client, 0, 10)
     first.kill()
     first.wait()
@@ -224,7 +226,7 @@ def test_an_audit_log_that_cannot_be_written_ends_it(job: Job, until: Until) -> 
     assert address is not None
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (400, 400))
     with DataClient(address, secret=job.secret, identity=ME, run_dir=job.run_dir) as client:
-        begin(client)
+        begin(client, until)
         answer: object = None
         for lo in range(0, 1000, 10):
             try:
