@@ -137,11 +137,14 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
         return None, state
 
     shell = Shell(policy, monkeypatch)
-    paces = [0.0, 0.0]
+    paces, least = [0.0, 0.0], [0.0, 0.0]
     long = Pace(per_sample_s=0.01)
 
     def observe(at: float, span_s: float) -> Observations:
-        workers = tuple(msgspec.structs.replace(w, long=long) for w in seen_workers(*paces).workers)
+        workers = tuple(
+            msgspec.structs.replace(w, short=msgspec.structs.replace(w.short, at_least_s=s), long=long)
+            for w, s in zip(seen_workers(*paces).workers, least, strict=True)
+        )
         return msgspec.structs.replace(seen_workers(*paces), at=at, workers=workers if any(paces) else ())
 
     monkeypatch.setattr(shell.keeper, "_observe", observe)
@@ -167,6 +170,12 @@ def test_it_is_looked_as_soon_as_all_have_readings_and_then_once_a_window_at_new
     assert until(67.0) == [66.5]
     paces[0] = 0.0
     assert until(97.0) == [96.5], "it waits so long and no longer"
+    paces[:], least[1] = [0.0, 0.05], 0.05
+    assert until(107.0) == [106.5], "one makes the others wait, by a step that is not over"
+    paces[1] = least[1] = 0.06
+    assert until(117.0) == [], "that is no news"
+    paces[1] = least[1] = 0.08
+    assert until(118.0) == [117.5]
 
 
 def raises(seen: Observations, state: Any) -> Any:

@@ -58,3 +58,15 @@ def test_readings_that_are_alike_change_nothing_and_whoever_has_none_is_left_as_
     assert mute.open == changes.open
     gone, *_ = review(changes, {KEYS[0]: (2.0, 2.0)}, {KEYS[0]: 2.0}, EVEN)
     assert not gone.open
+
+
+def test_that_a_step_under_way_takes_longer_still_is_no_outcome() -> None:
+    usual, shares = dict.fromkeys(KEYS, (2.0, 2.0)), EVEN
+    changes, believed, _ = review(Changes(), usual, {KEYS[3]: 6.0}, shares, {KEYS[3]})
+    assert believed == {KEYS[3]}
+    longer, *_ = review(changes, {**usual, KEYS[3]: (6.0, 6.0)}, {KEYS[3]: 9.0}, shares, {KEYS[3]})
+    assert longer.slower == changes.slower and longer.open == {KEYS[3]: (9.0, 6.0)}
+    alike, *_ = review(longer, {**usual, KEYS[3]: (9.0, 9.0)}, {KEYS[3]: 9.5}, shares, {KEYS[3]})
+    assert alike == longer
+    passed, *_ = review(alike, {**usual, KEYS[3]: (9.0, 9.0)}, {KEYS[3]: 2.0}, shares)
+    assert passed.slower[1] > changes.slower[1] and passed.slower[0] <= changes.slower[0]

@@ -253,6 +253,23 @@ def test_a_worker_that_hiccups_while_another_is_slow_keeps_its_share(name: str) 
         assert plan is None or look < 44, f"look {look}: {plan}"
 
 
+@pytest.mark.parametrize("name", ["nondedicated", "dedicated"])
+def test_a_split_is_not_praised_by_the_step_that_it_came_too_late_for(name: str) -> None:
+    def seen(slow_s: float, under_way: bool) -> Any:
+        first, *others = job([slow_s, 0.01, 0.01, 0.01]).workers
+        pace = msgspec.structs.replace(first.short, at_least_s=slow_s if under_way else 0.0)
+        return msgspec.structs.replace(
+            job([0.01] * 4, places=()), workers=(msgspec.structs.replace(first, short=pace), *others)
+        )
+
+    plan, state = SHIPPED[name](seen(0.03, True), None)
+    assert plan is not None and state.score > 0
+    longer, later = SHIPPED[name](seen(0.06, True), state)
+    assert batches(longer)[Slot(0)] < batches(plan)[Slot(0)] and 0 < later.score <= state.score
+    _, over = SHIPPED[name](seen(0.07, False), later)
+    assert over.score > later.score
+
+
 def test_backup_follows_how_many_are_slow() -> None:
     plan, state = SHIPPED["backup"](job([0.01] * 7 + [0.05]), None)
     assert plan is not None and plan.actions == (BackupWorkers(backup=1),)

@@ -1,7 +1,8 @@
 """The shell's part of policies: shows the job to the chosen one once a window, and takes its plans to the brain.
 
 The first look is when every worker has told what it takes: whoever is slow from the beginning is known then. A later
-one waits a little for readings that are new, where steps take longer than windows.
+one waits a little for readings that are new, where steps take longer than windows; not while a step under way already
+takes clearly longer than was shown: who makes all others wait is the only one that has any.
 
 A policy runs on a thread of its own, never on the master's loop: a user's may take long, or never return. One that
 takes longer than ``LIMIT_S``, raises, or makes an impossible plan is disabled, with one event; the job goes on with the
@@ -30,6 +31,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
 from everstep.model.turn import Portion
+from everstep.monitor.stepclock import NEWS
 from everstep.policies.split import apportion
 from everstep.policies.stragglers.policy import SHIPPED, Policy
 
@@ -62,6 +64,7 @@ class PolicyKeeper:
         self._look_at = self._peek_at = 0.0
         self._looked_at = float("-inf")
         self._known: frozenset[tuple[Slot, Incarnation]] = frozenset()  # workers of which there were readings
+        self._told: dict[tuple[Slot, Incarnation], float] = {}  # seconds per sample of the last look
         self._shown: Observations | None = None  # to the call under way
         self._tick_at, self._spent_s = 0.0, 0.0  # so long it takes until now
         self._made: queue.SimpleQueue[tuple[Plan | None, Any, str]] = queue.SimpleQueue()
@@ -93,6 +96,7 @@ class PolicyKeeper:
                 self._disable(at, f"it takes longer than {self._limit_s:g} s")
         elif at >= self._peek_at and (due := self._due(at)) is not None:
             self._looked_at, self._look_at = at, at + self._window_s
+            self._told = {(w.slot, w.incarnation): w.short.per_sample_s or w.long.per_sample_s for w in due.workers}
             self._shown, self._spent_s = due, 0.0
             # (the state as it is now goes along: a call that is given up must not change it later)
             threading.Thread(
@@ -117,7 +121,13 @@ class PolicyKeeper:
             self._known = known
             return seen
         new = not seen.global_batch or all(w.short.per_sample_s > 0 for w in seen.workers)
+        new = new or any(self._news(w) for w in seen.workers)
         return seen if at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
+
+    def _news(self, seen: WorkerSeen) -> bool:
+        """The step that it computes takes clearly longer than was known at the last look."""
+        told_s = self._told.get((seen.slot, seen.incarnation), 0.0)
+        return seen.short.under_way and seen.short.per_sample_s >= told_s * NEWS
 
     def _call(self, seen: Observations, state: Any, made: queue.SimpleQueue[tuple[Plan | None, Any, str]]) -> None:
         """On the policy's thread, with all that is done to what it returned: any of it may be code of its own."""

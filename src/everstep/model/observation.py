@@ -22,6 +22,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     at_least_s: float = 0.0  # own compute per sample so far of the step under way; 0.0: none is
     phases: dict[str, float] = {}  # seconds of the window by phase of a step: data, pull, forward, backward, push, ...
 
+    @property
+    def under_way(self) -> bool:
+        """``per_sample_s`` is of a step that is not over: a lower bound."""
+        return 0.0 < self.per_sample_s == self.at_least_s
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s``, ``queue`` and

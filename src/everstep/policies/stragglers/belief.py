@@ -8,7 +8,7 @@ window reads the same. A new split costs nothing and is undone as cheaply: no ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import log
 
 import msgspec
@@ -48,14 +48,16 @@ def review(
     expected: Mapping[Key, Span],
     readings: Mapping[Key, float],
     shares: Mapping[Key, int],
+    under_way: Collection[Key] = (),
 ) -> tuple[Changes, frozenset[Key], frozenset[Key]]:
     """Who reads otherwise than ``expected`` (seconds per sample, from and to) and is believed, and who is not.
 
     ``readings``: new ones, > 0, of those who have one; ``shares``: samples of a step in force now, of everybody in
-    ``expected``, at least one each."""
+    ``expected``, at least one each; ``under_way``: whose reading is of a step that is not over. Such a one can only
+    grow, so that it does is no outcome of a change."""
     slower, faster = changes.slower, changes.faster
     for key, (then_s, before_s) in changes.open.items():
-        if key in readings:
+        if key in readings and key not in under_way:
             lasted = abs(log(readings[key] / then_s)) < abs(log(readings[key] / before_s))
             if then_s > before_s:
                 slower = _counted(slower, lasted)
@@ -74,7 +76,8 @@ def review(
             continue
         believed.add(key)
         paces = after
-    still = {key: span for key, span in changes.open.items() if key in expected and key not in readings}
+    unsettled = expected.keys() - (readings.keys() - set(under_way))
+    still = {key: span for key, span in changes.open.items() if key in unsettled}
     opened = {key: (odd[key], usual[key]) for key in odd if key not in again}
     found = Changes(open={**still, **opened}, slower=slower, faster=faster)
     return found, frozenset(believed), frozenset(odd.keys() - believed)
@@ -89,8 +92,8 @@ def scored(
 ) -> float:
     """The sum, in windows of healthy work, old ones fading, of what each look's proposal would have gained over equal
     shares by the *next* look's readings (of everybody): above 0, reacting pays here. It is judged whether it was in
-    force or not, so what is tried costs nothing. ``remaining_windows``: 0.0: nobody knows yet, so the job has just
-    begun."""
+    force or not, so what is tried costs nothing. (Not by readings of a step that is not over: what was proposed while
+    it ran could not change it.) ``remaining_windows``: 0.0: nobody knows yet, so the job has just begun."""
     if score is None:  # what is seen first is acted on at once, where one wrong window costs next to nothing
         score = trust.first if not remaining_windows or remaining_windows > trust.long else 0.0
     score *= trust.fade

@@ -108,7 +108,8 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     if not ready or not 2 <= len(workers) <= total or total > MAX_TOTAL:
         return None, msgspec.structs.replace(state, fits=before, proposed={}, devices=())
     left = seen.remaining_s / (seen.window_s or WINDOW_S)
-    score = scored(state.score, state.proposed, readings, left, TRUST)
+    under_way = {key for key, w in zip(keys, workers, strict=True) if w.short.under_way}
+    score = scored(state.score, {} if under_way else state.proposed, readings, left, TRUST)
     batches = {key: w.batch for key, w in zip(keys, workers, strict=True)}
     fits = {k: before.get(k) or Fit({batches[k]: (readings[k] * batches[k],)}) for k in keys}
     changes, believed, doubted = review(
@@ -116,6 +117,7 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
         {key: fit.per_sample_s(batches[key]) for key, fit in fits.items()},
         {k: readings[k] for k, w in zip(keys, workers, strict=True) if k in before and w.short.per_sample_s > 0},
         {key: w.share for key, w in zip(keys, workers, strict=True)},
+        under_way,
     )
     for key, w in zip(keys, workers, strict=True):
         if key in before and w.short.per_sample_s > 0 and key not in doubted:

@@ -15,7 +15,7 @@ slow gives buckets away until its time is everybody's (``servers``), and is repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -94,8 +94,9 @@ def _divide(
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
     readings = {key: v.pace_s for key, v in zip(keys, verdicts, strict=True)}
     left = seen.remaining_s / (seen.window_s or WINDOW_S)
-    score = scored(state.score, state.proposed, readings, left, settings.trust)
-    state = _believed(state, workers, readings)
+    under_way = {(w.slot, w.incarnation) for w in workers if w.short.under_way}
+    score = scored(state.score, {} if under_way else state.proposed, readings, left, settings.trust)
+    state = _believed(state, workers, readings, under_way)
     pace = [median(state.paces[key]) for key in keys]
     verdicts = judge(
         [msgspec.structs.replace(w, short=Pace(per_sample_s=p)) for w, p in zip(workers, pace, strict=True)], state.slow
@@ -130,14 +131,16 @@ def _divide(
     return Plan(actions=tuple(actions), decision=Decision("adjust batches", reason, inputs, rejected)), state
 
 
-def _believed(state: State, workers: Sequence[WorkerSeen], readings: Mapping[Key, float]) -> State:
+def _believed(
+    state: State, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
+) -> State:
     """With what is believed of everybody's pace after this look; who is new is believed."""
     paces = {key: state.paces.get(key, (s,)) for key, s in readings.items()}
     expected = {key: (median(known), median(known)) for key, known in paces.items()}
     new = {(w.slot, w.incarnation) for w in workers if w.short.per_sample_s > 0}
     shares = {(w.slot, w.incarnation): w.share for w in workers}
     changes, believed, doubted = review(
-        state.changes, expected, {key: s for key, s in readings.items() if key in new}, shares
+        state.changes, expected, {key: s for key, s in readings.items() if key in new}, shares, under_way
     )
     for key in new - doubted:
         paces[key] = (readings[key],) if key in believed else (*paces[key], readings[key])[-ALIKE_LOOKS:]

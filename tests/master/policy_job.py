@@ -1,0 +1,169 @@
+"""A group that trains under virtual time, seen and steered as in a real job: real step clocks, observer, brain, keeper
+and policy. Workers beat as the control connection lets them; a plan holds from the next step on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import (
+    BrainEvent,
+    GroupAsked,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    PlanMade,
+    PlanRegistered,
+)
+from everstep.brain.watch import Watch
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.master.observe import Observer
+from everstep.master.policy import PolicyKeeper
+from everstep.master.readings import Readings
+from everstep.model.member import MemberKey, Role
+from everstep.model.plan import Plan
+from everstep.model.shard import Plan as DataPlan
+from everstep.monitor.stepclock import BARRIER, StepClock
+from everstep.policies.split import apportion
+from everstep.sim.stragglers import Pattern, finish
+
+NODE, ONE = NodeId("node0"), Incarnation(1)
+BATCH = 64
+BEAT_S, TICK_S = 0.5, 0.1  # of a control connection
+MASTER_S = 0.25  # the master looks without a beat
+SYNC_S = 0.004  # a step takes longer than its slowest member
+CLOCK_S = 0.01  # of this simulation
+
+
+@dataclass
+class Ran:
+    """``steps``: when each ended, and its shares; seconds since the first one began."""
+
+    steps: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    plans: list[tuple[float, Plan]] = field(default_factory=list)
+
+    @property
+    def wall_s(self) -> float:
+        return self.steps[-1][0]
+
+
+class _Worker:
+    def __init__(self, slot: int, rng: random.Random, began_s: float) -> None:
+        self.slot, self.now_s = Slot(slot), began_s
+        self.clock = StepClock(lambda: round(self.now_s * 1e9))
+        self.share = 0
+        self.ends_s = 0.0
+        self.computes = False
+        self.beat_at, self.tick_at, self.between = (
+            began_s + BEAT_S * rng.random(),
+            began_s + TICK_S * rng.random(),
+            False,
+        )
+
+    def readings_now(self, at: float) -> dict[str, float] | None:
+        """Those of a beat, where one is due."""
+        self.now_s = max(self.now_s, at)
+        if at < self.tick_at:
+            return None
+        self.tick_at += TICK_S
+        if at >= self.beat_at:
+            self.beat_at, self.between = at + BEAT_S, False
+        elif not self.between and self.clock.news:
+            self.between = True
+        else:
+            return None
+        return {**self.clock.readings(), "global_batch": 0.0}
+
+
+def run(
+    folder: Path,
+    policy: str,
+    pattern: Pattern,
+    workers: int,
+    steps: int,
+    sample_s: float,
+    window_s: float,
+    seed: int,
+    late_s: Sequence[float] = (),
+) -> Ran:
+    """``late_s``: by worker, so much longer its own part of the first step takes before it begins."""
+    rng = random.Random(seed)
+    brain = _brain(workers, policy)
+    ran = Ran()
+
+    def tell(event: BrainEvent) -> None:
+        if isinstance(event, PlanMade):
+            ran.plans.append((event.at - began_s, event.plan))
+        else:
+            raise AssertionError(event)
+        brain.handle(event)
+
+    began_s = 10.0
+    folder.mkdir(exist_ok=True)
+    observer = Observer(brain, Readings(folder), Watch(brain.job.spec), folder)
+    observer.windows = type(observer.windows)(window_s)
+    keeper = PolicyKeeper(brain, brain.job.spec, observer.observe, window_s, tell)
+    members = [_Worker(slot, rng, began_s - max(late_s, default=0.0)) for slot in range(workers)]
+    at, look_at, step_at = began_s, began_s + MASTER_S * rng.random(), began_s
+
+    def begin() -> None:
+        group = brain.state.groups.group
+        assert group is not None
+        shares = apportion(BATCH * workers, group.split.shares or (1,) * workers)
+        for w, share in zip(members, shares, strict=True):
+            w.share, w.computes = share, True
+            w.now_s = step_at if ran.steps else began_s - (late_s[w.slot] if late_s else 0.0)
+            w.clock.begin(share)
+            w.ends_s = began_s + finish(pattern, w.slot, step_at - began_s, share * sample_s)
+
+    begin()
+    while len(ran.steps) < steps:
+        at += CLOCK_S
+        for w in members:
+            if w.computes and w.ends_s <= at:
+                w.now_s, w.computes = max(w.now_s, w.ends_s), False
+                w.clock.computed(w.share)
+                w.clock.switch(BARRIER)
+        step_s = max(w.ends_s for w in members) + SYNC_S
+        if step_s <= at:
+            ran.steps.append((step_s - began_s, tuple(w.share for w in members)))
+            step_at = step_s
+            begin()
+        for w in members:
+            readings = w.readings_now(at)
+            if readings is not None:
+                assert observer.take(MemberKey(Role.WORKER, w.slot), ONE, readings, at) is None
+                _look(keeper, at)
+        if at >= look_at:
+            look_at += MASTER_S
+            _look(keeper, at)
+    observer.close()
+    return ran
+
+
+def _look(keeper: PolicyKeeper, at: float) -> None:
+    """With what comes of it: a policy takes no virtual time."""
+    keeper.tick(at)
+    limit_s = time.monotonic() + 60.0
+    while keeper._shown is not None:
+        assert time.monotonic() < limit_s, "a policy does not return"
+        time.sleep(0.0)
+        keeper.tick(at)
+
+
+def _brain(workers: int, policy: str) -> Brain:
+    brain = Brain()
+    spec = JobSpec(mode="allreduce", workers=workers, ps=0, policy=policy)
+    events: list[BrainEvent] = [MasterStarted(0.0, ONE, spec), NodeJoined(0.0, NODE, "", 0, 0)]
+    for slot in map(Slot, range(workers)):
+        events.append(MemberJoined(1.0, Role.WORKER, slot, ONE, NODE, 100 + slot))
+        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=10**6, shard_samples=BATCH, seed=0)))
+        events.append(GroupAsked(1.0, slot, ONE, 0, 2, BATCH))
+    for event in events:
+        brain.handle(event)
+    return brain
