@@ -120,6 +120,28 @@ def test_a_group_that_everybody_said_in_a_vote_is_entered_though_a_newer_one_is_
         assert m.entry is second
 
 
+def test_a_change_that_breaks_before_all_are_there_breaks_what_is_left_too() -> None:
+    """a, which hears of the loss in mid-vote, does not go over; b, which heard nothing, does; c hears it in between."""
+    first, second, third = group(1, 0, 1, 2), group(2, 0, 1, 2, 3), group(3, 0, 1, 2, lost=(3,))
+    a, b, c = members = [inside(first, slot) for slot in range(3)]
+    for m in members:
+        m.told(second)
+        m.connected(2, 0)
+    votes = maximum([m.ballot(7, 99, False, -1) for m in members])
+    assert a.told(third) == [Connect(third, 0)]
+    assert Cut(1) in a.count(votes)[1]
+    assert not a.whole and a.entry is None
+    assert b.count(votes)[1] == [] and b.entry is second
+    b.enter(second)
+    assert c.count(votes)[1] == []
+    assert Cut(1) in c.told(third)
+    assert not c.whole and c.entry is None
+    assert Cut(2) in b.told(third)
+    for m in members:
+        m.connected(3, 0)
+        assert m.entry is third
+
+
 def test_a_superseded_group_is_cut_so_that_who_waits_in_it_goes_on() -> None:
     m, second, third = inside(group(1, 0, 1)), group(2, 0, 1, 2), group(3, 0, 1)
     m.told(second)
@@ -309,9 +331,11 @@ class World:
                     self.act(slot, m.broke())
                 else:
                     by_generation.setdefault(m.present.generation, []).append(slot)
-        for generation, slots in by_generation.items():
-            present = self.machines[slots[0]].present
-            assert present is not None
+        for generation, there in by_generation.items():
+            slots = [s for s in there if s in self.machines and self.machines[s].whole]  # (killed or cut just now)
+            present = self.machines[slots[0]].present if slots else None
+            if present is None:
+                continue
             if {m.slot for m in present.members} != set(slots):
                 continue  # somebody is not there yet
             if all(s in self.met for s in slots):
@@ -339,6 +363,12 @@ class World:
         assert {self.step[s] for s in slots} == {step}
         assert len({self.machines[s].split for s in slots}) == 1, "they would divide the step differently"
         ballots = [self.machines[s].ballot(step, 1000 + step, False, -1) for s in slots]
+        newcomers = [s for s in self.wanted if s not in slots]
+        if newcomers and self.rng.random() < 0.3:  # news in mid-vote
+            self.kill(self.rng.choice(newcomers))
+        if self.rng.random() < 0.3:
+            self.deliver()
+        slots = [s for s in slots if self.machines[s].pending is not None and self.machines[s].whole]
         victim = self.rng.choice(slots) if self.rng.random() < 0.15 and len(self.wanted) > 1 else None
         if victim in self.wanted:
             knows = {s for s in slots if self.rng.random() < 0.5}  # who got the result before it broke

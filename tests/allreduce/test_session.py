@@ -23,7 +23,7 @@ from everstep.errors import EverstepError, InternalError, NonFiniteGradientError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.shard import Plan
-from everstep.net.messages import AskGroup, CommitSteps, LeaveGroup, RequestType, Stalled
+from everstep.net.messages import AskGroup, CommitSteps, LeaveGroup, RequestType, Stalled, Synced
 from everstep.storage.chain import read_chain
 
 BATCH = 4
@@ -54,6 +54,7 @@ class Keeper:
         self.state = state
         self.address = None
         self.has_state = False
+        self.line = -1
         self.on_synced: Callable[[], None] | None = None
         self.on_error: Callable[[EverstepError], None] | None = None
 
@@ -390,6 +391,22 @@ def test_a_newcomer_that_is_the_last_one_left_tells_its_steps(world: World) -> N
     world.publish(2, lost=1)
     c.go.set()
     world.end(2)
+
+
+def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: World) -> None:
+    """Else its source may be lost untold: the steps are done again, and there was one that had gone already."""
+    world.publish(0)  # which has trained all, and cannot reach the master
+    (newcomer,) = world.start(1)
+    world.wait(lambda: bool(newcomer.seat.said(AskGroup)))
+    newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
+    newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
+    newcomer.session._on_synced()
+    asked = len(newcomer.seat.said(AskGroup))
+    world.wait(lambda: len(newcomer.seat.said(AskGroup)) > asked + 2)
+    assert not newcomer.ended
+    world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
+    world.wait(lambda: newcomer.ended == "end")
+    assert not newcomer.outcomes and not newcomer.seat.said(Synced)
 
 
 def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:

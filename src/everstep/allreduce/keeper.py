@@ -125,6 +125,12 @@ class ReplicaKeeper:
         if not has:
             self.origin = -1
 
+    @property
+    def line(self) -> int:
+        """Of states (the generation that began it) that this one belongs to; -1: none is known."""
+        follower = self._follower
+        return follower.origin if follower is not None else self.origin
+
     # ------------------------------------------------------------ while training
 
     def boundary(self) -> None:
@@ -214,8 +220,7 @@ class ReplicaKeeper:
         ``gather``: all-gather of some int64 over the group; what it raises passes through, and nothing is harmed then.
         Raises ScriptError (models differ), CheckpointError (nothing to begin from), PlatformError."""
         follower = self._follower
-        origin = follower.origin if follower is not None else self.origin
-        has = self.has_state and origin == group.origin
+        has = self.has_state and self.line == group.origin
         joins = has and follower is not None
         words = gather([has, joins, self._state.loop, *_numbers(self._state.mark)])
         faults.step("agree")

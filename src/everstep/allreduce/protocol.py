@@ -7,6 +7,9 @@ The shell (``session``) tells the machine what happened, and does the ``Action``
   broken for everybody, and enters the newest group as soon as that is connected.
 - A group that is not broken is left at a vote only, when everybody says that the same newer generation is connected;
   or where no votes are (on hold, alone) at once.
+- News that this newer generation is broken too come to some members before they are in it, to others after. Who has
+  them before does not go there and cannot stay either, since the others may be gone: the group that is to be left is
+  broken then. (Else one waits in it for another that waits in the newest, for ever.)
 - How a step is divided (``Split``) changes within a generation, without connecting anew: each vote says the newest
   split that one has of it, and if all say the same, it holds from the next step on. In a group just entered it holds at
   once where the first words agree on it; else all begin with equal shares.
@@ -121,7 +124,7 @@ class GroupMachine:
             actions.append(Cut(self._building[0]))
             self._building = None
         if self._change is not None and self._change.broken_by(group):
-            self._change = None
+            actions += self._strand()
         # An entered vote may still choose what it was told; everything else is superseded. Cutting it also frees
         # whoever entered it already and waits there for us.
         for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
@@ -229,6 +232,11 @@ class GroupMachine:
             self._change = None
         return [Cut(self.present.generation)]
 
+    def _strand(self) -> list[Action]:
+        """What everybody agreed to go over to is broken before this member is there; others may be."""
+        self._change = None
+        return self.broke()
+
     # ------------------------------------------------------------ votes
 
     def ballot(self, step: int, digest: int, nonfinite: bool, confirmed: int) -> list[int]:
@@ -254,6 +262,8 @@ class GroupMachine:
         mine, self._said = self._said, None
         if mine is not None and said == -minus_said == mine.generation:
             self._change = mine
+            if self.newest is not None and mine.broken_by(self.newest):
+                actions += self._strand()
         if split == -minus_split:
             self._divide()
         # what was said and not taken, and is not the newest any more, is over

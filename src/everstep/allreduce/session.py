@@ -54,6 +54,7 @@ AGAIN_S = 2.0
 
 _STALL_AGAIN_S = 0.25  # until somebody does something about it
 _ASK_S = 2.0  # between two questions to be let in
+_SURE_S = 0.1  # between two, whether the journal has the state that our script has to catch up with
 _REHEARSAL_ASK_S = 5.0  # to be told whether there is a group; then we enter it cold
 _LEAVE_S = 8.0  # to be let go; then we go anyway, which is a loss to the others, before SIGKILL comes
 _TELL_S = 0.05  # between two reports of committed steps, 20 a second
@@ -84,6 +85,7 @@ class Keeper(Protocol):
 
     address: Address | None
     has_state: bool
+    line: int
     on_synced: Callable[[], None] | None
     on_error: Callable[[EverstepError], None] | None
 
@@ -134,9 +136,11 @@ class Session:
         self._leaving: int | None = None  # exit status of the script
         self._leaving_since = 0.0
         self._leave_said = False
+        self._left = False  # before the script's end
         self._rehearsing = False  # the script's thread uses the state before the first group
         self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
+        self._sure = 0  # the journal has the followed state up to where this loop of it began
         self._entered = False
         self._looping = False
         self._closed = threading.Event()
@@ -329,7 +333,7 @@ class Session:
                 self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
                 self.keeper.finish()
             self._tell_rest()
-        if not failed and self._entered and not self._leave_said:
+        if not failed and self._entered and not self._left:
             with contextlib.suppress(EverstepError):
                 self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
         self._closed.set()
@@ -556,7 +560,8 @@ class Session:
         self._waiting_since = self._waiting_since or now
         if self._broke_at and now - self._broke_at > AGAIN_S:
             self._do(self.machine.reconnect())
-        if not self.machine.member_of(self.machine.newest) and now - self._asked_at > _ASK_S:
+        often = _SURE_S if self._behind() else _ASK_S
+        if not self.machine.member_of(self.machine.newest) and now - self._asked_at > often:
             self._ask()
         lost = self.machine.present is not None
         if lost and now - self._waiting_since > NEWS_S:
@@ -566,11 +571,16 @@ class Session:
             )
         self._changed.wait(_WAIT_S)
 
-    def _passed(self) -> bool:
+    def _behind(self) -> bool:
         """Not in the group, with a state (followed) of a later loop: the script has to catch up with it."""
         if not self.keeper.has_state or self.plan is None or self._synced == 0:
             return False
         return self.state.loop > self._loop
+
+    def _passed(self) -> bool:
+        """The same, and it may: the journal has the steps up to there. (Else those who could tell them may be lost yet.
+        Then the steps are done again, by us too, and our script must not have come to its end.)"""
+        return self._behind() and self._sure > self._loop
 
     def _turn_to(self, dataset: int) -> None:
         """Members go on with another dataset where they left it, all after the same step. Takes no lock: it may ask."""
@@ -644,7 +654,7 @@ class Session:
         return outside or time.monotonic() - self._leaving_since > _LEAVE_S
 
     def _leave(self) -> NoReturn:
-        self._looping = False
+        self._looping, self._left = False, True
         if not self._leave_said:
             self._leave_said = True
             self.seat.ask(messages.LeaveGroup("asked"), lambda answer: None)
@@ -754,7 +764,17 @@ class Session:
 
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
-        self.seat.ask(self._question(), self._answered)
+        line, loop = self.keeper.line, self.state.loop
+        question = self._question()  # (of a mark that is not before the loop's begin)
+
+        def answered(answer: Answer) -> None:
+            self._answered(answer)
+            if not isinstance(answer, Grouped) or answer.group is None or question.mark is None:
+                return
+            if answer.group.origin == line and answer.cursor.step >= question.mark.step:
+                self._sure = max(self._sure, loop)
+
+        self.seat.ask(question, answered)
 
     def _question(self) -> messages.AskGroup:
         mark = self.state.mark if self.keeper.has_state else None
@@ -763,8 +783,9 @@ class Session:
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
             if answer.group is not None:
-                if answer.group.origin == self._origin:
-                    self.commits.confirm(answer.cursor.step - 1)
+                with self._changed:
+                    if answer.group.origin == self._origin:
+                        self.commits.confirm(answer.cursor.step - 1)
                 self.grouped(answer.group)
         elif isinstance(answer, EndOfData):
             self.finish()
@@ -783,7 +804,7 @@ class Session:
         """Not while our script is behind the group: the others would wait for it."""
         with self._changed:
             synced = self._synced
-            if not synced or not self._looping or self._passed() or self.machine.present is not None:
+            if not synced or not self._looping or self._behind() or self.machine.present is not None:
                 return
         self.seat.ask(messages.Synced(synced), lambda answer: None)
 
@@ -837,10 +858,12 @@ class Session:
             return
         if self._telling or not (self._first or everybody or now - self._untold_since > _TELL_ANYWAY_S):
             return
-        self._telling = now
+        self._telling, line = now, self._origin
 
         def told(answer: Answer) -> None:
-            self.commits.confirm(steps[-1].last)
+            with self._changed:
+                if line == self._origin:  # (else these steps are void, and their numbers were given again)
+                    self.commits.confirm(steps[-1].last)
             self._telling = 0.0
 
         self.seat.ask(messages.CommitSteps(steps), told)

@@ -608,7 +608,10 @@ class Brain:
             if ended is None or ended.member.incarnation != e.incarnation:
                 return [_OK]
             return [_OK, *self._node_heard(NodeHeard(e.at, ended.member.node))]
+        finished = e.status == 0 and not seat.stopping
         if self.replicated:
+            if e.status == 0 and self.groups.said_done(seat):  # before it heard that it was to leave
+                finished, seat.stopping = True, False
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:
             set_state(seat, MemberState.LEFT, e.at)
@@ -619,7 +622,7 @@ class Brain:
             inputs["error"] = e.error
         if e.role is Role.PS:
             return [_OK, *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs)]
-        if e.status == 0 and not seat.stopping:
+        if finished:
             out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
             set_state(seat, MemberState.LEFT, e.at)
             seat.finished, seat.streak = True, 0
@@ -1005,8 +1008,9 @@ class Brain:
         refused = self.groups.asks(seat, e)
         if refused is not None:
             return [Reply(refused)]
-        out = self.groups.settle(e.at)
-        if seat.stopping and not self.groups.trains(seat):
+        out, home = self.groups.settle(e.at), self.groups.too_late(e)
+        out += home
+        if not home and seat.stopping and (not self.groups.trains(seat) or self.groups.left_to_wait(seat)):
             m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
         return [self.groups.grouped(e.dataset), *out]

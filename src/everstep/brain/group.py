@@ -193,6 +193,13 @@ class GroupKeeper:
         left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
         return left or self.member(seat)
 
+    def left_to_wait(self, seat: Seat) -> bool:
+        """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
+        others have changed over. (Who asks is in no group that works, or has a new master.)"""
+        m, group = seat.member, self.books.group
+        left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
+        return left and group is not None and bool(group.hold)
+
     def holds(self, m: GroupMember) -> bool:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
         books = self.books
@@ -311,6 +318,16 @@ class GroupKeeper:
         has_it = e.mark is not None and e.mark.step >= newest.step
         return has_it and not self.void and not self.member(seat) and newest.epoch >= e.until_epoch
 
+    def too_late(self, e: GroupAsked) -> list[InstructionType]:
+        """An asker lacks steps, all is trained, and whoever had those has ended well: it came into a group that the
+        others never changed over to."""
+        behind = e.mark is None or e.mark.step < self.books.step
+        members = self.books.group.members if self.books.group is not None else ()
+        left = [*members, *(x.member for x in self.books.leavers)]
+        if not behind or self.void or any(map(self.holds, left)) or not self._all_over(members):
+            return []
+        return self._send_home()
+
     def synced(self, seat: Seat, generation: int) -> None:
         """A newcomer follows the group of ``generation``."""
         ask = self.books.asked.get(seat.member.slot)
@@ -331,7 +348,7 @@ class GroupKeeper:
     def leaves(self, seat: Seat, reason: str) -> None:
         ask = self.books.asked.get(seat.member.slot)
         if ask is not None and ask.incarnation == seat.member.incarnation:
-            ask.leaving = ask.leaving or reason or "it wants to leave"
+            ask.leaving = reason if reason == DONE else ask.leaving or reason or "it wants to leave"
 
     def stalled(self, generation: int) -> None:
         """Somebody waits in a collective of ``generation``: whoever left it early is a loss to it."""
@@ -347,22 +364,30 @@ class GroupKeeper:
 
     def stuck(self, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[Seat | None, str]:
         """A member has waited in a group of ``generation``. Where all of that group wait, each for the others, and all
-        are heard, a connection between two of them is dead: they leave that group at once, for one with new
-        connections. Where that does not help, the youngest of them is to end. Returns that one, and why."""
+        are heard, a connection between two of them is dead (or they wait in different groups, which is a bug): they
+        leave these at once, for one with new connections. Where that does not help, the youngest of them is to end.
+        Returns that one, and why."""
         books = self.books
         if books.group is None or waited_s < STUCK_S:
             return None, ""
         books.stuck[slot] = (generation, at)
-        waits = [m for m in (*books.group.members, *(x.member for x in books.leavers)) if self._in(m, generation)]
-        for m in waits:
-            where, when = books.stuck.get(m.slot, (0, 0.0))
-            if where != generation or at - when > STUCK_TOGETHER_S:
+        everybody = (*books.group.members, *(x.member for x in books.leavers))
+        where = {generation}  # of them; who is in two of these may wait in another one than the others
+        while True:
+            waits = [m for m in everybody if any(self._in(m, g) for g in where)]
+            said = [books.stuck.get(m.slot, (0, 0.0)) for m in waits]
+            if any(at - when > STUCK_TOGETHER_S for _, when in said):
                 return None, ""
+            if where.issuperset(g for g, _ in said):
+                break
+            where.update(g for g, _ in said)
         if len(waits) < 2:
             return None, ""
         books.stuck = {}
+        apart = ", in different groups" if len(where) > 1 else ""
         words = (
-            f"{_workers(len(waits))} wait for each other in step {books.step} for {waited_s:.1f} s, and all are heard"
+            f"{_workers(len(waits))} wait for each other in step {books.step} for {waited_s:.1f} s{apart}, and all are "
+            "heard"
         )
         if books.broken_step != books.step:
             books.broken_step, books.broken, books.ended = books.step, books.generations, []

@@ -113,6 +113,8 @@ class Disk:
 class Master(Process):
     """A shell round a brain."""
 
+    commit_s = 0.1  # at most, of a manifest
+
     def __init__(self, sim: Simulation, life: int) -> None:
         super().__init__(sim.kernel, f"master.{life}", "node0")
         self.sim, self.net, self.disk = sim, sim.net, sim.disk
@@ -387,7 +389,7 @@ class Master(Process):
     def commit(self, manifest: Manifest) -> None:
         if self.committing != manifest.checkpoint:
             self.committing = manifest.checkpoint
-            self.later(0.02 + 0.1 * self.kernel.random(), self.committed, manifest)
+            self.later(0.02 + self.commit_s * self.kernel.random(), self.committed, manifest)
 
     def committed(self, manifest: Manifest) -> None:
         self.sim.manifests.setdefault(manifest.checkpoint, manifest)

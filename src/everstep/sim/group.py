@@ -44,7 +44,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, Mark, Split
-from everstep.model.image import ImageFile, ReplicaImage
+from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Action as PlanAction
 from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
@@ -59,6 +59,7 @@ from everstep.sim.scenario import Scenario
 
 STALL_S = 1.0
 NEWS_EVERY_S = 2.0
+SURE_EVERY_S = 0.2  # whether the journal has what was copied
 TELL_S = 0.05
 TELL_ANYWAY_S = 2.0
 CONNECT_S = 5.0
@@ -66,6 +67,9 @@ LEAVE_S = 15.0
 CLOSE_S = 60.0  # for the last reports, when the script is over
 GAP_S = 5.0  # the same where others have to tell what was before them
 BATCH = 2
+ALL_LOST = 0.2  # so often while a manifest is being written
+UPDATE = 0.4  # of a step's time, at most, is the script's iteration after the vote
+BUSY = ("out", "computing", "updating")  # of its script, or between two steps: in no collective
 
 
 class GroupScenario(Scenario, frozen=True, kw_only=True):
@@ -286,6 +290,8 @@ class Ring:
 class GroupMaster(Master):
     """Besides: groups go to every worker, a stall is looked into, and what is due is said."""
 
+    commit_s = 1.0
+
     def carry_out(
         self, instructions: list[InstructionType], conn: Conn | None, handler: Any, args: tuple[Any, ...], event: Any
     ) -> None:
@@ -296,6 +302,8 @@ class GroupMaster(Master):
                 before = self.brain.state.groups.generations - any(isinstance(j, PublishGroup) for j in instructions)
                 sim.lost[int(i.member.removeprefix("worker:")), i.decision.inputs["incarnation"]] = before
             if isinstance(i, PublishGroup):
+                if "in different groups" in i.decision.reason:
+                    raise Violation(i.decision.reason)  # the brain helps, but members must not get there
                 for other in list(self.conns.values()):
                     if isinstance(other.client, GroupWorker):
                         self.net.to_client(other, other.client.on_group, other, i.group)
@@ -304,6 +312,13 @@ class GroupMaster(Master):
         super().tick()
         if self.alive and 0 < self.brain.state.groups.due_at <= self.now():
             self.record(GroupDue(self.now()))
+
+    def commit(self, manifest: Manifest) -> None:
+        begins = self.committing != manifest.checkpoint
+        super().commit(manifest)
+        sim: Any = self.sim
+        if begins and self.kernel.now < sim.scenario.chaos_s and self.kernel.random() < ALL_LOST:
+            sim.strike("kill all workers")
 
     def tick_checkpoints(self, now: float) -> None:
         writing = self.brain.checkpoints.writing
@@ -543,7 +558,7 @@ class GroupWorker(Child):
 
     def interrupted(self) -> None:
         """Out of the collective in flight; a computation goes on, for nothing."""
-        if self.phase not in ("computing", "out"):
+        if self.phase not in BUSY:
             self.phase = "out"
             self.waits_since = 0.0
             self.later(0.0, self.pump)
@@ -562,15 +577,19 @@ class GroupWorker(Child):
                 self.mark, self.chain, self.print = source.mark, source.chain, source.print
                 self.has_state, self.origin = True, source.origin
                 self.synced = self.machine.newest.generation if self.machine.newest is not None else 0
-                if self.next_cut(1) is None:
-                    self.finish()  # its loop is over, and it has the trained state
+                if self.trained():
+                    self.ask()  # its loop is over as soon as the journal has what it copied
                 else:
                     self.say_synced()
                 return
         self.later(0.2, self.fetch, group, number)
 
+    def trained(self) -> bool:
+        """Whether the state that it copied is that of the end."""
+        return self.has_state and self.machine.present is None and self.next_cut(1) is None
+
     def say_synced(self) -> None:
-        if self.synced and self.machine.present is None and not self.closing:
+        if self.synced and self.machine.present is None and not self.closing and not self.trained():
             self.call(GroupSynced, self.on_grouped, (), *self.me, self.synced)
 
     # ------------------------------------------------------------ the loop
@@ -701,6 +720,13 @@ class GroupWorker(Child):
             self.settle(self.step[0].first)
             self.apply()
             self.do(actions)
+            self.phase = "updating"  # the rest of the script's iteration, while news come
+            self.later(self.sim.scenario.batch_s * UPDATE * self.kernel.random(), self.updated)
+            return
+        self.pump()
+
+    def updated(self) -> None:
+        self.phase = "out"
         self.pump()
 
     def apply(self) -> None:
@@ -787,7 +813,8 @@ class GroupWorker(Child):
         lost = m.present is not None and not m.whole
         if lost and self.broke_at and now - self.broke_at > NEWS_EVERY_S:
             self.do(m.reconnect())
-        if self.entered and not m.member_of(m.newest) and now - self.asked_at > NEWS_EVERY_S:
+        often = SURE_EVERY_S if self.trained() else NEWS_EVERY_S
+        if self.entered and not m.member_of(m.newest) and now - self.asked_at > often:
             self.ask()
             self.say_synced()
         if self.leaving_since >= 0 and now - self.asked_at > NEWS_EVERY_S:
@@ -799,13 +826,14 @@ class GroupWorker(Child):
     def stall(self, now: float, lost: bool) -> None:
         m = self.machine
         group = m.newest if lost or m.present is None else m.present
-        since = self.waits_since if self.phase not in ("out", "computing") else self.broke_at if lost else 0.0
+        since = self.waits_since if self.phase not in BUSY else self.broke_at if lost else 0.0
         since = since or (self.connecting_since if not m.whole and self.building is not None else 0.0)
         if group is None or not since or now - since < STALL_S or now - self.stalled_at < STALL_S:
             return
         self.stalled_at = now
         known = m.newest.generation if m.newest is not None and not lost else 0
-        if any(self.gsim.lost.get((x.slot, x.incarnation), known) < known for x in group.members):
+        lost = self.gsim.lost
+        if self.me not in lost and any(lost.get((x.slot, x.incarnation), known) < known for x in group.members):
             raise Violation(f"{self} was told {m.newest}, and waits in {group} for one that is lost")
         conn = self.conn
         if conn is not None and self.welcome:
@@ -830,14 +858,15 @@ class GroupWorker(Child):
         if now - self.telling < 1.0 or not (first or everybody or now - self.untold_since > TELL_ANYWAY_S):
             return
         self.telling = now
-        self.call(StepsCommitted, self.on_told, (steps[-1].last,), *self.me, steps)
+        self.call(StepsCommitted, self.on_told, (steps[-1].last, self.origin), *self.me, steps)
 
-    def on_told(self, conn: Conn, last: int, answer: AnswerType) -> None:
+    def on_told(self, conn: Conn, last: int, line: int | None, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
             return
         self.telling = 0.0
-        self.commits.confirm(last)
+        if line == self.origin:
+            self.commits.confirm(last)
 
 
 # ---------------------------------------------------------------- one run
@@ -1043,8 +1072,9 @@ class GroupSimulation(Simulation):
         net.loss, net.duplicate = scenario.loss, scenario.duplicate
         for when, fault in scenario.faults:
             kernel.at(when, self.strike, fault)
-        kernel.at(scenario.chaos_s, self.heal)
-        kernel.run(scenario.chaos_s + scenario.deadline_s)
+        ends = max([scenario.chaos_s, *(at for at, _ in scenario.faults)])  # (rounded, some come a little later)
+        kernel.at(ends, self.heal)
+        kernel.run(ends + scenario.deadline_s)
         if self.over is None:
             raise Violation(f"not finished {scenario.deadline_s:g} s after the last fault: {self.where()}")
         if self.over[0] != 0:
