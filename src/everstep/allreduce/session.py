@@ -85,9 +85,11 @@ class Keeper(Protocol):
 
     address: Address | None
     has_state: bool
-    line: int
     on_synced: Callable[[], None] | None
     on_error: Callable[[EverstepError], None] | None
+
+    @property
+    def line(self) -> int: ...
 
     def follow(self, group: Group) -> None: ...
 

@@ -832,8 +832,8 @@ class GroupWorker(Child):
             return
         self.stalled_at = now
         known = m.newest.generation if m.newest is not None and not lost else 0
-        lost = self.gsim.lost
-        if self.me not in lost and any(lost.get((x.slot, x.incarnation), known) < known for x in group.members):
+        gone = self.gsim.lost
+        if self.me not in gone and any(gone.get((x.slot, x.incarnation), known) < known for x in group.members):
             raise Violation(f"{self} was told {m.newest}, and waits in {group} for one that is lost")
         conn = self.conn
         if conn is not None and self.welcome:
