@@ -18,7 +18,7 @@ from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpe
 from everstep.net.arena import Arena
 from everstep.net.messages import Declare, OpenShard, Push, Pushed
 from everstep.ps.service import PsService
-from everstep.tables.client import PsClient, SocketLink
+from everstep.tables.client import GONE, PsClient, SocketLink
 from everstep.tables.routing import BatchRows, OutOfVocabularyError, check_vocabulary, parts_by_ps
 
 SGD = OptimizerSpec(kind=OptimizerKind.SGD, lr=1.0)
@@ -239,6 +239,37 @@ def test_an_answer_that_may_still_come_keeps_its_memory(tmp_path: Path) -> None:
     batch.drop(rows, adrift=ticket.adrift)
     batch.close()
     assert world.arena.used_bytes == used
+    world.close()
+
+
+def test_a_link_that_is_closed_while_it_connects_asks_nothing_more(tmp_path: Path) -> None:
+    """Whom it reaches may be stopped a moment later: its answer would be waited for in vain, and for long."""
+    world = World(tmp_path, 1, True)
+    link = world.client.links[Slot(0)]
+    assert isinstance(link, SocketLink)
+    connecting, go_on = threading.Event(), threading.Event()
+    asked: list[Any] = []
+    answers: list[Any] = []
+
+    class Stopped:
+        def request(self, message: Any, *_: Any, **__: Any) -> tuple[Any, memoryview]:
+            asked.append(message)
+            raise WireError("closed")
+
+        def close(self) -> None: ...
+
+    def connect(place: PsPlace) -> Any:
+        connecting.set()
+        assert go_on.wait(60.0)
+        return Stopped(), False
+
+    link._connection, link._connect = None, connect
+    link.submit(Declare(TABLES), lambda answer, body: answers.append(answer))
+    assert connecting.wait(60.0)
+    link.close(wait_s=0.0)
+    go_on.set()
+    link._thread.join(60.0)
+    assert answers == [GONE] and not asked
     world.close()
 
 

@@ -178,6 +178,8 @@ class SocketLink:
                 if self._connection is None:
                     connection, self._shared = self._connect(self.place)
                     self._connection = connection
+                    if self._closing.is_set():  # ``close`` found no connection to close
+                        raise WireError("closed")
                 return self._once(self._connection, message)
             except (WireError, DeadlineError, PlatformError, OSError) as error:
                 if self._connection is not None:
