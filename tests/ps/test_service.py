@@ -6,12 +6,13 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Never
 
 import msgspec
 import numpy as np
 import pytest
 
-from everstep.errors import PlatformError
+from everstep.errors import PlatformError, WireError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
@@ -245,9 +246,9 @@ def test_cuts_agree_with_the_pushes_before_them_under_load(tmp_path: Path) -> No
                 assert ask(s, msgspec.structs.replace(request, token=token), body) == Pushed(B, 0)
 
     def cut() -> None:
-        while not done.is_set():
+        s.cut()  # (the workers may be done before this begins)
+        while not done.wait(0.001):
             s.cut()
-            done.wait(0.001)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     cutter = threading.Thread(target=cut)
@@ -319,6 +320,28 @@ def test_without_audit_nothing_is_acknowledged(tmp_path: Path) -> None:
     assert isinstance(ask(s, Pull(1, (), False)), Bad)
     with pytest.raises(PlatformError, match="space"):
         s.finish()
+
+
+def test_the_first_placement_may_come_while_the_threads_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    comes = threading.Thread(target=s.set_placement, args=(placement(1, (0,) * B),))
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "everstep-outbox":
+            start(comes)
+            comes.join(0.1)  # (it waits for the lock; without one it is done by now)
+        start(thread)
+
+    def nobody(place: PsPlace) -> Never:
+        raise WireError("nobody is there")
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    s.keeper.start(nobody)
+    comes.join(60)
+    assert s.keeper.whole and set(s.keeper._threads) == {"outbox", "sweep", (0, 1)}
+    s.keeper.close()
+    s.finish()
 
 
 def test_finished_is_finished(service: PsService) -> None:

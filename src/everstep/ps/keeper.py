@@ -376,11 +376,12 @@ class Keeper:
 
     def start(self, connect: Connect) -> None:
         """Begin to talk to other ps. ``connect(place)``: a new connection to that life; raises EverstepError."""
-        self._connect = connect
-        for name, run in (("outbox", self._drain_for_ever), ("sweep", self._sweep_for_ever)):
-            self._threads[name] = threading.Thread(target=run, name=f"everstep-{name}", daemon=True)
-            self._threads[name].start()
-        self._follow_peers()
+        with self.lock:  # (the master's first placement may come meanwhile, on another thread)
+            self._connect = connect
+            for name, run in (("outbox", self._drain_for_ever), ("sweep", self._sweep_for_ever)):
+                self._threads[name] = threading.Thread(target=run, name=f"everstep-{name}", daemon=True)
+                self._threads[name].start()
+            self._follow_peers()
 
     def close(self, timeout_s: float = 2.0) -> None:
         with self._changed:
