@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from everstep.brain.events import EndOfData, Fenced, Granted, Ok, Refused, Registered, Wait, Welcome
+from everstep.brain.events import EndOfData, Fenced, Granted, Ok, Refused, Registered, Welcome
 from everstep.cli.replay import replay
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.cold]
 
 NODE = NodeId("node0")
 ONE = Incarnation(1)
-LONG_S = 20.0  # a deadline, never waited for when all is well
+LONG_S = 60.0  # a deadline, never waited for when all is well
 PLAN = Plan(name="d", samples=100, shard_samples=10, seed=0)
 
 
@@ -89,7 +89,10 @@ class Stage:
         self.masters: list[subprocess.Popen[str]] = []
 
     def spec(self, **fields: Any) -> None:
-        save_spec(self.run_dir, JobSpec(**{"workers": 1, "ps": 1, "buckets": 4, **fields}), {})
+        """Nobody is lost by silence, unless ``fields`` say so: all members live in this one process, which may have to
+        wait for its turn."""
+        usual = {"workers": 1, "ps": 1, "buckets": 4, "suspect_after_s": LONG_S, "lost_after_s": 2 * LONG_S}
+        save_spec(self.run_dir, JobSpec(**{**usual, **fields}), {})
 
     def master(self, limit_bytes: int = 0) -> subprocess.Popen[str]:
         def limits() -> None:
@@ -109,9 +112,13 @@ class Stage:
         return client
 
     def ps(self, slot: int = 0) -> Client:
+        """A member: the master has taken it up."""
         self.running.append((Role.PS, Slot(slot), ONE, 1))
         address = Address(NODE, f"sock/ps-{slot}.sock")
-        return self._client("ps", slot, 1, lambda: wire.HelloMember(Role.PS, Slot(slot), ONE, NODE, 1, address), True)
+        hello = lambda: wire.HelloMember(Role.PS, Slot(slot), ONE, NODE, 1, address)  # noqa: E731
+        client = self._client("ps", slot, 1, hello, True)
+        assert isinstance(client.welcomes.get(timeout=LONG_S), Welcome)
+        return client
 
     def worker(
         self, slot: int = 0, incarnation: int = 1, leases: Callable[[], list[Lease]] = list, beats: bool = True
@@ -166,7 +173,6 @@ def test_kill_9_of_the_master_twice_changes_nothing_for_its_members(stage: Stage
     stage.spec()
     masters = [stage.master()]
     agent, ps = stage.agent(), stage.ps()
-    assert isinstance(ps.welcomes.get(timeout=LONG_S), Welcome)
     held: list[Lease] = []
     worker = stage.worker(leases=lambda: held)
     assert worker.call(wire.Register(PLAN)) == Registered(0)
@@ -208,7 +214,7 @@ def test_kill_9_of_the_master_twice_changes_nothing_for_its_members(stage: Stage
 
 
 def test_a_silent_worker_is_replaced_and_its_old_life_is_fenced(stage: Stage) -> None:
-    stage.spec(suspect_after_s=0.5, lost_after_s=1.2)
+    stage.spec(suspect_after_s=0.8, lost_after_s=2.5)
     master = stage.master()
     agent, ps = stage.agent(), stage.ps()
     worker = stage.worker(beats=False)
@@ -261,7 +267,7 @@ def test_a_lost_ps_ends_the_job_with_one_clear_line(stage: Stage) -> None:
     second = stage.ps(1)
     worker = stage.worker()
     worker.call(wire.Register(PLAN))
-    assert isinstance(worker.call(wire.AskShard(0, 1, 1)), Granted | Wait)
+    assert isinstance(worker.call(wire.AskShard(0, 1, 1)), Granted)
     second.control.close()
     assert agent.call(wire.Exited(Role.PS, Slot(1), ONE, -9)) == Ok()
     told = worker.order(wire.Finish)
