@@ -128,9 +128,16 @@ class Stage:
         raise AssertionError(f"{role}:{slot} #{incarnation} never ran: {self.agent.hello()}")
 
     def master_pid(self, other_than: int = 0) -> int:
-        until(lambda: self.agent._master is not None and self.agent._master.pid != other_than)
-        assert self.agent._master is not None
-        return self.agent._master.pid
+        found: list[int] = []
+
+        def look() -> bool:
+            master = self.agent._master  # (None again any moment: the loop runs meanwhile)
+            if master is not None and master.pid != other_than:
+                found.append(master.pid)
+            return bool(found)
+
+        until(look)
+        return found[0]
 
 
 @pytest.fixture
@@ -300,8 +307,8 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
     stage = Stage(tmp_path, monkeypatch, keeps_master=False)
 
     def play() -> None:
-        stage.agent.on_order(Start(Role.PS, Slot(0), Incarnation(1)))
-        until(lambda: any(r.pid for r in stage.agent._running.values()))
+        stage.start(Role.PS, 1)
+        stage.pid(Role.PS, 1)
         os.kill(os.getpid(), signal.SIGTERM)
         stage.told.wait_for(lambda: any(isinstance(r, Drain) for r in stage.told.requests))
         assert Drain(NodeId("node0"), agent_module.RECLAIM_S) in stage.told.requests
