@@ -27,7 +27,7 @@ from everstep.model.group import Group, Mark, Split
 from everstep.model.shard import Plan
 from everstep.policies.split import cut_step
 
-WAIT = timedelta(seconds=20)
+WAIT = timedelta(seconds=40)
 
 
 class GlooWork:
@@ -229,7 +229,8 @@ def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], f
     except BaseException:
         out = (False, f"rank {rank}:\n{traceback.format_exc()}")
     (folder / f"{rank}.out").write_bytes(pickle.dumps(out))
-    until = time.monotonic() + 2.0  # who ends at once may cut off what the others have not read yet
+    # Who ends at once may cut off what the others have not read yet.
+    until = time.monotonic() + WAIT.total_seconds()
     while time.monotonic() < until and not all((folder / f"{r}.out").exists() for r in range(n)):
         time.sleep(0.002)
     os._exit(0)

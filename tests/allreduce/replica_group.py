@@ -15,7 +15,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Mark
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Broken(Exception):
