@@ -33,12 +33,12 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
-    """Wait until something holds; fails after 20 s."""
+    """Wait until something holds; fails after a minute (it may be a process that has to start)."""
 
     def wait(holds: Callable[[], object]) -> None:
         import threading
 
-        end = monotonic() + 20
+        end = monotonic() + 60
         pause = threading.Event()
         while not holds():
             assert monotonic() < end, "it never came to hold"

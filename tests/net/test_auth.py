@@ -159,8 +159,15 @@ def test_the_wrong_door() -> None:
 
 
 def test_silence_ends_at_the_deadline() -> None:
-    held = threading.Event()
-    _, at_server = meet(lambda stream: held.wait(0.2), server(RIGHT, seconds=0.05))
+    over = threading.Event()
+
+    def waits(stream: FrameSocket) -> object:
+        try:
+            return server(RIGHT, seconds=0.05)(stream)
+        finally:
+            over.set()
+
+    _, at_server = meet(lambda stream: over.wait(20), waits)
     assert isinstance(at_server, DeadlineError)
 
 

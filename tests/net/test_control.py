@@ -504,6 +504,7 @@ def test_tcp_without_tls_gets_nowhere(
     master = start(polite, tcp=True, auth_s=0.5)
     good = join(address=lambda: Address(NodeId("far"), host="127.0.0.1", port=master.port))
     good.wait_connected(20)
+    caplog.clear()  # (it may have been too slow the first time)
     raw = socket.create_connection(("127.0.0.1", master.port))
     stream = FrameSocket(raw, AUTH_LIMITS)
     with pytest.raises(WireError):

