@@ -75,6 +75,9 @@ def test_a_restart_pays_below_a_share_of_what_a_healthy_job_would_take_whatever_
     assert restart_gain_s(paces, 3, 1.0, shares, (share + 0.01) * 1000, remaining_s) < 0
     assert restart_gain_s(paces, 3, slowness, shares, 0.1, remaining_s) < 0, "the new one would be no faster"
     assert restart_gain_s(paces, 3, 1.0, shares, 1.0, 0.0) < 0, "nobody knows what is left"
+    # the speed is that of a step before the split: what is left is known apart from it
+    assert restart_gain_s(paces, 3, 1.0, shares, (share - 0.01) * 1000, 3 * remaining_s, 4000) > 0
+    assert restart_gain_s(paces, 3, 1.0, shares, (share + 0.01) * 1000, 3 * remaining_s, 4000) < 0
 
 
 def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:

@@ -122,6 +122,7 @@ class Observer:
         replicated = spec.mode != "ps"
         consistency = parse_consistency(spec.consistency)
         group = brain.state.groups.group
+        left = self._remaining_samples()
         batches = [self._last(str(w), w.incarnation, "global_batch") for w in workers] if replicated else []
         return Observations(
             at=at,
@@ -133,7 +134,8 @@ class Observer:
             wanted_workers=brain.job.workers_wanted,
             pending=sum(1 for seat in members.all() if seat.member.state is MemberState.STARTING or seat.waiting)
             + sum(1 for slot in brain.state.protection.leaving if members.servers[slot].running),
-            remaining_s=self._remaining_s(),
+            remaining_s=left / rate if (rate := self._readings.samples_per_s(brain)) > 0 else 0.0,
+            remaining_samples=left,
             places=tuple(room.node for room in members.rooms(Role.WORKER) if room.free),
             ps_places=tuple(room.node for room in members.rooms(Role.PS) if choose_ps_node([room]) is not None),
             workers=workers,
@@ -190,13 +192,10 @@ class Observer:
         windows = self.windows.of(member, incarnation)
         return windows.last.get(name, 0.0) if windows is not None else 0.0
 
-    def _remaining_s(self) -> float:
-        """Of the epochs that were asked for so far, at today's speed; 0.0: unknown."""
-        rate = self._readings.samples_per_s(self._brain)
-        if rate <= 0:
-            return 0.0
+    def _remaining_samples(self) -> int:
+        """Of the epochs that were asked for so far."""
         total = sum(d.epochs_known * d.plan.samples for d in self._brain.shards.datasets)
-        return max(0.0, total - self._readings.samples_done(self._brain, self._watch)) / rate
+        return max(0, total - self._readings.samples_done(self._brain, self._watch))
 
 
 def _up(seat: Seat) -> bool:

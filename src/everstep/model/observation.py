@@ -106,7 +106,8 @@ class Observations(msgspec.Struct, frozen=True, kw_only=True):
     loader_batch: int = 0  # samples of a micro-batch by the script: so much fits where no worker says less; 0: unknown
     wanted_workers: int = 0
     pending: int = 0  # members that were started and are not up yet, and ps that are being emptied
-    remaining_s: float = 0.0  # estimate of what is left of the job at today's speed; 0.0: unknown
+    remaining_s: float = 0.0  # estimate of what is left of the job at the speed of the last seconds; 0.0: unknown
+    remaining_samples: int = 0  # the same in samples, of the epochs that were asked for so far; 0: unknown
     places: tuple[NodeId, ...] = ()  # nodes that would take another worker (may be the ones in use)
     ps_places: tuple[NodeId, ...] = ()  # nodes that would take another ps
     restarts: int = 0  # by policies, in the whole job

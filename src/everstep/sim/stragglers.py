@@ -156,7 +156,7 @@ def synchronous(
         if len(here) == n or len(here) > 1:
             left = (samples - done) * (t - looked_at) / max(1, done - looked)
             looked_at, looked = t, done
-            seen = _seen(workers, here, t, window, step, n, result.restarts, restarted_at, left)
+            seen = _seen(workers, here, t, window, step, n, result.restarts, restarted_at, left, samples - done)
             if observe is not None:
                 observe(seen)
             made, state = policy(seen, state)
@@ -197,6 +197,7 @@ def _seen(
     restarts: int,
     restarted_at: float,
     left: float,
+    left_samples: int,
 ) -> Observations:
     out = []
     for i in here:
@@ -224,6 +225,7 @@ def _seen(
         wanted_workers=n,
         pending=n - len(here),
         remaining_s=left,
+        remaining_samples=max(0, left_samples),
         places=(HOME, SPARE),
         restarts=restarts,
         restarted_at=restarted_at,

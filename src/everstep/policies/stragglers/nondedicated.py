@@ -162,7 +162,13 @@ def _restart_worker(
     shares = [w.share for w in known] if seen.global_batch else []
     slots, paces = [v.slot for v in verdicts], [v.pace_s for v in verdicts]
     gain_s = restart_gain_s(
-        paces, slots.index(worst.slot), worst.normal_s, shares, settings.restart_s, seen.remaining_s
+        paces,
+        slots.index(worst.slot),
+        worst.normal_s,
+        shares,
+        settings.restart_s,
+        seen.remaining_s,
+        seen.remaining_samples,
     )
     if not place or gain_s <= 0:
         return None, state
