@@ -34,6 +34,7 @@ from everstep.sim.stragglers import Pattern, finish
 
 NODE, ONE = NodeId("node0"), Incarnation(1)
 BATCH = 64
+SAMPLES, EPOCHS = 10**6, 2
 BEAT_S, TICK_S = 0.5, 0.1  # of a control connection
 MASTER_S = 0.25  # the master looks without a beat
 SYNC_S = 0.004  # a step takes longer than its slowest member
@@ -42,10 +43,12 @@ CLOCK_S = 0.01  # of this simulation
 
 @dataclass
 class Ran:
-    """``steps``: when each ended, and its shares; seconds since the first one began."""
+    """``steps``: when each ended, and its shares; seconds since the first one began. ``left``: samples, as policies see
+    it: nothing of this reaches the journal, so all of them."""
 
     steps: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     plans: list[tuple[float, Plan]] = field(default_factory=list)
+    left: int = 0
 
     @property
     def wall_s(self) -> float:
@@ -142,6 +145,7 @@ def run(
         if at >= look_at:
             look_at += MASTER_S
             _look(keeper, at)
+    ran.left = observer.observe(at).remaining_samples
     observer.close()
     return ran
 
@@ -162,8 +166,8 @@ def _brain(workers: int, policy: str) -> Brain:
     events: list[BrainEvent] = [MasterStarted(0.0, ONE, spec), NodeJoined(0.0, NODE, "", 0, 0)]
     for slot in map(Slot, range(workers)):
         events.append(MemberJoined(1.0, Role.WORKER, slot, ONE, NODE, 100 + slot))
-        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=10**6, shard_samples=BATCH, seed=0)))
-        events.append(GroupAsked(1.0, slot, ONE, 0, 2, BATCH))
+        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=SAMPLES, shard_samples=BATCH, seed=0)))
+        events.append(GroupAsked(1.0, slot, ONE, 0, EPOCHS, BATCH))
     for event in events:
         brain.handle(event)
     return brain

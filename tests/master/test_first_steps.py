@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from policy_job import BATCH, SYNC_S, Ran, run
+from policy_job import BATCH, EPOCHS, SAMPLES, SYNC_S, Ran, run
 
 from everstep.sim.stragglers import Constant, Pattern, Spells, finish
 
@@ -33,7 +33,7 @@ def test_one_slow_from_the_beginning_on_costs_one_step_at_its_pace(tmp_path: Pat
         shares = [of[0] for _, of in ran.steps]
         assert shares[0] == BATCH and max(shares[1:]) <= 0.4 * BATCH and max(shares[4:]) <= BATCH / 6, (seed, ran.steps)
         assert ran.wall_s <= 1.13 * (8 + 15 * 8 / 7) * BATCH * SAMPLE_S, (seed, ran.steps)
-        assert len(ran.plans) <= 5
+        assert len(ran.plans) <= 5 and ran.left == EPOCHS * SAMPLES
 
 
 @pytest.mark.parametrize("policy", ["nondedicated", "dedicated"])
