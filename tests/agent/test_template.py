@@ -110,6 +110,30 @@ def test_script_runs_as_main_with_its_arguments_and_environment(bench: Bench) ->
     assert log.index("thread ended A") < log.index("atexit ran")
 
 
+LATE = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as es.join does
+def asked_to_end():
+    while True:
+        frame, names = sys._current_frames()[threading.main_thread().ident], []
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        if "_shutdown" in names:
+            return os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)
+threading.Thread(target=asked_to_end).start()
+"""
+
+
+def test_a_worker_that_is_asked_to_end_when_its_script_is_over_ends_as_it_would_have(bench: Bench) -> None:
+    bench.fork(JOIN + LATE)
+    assert bench.status() == 0
+    bench.fork(LATE + "raise ValueError('no good')", incarnation=6)
+    assert bench.status() == 1
+    assert bench.error().line == "ValueError: no good (train.py:14)"
+
+
 def test_script_error_is_told_with_its_place_and_without_our_frames(bench: Bench) -> None:
     bench.fork("def f():\n    raise ValueError('no good')\nf()\n", incarnation=2)
     assert bench.status() == 1

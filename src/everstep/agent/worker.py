@@ -48,7 +48,18 @@ def run_worker(request: Fork) -> NoReturn:
     _become(request)
     sys.argv = list(request.argv)
     script = Path(request.argv[0])
-    code = 0
+    try:
+        code = _outcome(request, script)
+        _end_anyway(code)
+    except SystemExit as exit_:  # by SIGTERM, while its end was dealt with
+        code = _exit_status(exit_)
+        _end_anyway(code)
+    code = _leave(request, code, script)
+    os._exit(code)
+
+
+def _outcome(request: Fork, script: Path) -> int:
+    """Run the script and leave the job; the exit status."""
     try:
         if request.shard > 1:
             become_unit(request.shard)
@@ -58,14 +69,24 @@ def run_worker(request: Fork) -> NoReturn:
     except SystemExit as exit_:
         code = _exit_status(exit_)
         if code and code != TERMINATED:
+            _end_anyway(code)
             what = exit_.code if isinstance(exit_.code, str) else f"the script ended itself with exit code {code}"
             _tell(request, WorkerError(request.incarnation, f"{what} ({script_place(exit_, script)})", "", 1))
+        return code
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except BaseException as error:
-        code = _failed(request, error, script)
-    code = _leave(request, code, script)
-    os._exit(code)
+        _end_anyway(1)
+        return _failed(request, error, script)
+    return 0
+
+
+def _end_anyway(status: int) -> None:
+    """The script is over: being asked to end changes nothing any more, and does not disturb what is done last; asked
+    once more, the process ends at once. Without it a worker that was done counts as lost (its end fails by the
+    SystemExit that ends scripts), and one that failed does not tell why."""
+    times = iter((False, True))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(status) if next(times, True) else None)
 
 
 def _become(request: Fork) -> None:
