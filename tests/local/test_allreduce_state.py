@@ -4,6 +4,7 @@ a checkpoint: every sample once, and the same bits on everybody."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -99,11 +100,11 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     run.train(2, "--logical-workers", "4", "--checkpoint-every", "1h")
     run.trained(200)
     code, out = run.everstep("checkpoint", str(run.run_dir))  # by hand, while it trains
-    assert code == 0 and "checkpoint 1: base" in out, out
+    assert code == 0 and re.search(r"checkpoint \d+: base", out), out
     code, out = run.everstep("stop", str(run.run_dir))  # at once: perhaps nothing was told since then
     assert code == 0 and "after a last checkpoint" in out, out
-    assert run.wait(60.0) == 0, run.story()
-    assert "checkpoint 2 (stop)" in run.text(), run.text()
+    assert run.wait() == 0, run.story()
+    assert re.search(r"checkpoint \d+ \(stop\)", run.text()), run.text()
     run.write(rows=640, epochs=4, pause_s=0.0, batch=16)
     again = tmp_path / "again"
     code, out = run.everstep("resume", str(run.run_dir), "--workers", "1", "--run-dir", str(again), "--no-display")
