@@ -19,7 +19,7 @@ from everstep.allreduce.session import Session
 from everstep.allreduce.step import LeaveJob, Outcome
 from everstep.brain.events import Answer, Grouped, Ok
 from everstep.config.spec import JobSpec
-from everstep.errors import EverstepError, InternalError, NonFiniteGradientError
+from everstep.errors import EverstepError, InternalError, NonFiniteGradientError, PlatformError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.shard import Plan
@@ -407,6 +407,19 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     world.wait(lambda: newcomer.ended == "end")
     assert not newcomer.outcomes and not newcomer.seat.said(Synced)
+
+
+def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
+    """Those who could tell of the steps before ours are lost, so the master begins another line of states."""
+    (member,) = world.start(0)
+    world.publish(0)
+    world.wait(lambda: member.ended == "end")
+    member.session.commits.done(Committed(1, 90, 90, 0, 0, 0, 1))
+    member.session.commits.settle(91)
+    member.session.grouped(Group(generation=2, members=(), origin=2))
+    with pytest.raises(PlatformError, match="steps up to .* are void"):
+        member.session.close()
+    assert not member.seat.said(LeaveGroup)
 
 
 def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:

@@ -22,13 +22,17 @@ from seeds import amounts
 # manifest of a checkpoint was being written. Since the script has an end of its iteration here: 120 a change that broke
 # before all were there left one behind; 121 who was to leave a group that broke, for one on hold, was forgotten; 533
 # the end had come when a newcomer was let in; 770 and 26639 a copy of a state that the journal never got came to the
-# end, an answer for a line that was void counted for the next one; 13740 a worker ended well that was to leave.
+# end, an answer for a line that was void counted for the next one; 13740 a worker ended well that was to leave,
+# and 68676 another, of which the master heard that it had ended before it heard that it was done; 65788 a member ended
+# well whose last steps the journal never got.
 FOUND = (
     120,
     121,
     770,
     13740,
     26639,
+    65788,
+    68676,
     0,
     17,
     27,

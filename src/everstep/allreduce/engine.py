@@ -617,7 +617,9 @@ class GroupEngine:
         self._hook.remove()
         if self._reducer is not None:
             self._reducer.close()
-        if self.session is not None:
-            self.session.close(error)
-        if self.tables is not None:
-            self.tables.close()
+        try:
+            if self.session is not None:
+                self.session.close(error)
+        finally:
+            if self.tables is not None:
+                self.tables.close()

@@ -326,16 +326,18 @@ class Session:
         self.keeper.settled(before if self.tables is None else min(before, self.tables.pushed))
 
     def close(self, error: str = "") -> None:
-        """The script is over: tell what is untold, leave the group. Harmless when repeated."""
+        """The script is over: tell what is untold, leave the group. Harmless when repeated. Raises PlatformError where
+        this was not the end, since steps of it are void: this worker is to begin anew."""
         if self._closed.is_set():
             return
         failed = bool(error) or self.failure is not None
+        void = False
         if not failed and self._entered:
             if self._leaving is None:
                 self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
                 self.keeper.finish()
-            self._tell_rest()
-        if not failed and self._entered and not self._left:
+            void = not self._tell_rest()
+        if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
                 self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
         self._closed.set()
@@ -357,20 +359,28 @@ class Session:
             with contextlib.suppress(PlatformError):
                 self._log.close()
         self.keeper.close()
+        if void and not self._left:
+            raise PlatformError(
+                f"the steps up to {self.state.mark.step - 1} are void: whoever could tell the master of those before "
+                "ours was lost. They are done again, by this worker too"
+            )
 
-    def _tell_rest(self) -> None:
+    def _tell_rest(self) -> bool:
         """Nobody else may be left to tell the last steps: until the master has them, be it away for a while. What was
-        committed before we came is told by those who were there; so long we wait for less."""
+        committed before we came is told by those who were there. False: they were lost, and our steps are void."""
         begun = time.monotonic()
         while self.commits.waiting and self.failure is None:
-            now = time.monotonic()
+            now, newest = time.monotonic(), self.machine.newest
+            if newest is not None and newest.origin != self._origin:
+                return False
             mine = bool(self._telling or self.commits.to_tell())
-            if now - begun > (NEWS_S if mine else _CLOSE_S):
-                return
+            if now - begun > (NEWS_S if mine or not self._left else _CLOSE_S):
+                return True
             self._tell(everybody=True)
             if not mine and now - self._asked_at > _ASK_S / 4:
                 self._ask()  # the answer says what the master has
             time.sleep(0.01)
+        return True
 
     # ------------------------------------------------------------ from other threads
 

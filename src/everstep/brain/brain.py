@@ -610,7 +610,7 @@ class Brain:
             return [_OK, *self._node_heard(NodeHeard(e.at, ended.member.node))]
         finished = e.status == 0 and not seat.stopping
         if self.replicated:
-            if e.status == 0 and self.groups.said_done(seat):  # before it heard that it was to leave
+            if e.status == 0 and self.groups.ended_well(seat):
                 finished, seat.stopping = True, False
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:

@@ -345,6 +345,10 @@ class GroupKeeper:
             and self.living(seat.member.slot, ask.incarnation) is not None
         )
 
+    def ended_well(self, seat: Seat) -> bool:
+        """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
+        return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
+
     def leaves(self, seat: Seat, reason: str) -> None:
         ask = self.books.asked.get(seat.member.slot)
         if ask is not None and ask.incarnation == seat.member.incarnation:

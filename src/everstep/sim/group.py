@@ -65,7 +65,6 @@ TELL_ANYWAY_S = 2.0
 CONNECT_S = 5.0
 LEAVE_S = 15.0
 CLOSE_S = 60.0  # for the last reports, when the script is over
-GAP_S = 5.0  # the same where others have to tell what was before them
 BATCH = 2
 ALL_LOST = 0.2  # so often while a manifest is being written
 UPDATE = 0.4  # of a step's time, at most, is the script's iteration after the vote
@@ -446,6 +445,8 @@ class GroupWorker(Child):
 
     def on_group(self, conn: Conn, group: Group) -> None:
         if self.closing:
+            newest = self.machine.newest
+            self.machine.newest = group if newest is None or group.generation > newest.generation else newest
             return
         self.do(self.machine.told(group))
         self.pump()
@@ -782,8 +783,11 @@ class GroupWorker(Child):
 
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
-        mine = self.telling or self.commits.to_tell()
-        if self.commits.waiting and self.kernel.now - since < (CLOSE_S if mine else GAP_S):
+        newest = self.machine.newest
+        if self.commits.waiting and newest is not None and newest.origin != self.origin:
+            self.exit(4)  # they are done again: not the end
+            return
+        if self.commits.waiting and self.kernel.now - since < CLOSE_S:
             self.tell(True)
             self.later(0.02, self.end, status, since)
             return
