@@ -417,7 +417,7 @@ def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
     member.session.commits.done(Committed(1, 90, 90, 0, 0, 0, 1))
     member.session.commits.settle(91)
     member.session.grouped(Group(generation=2, members=(), origin=2))
-    with pytest.raises(PlatformError, match="steps up to .* are void"):
+    with pytest.raises(PlatformError, match="are void"):
         member.session.close()
     assert not member.seat.said(LeaveGroup)
 
