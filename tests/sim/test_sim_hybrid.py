@@ -12,8 +12,9 @@ from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 
 # 98, 164 of the model: a new line and watermarks that differ; a leaver beside a dead connection. 588 a leaver led on
-# those who came after it had left, and what had been committed between was known to nobody.
-FOUND = (98, 164, 588)
+# those who came after it had left, and what had been committed between was known to nobody. 13034 one on hold did not
+# say that it could not be connected with the other.
+FOUND = (98, 164, 588, 13034)
 
 
 @pytest.mark.timeout(400)

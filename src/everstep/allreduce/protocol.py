@@ -207,6 +207,11 @@ class GroupMachine:
         return not set(self.present.members) <= set(self._change.members)
 
     @property
+    def idle(self) -> bool:
+        """Whether this member trains in no group: it can only wait for the next one to be connected."""
+        return self.present is None or not self.whole or bool(self.present.hold)
+
+    @property
     def outside(self) -> bool:
         """In no group that works, and not wanted in the newest."""
         present = self.present

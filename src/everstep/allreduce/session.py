@@ -887,7 +887,7 @@ class Session:
             waits = [self._waiting_since if self.machine.present is not None and not self.machine.whole else 0.0]
             if self._present is not None:
                 waits.append(self._present.waiting_since)
-            if self._building is not None and not self.machine.whole:
+            if self._building is not None and self.machine.idle:
                 waits.append(self._building[0].waiting_since)
                 group = self.machine.newest
             since = min((w for w in waits if w), default=0.0)

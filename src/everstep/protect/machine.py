@@ -1053,7 +1053,7 @@ class Machine:
             return
         mirror = self._way(bucket)
         fenced = bucket in self._fenced
-        if fenced and mirror is None and self._fenced[bucket].to is not None and self._image(bucket):
+        if fenced and mirror is None and self._fenced[bucket].to is not None and self._image(bucket) is not None:
             self._drop(bucket)  # others had it meanwhile, and it goes on from their image
             fenced = False
         if fenced and mirror is not None and len(self._mirrors[mirror].mirror.members) == 1:

@@ -509,7 +509,7 @@ class GroupWorker(Child):
 
     def connect_to(self, group: Group, attempt: int) -> None:
         ring = self.gsim.ring(group, attempt)
-        if not self.machine.whole:
+        if self.machine.idle:
             self.connecting_since = self.connecting_since or self.kernel.now
         if group.size == 1:
             ring.there[0] = self
@@ -829,9 +829,9 @@ class GroupWorker(Child):
 
     def stall(self, now: float, lost: bool) -> None:
         m = self.machine
-        group = m.newest if lost or m.present is None else m.present
+        group = m.newest if m.idle else m.present
         since = self.waits_since if self.phase not in BUSY else self.broke_at if lost else 0.0
-        since = since or (self.connecting_since if not m.whole and self.building is not None else 0.0)
+        since = since or (self.connecting_since if m.idle and self.building is not None else 0.0)
         if group is None or not since or now - since < STALL_S or now - self.stalled_at < STALL_S:
             return
         self.stalled_at = now
