@@ -190,16 +190,16 @@ def decode_header(data: bytes, what: str) -> PackedHeader:
             )
         header = _header_decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} cannot be read: {error}") from None
+        raise CheckpointError(f"{what} cannot be read: {' '.join(str(error).split())}") from None
     if not 0 <= header.size_bytes <= BODY_MAX_BYTES:
         raise CheckpointError(f"{what} says {header.size_bytes} bytes of tensors")
     for entry in header.tensors:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
-            raise CheckpointError(f"{what}: {entry.name} is of dtype {entry.dtype}, which this torch does not have")
+            raise CheckpointError(f"{what}: {entry.name!r} is of dtype {entry.dtype!r}: this torch does not have it")
         size = math.prod(entry.shape) * dtype.itemsize
         if min(entry.shape, default=0) < 0 or entry.at % ALIGN_BYTES or not 0 <= entry.at <= header.size_bytes - size:
-            raise CheckpointError(f"{what}: {entry.name} does not lie inside of the state")
+            raise CheckpointError(f"{what}: {entry.name!r} does not lie inside of the state")
     numbers = (*header.parameters, *header.buffers, *header.gradients)
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(header.tensors):
         raise CheckpointError(f"{what}: a tensor is named that is not there")
@@ -242,7 +242,9 @@ class Unpacker:
         try:
             return self._tagged(tree, device, depth)
         except (IndexError, TypeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{self.what} holds a value that cannot be read: {error}") from None
+            raise CheckpointError(
+                f"{self.what} holds a value that cannot be read: {' '.join(str(error).split())}"
+            ) from None
 
     def _tagged(self, tree: Sequence[Any], device: torch.device | None, depth: int) -> Any:
         tag, first = tree[0], tree[1]
