@@ -81,7 +81,7 @@ class Run:
         self.joined: dict[str, subprocess.Popen[bytes]] = {}
         self.write()
 
-    def write(self, rows: int = 2000, epochs: int = 4, pause_s: float = 0.1, batch: int = 100) -> None:
+    def write(self, rows: int = 2000, epochs: int = 4, pause_s: float = 0.2, batch: int = 100) -> None:
         """``pause_s``: after each batch, until somebody is in a hurry."""
         text = SCRIPT.format(rows=rows, epochs=epochs, pause_s=pause_s, batch=batch, hurry=str(self._hurry))
         self.script.write_text(text)

@@ -8,7 +8,7 @@ import re
 import signal
 from pathlib import Path
 
-from local_jobs import Run
+from local_jobs import Run, until
 
 from everstep.model.member import Role
 
@@ -78,6 +78,17 @@ class ReplicaRun(Run):
 
     def pid(self, slot: int, at_least: int = 1) -> int:
         return self.alive(Role.WORKER, slot, at_least).pid
+
+    def entered(self, *slots: int) -> None:
+        """Wait until these came into the group while it trained, or the job is over."""
+        popen, wanted = self.popen, {f"worker:{slot}" for slot in slots}
+        assert popen is not None
+
+        def look() -> bool:
+            found = re.findall(r"((?:worker:\d+(?:, )?)+) entered", self.text())
+            return wanted <= {who for names in found for who in names.split(", ")} or popen.poll() is not None
+
+        until(look, why=self.story)
 
     def finished(self, lost: int = 0, states: int | None = None, timeout_s: float = 120.0) -> str:
         """It ended well: every sample exactly once, all workers (at least ``states`` of them) with the same state, and

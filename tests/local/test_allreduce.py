@@ -25,19 +25,21 @@ RUN = ReplicaRun
 
 def test_a_job_trains_to_its_end_and_leaves_nothing(run: ReplicaRun) -> None:
     run.write(epochs=1, pause_s=0.0)
-    run.train(2).finished(states=2)
+    run.train(2, "--min-workers", "2").finished(states=2)
     for verb, words in {"audit": "exactly once", "replay": "every instruction is the same", "status": "done"}.items():
         code, out = run.everstep(verb, str(run.run_dir))
         assert code == 0 and words in out, out
 
 
 def test_rank_0_is_killed_and_then_another(run: ReplicaRun) -> None:
-    run.write(epochs=6)
+    run.write(epochs=6, pause_s=0.1)
     run.train(3)
     for slot, samples in ((0, 500), (2, 3000)):
         run.trained(samples)
         os.kill(run.pid(slot), KILL)
         run.pid(slot, at_least=2)
+    run.entered(0, 2)
+    run.hurry()
     run.finished(2, states=3)
 
 
@@ -65,12 +67,13 @@ def test_another_one_dies_while_the_group_is_built_anew(run: ReplicaRun) -> None
 
 
 def test_a_stopped_worker_is_left_behind_and_replaced(run: ReplicaRun) -> None:
-    run.write(epochs=5)
+    run.write(epochs=5, pause_s=0.1)
     run.train(3)
     run.trained(500)
     pid = run.pid(1)
     os.kill(pid, STOP)
     run.pid(1, at_least=2)
+    run.hurry()
     run.finished(1, states=2)
     assert not Path(f"/proc/{pid}").exists()
 
@@ -110,7 +113,7 @@ def test_worker_and_master_killed_at_once(run: ReplicaRun) -> None:
 
 
 def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
-    run.write(epochs=7)
+    run.write(epochs=7, pause_s=0.1)
     run.train(2)
     run.trained(500)
     scale(run.run_dir, workers=3, ps=None)
@@ -124,11 +127,13 @@ def test_scaled_from_two_to_three_to_two(run: ReplicaRun) -> None:
 
 
 def test_a_worker_told_to_end_leaves_and_is_replaced(run: ReplicaRun) -> None:
-    run.write(epochs=4)
+    run.write(epochs=4, pause_s=0.1)
     run.train(2)
     run.trained(500)
     os.kill(run.pid(1), signal.SIGTERM)
     run.pid(1, at_least=2)
+    run.entered(1)
+    run.hurry()
     run.finished(1, states=2)
     assert "batches retried: 0" in run.text(), run.text()  # it left between two steps
 

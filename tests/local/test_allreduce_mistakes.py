@@ -9,6 +9,8 @@ import pytest
 from replica_jobs import ReplicaRun
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+BOTH = ("--min-workers", "2")
+"""From the beginning: one that joins later takes over the others' state, or comes when all is trained."""
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def ends_with(run: ReplicaRun, code: int, *words: str) -> str:
 
 def test_parameters_that_differ_between_workers(run: ReplicaRun) -> None:
     change(run, "layers = nn", "torch.manual_seed(int(job.slot))\nlayers = nn")
-    run.train(2, "--min-workers", "2")  # both from the beginning: one that joins later takes over the others' state
+    run.train(2, *BOTH)
     ends_with(run, 1, "0.weight", "differ")
 
 
@@ -48,13 +50,13 @@ def test_fewer_samples_than_logical_workers(run: ReplicaRun) -> None:
 
 def test_an_unused_parameter_is_no_mistake(run: ReplicaRun) -> None:
     change(run, "model = job", "net.register_parameter('unused', nn.Parameter(torch.ones(3)))\nmodel = job")
-    run.train(2).finished(states=2)
+    run.train(2, *BOTH).finished(states=2)
 
 
 def test_a_parameter_that_only_some_use_is_no_mistake(run: ReplicaRun) -> None:
     change(run, "model = job", "net.register_parameter('extra', nn.Parameter(torch.ones(1)))\nmodel = job")
     change(run, "opt.zero_grad()", "loss = loss + (model.extra.sum() if job.slot else 0.0); opt.zero_grad()")
-    run.train(2).finished(states=2)
+    run.train(2, *BOTH).finished(states=2)
 
 
 def test_an_optimizer_that_was_not_passed(run: ReplicaRun) -> None:
@@ -66,7 +68,7 @@ def test_an_optimizer_that_was_not_passed(run: ReplicaRun) -> None:
 
 def test_a_loss_that_is_not_a_number(run: ReplicaRun) -> None:
     change(run, "opt.zero_grad()", "loss = loss * (float('nan') if job.slot else 1.0); opt.zero_grad()")
-    run.train(2)
+    run.train(2, *BOTH)
     ends_with(run, 1, "finite")
 
 

@@ -64,7 +64,7 @@ def test_the_last_ones_save_the_state_in_time(run: ReplicaRun) -> None:
     until(lambda: "checkpoint committed: checkpoint 1 " in run.text(), why=run.story)
     assert "checkpoint 1 (one healthy replica is left)" in run.text(), run.story()
     pids = run.pid(0), run.pid(1, at_least=2)
-    until(lambda: "worker:1 entered" in run.text(), why=run.story)
+    run.entered(1)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)

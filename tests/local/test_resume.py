@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 SAMPLES, EPOCHS = 1200, 3
 SCRIPT = """
-import time
+import os, time
 import numpy as np
 import everstep as es
 from torch import nn
@@ -42,13 +42,15 @@ class Count(nn.Module):
 model = job.sparse(Count())
 for batch in job.steps(job.loader(data, batch_size=20, epochs={epochs})):
     (-model(batch).sum()).backward()
-    time.sleep({pause_s})
+    if not os.path.exists({hurry!r}):
+        time.sleep({pause_s})
 """
 
 
 class Counting(Run):
-    def write(self, rows: int = SAMPLES, epochs: int = EPOCHS, pause_s: float = 0.05, dim: int = 2) -> None:
-        self.script.write_text(SCRIPT.format(samples=rows, epochs=epochs, pause_s=pause_s, dim=dim))
+    def write(self, rows: int = SAMPLES, epochs: int = EPOCHS, pause_s: float = 0.12, dim: int = 2) -> None:
+        facts = {"samples": rows, "epochs": epochs, "pause_s": pause_s, "dim": dim, "hurry": str(self._hurry)}
+        self.script.write_text(SCRIPT.format(**facts))
 
     def resume(self, source: Path | str, *flags: str) -> Counting:
         """``everstep resume`` as a subprocess, into ``folder/resumed``; this object follows that run from here on."""
@@ -127,6 +129,7 @@ def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> Non
     before = latest_intact(checkpoint_place(old))
     assert 0 < before.samples_done < SAMPLES * EPOCHS
 
+    run.hurry()
     run.resume(old, "--ps", "3", "--workers", "1")
     assert run.wait() == 0, run.story()
     assert f"resume from checkpoint {before.checkpoint}" in run.text()
@@ -172,12 +175,14 @@ def test_a_place_that_takes_nothing(counting: Counting) -> None:
 
 def test_a_lost_ps_without_parity_goes_back_to_its_images(counting: Counting) -> None:
     """Twice; only what its buckets lack is trained again, and every sample counts once."""
+    counting.write(pause_s=0.3)
     run = counting.start("--workers", "2", "--ps", "2", "--checkpoint-every", "1s")
     for life in (1, 2):
-        run.trained(life * 600)
+        run.trained(life * 300)
         run.committed()
-        run.trained(life * 600 + 300)
+        run.trained(life * 300 + 150)
         os.kill(run.alive(Role.PS, 1, at_least=life).pid, signal.SIGKILL)
+    run.hurry()
     assert run.wait() == 0, run.story()
     assert "go back to checkpoint" in run.text() and "2 ps" in run.text(), run.text()
     assert (run.counts() == EPOCHS).all(), np.unique(run.counts(), return_counts=True)
@@ -187,7 +192,6 @@ def test_a_lost_ps_without_parity_goes_back_to_its_images(counting: Counting) ->
 
 def test_what_cannot_be_gone_on_from(counting: Counting, tmp_path: Path) -> None:
     run = counting
-    run.write(pause_s=0.02)
     run.start("--workers", "1", "--checkpoint-every", "1s")
     run.trained(200)
     run.committed()

@@ -69,6 +69,8 @@ def test_status_tells_of_a_running_job(run: Run) -> None:
     import json
 
     run.start("--workers", "2", "--ps", "2")
+    for slot in range(2):
+        run.alive(Role.WORKER, slot)
     run.trained(100)
     code, out = run.everstep("status", str(run.run_dir), "--json")
     report = json.loads(out)
