@@ -187,6 +187,27 @@ def test_a_joiner_that_is_too_slow_enters_all_the_same(hire, monkeypatch: pytest
     assert len(digests([*old, new])) == 1
 
 
+def test_a_joiner_that_gave_up_following_hears_of_the_next_group(hire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread has ended by then, and a thread starts once."""
+    monkeypatch.setattr(handover, "TRIES", 1)
+    old, new = [hire(0)], hire(1)
+    agree(1, old)
+    monkeypatch.setattr(handover.Follower, "_step_by_step", _too_late)
+    new.keeper.follow(group_of(1, old))
+    train_until(old, new.synced)
+    assert new.keeper._follower is not None
+    new.keeper._follower._thread.join(60)
+    new.synced.clear()
+    new.keeper.follow(group_of(2, old))
+    assert new.synced.is_set(), "of this one it can say so at once"
+    agree(3, [*old, new])
+    assert len(digests([*old, new])) == 1
+
+
+def _too_late(*_: object) -> None:
+    raise handover.GoneError("kept no longer")
+
+
 def test_a_survivor_that_is_behind_copies(hire) -> None:
     workers = [hire(0), hire(1), hire(2)]
     agree(1, workers)

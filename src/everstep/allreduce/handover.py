@@ -180,6 +180,7 @@ class Follower:
         self._client: Client | None = None
         self._stop = False
         self._breaks = 0
+        self._too_slow = False  # the thread has ended: what is lacking is copied at the change-over
         self.origin = 0
         self.whole = False  # the state is that of ``state.mark``: not in the middle of being loaded, or of a step
         self._stepping = False  # in the middle of a step
@@ -192,16 +193,20 @@ class Follower:
         return f"<Follower of {self._source} at {self._state.mark}, {self._breaks} breaks>"
 
     def follow(self, sources: Sequence[GroupMember]) -> None:
-        """These have the state. Starts at the first call; a source that is not among them is given up."""
+        """These have the state. Starts at the first call; a source that is not among them is given up. One that is
+        too slow to follow says again, of each new group, that it can enter all the same."""
         with self._lock:
             self._sources = tuple(m for m in sources if m.address is not None)
             lost = self._source is not None and self._source not in self._sources
             client = self._client
-            if not self._thread.is_alive() and not self._stop:
+            if self._thread.ident is None and not self._stop:
                 self._thread.start()
+            too_slow = self._too_slow and not self._stop
             self._lock.notify_all()
         if lost and client is not None:
             client.close()
+        if too_slow:
+            self._on_synced()
 
     @property
     def holds(self) -> bool:
@@ -265,6 +270,8 @@ class Follower:
                 if client is not None:
                     client.close()
             if self._breaks >= TRIES:
+                with self._lock:
+                    self._too_slow = True
                 logger.warning("worker:%s cannot follow; it copies the state when it enters", self._me[0])
                 self._on_synced()
                 return

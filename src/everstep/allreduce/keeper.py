@@ -190,7 +190,8 @@ class ReplicaKeeper:
                 if self._initial is None and not self._has:
                     self._initial = self._state.snapshot()
                 self._follower = Follower(self._state, self._me, self._connect, self._synced, self._failed)
-            self._follower.follow(sources)
+            follower = self._follower
+        follower.follow(sources)
 
     def _connect(self, member: GroupMember) -> DataClient:
         assert self._secret is not None and member.address is not None
