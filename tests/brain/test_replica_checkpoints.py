@@ -215,6 +215,16 @@ def test_a_reclaim_notice_saves_the_state() -> None:
     assert any(isinstance(i, OrderImages) for i in out)
 
 
+def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
+    job = Script()
+    job.commit(0, 2, 0, 0, 60)
+    job.save(Mark(3, 0, 0, 60))
+    out = [job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "asked")) for slot in (0, 1)][1]
+    assert any(isinstance(i, OrderImages) for i in out)
+    group = job.brain.state.groups.group
+    assert group is not None and group.size == 1, "somebody stays until it is saved"
+
+
 def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
     job = Script()
     stop = StopAsked(0.0, "everstep stop", True)

@@ -1036,7 +1036,8 @@ class Brain:
         """A checkpoint if the last ones that have the state were asked to go just now (``before``: they had been)."""
         out: list[InstructionType] = []
         if not before and self.groups.last_ones_leave():
-            out = save_in_time(self.checkpoints, self.job, self.state.groups, "reclaim", at)
+            more = self.groups.steps_on()
+            out = save_in_time(self.checkpoints, self.job, self.state.groups, "reclaim", at, more)
         self._tell_groups()
         return out
 

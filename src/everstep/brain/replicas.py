@@ -145,11 +145,13 @@ def why_save(event: object, out: Sequence[InstructionType], job: Job) -> str:
     return "reclaim" if isinstance(event, DrainAsked) and len(out) > 1 else ""
 
 
-def save_in_time(checkpoints: Checkpoints, job: Job, groups: Groups, reason: str, at: float) -> list[InstructionType]:
-    """A checkpoint, if there is anything that is in none yet."""
+def save_in_time(
+    checkpoints: Checkpoints, job: Job, groups: Groups, reason: str, at: float, more: bool = False
+) -> list[InstructionType]:
+    """A checkpoint, if there is anything that is in none yet. ``more``: there are steps that were not told yet."""
     if job.over or not has_checkpoints(job.spec) or groups.group is None:
         return []
     begun = replica_start(checkpoints)[0].step
-    if groups.step <= begun or checkpoints.writing is not None:
+    if (groups.step <= begun and not more) or checkpoints.writing is not None:
         return []
     return checkpoints.begin(job, at, reason, base=True)
