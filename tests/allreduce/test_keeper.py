@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -170,7 +171,13 @@ def test_a_joiner_that_is_lost_costs_the_source_nothing(hire, monkeypatch: pytes
     train_until(old, new.synced)
     new.keeper.close()
     found = old[0].keeper.source
-    monkeypatch.setattr(found, "_now", lambda: time.monotonic() + 2 * source.SILENT_S)
+    looks = itertools.count(1)  # (its last question may still be waited with, and was heard then)
+    monkeypatch.setattr(found, "_now", lambda: time.monotonic() + 2 * source.SILENT_S * next(looks))
+    for _ in range(400):
+        old[0].train()
+        if not found._followers:
+            break
+        time.sleep(0.005)
     old[0].train(2)
     assert not found._followers and not found._tape and found._recorder is None and not found._busy
 
