@@ -190,15 +190,18 @@ class GroupKeeper:
         m = seat.member
         if m.role is not Role.WORKER or [m.slot, m.incarnation] in self.books.dismissed:
             return False
-        left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
-        return left or self.member(seat)
+        return self._leaver(seat) is not None or self.member(seat)
+
+    def _leaver(self, seat: Seat) -> Leaver | None:
+        """What is noted of this process while it is on its way out of the group."""
+        m = seat.member
+        return next((x for x in self.books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)), None)
 
     def left_to_wait(self, seat: Seat) -> bool:
         """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
         others have changed over. (Who asks is in no group that works, or has a new master.)"""
-        m, group = seat.member, self.books.group
-        left = any((x.slot, x.incarnation) == (m.slot, m.incarnation) for x in self.books.leavers)
-        return left and group is not None and bool(group.hold)
+        group = self.books.group
+        return self._leaver(seat) is not None and group is not None and bool(group.hold)
 
     def holds(self, m: GroupMember) -> bool:
         """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
