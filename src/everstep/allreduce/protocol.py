@@ -189,9 +189,8 @@ class GroupMachine:
         newest = self.newest
         if newest is None or newest.generation not in self._ready:
             return None
-        present = self.present
-        free = present is None or not self.whole or bool(present.hold) or present.size == 1
-        return newest if free else None
+        alone = self.present is not None and self.present.size == 1
+        return newest if self.idle or alone else None
 
     @property
     def let_go(self) -> bool:
