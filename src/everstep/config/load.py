@@ -19,7 +19,7 @@ import sys
 import tempfile
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -240,10 +240,8 @@ def check_script(script: str | Path) -> Path:
     if path.is_dir():
         raise ConfigError(f"training script {str(script)!r} is a directory; give the .py file")
     if not path.exists():
-        near = difflib.get_close_matches(path.name, _python_files(path.parent), 1)
-        raise ConfigError(
-            f"training script {str(script)!r} does not exist" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        near = _nearest(path.name, _python_files(path.parent))
+        raise ConfigError(f"training script {str(script)!r} does not exist{near}")
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -277,10 +275,13 @@ def check_policy_module(policy: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy = {policy!r}: {path.name} cannot be read: {error}") from None
     if names is not None and name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        raise ConfigError(
-            f"policy = {policy!r}: {path} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise ConfigError(f"policy = {policy!r}: {path} has no {name!r}{_nearest(name, names)}")
+
+
+def _nearest(name: str, names: Collection[str]) -> str:
+    """The end of an error: which of these may have been meant; "" if none is like it."""
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _names_of(module: ast.Module) -> set[str] | None:
