@@ -19,41 +19,15 @@ from seeds import amounts
 # 890 a change that everybody agreed on was forgotten when the old group broke; 2418 a stop that its agent never heard.
 # 2726 a group that had broken before it was entered (of the model); 2824 on hold as the news of the last step came;
 # 705 steps that others committed meanwhile were a gap in what was told; 2462 a line began from nothing while the
-# manifest of a checkpoint was being written. Since the script has an end of its iteration here: 120 a change that broke
-# before all were there left one behind; 121 who was to leave a group that broke, for one on hold, was forgotten; 533
-# the end had come when a newcomer was let in; 770 and 26639 a copy of a state that the journal never got came to the
-# end, an answer for a line that was void counted for the next one; 13740 a worker ended well that was to leave,
-# and 68676 another, of which the master heard that it had ended before it heard that it was done; 65788 a member ended
-# well whose last steps the journal never got.
-FOUND = (
-    120,
-    121,
-    770,
-    13740,
-    26639,
-    65788,
-    68676,
-    0,
-    17,
-    27,
-    93,
-    152,
-    183,
-    196,
-    207,
-    218,
-    230,
-    393,
-    533,
-    628,
-    657,
-    890,
-    2418,
-    2726,
-    2824,
-    705,
-    2462,
-)
+# manifest of a checkpoint was being written.
+FOUND = (0, 17, 27, 93, 152, 183, 196, 207, 218, 230, 393, 533, 628, 657, 890, 2418, 2726, 2824, 705, 2462)
+
+# Since the script has an end of its iteration here: 120 a change that broke before all were there left one behind; 121
+# who was to leave a group that broke, for one on hold, was forgotten; 533 (above) the end had come when a newcomer was
+# let in; 770 and 26639 a copy of a state that the journal never got came to the end, an answer for a line that was void
+# counted for the next one; 13740 a worker ended well that was to leave, and 68676 another, of which the master heard
+# that it had ended before it heard that it was done; 65788 a member ended well whose last steps the journal never got.
+FOUND_SINCE = (120, 121, 770, 13740, 26639, 65788, 68676)
 
 
 def run(seed: int, parts: Parts = Parts()) -> Outcome:
@@ -87,7 +61,7 @@ def test_who_is_sent_home_is_told_again_when_its_agent_did_not_hear() -> None:
     simulate_group(111, msgspec.structs.replace(calm, faults=tuple(sorted([*calm.faults, *wanted]))))
 
 
-@pytest.mark.parametrize("seed", FOUND)
+@pytest.mark.parametrize("seed", (*FOUND, *FOUND_SINCE))
 def test_seeds_that_found_something(seed: int) -> None:
     run(seed)
 
