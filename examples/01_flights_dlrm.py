@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import everstep as es
-from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
+from flights import COLUMNS, DTYPES, N_DENSE, N_FIELDS, features, options, source
 from scoring import logistic_auc, score
 
 
@@ -39,7 +39,13 @@ model = job.sparse(DLRM(N_FIELDS, N_DENSE), optimizer=es.Adagrad(lr=0.1))
 model = job.replicate(model)
 opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=2e-3))
 loader = job.loader(
-    source(args.rows), args.batch_size, epochs=args.epochs, split="90/10", columns=COLUMNS, transform=features
+    source(args.rows),
+    args.batch_size,
+    epochs=args.epochs,
+    split="90/10",
+    columns=COLUMNS,
+    dtypes=DTYPES,
+    transform=features,
 )
 for batch in job.steps(loader):
     loss = loss_fn(model(batch), batch["label"])

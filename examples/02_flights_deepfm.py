@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import everstep as es
-from flights import COLUMNS, N_DENSE, N_FIELDS, features, options, source
+from flights import COLUMNS, DTYPES, N_DENSE, N_FIELDS, features, options, source
 from scoring import logistic_auc, score
 
 ROWS = 1 << 20  # keys are hashed to this many rows; about 62,000 are ever used
@@ -44,7 +44,13 @@ model = job.sparse(DeepFM(N_FIELDS, N_DENSE), optimizer=es.Adagrad(lr=0.05), ini
 model = job.replicate(model)
 opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=2e-3))
 loader = job.loader(
-    source(args.rows), args.batch_size, epochs=args.epochs, split="90/10", columns=COLUMNS, transform=hashed
+    source(args.rows),
+    args.batch_size,
+    epochs=args.epochs,
+    split="90/10",
+    columns=COLUMNS,
+    dtypes=DTYPES,
+    transform=hashed,
 )
 for batch in job.steps(loader):
     loss = loss_fn(model(batch), batch["label"])

@@ -64,7 +64,7 @@ loader = job.loader(
     epochs=args.epochs,
     split="70/30",
     columns=COLUMNS,
-    dtypes={"dense": "float32", "label": "float32"},
+    dtypes={"plain": "hash", "dense": "float32", "label": "float32"},
     transform=features,
 )
 for batch in job.steps(loader):

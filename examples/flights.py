@@ -22,6 +22,7 @@ FIELDS = (
     *("carrier", "flight", "tailnum", "origin", "dest", "distance"),
 )
 COLUMNS = {"plain": FIELDS, "delay": "arr_delay"}
+DTYPES = {"plain": "hash"}  # text becomes keys
 N_DENSE, N_FIELDS = 4, len(FIELDS) + 4
 
 

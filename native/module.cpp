@@ -121,8 +121,20 @@ void store_pull(Store& s, int64_t table, const Input& keys, const Output& out) {
   s.pull(id, k, n, o);
 }
 
-nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::bytes buckets, nb::list parts,
-                     bool skipped, uint32_t now_s, int64_t step) {
+// Of (shard, lo, hi, lease, learnt) each.
+std::vector<Span> spans_of(nb::handle spans) {
+  std::vector<Span> out;
+  for (nb::handle item : spans) {
+    if (!nb::isinstance<nb::tuple>(item) || nb::len(item) != 5) malformed("a span is (shard, lo, hi, lease, learnt)");
+    nb::tuple t = nb::cast<nb::tuple>(item);
+    out.push_back(Span{nb::cast<int64_t>(t[0]), nb::cast<int64_t>(t[1]), nb::cast<int64_t>(t[2]),
+                       nb::cast<int64_t>(t[3]), nb::cast<bool>(t[4])});
+  }
+  return out;
+}
+
+nb::tuple store_push(Store& s, nb::handle spans, nb::bytes buckets, nb::list parts, uint32_t now_s, int64_t step) {
+  const std::vector<Span> consumed = spans_of(spans);
   std::vector<PushPart> work;
   std::vector<Input> alive;  // arrays stay alive although the GIL is not held
   for (nb::handle item : parts) {
@@ -147,7 +159,7 @@ nb::tuple store_push(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t le
   PushOutcome out;
   {
     nb::gil_scoped_release free;
-    out = s.push(shard, lo, hi, lease, bitmap, work, skipped, now_s, step);
+    out = s.push(consumed, bitmap, work, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
@@ -199,14 +211,15 @@ void store_pull_at(Store& s, nb::handle parts, nb::handle memory) {
   for (const PushPart& p : work) s.pull(p.table, p.keys, p.n, const_cast<float*>(p.grads));
 }
 
-nb::tuple store_push_at(Store& s, int64_t shard, int64_t lo, int64_t hi, int64_t lease, nb::handle parts,
-                        nb::handle memory, bool skipped, uint32_t now_s, int64_t step) {
+nb::tuple store_push_at(Store& s, nb::handle spans, nb::handle parts, nb::handle memory, uint32_t now_s,
+                        int64_t step) {
+  const std::vector<Span> consumed = spans_of(spans);
   Memory held(memory, PyBUF_SIMPLE);
   const std::vector<PushPart> work = parts_in(s, parts, held.view);
   PushOutcome out;
   {
     nb::gil_scoped_release free;
-    out = s.push(shard, lo, hi, lease, {}, work, skipped, now_s, step);
+    out = s.push(consumed, {}, work, now_s, step);
   }
   return nb::make_tuple(out.applied, out.repeats, out.gap, out.fenced, out.nonfinite,
                         nb::bytes(out.buckets.data(), out.buckets.size()), out.moved);
@@ -220,6 +233,16 @@ int64_t store_put_absent(Store& s, int64_t table, const Input& keys, const Input
   if (rows.shape(0) != n || rows.shape(1) != s.dim_of(id)) malformed("rows must be [keys, dim of the table]");
   nb::gil_scoped_release free;
   return s.put_absent(id, k, r, n, now_s);
+}
+
+int64_t store_assign(Store& s, int64_t table, const Input& keys, const Input& rows) {
+  const int64_t* k = vec<int64_t>(keys, "keys");
+  const float* r = mat<float>(rows, "rows");
+  const uint32_t id = table_arg(table);
+  const size_t n = keys.shape(0);
+  if (rows.shape(0) != n || rows.shape(1) != s.dim_of(id)) malformed("rows must be [keys, dim of the table]");
+  nb::gil_scoped_release free;
+  return s.assign(id, k, r, n);
 }
 
 void store_locate(Store& s, int64_t table, const Input& keys, const Output& slots) {
@@ -393,6 +416,7 @@ NB_MODULE(_native, m) {
       .def("_push", &store_push)
       .def("pull_at", &store_pull_at, nb::arg("parts"), nb::arg("memory"))
       .def("_push_at", &store_push_at)
+      .def("assign", &store_assign, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert())
       .def("put_absent", &store_put_absent, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("now_s") = 0)
       .def("locate", &store_locate, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("slots").noconvert())

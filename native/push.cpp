@@ -13,6 +13,7 @@ namespace {
 constexpr size_t kAhead = 24;  // lookups whose index lines are on their way
 constexpr size_t kBlock = 8;   // rows whose lines are fetched while those of the block before are used
 constexpr int64_t kMaxBatch = int64_t(1) << 24;
+constexpr size_t kMaxSpans = size_t(1) << 16;
 
 void prefetch_row_write(float* at, size_t floats) {
   char* p = reinterpret_cast<char*>(at);
@@ -32,6 +33,32 @@ struct Run {
   size_t begin, end;
   uint64_t epoch;  // of the bucket's rows when the slots were looked up
 };
+
+// All that a push consumes of one shard: its spans, which follow each other.
+struct Whole {
+  int64_t shard, lo, hi, lease;
+};
+
+// The spans of a push by shard, in the order of their first ones. Throws Malformed.
+std::vector<Whole> by_shard(const std::vector<Span>& spans) {
+  if (spans.empty() || spans.size() > kMaxSpans) throw Malformed("a push has 1 to " + std::to_string(kMaxSpans) + " spans");
+  std::vector<Whole> out;
+  for (const Span& s : spans) {
+    if (s.shard < 0 || s.lease < 0) throw Malformed("shard and lease must not be negative");
+    if (s.lo < 0 || s.hi <= s.lo || s.hi - s.lo > kMaxBatch)
+      throw Malformed("[" + std::to_string(s.lo) + ", " + std::to_string(s.hi) +
+                      ") is not a range of at most 2^24 samples");
+    auto known = std::find_if(out.begin(), out.end(), [&](const Whole& w) { return w.shard == s.shard; });
+    if (known == out.end()) {
+      out.push_back(Whole{s.shard, s.lo, s.hi, s.lease});
+    } else if (s.lo != known->hi || s.lease != known->lease) {
+      throw Malformed("the spans of a shard do not follow each other under one lease");
+    } else {
+      known->hi = s.hi;
+    }
+  }
+  return out;
+}
 
 // A key that has no row, and gets none in this push or one that it had to wait for.
 struct Sighting {
@@ -174,7 +201,7 @@ bool look_again(PartWork& work, const Bucket& bucket) {
 // What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
 // all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference out.
 void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s, int64_t step,
-             blob::Marks& marks, const blob::Mark& mark, Change& change) {
+             blob::Marks& marks, Change& change) {
   for (size_t p = 0; p < n_parts; ++p) {
     works[p].made.clear();
     works[p].sightings.clear();
@@ -231,7 +258,6 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       if (!work.sightings.empty())
         shapes.push_back(Change::Shape{work.table->candidates, work.sightings.size(), toggled});
     }
-    marks.shards.push_back(mark);
     if (bucket.protect) change.lay_out(b, bucket.seq + 1, marks, shapes);
   } catch (...) {
     for (size_t p = 0; p < n_parts; ++p) {
@@ -302,12 +328,11 @@ uint64_t batch_fingerprint(int64_t shard, int64_t lo, int64_t hi) {
   return sum;
 }
 
-PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& addressed,
-                        const std::vector<PushPart>& parts, bool skipped, uint32_t now_s, int64_t step) {
-  if (shard < 0 || lease < 0) throw Malformed("shard and lease must not be negative");
-  if (lo < 0 || hi <= lo || hi - lo > kMaxBatch)
-    throw Malformed("[" + std::to_string(lo) + ", " + std::to_string(hi) + ") is not a range of at most 2^24 samples");
-  if (skipped && !parts.empty()) throw Malformed("a skipped range has no rows");
+PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addressed,
+                        const std::vector<PushPart>& parts, uint32_t now_s, int64_t step) {
+  const std::vector<Whole> wholes = by_shard(spans);
+  const bool learnt = std::any_of(spans.begin(), spans.end(), [](const Span& s) { return s.learnt; });
+  if (!learnt && !parts.empty()) throw Malformed("a skipped range has no rows");
   if (!addressed.empty()) {
     if (addressed.size() != (n_buckets_ + 7) / 8) throw Malformed("the bitmap of buckets has the wrong length");
     for (uint32_t b = 0; b < addressed.size() * 8; ++b) {
@@ -442,7 +467,11 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
 
   // 2. Bucket by bucket: fence, watermark, rows, fingerprint in one critical section.
   pushes_.fetch_add(1, std::memory_order_relaxed);
-  const uint64_t fingerprint = skipped ? 0 : batch_fingerprint(shard, lo, hi);
+  uint64_t fingerprint = 0;
+  for (const Span& s : spans) {
+    if (s.learnt) fingerprint += batch_fingerprint(s.shard, s.lo, s.hi);
+  }
+  std::vector<ShardMark*> at(wholes.size());  // of the bucket at hand
   std::string applied((n_buckets_ + 7) / 8, '\0');
   for (uint32_t b = 0; b < n_buckets_; ++b) {
     if (!is_addressed(b)) continue;
@@ -452,21 +481,35 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
       out.moved = true;
       continue;
     }
-    auto found = bucket.shards.find(shard);
-    if (found == bucket.shards.end() || found->second.fence > lease) {
+    bool fenced = false;
+    size_t repeats = 0, fitting = 0;
+    int64_t lowest = -1;
+    for (size_t w = 0; w < wholes.size(); ++w) {
+      auto found = bucket.shards.find(wholes[w].shard);
+      if (found == bucket.shards.end() || found->second.fence > wholes[w].lease) {
+        fenced = true;
+        break;
+      }
+      at[w] = &found->second;
+      const int64_t watermark = found->second.watermark;
+      repeats += wholes[w].hi <= watermark;
+      fitting += wholes[w].lo == watermark;
+      lowest = lowest < 0 ? watermark : std::min(lowest, watermark);
+    }
+    if (fenced) {
       out.fenced = true;
       continue;
     }
-    ShardMark& mark = found->second;
-    if (hi <= mark.watermark || lo != mark.watermark) {
-      if (mark.fence != lease) {
-        mark.fence = lease;  // a later lease than the one that opened here fences it as well
-        log_mark(b, bucket, shard, mark);
+    if (fitting < wholes.size()) {
+      for (size_t w = 0; w < wholes.size(); ++w) {
+        if (at[w]->fence == wholes[w].lease) continue;
+        at[w]->fence = wholes[w].lease;  // a later lease than the one that opened here fences it as well
+        log_mark(b, bucket, wholes[w].shard, *at[w]);
       }
-      if (hi <= mark.watermark) {
+      if (repeats == wholes.size()) {
         ++out.repeats;
       } else {
-        out.gap = out.gap < 0 ? mark.watermark : std::min(out.gap, mark.watermark);
+        out.gap = out.gap < 0 ? lowest : std::min(out.gap, lowest);
       }
       continue;
     }
@@ -505,7 +548,9 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     blob::Marks marks;
     marks.fingerprint = bucket.fingerprint + fingerprint;
     marks.clock = bucket.clock + 1;
-    prepare(works, parts.size(), b, bucket, now_s, step, marks, blob::Mark{shard, hi, lease}, change);
+    marks.shards.clear();
+    for (const Whole& w : wholes) marks.shards.push_back(blob::Mark{w.shard, w.hi, w.lease});
+    prepare(works, parts.size(), b, bucket, now_s, step, marks, change);
     cut_pieces(works, parts.size(), kBlock, true, pieces);
     float* values[2][kBlock];
     float* state[2][kBlock];
@@ -561,7 +606,7 @@ PushOutcome Store::push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, co
     }
     bucket.fingerprint = marks.fingerprint;
     bucket.clock = marks.clock;
-    mark = ShardMark{hi, lease};
+    for (size_t w = 0; w < wholes.size(); ++w) *at[w] = ShardMark{wholes[w].hi, wholes[w].lease};
     ++bucket.seq;
     if (bucket.protect) change.commit();
     ++out.applied;

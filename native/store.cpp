@@ -1,3 +1,4 @@
+#include "change.h"
 #include "store.h"
 
 #include <algorithm>
@@ -326,6 +327,52 @@ int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* valu
     made.clear();
   };
   each_run(t, keys, n, put, log);
+  return total;
+}
+
+int64_t Store::assign(uint32_t table, const int64_t* keys, const float* values, size_t n) {
+  const Table& t = table_of(table);
+  if (!kernels_.all_finite(values, n * t.dim)) throw Malformed("assigned rows hold NaN or Inf");
+  int64_t total = 0;
+  std::vector<std::pair<uint32_t, size_t>> found;  // in the bucket at hand: slot, place in `keys`
+  auto look = [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t) {
+    for (size_t k = 0; k < m; ++k) {
+      const uint32_t slot = rows.find(keys[first + k], hashes[k]);
+      if (slot == Rows::kNone) continue;
+      if (rows.recovering() && rows.absent(slot)) throw Recovering("rows that are assigned are being rebuilt");
+      found.emplace_back(slot, first + k);
+    }
+  };
+  auto write = [&](uint32_t b, Bucket& bucket, Rows& rows) {
+    if (found.empty()) return;
+    Change change(outbox_);
+    if (bucket.protect) {
+      blob::Marks marks;
+      marks.fingerprint = bucket.fingerprint;
+      marks.clock = bucket.clock;
+      change.lay_out(b, bucket.seq + 1, marks, {Change::Shape{&t, found.size(), 0}});
+    }
+    for (auto& [slot, i] : found) rows.touch(slot);
+    rows.running.clear();
+    for (size_t k = 0; k < found.size(); ++k) {
+      const auto [slot, i] = found[k];
+      uint8_t* record = rows.record(slot);
+      uint8_t* difference = nullptr;
+      if (bucket.protect) {
+        Change::Place& place = change.place(0);
+        change.row(place, k, slot, false, 0);
+        difference = place.records + k * t.record_bytes;
+        std::memcpy(difference, record, t.record_bytes);
+      }
+      std::memcpy(record, values + i * t.dim, t.dim * sizeof(float));
+      if (difference) xor_bytes(difference, record, t.record_bytes);
+    }
+    if (bucket.protect) change.commit();
+    ++bucket.seq;
+    total += int64_t(found.size());
+    found.clear();
+  };
+  each_run(t, keys, n, look, write);
   return total;
 }
 

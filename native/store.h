@@ -38,6 +38,12 @@ struct Recovering : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Samples [lo, hi) of a shard, consumed by a push. `learnt`: they are in its gradients.
+struct Span {
+  int64_t shard = 0, lo = 0, hi = 0, lease = 0;
+  bool learnt = true;
+};
+
 struct PushPart {
   uint32_t table = 0;
   const int64_t* keys = nullptr;
@@ -92,9 +98,12 @@ class Store {
   // Rows as they are; those that no push or put has made yet, as they begin. Makes none.
   void pull(uint32_t table, const int64_t* keys, size_t n, float* out);
   // `step`: of which this is one push of several; -1: of none, it is applied by itself (running.h).
-  PushOutcome push(int64_t shard, int64_t lo, int64_t hi, int64_t lease, const std::string& buckets,
-                   const std::vector<PushPart>& parts, bool skipped, uint32_t now_s = 0, int64_t step = -1);
+  // A bucket takes all spans or none.
+  PushOutcome push(const std::vector<Span>& spans, const std::string& buckets, const std::vector<PushPart>& parts,
+                   uint32_t now_s = 0, int64_t step = -1);
   int64_t put_absent(uint32_t table, const int64_t* keys, const float* rows, size_t n, uint32_t now_s = 0);
+  // Values of rows that exist are replaced; their state stays. How many. Recovering: some may have been.
+  int64_t assign(uint32_t table, const int64_t* keys, const float* rows, size_t n);
   void locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots);
   void release(const std::vector<int64_t>& shards);
   bool watermarks(int64_t shard, std::vector<int32_t>& buckets, std::vector<int64_t>& marks);

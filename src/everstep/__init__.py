@@ -45,3 +45,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'everstep' has no attribute {name!r}")
     module = import_module(home)
     return module if name == "nn" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

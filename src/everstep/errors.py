@@ -1,7 +1,8 @@
 """One tree of errors, split by who must act. Each ends the command with its exit code.
 
 A message is one line: what, with the value, and what to do about it.
-Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure gave up, 130 interrupted.
+Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure gave up, 5 the result is lost,
+6 replicas differ, 130 interrupted (Ctrl-C, the terminal closed), 143 interrupted by SIGTERM.
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ class InternalError(EverstepError):
     exit_code = 3
 
 
+class ReplicasDifferError(InternalError):
+    """Workers that must hold the same state hold different ones; nothing of the step was applied."""
+
+    exit_code = 6
+
+
 def script_place(error: BaseException, script: Path) -> str:
     """``file:line`` of the innermost frame in the script's directory: where the user has to look."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -100,3 +107,18 @@ def script_place(error: BaseException, script: Path) -> str:
             place = f"{Path(name).name}:{tb.tb_lineno}"
         tb = tb.tb_next
     return place
+
+
+def escaped(text: str, most: int = 2000) -> str:
+    """``text`` for a log or a terminal: control characters (new lines, escapes) shown as ``\\x1b``, cut at ``most``."""
+    shown = text if text.isprintable() else "".join(c if c.isprintable() else _shown(c) for c in text)
+    return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown):,} characters)"
+
+
+def _shown(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def escaped_lines(text: str, most: int = 100_000) -> str:
+    """As ``escaped``, but lines stay lines: for what may have several, such as a traceback."""
+    return "\n".join(escaped(line.expandtabs(), most) for line in text.split("\n"))

@@ -14,6 +14,7 @@ import pytest
 
 from everstep.agent import agent as agent_module
 from everstep.agent.agent import Agent, Outcome, free_number, last_error_line
+from everstep.agent.mastersilence import CutOff
 from everstep.brain.events import Ok
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
@@ -54,8 +55,16 @@ class Told:
     def close(self) -> None: ...
 
     @property
-    def away_s(self) -> float:
+    def connects(self) -> int:
+        return 1
+
+    @property
+    def unheard_s(self) -> float:
         return 1e9 if self.away else 0.0
+
+    @property
+    def refused_s(self) -> float:
+        return 0.0
 
     def exits(self) -> list[Exited]:
         return [r for r in self.requests if isinstance(r, Exited)]
@@ -288,7 +297,7 @@ def test_the_scripts_error_is_shown_once_with_its_log(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("signo", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -> None:
+def test_signals_ask_the_master_to_stop_and_exit_by_their_number(stage: Stage, signo: int) -> None:
     old = signal.signal(signo, signal.SIG_DFL)  # not ignored, as under nohup
 
     def play() -> None:
@@ -298,7 +307,7 @@ def test_signals_ask_the_master_to_stop_and_exit_130(stage: Stage, signo: int) -
         stage.told.wait_for(lambda: any(isinstance(r, Stop) for r in stage.told.requests))
 
     try:
-        assert stage.run(play).exit_code == 130
+        assert stage.run(play).exit_code == (143 if signo == signal.SIGTERM else 130)
     finally:
         signal.signal(signo, old)
 
@@ -317,7 +326,7 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
         stage.told.wait_for(stage.told.exits)
 
     outcome = stage.run(play)
-    assert outcome.exit_code == 130 and any("emptied" in line for line in stage.said)
+    assert outcome.exit_code == 143 and any("emptied" in line for line in stage.said)
 
 
 def test_ctrl_z_is_declined(stage: Stage) -> None:
@@ -362,8 +371,9 @@ def test_last_error_line_of_a_log(tmp_path: Path) -> None:
 def test_an_agent_elsewhere_gives_up_when_the_master_is_gone_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(agent_module, "LOOK_S", 0.05)
     stage = Stage(tmp_path, monkeypatch, keeps_master=False)
+    stage.agent._cut_off = CutOff(0.5, 0.5)
 
     def play() -> None:
         stage.start(Role.WORKER, 1)
@@ -373,3 +383,4 @@ def test_an_agent_elsewhere_gives_up_when_the_master_is_gone_for_long(
 
     outcome = stage.run(play)
     assert outcome.exit_code == 4 and "could not be reached" in outcome.error
+    assert "ending what runs here" in "".join(stage.said)

@@ -47,3 +47,27 @@ def test_only_sockets_are_removed(tmp_path: Path) -> None:
     (tmp_path / "sock" / "note").write_text("stays")
     remove_sockets(tmp_path)
     assert [p.name for p in (tmp_path / "sock").iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize("name", ["logs", "secret", "journal.sqlite", "lock", "job.json", "elsewhere"])
+def test_a_planted_link_is_refused(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "mine").mkdir()
+    (run / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=f"{name} in it is a link"):
+        RunDirLock.take(run)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: (tmp_path / "run").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        RunDirLock.take(tmp_path / "run")
+
+
+def test_a_run_directory_is_its_users_own(tmp_path: Path) -> None:
+    with RunDirLock.take(tmp_path / "a" / "run"):
+        for folder in (tmp_path / "a" / "run", tmp_path / "a" / "run" / "logs"):
+            assert folder.stat().st_mode & 0o077 == 0

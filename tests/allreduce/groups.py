@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class Gloo:
     def recv(self, tensor: torch.Tensor, peer: int) -> GlooWork:
         return GlooWork(self.group.recv([tensor], peer, 0))
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        out = [torch.empty_like(mine) for _ in range(self.size)]
+        self.group.allgather([out], [mine]).wait(WAIT)
+        return [t.tolist() for t in out]
+
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
@@ -77,6 +85,7 @@ class ScriptedSession:
         self.spec, self.collective = spec, collective
         self.mark = Mark()
         self.split = Split()
+        self.before_end: Callable[[Any], None] | None = None
         self.redo = set(redo)
         self.break_at: set[int] = set()
         self.log: list[tuple[int, int, int, str]] = []
@@ -104,13 +113,15 @@ class ScriptedSession:
         c = self.collective
         cut = cut_step(self.mark, self.plan, self.until, self.batch, self.spec, c.size, self.split)
         if cut is None:
+            if self.before_end is not None:
+                self.before_end(c)
             return None
         if self.mark.step in self.break_at:
             self.break_at.discard(self.mark.step)
             c.fail_next = True
         return Step.of(cut, self.mark, 1, c.rank, c)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
         if step.size > 1:
             said = torch.tensor([digest, -digest])
             self.collective.allreduce(said, "max").wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -110,26 +111,47 @@ def test_step_outside_of_the_loop() -> None:
         run_one(lambda m: m.optimizer(adam(m.replicate(net()))).step())
 
 
-def test_backward_twice() -> None:
+def test_another_backward_where_the_parts_of_logical_workers_are_summed() -> None:
     def script(member: Member) -> None:
         model = member.replicate(net())
         opt = member.optimizer(adam(model))
         loop(member, model, opt, lambda one: loss_of(model, one).backward())
 
-    with pytest.raises(ScriptError, match=r"backward\(\) a second time"):
-        run_one(script)
+    with pytest.raises(
+        ScriptError, match=r"with --logical-workers. Where .* run all but the last one under job.no_sync"
+    ):
+        alone(JobSpec(logical_workers=1), script)
 
 
-def test_gradients_that_nobody_clears() -> None:
+def test_members_that_do_not_run_the_same_rounds_are_found() -> None:
+    def script(member: Member) -> None:
+        model = member.replicate(net())
+        opt = member.optimizer(adam(model))
+        for one in member.steps(ListLoader(data(), 4)):
+            loss_of(model, one).backward()
+            opt.step()
+            if member.rank == 0 or member.engine.step_number < 2:
+                loss_of(model, one).backward()
+
+    with pytest.raises(AssertionError, match=r"did not call backward\(\) equally often") as error:
+        run_group(2, JobSpec(workers=2), script)
+    assert str(error.value).count("errors.ScriptError") == 2
+
+
+def test_gradients_that_were_assigned_are_not_everybodys() -> None:
     def script(member: Member) -> None:
         model = member.replicate(net())
         opt = member.optimizer(adam(model))
         for one in member.steps(ListLoader(data(), 8)):
-            loss_of(model, one).backward()
+            grads = torch.autograd.grad(loss_of(model, one), list(model.parameters()))
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.grad = g
             opt.step()
 
-    with pytest.raises(ScriptError, match=r"not cleared: call opt.zero_grad"):
-        run_one(script)
+    with pytest.raises(
+        AssertionError, match=r"was not made by backward.* call job.reduce_gradients\(\) after assigning"
+    ):
+        run_group(2, JobSpec(workers=2), script)
 
 
 def test_own_counters_that_differ_between_workers_are_found() -> None:
@@ -172,19 +194,43 @@ def test_learning_rates_that_differ_between_workers_are_found() -> None:
         run_group(2, JobSpec(workers=2), script)
 
 
-def test_a_parameter_thawed_before_backward() -> None:
+class Shadow:
+    """As in many a repository."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.shadow = model, {k: p.data.clone() for k, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, param in self.model.named_parameters():
+            new_average = 0.1 * param.data + 0.9 * self.shadow[name]
+            self.shadow[name] = new_average.clone()
+
+
+@pytest.mark.parametrize("kind", ["shadow", "module", "target"])
+def test_an_average_that_the_job_does_not_know(kind: str) -> None:
     def script(member: Member) -> None:
-        model: Any = member.replicate(net())
-        model[0].weight.requires_grad_(False)
+        model = member.replicate(net())
         opt = member.optimizer(adam(model))
+        shadow, other = Shadow(model), copy.deepcopy(model)
+        norms: list[torch.Tensor] = []
         for one in member.steps(ListLoader(data(), 8)):
-            model[0].weight.requires_grad_(True)
             opt.zero_grad()
             loss_of(model, one).backward()
             opt.step()
+            norms.append(model[0].weight.detach().clone())
+            if kind == "shadow":
+                shadow.update()
+            elif kind == "module":
+                with torch.no_grad():
+                    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                        q.lerp_(p, 0.1)
+            else:
+                other.load_state_dict(model.state_dict())
 
-    with pytest.raises(ScriptError, match=r"requires_grad .* do it after opt.step"):
-        run_one(script)
+    with pytest.raises(
+        AssertionError, match=r"(shadow.shadow.*|other.*) in the script is an average .* job.replicate\("
+    ):
+        run_group(2, JobSpec(workers=2), script)
 
 
 class Big(nn.Module):

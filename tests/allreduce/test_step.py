@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from groups import ListLoader, Member, alone, run_group
@@ -432,3 +434,29 @@ def test_more_members_than_parts_still_agree() -> None:
     expected = alone(spec, logical)
     for state in run_group(3, spec, logical):
         same(state, expected)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def drawn(member: Member) -> Any:
+    member.replicate(nn.Linear(6, 1))
+    model = member.engine.models[0]
+    opt = member.optimizer(adam(model))
+    seen = {}
+    for one in member.steps(ListLoader(data(), 8, 2)):
+        opt.zero_grad()
+        loss_of(model, one).backward()
+        opt.step()
+        said = (float(torch.rand(())), random.random(), float(np.random.rand()))
+        seen[float(one["x"].sum()), member.engine.step_number] = said
+    return seen, float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_random_numbers_belong_to_the_range_and_not_to_the_worker() -> None:
+    first, second = run_group(2, JobSpec(workers=2), drawn)
+    again, other = run_group(2, JobSpec(workers=2), drawn, redo=frozenset({0, 3}))
+    assert (first[0], second[0]) == (again[0], other[0])  # a range that is computed again draws the same
+    one = dict(first[0].items()) | second[0]
+    assert len({values[0] for values in one.values()}) == len(one) == 12  # and no other one does, nor in another epoch
+    assert first[1] == second[1] == again[1]  # what follows the loop is the same on all

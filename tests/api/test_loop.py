@@ -251,7 +251,10 @@ def test_mistakes(join: Join) -> None:
         next(iter(job.steps([1, 2])))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="batch_size"):
         job.loader({"id": np.arange(3)}, batch_size=0)
-    opt = job.optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    alone = nn.Linear(1, 1)
+    opt = job.optimizer(torch.optim.SGD(alone.parameters(), lr=0.1))
+    opt.step()  # nothing to apply, as in plain PyTorch
+    alone(torch.ones(1)).sum().backward()
     with pytest.raises(ScriptError, match="outside of"):
         opt.step()
 

@@ -226,18 +226,31 @@ class Chaos:
         if rank < 0 or group is None:
             if seat.stopping or any(x.slot == slot for x in books.leavers):
                 self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 143))
+            elif self.brain.groups.data_done() and self.copies_the_end(slot):
+                self.end(slot, incarnation)
             elif group is not None:
                 self.say(GroupSynced(self.at, slot, incarnation, group.generation))
             return
         mark = books.cursor(0)
         if mark.epoch >= EPOCHS:
-            self.say(GroupLeft(self.at, slot, incarnation, "done"))
-            self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 0))
+            self.end(slot, incarnation)
         elif rank == 0 and not group.hold:
             hi = min(PLAN.samples, mark.position + 8 * group.size)
             new = Committed(group.generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
             self.steps[mark.step] = new
             self.say(StepsCommitted(self.at, slot, incarnation, (new,)))
+
+    def copies_the_end(self, slot: Slot) -> bool:
+        """Whether somebody else has the state that this one's script ends with."""
+        seats = self.brain.members.workers.values()
+        return any(s.running and s.member.slot != slot and self.brain.groups.has_state(s) for s in seats)
+
+    def end(self, slot: Slot, incarnation: Incarnation) -> None:
+        """Its script is over; it goes when nobody needs its state any more."""
+        if not self.brain.groups.has_ended(self.brain.members.workers[slot]):
+            self.say(GroupLeft(self.at, slot, incarnation, "done"))
+        if self.brain.may_end(slot, incarnation):
+            self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 0))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     LeaseExpired,
@@ -46,6 +48,10 @@ class Time:
         self.beating: set[MemberKey] = {W0, W1, PS}
         self.agent_beats = True
         self.progress: dict[int, int] = {}
+        self.idle: dict[MemberKey, float] = {}  # seconds that its heartbeats tell; others do something all the time
+        self.inside = True
+        self.vouched: set[MemberKey] = set()  # the agent says that these run
+        self.cpu_s = 0.0
         self.seen: list[WatchEvent] = []
         self.watch.look(brain, 0.0)
 
@@ -57,6 +63,11 @@ class Time:
                 for key in self.beating:
                     progress = tuple((no, position) for no, position in self.progress.items())
                     for event in self.watch.heard(key, ONE, self.at, progress):  # type: ignore[arg-type]
+                        self.brain.handle(event)
+                        seen.append(event)
+                    self.watch.moved(key, ONE, self.at, self.idle.get(key, 0.0), self.inside)
+                for key in self.vouched:
+                    for event in self.watch.vouched(key, ONE, self.at, self.cpu_s):
                         self.brain.handle(event)
                         seen.append(event)
                 if self.agent_beats:
@@ -109,6 +120,100 @@ def test_a_suspect_that_is_heard_again_is_forgiven() -> None:
     heard = time.run(2.0)
     assert [type(e) for e in heard] == [MemberHeard]
     assert time.run(30.0) == []
+
+
+def test_who_holds_its_interpreter_is_waited_for_as_long_as_its_agent_says_that_it_runs() -> None:
+    time = Time(started())
+    time.run(2.0)
+    time.beating.discard(W0)
+    time.vouched = {W0}
+    assert time.run(300.0) == []
+    time.vouched = set()  # stopped, or gone
+    suspect, lost, _ = time.run(12.0)
+    assert isinstance(suspect, MemberSilent) and isinstance(lost, MemberSilent)
+    assert lost.lost and not lost.why and lost.slot == 0
+
+
+def test_a_suspect_of_which_its_agent_says_that_it_runs_is_none() -> None:
+    time = Time(started())
+    time.beating.discard(W1)
+    time.run(4.0)
+    time.vouched = {W1}
+    assert [type(e) for e in time.run(2.0)] == [MemberHeard]
+
+
+def test_a_group_waits_for_who_holds_its_interpreter_and_not_for_who_is_stopped() -> None:
+    time = Time(started())
+    time.run(5.0)
+    time.beating = {W1, PS}
+    time.vouched = {W0, W1, PS}
+    time.run(20.0)
+    assert time.watch.stalled(time.brain, time.at) == ()
+    time.vouched = {W1, PS}
+    time.run(2.0)
+    assert time.watch.stalled(time.brain, time.at) == (0,)
+
+
+def test_a_script_without_progress_is_lost_after_its_time_though_it_beats() -> None:
+    time = Time(started())
+    time.run(2.0)
+    found: list[WatchEvent] = []
+    for second in range(700):
+        time.idle = {W0: float(second)}
+        found += time.run(1.0)
+    (lost, *_) = found
+    assert isinstance(lost, MemberSilent) and lost.lost and "no progress for 600 s" in lost.why
+    assert 595.0 <= lost.at <= 606.0
+    assert time.brain.members.workers[Slot(0)].member.incarnation == 2
+
+
+def test_a_script_that_holds_its_interpreter_for_good_is_lost_after_its_time() -> None:
+    time = Time(started())
+    time.run(2.0)
+    time.beating.discard(W0)
+    time.vouched = {W0}
+    assert time.run(590.0) == []
+    assert [i.key for i in time.watch.idle(time.at)] == [W0]
+    (lost, *_) = time.run(20.0)
+    assert isinstance(lost, MemberSilent) and lost.lost and "no progress" in lost.why
+
+
+def test_outside_of_the_loop_who_uses_a_processor_makes_progress() -> None:
+    time = Time(started())
+    time.inside, time.vouched = False, {W0, W1, PS}
+    for second in range(900):
+        time.idle = {W0: float(second), W1: float(second)}
+        time.cpu_s += 0.5
+        assert time.run(1.0) == []
+
+
+def test_no_limit_no_loss() -> None:
+    spec = msgspec.structs.replace(SPEC, progress_timeout="off")
+    time = Time(started())
+    time.watch = Watch(spec)
+    time.watch.look(time.brain, 0.0)
+    time.beating.discard(W0)
+    time.vouched = {W0}
+    assert time.run(2000.0) == []
+
+
+def test_a_ps_that_runs_and_says_nothing_is_stuck() -> None:
+    time = Time(started())
+    time.beating.discard(PS)
+    time.vouched = {PS}
+    assert time.run(55.0) == []
+    (lost, *_) = time.run(10.0)
+    assert isinstance(lost, MemberSilent) and lost.lost and lost.role == Role.PS
+
+
+def test_what_a_tick_is_late_by_counts_against_nobody() -> None:
+    time = Time(started())
+    time.run(5.0)
+    for _ in range(4):  # each pause is too short to be one of the master's, and all heartbeats lie unread meanwhile
+        time.at += 1.2
+        time.watch.look(time.brain, time.at)
+        assert time.watch.tick(time.at) == []
+        assert time.watch.stalled(time.brain, time.at) == ()
 
 
 def test_a_pause_of_the_master_costs_nobody_anything() -> None:

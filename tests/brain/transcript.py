@@ -25,6 +25,7 @@ from everstep.brain.events import (
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
+    ChiefAsked,
     CommitManifest,
     DrainAsked,
     DropCheckpoints,
@@ -52,6 +53,7 @@ from everstep.brain.events import (
     NodeJoined,
     NodeLost,
     Note,
+    OnceAsked,
     OrderImages,
     PlanMade,
     PlanRegistered,
@@ -75,6 +77,7 @@ from everstep.brain.events import (
     StopProcess,
     Wait,
     Welcome,
+    Yes,
 )
 from everstep.brain.shards import lease_words
 from everstep.config.spec import JobSpec
@@ -245,6 +248,10 @@ class Story:
                 return ShardsConfirmed(at, float(plain[0]))
             case "enter" | "synced" | "leave" | "commit" | "stalled":
                 return self._group_event(verb, plain, named)
+            case "chief":
+                return ChiefAsked(at, *parse_member(plain[0])[1:])
+            case "once":
+                return OnceAsked(at, *parse_member(plain[0])[1:], plain[1], "done" in plain)
             case "due":
                 return GroupDue(at)
             case "resume":
@@ -336,6 +343,8 @@ class Story:
                 return f"wait {retry_after_s:g} s"
             case EndOfData():
                 return "end of data"
+            case Yes(yes):
+                return "yes" if yes else "no"
             case CheckpointBegun(checkpoint):
                 return f"checkpoint {checkpoint}"
         return "ok"

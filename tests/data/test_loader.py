@@ -91,7 +91,7 @@ def test_drop_last_drops_other_samples_each_epoch() -> None:
 def test_types_and_transform() -> None:
     made = loader(transform=lambda b: {**b, "double": b["id"] * 2})
     batch = made.read(0, 0, 10)
-    assert batch["id"].dtype == torch.int64 and batch["x"].dtype == torch.float32
+    assert batch["id"].dtype == torch.int64 and batch["x"].dtype == torch.float64
     assert torch.equal(batch["double"], batch["id"] * 2)
     assert made.read(0, 5, 5)["id"].shape == (0,)
 

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from everstep.data.arrow import ParquetSource
 from everstep.data.columns import text_key
+from everstep.data.loader import Loader
 from everstep.data.source import ArraySource, Source, open_source
 from everstep.errors import DataError
 
@@ -97,8 +98,8 @@ KINDS = [
 def expected(rows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     t = table()
     cat = np.stack([t["user"].to_numpy(), np.array([text_key(c) for c in t["city"].to_pylist()])], 1)
-    dense = np.stack([t["x"].to_numpy().astype(np.float32), t["z"].to_numpy()], 1)
-    label = np.array(t["y"].to_pylist(), np.float32)
+    dense = np.stack([t["x"].to_numpy(), t["z"].to_numpy()], 1)  # float64 and float32: torch.cat gives float64
+    label = np.array(t["y"].to_pylist())
     return {"dense": dense[rows], "cat": cat[rows], "label": label[rows]}
 
 
@@ -106,7 +107,8 @@ def expected(rows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
 def test_every_kind_reads_the_same_rows(kind: str, tmp_path: Path) -> None:
     source = open_source(write(kind, tmp_path), COLUMNS)
     assert isinstance(source, Source) and len(source) == N
-    assert source.schema == {"dense": "float32[2]", "cat": "int64[2]", "label": "float32"}
+    assert source.schema == {"dense": "float64[2]", "cat": "int64[2]", "label": "bool"}
+    assert source.hashed == ("city",)
     rows = np.random.default_rng(1).integers(0, N, 300)
     got, want = source.read(rows), expected(rows)
     for key, array in want.items():
@@ -141,41 +143,9 @@ def test_fingerprints_tell_data_apart(tmp_path: Path) -> None:
     assert open_source(path, ["x"]).fingerprint() != open_source(path, ["z"]).fingerprint()
 
 
-# ---- datasets ------------------------------------------------------------------------------------------------
-
-
-class Dicts:
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"image": torch.full((2, 3), float(i)), "label": i % 3, "name": f"n{i}"}
-
-
-class Seeded(Dicts):
-    def seeded(self, i: int, seed: int) -> dict[str, Any]:
-        return {"noise": np.float32(seed % 1000), **self[i]}
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"noise": np.float32(0), "label": i}
-
-
-def test_tensor_dataset() -> None:
-    source = open_source(TensorDataset(torch.arange(6).float().reshape(3, 2), torch.tensor([5, 6, 7])))
-    got = source.read(np.array([2, 0]))
-    assert got["0"].tolist() == [[4, 5], [0, 1]] and got["1"].tolist() == [7, 5]
-    assert source.schema == {"0": "float32[2]", "1": "int64"}
-
-
-def test_dict_dataset_with_renamed_fields() -> None:
-    source = open_source(Dicts(), {"x": "image", "y": "label", "n": "name"})
-    got = source.read(np.array([4]))
-    assert got["x"].shape == (1, 2, 3) and got["y"].tolist() == [1] and got["n"].tolist() == [text_key("n4")]
-
-
 def test_tuple_of_arrays() -> None:
     source = open_source((np.ones((4, 2)), np.arange(4)), {"x": "0", "y": "1"})
-    assert source.schema == {"x": "float32[2]", "y": "int64"}
+    assert source.schema == {"x": "float64[2]", "y": "int64"}
 
 
 def test_npy_is_not_read_whole(tmp_path: Path) -> None:
@@ -196,11 +166,13 @@ def test_types() -> None:
     import datetime
     import decimal
 
-    assert one(pa.array([1, 255], pa.uint8())).dtype == np.int64
-    assert one(pa.array([1, 2**63 - 1], pa.uint64())).tolist() == [1, 2**63 - 1]
+    assert one(pa.array([1, 2**64 - 1], pa.uint64())).tolist() == [1, 2**64 - 1]
     assert one(pa.array([datetime.date(1970, 1, 3)])).tolist() == [2]
     assert one(pa.array([datetime.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("ms"))).tolist() == [1000]
-    assert one(pa.array([decimal.Decimal("1.5")])).dtype == np.float32
+    assert one(pa.array([decimal.Decimal("1.5")])).tolist() == [1.5]
+    with pytest.raises(DataError, match="decimals of 17 digits"):
+        one(pa.array([decimal.Decimal("12345678901234567")]))
+    assert one(pa.array([decimal.Decimal("2")], pa.decimal128(30, 2))).tolist() == [2.0]
     assert one(pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))).tolist() == [[1, 2], [3, 4]]
     assert one(pa.array([b"ab"])).tolist() == [text_key("ab")]
     assert one(pa.array([1, 2, 1]).dictionary_encode()).tolist() == [1, 2, 1]
@@ -232,14 +204,20 @@ def test_nulls_are_filled(column: pa.Array, fill: Any, want: list[Any]) -> None:
 
 
 def test_dtypes() -> None:
-    t = pa.table({"a": [1, 2], "b": [3, 4], "f": [0.5, 1.5], "s": ["x", "y"]})
+    t = pa.table({"a": [1, 2], "b": [3, 4], "f": [0.5, 1.5], "s": ["x", "y"], "big": [300, -1]})
     got = open_source(t, {"d": ["a", "b"], "c": "a"}, dtypes={"d": "float32"})
     assert got.schema == {"d": "float32[2]", "c": "int64"}
     for columns, dtypes, words in [
         ({"c": ["a", "f"]}, {"c": "int64"}, "'f' of 'c' holds floats"),
         ({"c": "s"}, {"c": "float32"}, "'s' of 'c' holds text"),
         ({"c": "a"}, {"d": "int64"}, "dtypes names 'd'"),
-        ({"c": "a"}, {"c": "int32"}, "expected 'int64' or 'float32'"),
+        ({"c": "a"}, {"c": "int31"}, "dtypes\\['c'\\]='int31': expected one of bool, uint8"),
+        ({"c": "f"}, {"c": "str"}, "'f' of 'c' holds float64, where 'str'"),
+        ({"c": "big"}, {"c": "int8"}, "'big' of 'c' holds 300, outside of int8"),
+        ({"c": "big"}, {"c": "bool"}, "outside of bool"),
+        ({"c": "s", "d": "s"}, {"c": "str", "d": "hash"}, "'s' is asked for as 'str' and as keys"),
+        ({"c": ["s", "a"]}, {"c": "str"}, "does not stack"),
+        (["a"], "int64", "one type alone is of floats"),
         ({"c": ["s", "f"]}, None, "mixes text column 's' with float column 'f'"),
     ]:
         with pytest.raises(DataError, match=words):
@@ -302,12 +280,14 @@ def test_a_column_that_is_not_there(kind: str, tmp_path: Path) -> None:
 def test_ids_out_of_int64(tmp_path: Path) -> None:
     huge = [1, 2**63]
     pq.write_table(pa.table({"id": pa.array(huge, pa.uint64())}), tmp_path / "t.parquet")
-    bad(tmp_path / "t.parquet", "'id'", str(2**63), "int64")
-    bad({"id": np.array(huge, np.uint64)}, "'id'", str(2**63))
+    assert open_source(tmp_path / "t.parquet").schema == {"id": "uint64"}
+    bad(tmp_path / "t.parquet", "'id'", str(2**63), "int64", dtypes={"id": "int64"})
+    bad({"id": np.array(huge, np.uint64)}, "'id'", str(2**63), dtypes={"id": "int64"})
+    bad({"id": np.array(huge, np.uint64), "x": np.arange(2)}, "mixes uint64", columns={"g": ["id", "x"]})
     (tmp_path / "t.csv").write_text(f"id\n{2**63}\n1\n")
     bad(tmp_path / "t.csv", "'id'", "outside of int64")
     (tmp_path / "t.csv").write_text("v\n1e30\n0.5\n")
-    assert open_source(tmp_path / "t.csv").schema == {"v": "float32"}
+    assert open_source(tmp_path / "t.csv").schema == {"v": "float64"}
 
 
 def test_pickles_stay_closed(tmp_path: Path) -> None:
@@ -316,11 +296,15 @@ def test_pickles_stay_closed(tmp_path: Path) -> None:
 
 
 def test_unusable_types(tmp_path: Path) -> None:
-    bad(pa.table({"c": pa.array([[1], [2, 3]])}), "'c'", "list<item: int64>")
+    bad(pa.table({"c": pa.array([[1], [2, 3]])}), "'c'", "list<item: int64>", "collate_fn=")
     pq.write_table(pa.table({"c": pa.array([[1], [2, 3]])}), tmp_path / "t.parquet")
     bad(tmp_path / "t.parquet", "'c'", "leave it out")
     bad({"c": np.array([object()])}, "'c'", "object")
-    bad({"c": np.array([1 + 2j])}, "'c'", "complex128")
+    bad({"c": np.array([1], np.longdouble)}, "'c'", "no rule")
+    bad({"c": [[1], [2, 3]]}, "'c'", "collate_fn=")
+    bad({"c": np.array([[1], [2, 3]], dtype=object)}, "'c'", "collate_fn=")
+    bad({"c": torch.ones(3, dtype=torch.bfloat16)}, "'c'")
+    bad({"c": np.array(["2020-01-01", "NaT"], "datetime64[D]")}, "'c'", "NaT")
     bad({"a": np.arange(3), "b": np.arange(4)}, "differ in length", "a 3, b 4")
     bad({"a": np.array(3)}, "one value")
 
@@ -335,17 +319,88 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     bad(tmp_path, "several kinds")
 
 
-def test_datasets_that_do_not_stack() -> None:
-    class Ragged(Dicts):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            return {"x": np.zeros(i + 1)}
+# ---- nothing is changed on the way ---------------------------------------------------------------------------
 
-    source = open_source(Ragged())
-    with pytest.raises(DataError, match="field 'x' does not stack"):
-        source.read(np.array([0, 1]))
+NUMBERS = [
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
 
-    class Endless:
-        def __getitem__(self, i: int) -> int:
-            return i
 
-    bad(Endless(), "no length")
+def values(dtype: str) -> np.ndarray[Any, Any]:
+    """Values at both ends of a type, and some that another type would round."""
+    t = np.dtype(dtype)
+    if t.kind == "b":
+        return np.array([True, False, True, True])
+    if t.kind in "iu":
+        info = np.iinfo(t)
+        return np.array([info.min, info.max, 0, 1], t)
+    return np.array([1 / 3, np.finfo(t).max, np.finfo(t).tiny, -0.0], t)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_arrays_come_as_torch_has_them(dtype: str) -> None:
+    plain = values(dtype)
+    for given in (plain, np.stack([plain, plain], 1), plain.astype(plain.dtype.newbyteorder(">"))):
+        got = Loader({"x": given}, 2, shuffle=False).read(0, 0, 4)["x"]
+        want = torch.from_numpy(given.astype(plain.dtype))
+        assert got.dtype == want.dtype and got.numpy().tobytes() == want.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [d for d in NUMBERS if not d.startswith("complex")])
+@pytest.mark.parametrize("how", ["table", "parquet", "row groups", "two files", "arrow"])
+def test_columns_of_files_come_as_torch_has_them(dtype: str, how: str, tmp_path: Path) -> None:
+    plain = values(dtype)
+    t = pa.table({"x": plain, "y": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(plain, 2)), 2)})
+    options: dict[str, Any] = {}
+    given: Any = t
+    if how == "arrow":
+        with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_file(file, t.schema) as writer:
+            writer.write_table(t)
+        given = tmp_path / "t.arrow"
+    elif how != "table":
+        parts = 2 if how == "two files" else 1
+        for i in range(parts):
+            size = 4 // parts
+            pq.write_table(t.slice(i * size, size), tmp_path / f"{i}.parquet", row_group_size=2)
+        given = str(tmp_path)
+        options = {"memory_bytes": 0} if how == "row groups" else {}
+    batch = Loader(given, 2, shuffle=False, **options).read(0, 0, 4)
+    for key, want in (("x", plain), ("y", np.repeat(plain, 2).reshape(4, 2))):
+        tensor = torch.from_numpy(want)
+        assert batch[key].dtype == tensor.dtype and batch[key].numpy().tobytes() == want.tobytes()
+
+
+def test_numbers_of_csv_files_are_exact(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b,c,d\n1,0.1,true,x\n9223372036854775807,1e-300,false,y\n")
+    batch = Loader(tmp_path / "t.csv", 2, shuffle=False, dtypes={"d": "str"}).read(0, 0, 2)
+    assert batch["a"].dtype == torch.int64 and batch["a"].tolist() == [1, 2**63 - 1]
+    assert batch["b"].dtype == torch.float64 and batch["b"].tolist() == [0.1, 1e-300]
+    assert batch["c"].dtype == torch.bool and batch["c"].tolist() == [True, False]
+    assert batch["d"] == ["x", "y"]
+
+
+def test_files_of_different_widths_get_the_wider_one(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": pa.array([1, 2], pa.int8())}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"a": pa.array([300, 2**40])}), tmp_path / "2.parquet")
+    for memory in (0, 1 << 20):
+        source = open_source(tmp_path, memory_bytes=memory)
+        got = source.read(np.arange(4))["a"]
+        assert got.dtype == np.int64 and got.tolist() == [1, 2, 300, 2**40], memory
+
+
+def test_one_type_for_all_floats() -> None:
+    t = pa.table({"a": [1, 2], "f": [0.5, 1.5], "g": pa.array([0.5, 1.5], pa.float32()), "s": ["x", "y"]})
+    got = open_source(t, {"a": "a", "m": ["a", "f"], "g": "g", "s": "s"}, dtypes="float32").schema
+    assert got == {"a": "int64", "m": "float32[2]", "g": "float32", "s": "int64"}
+
+
+def test_text_as_it_is_and_text_hashed() -> None:
+    for given in ({"s": np.array(["b", "a", "b"])}, pa.table({"s": ["b", "a", "b"]})):
+        assert open_source(given).hashed == ("s",)
+        for asked in ("hash", "int64"):
+            source = open_source(given, dtypes={"s": asked})
+            assert source.hashed == ()
+            assert source.read(np.arange(3))["s"].tolist() == [text_key("b"), text_key("a"), text_key("b")]
+        batch = Loader(given, 3, shuffle=False, dtypes={"s": "str"}).read(0, 0, 3)
+        assert batch == {"s": ["b", "a", "b"]}

@@ -164,6 +164,11 @@ class Run:
 
         until(look, why=self.story)
 
+    def samples(self) -> int:
+        """Done so far; 0 where nobody answers."""
+        status = self.status()
+        return status.samples_done if status is not None else 0
+
     def wait(self, timeout_s: float = 90.0) -> int:
         assert self.popen is not None
         try:
@@ -183,6 +188,14 @@ class Run:
         for log in sorted((self.run_dir / "logs").glob("*.log")):
             parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
         return "\n".join(parts)
+
+    def gone(self, pid: int) -> bool:
+        """Whether that process has ended."""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def processes(self) -> dict[int, str]:
         return processes_of(self.run_dir)

@@ -42,6 +42,21 @@ def test_a_death_while_state_is_handed_over(run: ReplicaRun, fault: str, monkeyp
     run.finished(1, states=1)
 
 
+@pytest.mark.parametrize("step", ["agree", "agreed"])
+def test_the_other_one_dies_when_the_replacement_comes_in(
+    run: ReplicaRun, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two losses in a row: of two workers one is killed, and the other one as soon as the replacement has its state."""
+    monkeypatch.setenv("EVERSTEP_FAULT", f"worker:0.1:{step}:3")
+    run.write(epochs=4, pause_s=0.1)
+    run.train(2, "--min-workers", "1")
+    run.trained(300)
+    os.kill(run.pid(1), KILL)
+    run.pid(0, at_least=2)
+    run.hurry()
+    run.finished(2, states=1)
+
+
 def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> None:
     run.write(epochs=4, pause_s=0.1)
     run.train(2, "--checkpoint-every", "5batches")

@@ -135,13 +135,16 @@ def test_losing_a_ps_ends_the_job_with_one_clear_line(run: Run) -> None:
     assert run.leftovers() == {}
 
 
-def test_ctrl_c_stops_everything_with_130(run: Run) -> None:
+@pytest.mark.parametrize(("signo", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_stop_everything_with_a_code_each(run: Run, signo: int, exit_code: int) -> None:
     run.write(epochs=50)
     run.start("--workers", "2")
     run.trained(100)
     assert run.popen is not None
-    run.popen.send_signal(signal.SIGINT)
-    assert run.wait() == 130, run.story()
+    run.popen.send_signal(signo)
+    assert run.wait() == exit_code, run.story()
+    code, text = run.everstep("audit", str(run.run_dir))
+    assert code == 10 and "not over (stopped" in text, text
     assert "stopping" in run.text() and "Traceback" not in run.text()
     assert run.leftovers() == {}
     assert not in_use(run.run_dir)
@@ -257,7 +260,9 @@ def test_a_full_disk_ends_the_job_in_one_line(run: Run) -> None:
         pytest.skip("may not mount a small disk")
     try:
         run.write(epochs=200, pause_s=0.0)
-        assert run.start("--workers", "2").wait() == 4, run.story()
+        config = run.folder / "job.yaml"
+        config.write_text("disk_full_s: 3\n")
+        assert run.start("-c", str(config), "--workers", "2").wait() == 4, run.story()
         last = run.text().strip().splitlines()[-1]
         assert last.startswith("everstep: ") and "space" in last and "Traceback" not in run.text(), run.text()
         assert run.leftovers() == {}

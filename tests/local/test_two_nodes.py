@@ -60,7 +60,7 @@ def test_a_second_node_that_is_told_to_leave_gives_back_and_goes(run: Run) -> No
     run.alive_on("b")
     run.trained(200)
     run.joined["b"].send_signal(signal.SIGTERM)
-    assert run.wait_join("b") == 130, run.join_text("b")
+    assert run.wait_join("b") == 143, run.join_text("b")
     assert run.leftovers(run_dir) == {}
     run.hurry()
     run.ended_well()

@@ -249,7 +249,7 @@ def test_scale_stop_and_refusals(stage: Stage) -> None:
     assert isinstance(command.call(wire.Scale(Role.PS, 0)), Refused)
     assert isinstance(command.call(wire.HelloNode(NodeId("evil"), "", 0, 0, ())), Refused)
     assert isinstance(command.call(wire.HelloMember(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
-    assert isinstance(command.call(wire.AskShard(0, 1, 1)), Fenced)
+    assert isinstance(command.call(wire.AskShard(0, 1, 1)), Refused)
     assert command.call(wire.GetSpec()).spec.buckets == 4
     assert command.call(wire.Stop("enough")) == Ok()
     assert ps.order(wire.Finish).exit_code == 0

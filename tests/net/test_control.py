@@ -429,7 +429,7 @@ def test_garbage_behind_a_good_handshake(
 def test_strangers_are_few_and_short_lived(
     start: Callable[..., Master], join: Callable[..., ControlClient], run_dir: Path, until: Until
 ) -> None:
-    master = start(polite, auth_s=0.2, max_strangers=2)
+    master = start(polite, auth_s=0.2, max_local_strangers=2)
     idle = [connect_unix(run_dir / UNIX.unix, Deadline(5)) for _ in range(4)]
     for sock in idle:  # two are turned away at once, two when their time is over
         sock.settimeout(10)
@@ -437,6 +437,24 @@ def test_strangers_are_few_and_short_lived(
         sock.close()
     until(lambda: master.server.strangers == 0)
     assert join().call(wire.Report({}), 20) == Ok()
+
+
+def test_silent_strangers_over_tcp_keep_no_local_peer_out(
+    start: Callable[..., Master], join: Callable[..., ControlClient], until: Until
+) -> None:
+    """They count from accept on, before TLS, and have places of their own."""
+    master = start(polite, tcp=True, auth_s=30.0, max_strangers=5)
+    idle = [socket.create_connection((master.host, master.port), 10) for _ in range(40)]
+    closed = 0
+    for sock in idle[5:]:
+        sock.settimeout(10)
+        closed += sock.recv(1) == b""
+    assert closed == 35 and master.server.waiting[False] == 5  # the others are turned away at once
+    members = [join() for _ in range(4)]
+    assert all(member.call(wire.Report({}), 20) == Ok() for member in members)
+    for sock in idle:
+        sock.close()
+    until(lambda: master.server.strangers == 0)
 
 
 def test_a_peer_that_does_not_read_is_dropped(

@@ -354,7 +354,7 @@ def test_a_client_that_does_not_read_holds_only_itself(
 def test_strangers_are_few_and_short_lived(
     run_dir: Path, secret: Secret, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ps = Ps(run_dir, secret, auth_s=0.2, max_strangers=2)
+    ps = Ps(run_dir, secret, auth_s=0.2, max_local_strangers=2)
     with caplog.at_level(logging.WARNING):
         idle = [connect_unix(run_dir / SOCKET, Deadline(5)) for _ in range(4)]
         for sock in idle:
@@ -365,6 +365,17 @@ def test_strangers_are_few_and_short_lived(
     ps.server._auth_s = 20.0  # a friend's threads may have to wait for their turn
     with DataClient(ps.unix, secret=secret, identity=ME, run_dir=run_dir) as client:
         assert client.request(wire.Stat())[0] == wire.Taken()
+    ps.server.close()
+
+
+def test_silent_strangers_over_tcp_keep_no_local_peer_out(run_dir: Path, secret: Secret) -> None:
+    ps = Ps(run_dir, secret, auth_s=30.0, max_strangers=8)
+    idle = [socket.create_connection(("127.0.0.1", ps.tcp.port), 10) for _ in range(20)]
+    for _ in range(30):
+        with DataClient(ps.unix, secret=secret, identity=ME, run_dir=run_dir) as client:
+            assert client.request(wire.Stat())[0] == wire.Taken()
+    for sock in idle:
+        sock.close()
     ps.server.close()
 
 

@@ -205,7 +205,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 
 def test_manifest_bytes_there_and_back() -> None:
-    manifest = Manifest(job="j", checkpoint=1, at=1.5, seed=-3, buckets=1, images=())
+    manifest = Manifest(job="j", checkpoint=1, at=1.5, seed=3, buckets=1, images=())
     data = encode_manifest(manifest)
     assert decode_manifest(data, "m") == manifest
     for wrong_bytes in (data[:-1], data[1:], data + b"\n", data.replace(b"\n", b" ", 1), b""):

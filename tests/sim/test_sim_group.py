@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from everstep.sim.group import GroupScenario, group_scenario, simulate_group
+from everstep.sim.group import GroupScenario, GroupWorker, group_scenario, simulate_group
 from everstep.sim.large import measure
 from everstep.sim.mutations_group import GROUP_MUTATIONS, Mutation
 from everstep.sim.run import Outcome, Parts
@@ -69,6 +69,13 @@ def test_seeds_that_found_something(seed: int) -> None:
 @pytest.mark.parametrize("seeds", amounts(30, 300))
 def test_seeds(seeds: int) -> None:
     for seed in range(10_000, 10_000 + seeds):
+        run(seed)
+
+
+@pytest.mark.parametrize("seeds", amounts(20, 400))
+def test_members_that_say_that_their_group_has_met(seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupWorker, "says_met", True)
+    for seed in range(5000, 5000 + seeds):
         run(seed)
 
 

@@ -103,3 +103,10 @@ def test_unknown_protocols_are_one_line() -> None:
 def test_file_urls_are_directories(tmp_path: Path) -> None:
     open_place(f"file://{tmp_path}").put("a", b"1")
     assert (tmp_path / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("url", ["ftp://host/a", "sftp://host/a", "https://host/a", "nosuch://host/a"])
+def test_a_url_that_does_not_work_says_which_do(url: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_place(url)
+    assert "s3://" in str(error.value) and "file://" in str(error.value) and "\n" not in str(error.value)

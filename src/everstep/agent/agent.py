@@ -26,16 +26,22 @@ from typing import Any, Protocol
 import msgspec
 
 from everstep.agent.budget import RestartBudget
+from everstep.agent.logfiles import DiskWatch
+from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, Step
 from everstep.agent.rundir import remove_sockets
+from everstep.agent.scripterrors import ScriptErrors
+from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
 from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
 from everstep.allreduce.environment import LOCAL_VARIABLE
+from everstep.brain.checkpoints import ends_with_checkpoint
 from everstep.brain.events import Ok
 from everstep.config.spec import JobSpec
-from everstep.errors import DeadlineError, EverstepError
+from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.monitor.process import clean_hardware, hardware_class
+from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
     Beat,
@@ -48,20 +54,25 @@ from everstep.net.messages import (
     News,
     OrderType,
     RequestType,
+    StackTaken,
     Start,
     Stop,
+    TakeStack,
 )
+from everstep.net.shown import shown
 from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
+from everstep.storage.space import disk_is_full
 
 WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
 PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
 KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
+STOP_SAVE_S = 75.0  # so long a job that is stopped may write its last checkpoint and its model
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
 RECLAIM_S = 25.0  # SIGTERM of a node that joined -> it leaves; clouds and Kubernetes give 30 s
-MASTER_GONE_S = 120.0  # an agent on another node without a master for so long gives up
-_LOOK_S = 5.0
+STACK_S = 2.0  # for a process to write its stacks
+BEAT_S = 0.5  # members of a group that waits are given up after STALL_S (brain.watch) without our word
+_STACK_LOOK_S = 0.05
 _EMPTY_LOOK_S = 0.1
-_DISK_RESERVE_BYTES = 64 * 1024
 _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 
 
@@ -73,7 +84,13 @@ class Control(Protocol):
     def close(self) -> None: ...
 
     @property
-    def away_s(self) -> float: ...
+    def connects(self) -> int: ...
+
+    @property
+    def unheard_s(self) -> float: ...
+
+    @property
+    def refused_s(self) -> float: ...
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -96,6 +113,7 @@ class Running(msgspec.Struct):
     process: Process | None = None  # a ps; workers are the template's children
     status: int | None = None  # ended, but the master has not taken note yet
     ending: bool = False
+    not_before: float = 0.0  # a worker that is tried again, a little later
     local: int = 0  # a worker's number on this node: which GPU it takes (``job.device``)
 
     @property
@@ -146,7 +164,11 @@ class Agent:
         self._template: WarmTemplate | None = None
         self._template_budget = RestartBudget(limit=5)
         self._template_started_at = 0.0
-        self._first_error: tuple[Running, WorkerError] | None = None
+        self._cut_off = CutOff(spec.cut_off_s, spec.rejoin_s)
+        self._hung = Hung(spec.master_silent_s, spec.master_lost_s)
+        self._disk = DiskWatch(self.run_dir, spec.disk_full_s, self._tell)
+        self._connects_before = 0  # connections to earlier masters
+        self._errors = ScriptErrors(self._say, spec.script_retries)
         self._asked_to_stop = False
         self._leaving = False
         self._closed = False
@@ -176,8 +198,8 @@ class Agent:
                 self._start_master()
             self.client = self._connect(self)
             reporter.start()
-            if not self._keeps_master:
-                self._after(_LOOK_S, self._look_for_master)
+            self._after(LOOK_S, self._look_for_hung_master if self._keeps_master else self._look_for_master)
+            self._after(LOOK_S, self._look_at_disk)
             while not self._finished():
                 self._turn()
             assert self.outcome is not None
@@ -232,7 +254,7 @@ class Agent:
         """A line in logs/agent.log."""
         stamp = time.strftime("%H:%M:%S") + f".{int(time.time() * 1000) % 1000:03d}"
         with contextlib.suppress(OSError), self._log_path.open("a") as out:
-            out.write(f"{stamp} {text}\n")
+            out.write(f"{stamp} {escaped_lines(text)}\n")
 
     def _tell(self, text: str) -> None:
         self.log(text)
@@ -271,9 +293,10 @@ class Agent:
     def _interrupted(self, signo: int) -> None:
         name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal closed"}
         why = name.get(signal.Signals(signo), str(signo))
+        outcome = Outcome(143, "interrupted: SIGTERM") if signo == signal.SIGTERM else Outcome(130, "interrupted")
         if self._asked_to_stop or (self._leaving and signo == signal.SIGINT):
             self._tell("stopping at once")
-            self._outcome_unless_known(Outcome(130, "interrupted"))
+            self._outcome_unless_known(outcome)
             self._leave()
             self._kill_all()
             return
@@ -282,14 +305,14 @@ class Agent:
             return
         again = "; again to stop at once" if signo == signal.SIGINT else ""
         self._tell(f"{why}: stopping{again}")
-        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self._outcome_unless_known(outcome)
         self.stop(why)
 
     def _reclaimed(self) -> None:
         """This node will be taken away: have it emptied while the job goes on elsewhere, then leave."""
         self._asked_to_stop = True
         self._tell(f"SIGTERM: this node is to be emptied, in at most {RECLAIM_S:.0f} s; again to leave at once")
-        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self._outcome_unless_known(Outcome(143, "interrupted: SIGTERM"))
         self._reports.put(self._ask_drain)
         self._after(RECLAIM_S, self._leave)
 
@@ -322,18 +345,21 @@ class Agent:
             self._leave()
             return
         self._reports.put(lambda: self._ask_stop(reason))
-        self._after(STOP_ANSWER_S, self._leave)
 
     def _ask_stop(self, reason: str) -> None:
+        answer: object = None
         if self.client is not None:
             with contextlib.suppress(EverstepError):
-                self.client.call(Stop(reason), timeout_s=STOP_ANSWER_S)
+                answer = self.client.call(Stop(reason, checkpoint=True), timeout_s=STOP_ANSWER_S)
+        saves = isinstance(answer, Ok) and ends_with_checkpoint(self.spec)
+        self.post(lambda: self._after(STOP_SAVE_S if saves else 0.0, self._leave))
 
     # ------------------------------------------------------------ the master
 
     def _start_master(self) -> None:
         if self._leaving:
             return
+        self._connects_before = self.client.connects if self.client is not None else 0
         log = self.run_dir / "logs" / "master.log"
         env = {**os.environ, "EVERSTEP_RUN_DIR": str(self.run_dir), "EVERSTEP_NODE": self.node}
         self._master = spawn("master", python_argv("everstep.master", str(self.run_dir)), log, env=env)
@@ -359,7 +385,7 @@ class Agent:
             self._finish(code, error)
             return
         full = disk_is_full(self.run_dir)
-        if status in _FINAL_STATUS or (full and status > 0):
+        if status in _FINAL_STATUS:
             line = last_error_line(self.run_dir / "logs" / "master.log")
             if full and not line:  # no log can be written either
                 status, line = 4, f"no space left on the disk of {self.run_dir}; the job cannot be recorded"
@@ -379,12 +405,57 @@ class Agent:
         self._after(pause_s, self._start_master)
 
     def _look_for_master(self) -> None:
-        """On another node: its agent restarts a dead master within moments, so a long silence is the node's end."""
+        """On another node: a dead master is restarted within moments, so a long silence means that we are cut off."""
+        if self._leaving:
+            return
         assert self.client is not None
-        if self.client.away_s > MASTER_GONE_S:
-            self._finish(4, f"the master could not be reached for {MASTER_GONE_S:.0f} s")
-        elif not self._leaving:
-            self._after(_LOOK_S, self._look_for_master)
+        self._after(LOOK_S, self._look_for_master)
+        match self._cut_off.look(time.monotonic(), self.client.unheard_s, self.client.refused_s):
+            case Step.END:
+                silent_s, rejoin_s = self._cut_off.silent_s, self.spec.rejoin_s
+                self._tell(
+                    f"the master was not heard for {silent_s:.0f} s: this node counts as lost; ending what runs here, "
+                    f"and trying to come back for {rejoin_s:.0f} s"
+                )
+                for entry in list(self._running.values()):
+                    self._kill(entry)
+            case Step.BACK:
+                self._tell("the master is heard again: this node is back")
+            case Step.LEAVE if self._cut_off.refused:
+                self._finish(4, "nobody listens any more where the master was: the job has ended meanwhile, or failed")
+            case Step.LEAVE:
+                spent_s = self._cut_off.silent_s + self.spec.rejoin_s
+                self._finish(4, f"the master could not be reached for {spent_s:.0f} s: this node leaves the job")
+            case _:
+                pass
+
+    def _look_at_disk(self) -> None:
+        self._disk.look()
+        if not self._leaving:
+            self._after(LOOK_S, self._look_at_disk)
+
+    def _look_for_hung_master(self) -> None:
+        """On the master's node: one that hangs (stopped, or its disk does) is not seen by its end."""
+        if self._leaving:
+            return
+        assert self.client is not None
+        self._after(LOOK_S, self._look_for_hung_master)
+        master = self._master
+        greeted = master is not None and self.client.connects > self._connects_before
+        match self._hung.look(time.monotonic(), self.client.unheard_s, greeted):
+            case Step.SAY:
+                left_s = self.spec.master_lost_s - self._hung.silent_s
+                self._tell(
+                    f"the master has not answered for {self._hung.silent_s:.0f} s; training goes on; it is replaced in "
+                    f"{max(0.0, left_s):.0f} s"
+                )
+            case Step.BACK:
+                self._tell(f"the master answers again, after {self._hung.silent_s:.0f} s")
+            case Step.REPLACE:
+                self._tell(f"the master has not answered for {self._hung.silent_s:.0f} s: it is killed")
+                self._end_master(signal.SIGKILL)  # (a stopped one, too; its end is noticed by the loop)
+            case _:
+                pass
 
     # ------------------------------------------------------------ the template
 
@@ -396,7 +467,8 @@ class Agent:
         self._selector.register(template.conn, selectors.EVENT_READ, self._template_spoke)
         self.log(f"template started, pid {template.process.pid}")
         for entry in list(self._running.values()):
-            if entry.role == Role.WORKER and entry.pid == 0 and entry.status is None:
+            due = entry.not_before <= time.monotonic()  # (else its own time asks)
+            if entry.role == Role.WORKER and entry.pid == 0 and entry.status is None and due:
                 self._ask_fork(entry)
 
     def _template_spoke(self) -> None:
@@ -446,6 +518,10 @@ class Agent:
             return
         self._tell(f"template lost ({words}) and its workers with it; restarting")
         self._after(pause_s, self._start_template)
+
+    def _fork_late(self, entry: Running) -> None:
+        if entry.status is None and self._running.get((entry.role, entry.slot)) is entry:
+            self._ask_fork(entry)
 
     def _ask_fork(self, entry: Running) -> None:
         if self._template is None:
@@ -508,6 +584,8 @@ class Agent:
 
     def on_order(self, order: OrderType) -> None:
         """From the control client's thread."""
+        if isinstance(order, Finish | News):
+            order = shown(order)
         self.post(lambda: self._obey(order))
 
     def _obey(self, order: OrderType) -> None:
@@ -520,6 +598,8 @@ class Agent:
                 self._finish(order.exit_code, order.error)
             case Hit():
                 self._hit(order)
+            case TakeStack():
+                self._take_stack(order)
             case News() if not self._keeps_master:
                 self._say(f"{order.member}: {order.text}" if order.member else order.text)
             case _:
@@ -559,7 +639,11 @@ class Agent:
             self._newest[key] = order.incarnation
         if order.role == Role.WORKER:
             error_path(self.run_dir, order.slot).unlink(missing_ok=True)
-            self._ask_fork(entry)
+            entry.not_before = time.monotonic() + order.after_s
+            if order.after_s > 0:
+                self._after(order.after_s, lambda: self._fork_late(entry))
+            else:
+                self._ask_fork(entry)
         elif order.role == Role.PS:
             self._spawn_ps(entry)
 
@@ -618,19 +702,18 @@ class Agent:
         if entry.role == Role.WORKER and entry.pidfd >= 0:
             os.close(entry.pidfd)
             entry.pidfd = -1
-        error, too_large = "", 0
+        error, too_large, failure = "", 0, None
         if entry.role == Role.WORKER and status != 0:
             found = read_worker_error(self.run_dir, entry)
             if found is not None:
-                error, too_large = found.line, found.too_large
-                if self._first_error is None and not too_large:
-                    self._first_error = (entry, found)
+                error, too_large, failure = found.line, found.too_large, found.failure
+                self._errors.learn(entry.name, found)
         elif entry.role == Role.PS and status > 0:
             error = last_error_line(self.run_dir / "logs" / f"ps-{entry.slot}.log")
             if not error and disk_is_full(self.run_dir):
                 error = f"no space left on the disk of {self.run_dir}"
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
-        report = Exited(entry.role, entry.slot, entry.incarnation, status, error, too_large)
+        report = Exited(entry.role, entry.slot, entry.incarnation, status, error, too_large, failure)
         self._reports.put(lambda: self._report(entry, report))
 
     # ------------------------------------------------------------ reports
@@ -664,7 +747,52 @@ class Agent:
         return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware)
 
     def beat(self) -> Beat:
-        return Beat(readings={"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)})
+        readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}
+        return Beat(readings=readings, runs=self._that_run())
+
+    def _that_run(self) -> tuple[tuple[Role, Slot, Incarnation, float], ...]:
+        """Processes that are neither stopped nor gone, seen from outside: a script may hold its interpreter."""
+        with self._lock:
+            entries = [(r.role, r.slot, r.incarnation, r.pid) for r in self._running.values() if r.status is None]
+        found = []
+        for role, slot, incarnation, pid in entries:
+            vitals = read_vitals(pid) if pid else None
+            if vitals is not None and vitals.runs:
+                found.append((role, slot, incarnation, vitals.cpu_s))
+        return tuple(found)
+
+    # ------------------------------------------------------------ stacks
+
+    def _take_stack(self, order: TakeStack) -> None:
+        entry = self._running.get((Role.WORKER, order.slot))
+        if entry is None or entry.incarnation != order.incarnation or entry.pidfd < 0 or entry.status is not None:
+            return
+        path = stack_path(self.run_dir / "logs" / f"worker-{order.slot}.log")
+        start = size_of(path)
+        if not ask_for_stack(entry.pid, entry.pidfd):
+            self._tell_stack(order, "")
+            return
+        self._look_for_stack(order, path, start, start, time.monotonic() + STACK_S)
+
+    def _look_for_stack(self, order: TakeStack, path: Path, start: int, before: int, end: float) -> None:
+        """Until the file has grown, and grows no more."""
+        now = size_of(path)
+        if time.monotonic() < end and (now == start or now != before):
+            self._after(_STACK_LOOK_S, lambda: self._look_for_stack(order, path, start, now, end))
+            return
+        self._tell_stack(order, read_stacks(path, start))
+
+    def _tell_stack(self, order: TakeStack, text: str) -> None:
+        place, stack = words_of(main_stack(text), self._script)
+        self.log(f"worker:{order.slot} #{order.incarnation} makes no progress: {place or 'no stack'}")
+        taken = StackTaken(order.slot, order.incarnation, order.idle_s, place, stack)
+
+        def tell() -> None:
+            with contextlib.suppress(EverstepError):
+                assert self.client is not None
+                self.client.call(taken, timeout_s=STACK_S)
+
+        self._reports.put(tell)
 
     def on_fenced(self, reason: str) -> None:
         """Another agent took this node's place."""
@@ -680,11 +808,10 @@ class Agent:
         """The job is over (said by the master, or because there can be no master)."""
         if self.outcome is None:
             detail = log = ""
-            if exit_code and self._first_error is not None and self._first_error[1].line in error:
-                entry, found = self._first_error
-                exit_code, detail = found.exit_code, found.text
-                error = f"{entry.name}: {found.line}"
-                log = str(self.run_dir / "logs" / f"worker-{entry.slot}.log")
+            if exit_code and (seen := self._errors.of(error)) is not None:
+                exit_code, detail = seen.error.exit_code, "" if seen.shown else seen.error.text
+                error = f"{seen.name}: {error[error.index(seen.error.line) :]}"
+                log = str(self.run_dir / "logs" / f"{seen.name.replace(':', '-')}.log")
             self.outcome = Outcome(exit_code, error, detail, log)
         self._leave()
 
@@ -757,13 +884,6 @@ def describe_status(status: int) -> str:
             return f"signal {-status} ({signal.Signals(-status).name})"
         return f"signal {-status}"
     return f"exit code {status}"
-
-
-def disk_is_full(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        disk = os.statvfs(path)
-        return disk.f_bavail * disk.f_frsize < _DISK_RESERVE_BYTES
-    return False
 
 
 def error_path(run_dir: Path, slot: int) -> Path:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from everstep.errors import ConfigError, PlatformError
+from everstep.errors import ConfigError, PlatformError, escaped
 
 FOLDERS = ("logs", "sock", "audit")
 
@@ -26,8 +26,10 @@ class RunDirLock:
 
         Raises ConfigError when another everstep holds it, PlatformError when it cannot be written."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            _check_own(path)
+            fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileExistsError:
             raise ConfigError(f"run directory {path}: is a file; name a directory") from None
         except OSError as error:
@@ -45,7 +47,7 @@ class RunDirLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, str(os.getpid()).encode(), 0)
             for name in FOLDERS:
-                (path / name).mkdir(exist_ok=True)
+                (path / name).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             os.close(fd)
             raise disk_error(path, error) from None
@@ -61,6 +63,20 @@ class RunDirLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_own(path: Path) -> None:
+    """ConfigError for a directory in which somebody else can make us write elsewhere: another user's, or with links."""
+    owner = path.stat().st_uid
+    if owner != os.geteuid() and os.geteuid() != 0:  # (root may be given a directory of its user, in a container)
+        raise ConfigError(f"run directory {path}: belongs to another user (uid {owner}); choose another --run-dir")
+    for entry in path.iterdir():
+        if entry.is_symlink():
+            raise ConfigError(
+                f"run directory {path}: {escaped(entry.name)} in it is a link, which everstep does not follow; "
+                "remove it or "
+                "choose another --run-dir"
+            )
 
 
 def in_use(path: Path) -> bool:

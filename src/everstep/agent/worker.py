@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import random
 import signal
@@ -14,12 +15,16 @@ import traceback
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from everstep.agent.failures import cause_of
+from everstep.agent.stacks import dump_on_signal
 from everstep.agent.unit import await_fate, await_mates, become_unit
 from everstep.errors import EverstepError, ScriptError, script_place
+from everstep.model.failure import Failure
+from everstep.storage.space import is_full
 
 if TYPE_CHECKING:
     from everstep.agent.template import Fork
@@ -34,13 +39,15 @@ class WorkerError(msgspec.Struct, frozen=True):
     """Why a worker's script ended, in ``logs/worker-N.error.json``.
 
     ``line``: one line with its place. ``text``: the traceback from the script's first frame on, "" where the line
-    says it all. ``exit_code``: what the job shall end with. ``too_large``: see ``brain.events.ProcessExited``."""
+    says it all. ``exit_code``: what the job shall end with. ``too_large``, ``failure``: see
+    ``brain.events.ProcessExited``."""
 
     incarnation: int
     line: str
     text: str
     exit_code: int
     too_large: int = 0
+    failure: Failure | None = None
 
 
 def run_worker(request: Fork) -> NoReturn:
@@ -70,6 +77,7 @@ def _outcome(request: Fork, script: Path) -> int:
         code = _exit_status(exit_)
         if code and code != TERMINATED:
             _end_anyway(code)
+            sys.last_value = exit_  # as in ``_failed``
             what = exit_.code if isinstance(exit_.code, str) else f"the script ended itself with exit code {code}"
             _tell(request, WorkerError(request.incarnation, f"{what} ({script_place(exit_, script)})", "", 1))
         return code
@@ -97,8 +105,8 @@ def _become(request: Fork) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    dump_on_signal(Path(request.log))
+    sys.stdout, sys.stderr = _log_stream(1, "stdout"), _log_stream(2, "stderr")
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"{LOG_MARK}worker {request.slot} #{request.incarnation} started {now} pid {os.getpid()}", flush=True)
     for name, value in request.env.items():
@@ -115,6 +123,26 @@ def _become(request: Fork) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(request.threads)
+
+
+class _LogFile(io.FileIO):
+    """A full disk costs the script's lines, not the script."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def _log_stream(fd: int, name: str) -> io.TextIOWrapper:
+    old = sys.stdout if fd == 1 else sys.stderr
+    raw = _LogFile(fd, "wb", closefd=False)
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), old.encoding, old.errors, line_buffering=True)
+    raw.name = f"<{name}>"
+    return stream
 
 
 def _run_script(script: Path) -> None:
@@ -147,7 +175,8 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         return 4
     place = script_place(error, script)
     if isinstance(error, EverstepError):
-        _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code))
+        ended = Failure("script", f"{type(error).__name__} ({place})", _steps_done(), error.exit_code)
+        _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code, 0, ended))
         return error.exit_code
     last = with_advice(traceback.format_exception_only(error)[-1].strip())
     samples, by_a_plan = _too_large(error)
@@ -157,8 +186,11 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
             f" (in a pass of {samples} samples: use a smaller batch_size, or say what fits into this worker, "
             "job.loader(..., largest_batch=...), and a batch is computed in several passes)"
         )
-    _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1, samples if by_a_plan else 0))
-    if by_a_plan:  # no end of the script: the others wait for this one, and another one is to come at once
+    cause = cause_of(error)
+    failure = Failure(cause, f"{type(error).__name__} ({place})", _steps_done())
+    too_large = samples if by_a_plan else 0
+    _tell(request, WorkerError(request.incarnation, f"{last} ({place})", text, 1, too_large, failure))
+    if by_a_plan or cause != "script":  # no end of the script: the others wait for this one, and another one is to come
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -171,6 +203,12 @@ def _too_large(error: BaseException) -> tuple[int, bool]:
     job = sys.modules.get("everstep.api.job")
     found: tuple[int, bool] = job.pass_too_large(error) if job is not None else (0, False)
     return found
+
+
+def _steps_done() -> int:
+    job = sys.modules.get("everstep.api.job")
+    done: int = job.steps_done() if job is not None else 0
+    return done
 
 
 def with_advice(line: str) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from everstep.data.streams import STREAMS
+
 Place = tuple[int, int, int]
 _READ_S = 600.0  # of one batch, at most
 _QUICK_S = 0.0004  # a change of thread and back, on a machine that is busy
@@ -41,10 +43,11 @@ class AheadReader:
         if held is not None and held[0] == place:
             return held[1]
         if guess is not None:
-            if guess[0] == place:
-                return guess[1].result(_READ_S)
-            if not guess[1].cancel():
-                guess[1].exception(_READ_S)  # readers are used by one thread at a time
+            with STREAMS.lent():
+                if guess[0] == place:
+                    return guess[1].result(_READ_S)
+                if not guess[1].cancel():
+                    guess[1].exception(_READ_S)  # readers are used by one thread at a time
         return self._timed(*place)
 
     def begin(self, place: Place) -> None:

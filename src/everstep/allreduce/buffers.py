@@ -2,11 +2,15 @@
 
 Floats: the committed value, plus the mean over the micro-batches (weighted by samples) of what each one changed.
 Integers: what the step's first micro-batch made of them. Both travel in the tail of the gradients.
+
+What changes after the vote (a moving average that the script keeps in a buffer, a forward pass behind the step) is
+*late*: it is put aside at the end of the iteration, put back at the begin of the next one, and counts as a change
+there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +18,21 @@ from torch import Tensor, nn
 
 from everstep.errors import ScriptError
 
-_FLOATS_MAX = 1 << 16  # of one buffer that is reduced with every step; larger ones (masks, tables) must not change
-_INTS_MAX = 64
+FLOATS_MAX = 1 << 16
+"""Elements of one floating point buffer that the job keeps; larger ones (masks, tables) must not change."""
+INTS_MAX = 64
 _WORDS = 4  # float32 elements that carry one 64-bit integer, 16 bits each
+
+
+def each_buffer(models: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module, str, Tensor]]:
+    """Every buffer once: the number of its model, its name there, the module that has it, by which key, and itself."""
+    seen: set[int] = set()
+    for i, model in enumerate(models):
+        for prefix, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield i, f"{prefix}.{key}" if prefix else key, module, key, buffer
 
 
 class Buffers:
@@ -26,29 +42,32 @@ class Buffers:
         self._floats: list[tuple[nn.Module, str]] = []
         self._ints: list[tuple[nn.Module, str]] = []
         self._constant: list[tuple[str, nn.Module, str, int]] = []
-        seen: set[int] = set()
-        for model in models:
-            for prefix, module in model.named_modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is None or id(buffer) in seen:
-                        continue
-                    seen.add(id(buffer))
-                    if buffer.is_floating_point() and buffer.numel() <= _FLOATS_MAX:
-                        self._floats.append((module, name))
-                    elif not buffer.is_floating_point() and not buffer.is_complex() and buffer.numel() <= _INTS_MAX:
-                        self._ints.append((module, name))
-                    else:
-                        full = f"{prefix}.{name}" if prefix else name
-                        self._constant.append((full, module, name, buffer._version))
+        for _, full, module, name, buffer in each_buffer(models):
+            if buffer.is_floating_point() and buffer.numel() <= FLOATS_MAX:
+                self._floats.append((module, name))
+            elif not buffer.is_floating_point() and not buffer.is_complex() and buffer.numel() <= INTS_MAX:
+                self._ints.append((module, name))
+            else:
+                self._constant.append((full, module, name, buffer._version))
         self._float_sizes = [b.numel() for b in self.floats()]
         self._int_sizes = [b.numel() for b in self.ints()]
         self._ints_at = sum(self._float_sizes)
         self.tail = self._ints_at + _WORDS * sum(self._int_sizes)
         self._saved: list[Tensor] = [b.detach().clone() for b in self.floats() + self.ints()]
         self._versions: list[tuple[int, int]] = []
+        self._late: list[Tensor] | None = None
+        self._middle: list[Tensor] = []  # values at the end of backward
+        self._shown: list[tuple[int, int]] | None = None  # versions, where late values are in place between two steps
+        self._begun: tuple[list[Tensor], list[Tensor] | None] | None = (
+            None  # ``_saved`` and ``_late``, see begin_unsure
+        )
 
     def __repr__(self) -> str:
         return f"<Buffers {len(self._floats)} floats, {len(self._ints)} integers, {len(self._constant)} constant>"
+
+    def _data(self) -> list[Tensor]:
+        """To write to: a graph that was built before, and is not run backward yet, has not to know."""
+        return [b.data for b in self.floats() + self.ints()]
 
     def floats(self) -> list[Tensor]:
         return [_get(m, n) for m, n in self._floats]
@@ -60,15 +79,67 @@ class Buffers:
         """Remember the values: those that a step begins with."""
         if not self._saved:
             return
+        if self._late is not None and self._shown is not None:
+            if self._shown == self._now():
+                return  # what is remembered already is everybody's
+            self._late = None  # somebody has set other values
+        self._shown = None
         with torch.no_grad():
             torch._foreach_copy_(self._saved, self.floats() + self.ints())
+
+    def begin_pass(self) -> None:
+        """A micro-batch begins: with what was late in the step before."""
+        self._shown = None
+        self._middle = []
+        if self._late is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self._data(), self._late)
+
+    def middle(self) -> None:
+        """Backward of a micro-batch that is not the last is over. What the script changes behind it, it changes behind
+        the last one too, where it counts."""
+        self._middle = [b.detach().clone() for b in self.floats() + self.ints()]
+
+    def back_to_middle(self) -> None:
+        if self._middle:
+            with torch.no_grad():
+                torch._foreach_copy_(self._data(), self._middle)
+            self._middle = []
+
+    def show_late(self) -> None:
+        """The loop is over: the script sees what was late, too."""
+        if self._late is not None and self._shown is None:
+            self.begin_pass()
+            self._shown = self._now()
+
+    @property
+    def late(self) -> bool:
+        return self._late is not None
+
+    def begin_unsure(self) -> None:
+        """What is committed from now on may be put back by ``roll_back``."""
+        if self._begun is None:
+            self._begun = [saved.clone() for saved in self._saved], self._late
+
+    def sure(self) -> None:
+        self._begun = None
+
+    def roll_back(self) -> None:
+        """As when the step began."""
+        if self._begun is not None:
+            saved, self._late = self._begun
+            self._begun = None
+            if saved:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._saved, saved)
+        self.restore()
 
     def restore(self) -> None:
         """Put the saved values back."""
         if not self._saved:
             return
         with torch.no_grad():
-            torch._foreach_copy_(self.floats() + self.ints(), self._saved)
+            torch._foreach_copy_(self._data(), self._saved)
 
     def collect(self, tail: Tensor, weight: float, first: bool) -> None:
         """Add what changed since ``save``, times ``weight``, to ``tail`` (float32).
@@ -91,6 +162,14 @@ class Buffers:
                     tail[at : at + words.numel()].copy_(words)
                     at += words.numel()
 
+    def collect_late(self, tail: Tensor, weight: float, first: bool) -> None:
+        """As ``collect``, of what is late."""
+        tail.zero_()
+        if self._late is not None:
+            self.begin_pass()
+            self.collect(tail, weight, first)
+            self.restore()
+
     def commit(self, tail: Tensor) -> None:
         """Set the buffers to the saved values changed by ``tail``, summed over all members; these are saved now."""
         if not self._saved:
@@ -105,16 +184,19 @@ class Buffers:
                 saved.copy_(_integers(tail[at : at + _WORDS * saved.numel()]).view(saved.shape))
                 at += _WORDS * saved.numel()
         self.restore()
+        self._late = None
         self._versions = self._now()
 
     def keep(self) -> None:
         """The values as they are now are the committed ones (of a member alone: nothing to add up)."""
+        self._late = self._shown = None
         self.save()
         self._versions = self._now()
 
     def settle(self) -> None:
-        """At the end of the iteration: undo what a forward pass after the commit did to them on this member alone."""
+        """At the end of the iteration: put aside what changed after the commit."""
         if self._saved and self._versions != self._now():
+            self._late = [b.detach().clone() for b in self.floats() + self.ints()]
             self.restore()
 
     def _now(self) -> list[tuple[int, int]]:
@@ -126,7 +208,7 @@ class Buffers:
             if buffer._version != version:
                 raise ScriptError(
                     f"buffer {full!r} with {buffer.numel():,} elements changes in training; on every worker by itself, "
-                    f"so the replicas would differ: make it a parameter, or several buffers of at most {_FLOATS_MAX:,}"
+                    f"so the replicas would differ: make it a parameter, or several buffers of at most {FLOATS_MAX:,}"
                 )
 
 

@@ -30,6 +30,7 @@ from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import ReplicaWritten, TakeReplica
 from everstep.net.retry import Deadline, backoff
 from everstep.protect.manifest import list_checkpoints, read_manifest, reading
+from everstep.protect.model import model_folder, too_large
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
 from everstep.storage.places import Place, open_place
@@ -105,7 +106,11 @@ class ReplicaWriter:
             if image is None:
                 began = time.monotonic()
                 try:
+                    if 0 < order.limit_bytes < packed.body.numel():
+                        raise StorageError(too_large(packed.body.numel()), passing=False)
                     file = self._write(order, packed, mark)
+                    if order.model:
+                        self._leave_model(order, packed, mark)
                     image = ReplicaImage(mark=mark, file=file, origin=self.origin, parameters=numbers)
                     faults.step("checkpoint")
                     took_s = time.monotonic() - began
@@ -122,6 +127,12 @@ class ReplicaWriter:
                 if again is None:
                     self._spare = packed.body
                 self._lock.notify_all()
+
+    def _leave_model(self, order: TakeReplica, packed: Packed, mark: Mark) -> None:
+        """Raises StorageError, ConfigError, PlatformError."""
+        with model_folder(order.model) as folder:
+            found = state_dicts(packed, f"the state of step {mark.step}")
+            write_state(found, folder, {"job": self._seat.spec.name, "step": str(mark.step)})
 
     def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> ImageFile:
         """Durable on return. Raises StorageError, ConfigError."""
@@ -239,12 +250,20 @@ def state_dicts(packed: Packed, what: str) -> dict[str, Any]:
 def export_replica(place: Place, manifest: Manifest, out: Path, tell: Callable[[str], None]) -> None:
     """``out/model.safetensors``: the model's state_dict; ``out/training.pt``: the optimizers' and the rest, for
     ``torch.load(path, weights_only=True)``. Raises CheckpointError, StorageError, OSError."""
+    found = state_dicts(read_replica(place, manifest), f"checkpoint {manifest.checkpoint}")
+    tensors = len(found["model"])
+    about = {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job, "step": str(found["step"])}
+    write_state(found, out, about)
+    tell(f"{out / 'model.safetensors'}: {tensors} tensors")
+    tell(f"{out / 'training.pt'}: optimizers and the rest")
+
+
+def write_state(found: dict[str, Any], out: Path, about: dict[str, str]) -> None:
+    """What ``state_dicts`` returned, as the two files of ``export_replica``. Raises OSError."""
     from safetensors.torch import save_file
 
-    found = state_dicts(read_replica(place, manifest), f"checkpoint {manifest.checkpoint}")
     model = found.pop("model")
     out.mkdir(parents=True, exist_ok=True)
-    about = {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job, "step": str(found["step"])}
     for name, write in (
         ("model.safetensors", lambda path: save_file({k: v.contiguous() for k, v in model.items()}, path, about)),
         ("training.pt", lambda path: torch.save(found, path)),
@@ -255,8 +274,3 @@ def export_replica(place: Place, manifest: Manifest, out: Path, tell: Callable[[
             temporary.replace(out / name)
         finally:
             temporary.unlink(missing_ok=True)
-        tell(
-            f"{out / name}: {len(model)} tensors"
-            if name == "model.safetensors"
-            else f"{out / name}: optimizers and the rest"
-        )

@@ -4,11 +4,15 @@ One iteration of the script is one micro-batch of this member. In its last micro
 reduced while backward runs; at the end of backward the members vote, and with the outcome the step is committed at all
 of them or at none. What the script does after backward (clipping, ``opt.step()``, schedulers) is local and
 deterministic. Whatever an iteration changed that did not commit is put back at its end.
+
+A script with several backward passes and steps in one iteration (a GAN) has several *rounds* in it. Once that is seen,
+the vote is at the iteration's end, and what its steps did before a vote that fails is put back too.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -24,17 +28,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from everstep.allreduce.ahead import AheadReader
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.flats import join_digests
-from everstep.allreduce.logical import part_seed, seed_all
+from everstep.allreduce.logical import Streams, part_seed
 from everstep.allreduce.optimizer import GroupOptimizer
+from everstep.allreduce.outside import STEPS as OUTSIDE_STEPS
+from everstep.allreduce.outside import Outside
 from everstep.allreduce.parts import settle
-from everstep.allreduce.reducer import Reduced, Reducer
+from everstep.allreduce.reducer import BETWEEN, Reduced, Reducer
 from everstep.allreduce.restore import SavedScript
 from everstep.allreduce.sharded import ShardedReducer
-from everstep.allreduce.step import GroupSession, LeaveJob, Outcome, Step, StepTables
+from everstep.allreduce.step import Collective, GroupSession, LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.units import Unit
 from everstep.allreduce.warm import warm_up
 from everstep.config.spec import JobSpec
-from everstep.errors import EverstepError, NonFiniteGradientError, ScriptError
+from everstep.data.streams import STREAMS, seed_range, seed_streams
+from everstep.errors import EverstepError, NonFiniteGradientError, PlatformError, ScriptError
 from everstep.ids import LeaseNo
 from everstep.model.group import Group, Micro
 from everstep.model.placement import Placement
@@ -86,6 +93,47 @@ class Carrier(Protocol):
     """The state, as peers and checkpoints copy it."""
 
     carried: bool
+    reserve: set[str]
+
+    def slice_digest(self, step: int) -> int: ...
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+class Gaps:
+    """The steps in which opt.step() was called. If one comes sooner than in all periods before, after an iteration was
+    done again, the script counted that iteration twice."""
+
+    def __init__(self) -> None:
+        self._last = -1
+        self._epoch = -1
+        self._redone = 0
+        self._gap = self._times = 0
+
+    def add(self, number: int, stepped: bool, redone: int, epoch: int) -> str:
+        """What is wrong with step ``number``; "": nothing."""
+        if not stepped:
+            return ""
+        gap, last = number - self._last, self._last
+        self._last = number
+        again, self._redone = redone > self._redone, redone
+        if last < 0 or epoch != self._epoch:
+            self._epoch, self._gap, self._times = epoch, 0, 0
+            return ""
+        if gap == self._gap:
+            self._times += 1
+            return ""
+        before, times = self._gap, self._times
+        self._gap, self._times = gap, 1
+        return f"{gap} steps after the one before, and not {before}," if again and times >= 3 and gap < before else ""
 
 
 class GroupEngine:
@@ -109,16 +157,31 @@ class GroupEngine:
         self.unit = Unit(0, 1, [])  # the processes of this worker
         self.sharded = False  # the models are, over them
         self._saved = SavedScript(self.inner, self.tracked)
+        self.several = False  # iterations of several rounds were seen
+        self._leaving_loop = False
+        self._slice = 0  # digest of a slice of the state that the step in hand began with
+        self._outside: Outside | None = None
         self._reducer: Reducer | None = None
         self._step: Step | None = None
         self._reader: AheadReader | None = None
         self._options = 0  # digest of the learning rates
         self._last = self._in_script = self._stepped = self._rehearsing = False
         self._outcome: Outcome | None = None
+        self._unsure = False  # rounds of this iteration are reduced, and not voted on
+        self._may = False  # optimizers may step
+        self._nonfinite = False  # of such rounds
+        self._digests: list[int] = []
+        self._asks = False  # the script has called opt.step() in this iteration
+        self._refrained = (-1, "")  # step in which an iteration that did not commit was without opt.step(), and why
+        self._gaps = Gaps()
+        self._ran: set[bool] = set()  # whether the passes of this step before the last one called backward()
         self._scaler_checked = False
         self._replicated: set[int] = set()
         self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
+        self._names: list[str] = []  # of ``_params``
+        self._reserve: set[str] = set()
+        self._reserved: set[str] = set()  # ``reserve``, as the reducer was made for it
         self._devices: set[torch.device] = set()  # that parameters are on
         self.in_hand = 0  # samples of the pass that the script is at, or raised in
         self.loader_batch = self._largest_batch = 0  # samples; of each process, by the script
@@ -192,15 +255,22 @@ class GroupEngine:
             readings["batch"] = float(max((m.hi - m.lo for m in step.micros), default=0))
         if "loss" in self.values:
             readings["loss"] = self.values["loss"]
-        return messages.Beat(readings=readings, values=dict(self.values))
+        idle_s, inside = self.clock.idle_s, self.clock.inside
+        return messages.Beat(readings=readings, values=dict(self.values), idle_s=idle_s, inside=inside)
 
     # ------------------------------------------------------------ what the script gives
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> GroupOptimizer:
         wrapped = GroupOptimizer(optimizer, self)
         self.optimizers.append(wrapped)
-        self.inner.append(optimizer)
+        self.inner += [optimizer, *wrapped.nested]
         return wrapped
+
+    @property
+    def reserve(self) -> set[str]:
+        """Names of parameters that are reduced though they are frozen when an iteration begins: the script thaws them
+        within it."""
+        return self._reserve if self.state is None else self.state.reserve
 
     @property
     def in_loop(self) -> bool:
@@ -232,18 +302,19 @@ class GroupEngine:
         settle(self.models)
         for i, model in enumerate(self.models):
             for name, p in model.named_parameters():
-                names.setdefault(id(p), (f"{i}.{name}" if len(self.models) > 1 else name, p))
+                if not hasattr(p, "everstep_table"):  # (rows of a table on the ps)
+                    names.setdefault(id(p), (f"{i}.{name}" if len(self.models) > 1 else name, p))
         self._replicated = set(names)
-        self._params = [p for _, p in names.values()]
+        self._params = self._saved.params = [p for _, p in names.values()]
         self._trainable = [p.requires_grad for p in self._params]
         for optimizer in self.optimizers:
             self._check_optimizer(optimizer)
-        if self.tables is not None and self._has_scaler():
-            raise ScriptError(
-                "a GradScaler is tracked, and the gradients of tables on the ps would stay scaled: train without it"
-            )
+        if self.tables is not None:
+            self.tables.check(self._has_scaler())
         self._check_devices()
-        params = [(name, p) for name, p in names.values() if p.requires_grad]
+        params = [(name, p) for name, p in names.values() if p.requires_grad or name in self.reserve]
+        self._reserved = set(self.reserve)
+        self._names = [name for name, _ in names.values()]
         if not params:
             raise ScriptError("no parameter of the model requires a gradient: there is nothing to train")
         if self._reducer is not None:
@@ -251,11 +322,36 @@ class GroupEngine:
                 return
             self._reducer.close()
         trained, labels = [p for _, p in params], [n for n, _ in params]
+        before = self._reducer
         if self.sharded:
             self._reducer = ShardedReducer(trained, labels, self.models, self._backward_over, self.unit)
         else:
             self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
         self._reducer.clock = self.clock
+        self._reducer.refusal = self._no_rounds()
+        self._reducer.sums = not (self.spec.logical_workers or self.tables is not None or self.sharded)
+        if before is not None:
+            self._reducer.follow(before)
+
+    def _no_rounds(self) -> str:
+        """Why no iteration of this job can have several rounds; "": it can."""
+        spec = self.spec
+        why = way = ""
+        if spec.logical_workers:
+            why, way = "with --logical-workers", "run without --logical-workers"
+        elif self.tables is not None:
+            why, way = "with tables on the ps", "keep the tables in the model (no job.sparse, no --ps)"
+        elif self.sharded:
+            why, way = "with --shard", "run without --shard"
+        elif spec.strategy == "fixed" and not self.alone and spec.min_workers < spec.workers:
+            why = "with --strategy fixed, where a worker may have to compute its batch in several passes"
+            way = f"run with --strategy elastic, or with --min-workers {spec.workers}"
+        if not why:
+            return ""
+        return (
+            f"backward() a second time in one iteration is not possible {why}. Where neither opt.step() nor "
+            f"zero_grad() is between them: run all but the last one under job.no_sync(). Else: {way}"
+        )
 
     def _check_devices(self) -> None:
         devices = {p.device for p in self._params}
@@ -270,7 +366,7 @@ class GroupEngine:
     def _check_optimizer(self, optimizer: GroupOptimizer) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if id(p) not in self._replicated:
+                if id(p) not in self._replicated and not hasattr(p, "everstep_table"):
                     raise ScriptError(
                         f"an optimizer given to job.optimizer trains a parameter of shape {tuple(p.shape)} of no "
                         "model: call job.replicate(model) for every model that is trained"
@@ -297,7 +393,10 @@ class GroupEngine:
         session = self.session
         assert session is not None
         if self._in_script:
-            raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
+            raise ScriptError(
+                "job.steps() inside the loop of another job.steps(): end the outer loop first, or read the second "
+                "source beside the loop by other.read(epoch, lo, hi) of its loader"
+            )
         self._prepare()
         if not self.alone:
             warm_up(self._params[0])
@@ -310,18 +409,23 @@ class GroupEngine:
                 "is computed at once, or its bits would be others; use a smaller batch_size, and more logical workers"
             )
         self.loader_batch, self._largest_batch = loader.batch_size, largest
+        looks = 0 if self.alone or self.sharded else OUTSIDE_STEPS
+        streams = None if self.alone and not self.spec.logical_workers else Streams()
         reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
+        draws = getattr(loader, "may_draw", False)
+        if draws:
+            STREAMS.take()
         try:
             if not self.alone:
                 rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size, largest)
                 if rehearsal is not None:
                     yield from self._rehearse(session, rehearsal, loader)
+            self.clock.switch(stepclock.BARRIER)  # until there is a group, and it lets us in
             session.enter(dataset, until_epoch, plan, loader.batch_size, largest)
-            if not self.alone and not self.spec.logical_workers:
-                process = self.slot * self.unit.size + self.unit.index
-                seed_all(part_seed(self.spec.seed, -1, process))  # e.g. for dropout: another stream on each worker
             for optimizer in self.optimizers:
                 optimizer._share()  # a state that was copied into the inner ones may have replaced their groups
+            if not self.sharded:
+                session.before_end = self._average_late
             while (step := self._next(session)) is not None:
                 self._begin(step)
                 assert self._reducer is not None
@@ -336,14 +440,24 @@ class GroupEngine:
                     begin = time.perf_counter()
                     self._in_script, self.in_hand = True, micro.hi - micro.lo
                     self.clock.begin(sum(m.hi - m.lo for m in step.micros))  # (of all passes)
+                    if looks and self._last:
+                        self._outside = Outside(sys._getframe(1), self._known(), self._params)
                     yield batch
                     self._in_script, self.in_hand = False, 0
                     self._busy_s += time.perf_counter() - begin
                     self.batches += 1
                     self._close(session, step)
+                    if self._outside is not None:
+                        looks -= 1
+                        self._check_outside()
+            self._show_late()
         except LeaveJob as leave:
             raise SystemExit(leave.status) from None
         finally:
+            if streams is not None:
+                streams.put_back()
+            if draws:
+                STREAMS.give()
             self.clock.switch(stepclock.OUTSIDE)
             reader.close()
             self._reader = None
@@ -358,7 +472,7 @@ class GroupEngine:
         """One iteration of the script whose outcome is thrown away, as that of a step which is done again: what is slow
         for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
         try:
-            self._begin(step)
+            self._begin(step, rehearsal=True)
             micro = step.micros[0]
             batch = loader.read(step.epoch, micro.lo, micro.hi)
             self._open(step, micro, True)
@@ -382,20 +496,28 @@ class GroupEngine:
         self.clock.switch(stepclock.BARRIER)
         return session.begin()
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: Step, rehearsal: bool = False) -> None:
         assert self._reducer is not None
-        if [p.requires_grad for p in self._params] != self._trainable:  # the script froze or thawed some
-            self._prepare()
+        if [p.requires_grad for p in self._params] != self._trainable or self.reserve != self._reserved:
+            self._prepare()  # the script froze or thawed some
         self._step = step
         self.step_number = step.number
-        self._saved.save()
+        plain = self.alone and not self.spec.logical_workers
+        self._saved.save(several=rehearsal or len(step.micros) > 1, watch=not plain)
+        self._slice = 0 if step.size == 1 or self.state is None else self.state.slice_digest(step.number)
+        self._reducer.several = self.several
         self._reducer.begin_step(step)
+        self._ran.clear()
 
     def _open(self, step: Step, micro: Micro, last: bool) -> None:
         assert self._reducer is not None
         self._last, self._outcome, self._stepped = last, None, False
+        self._unsure = self._may = self._nonfinite = self._asks = False
+        self._digests.clear()
         if self.spec.logical_workers:
-            seed_all(part_seed(self.spec.seed, step.number, micro.part))
+            seed_streams(part_seed(self.spec.seed, step.number, micro.part))
+        elif not self.alone:  # e.g. for dropout
+            seed_range(self.spec.seed, step.epoch, micro.lo, step.dataset)
         self._reducer.begin_micro(micro, last)
 
     def _read(self, reader: AheadReader, step: Step, number: int, plan: Plan) -> Any:
@@ -418,23 +540,37 @@ class GroupEngine:
             raise self.failure
         if not self._last:
             self._saved.save_large()
+            self._refrain("one of the passes in which its batch is computed")
+            self._ran.add(reducer.backwards > 0)
             reducer.end_micro()
             self._saved.restore()
             if self.tables is not None:
                 self.tables.collect(reducer.weight)
                 self.tables.release()
             return
-        if self._outcome is None:
-            self._vote()
+        if self._outcome is None and not self._unsure:
+            self._round()
+        if self._unsure:
+            self._vote_at_end(step)
+        elif self._outcome is Outcome.COMMITTED and reducer.rounds:
+            self._end_extension(step)
         reducer.close_micro()
         if self.tables is not None:
             self.tables.release()
         if self._outcome is Outcome.COMMITTED:
-            reducer.buffers.settle()
+            self._check_refrained(step)
+            if reducer.plain:
+                reducer.buffers.keep()
+            else:
+                reducer.buffers.settle()
+            reducer.buffers.sure()
+            self._saved.sure()
             reducer.stepped = self._stepped
-            carried = not self._stepped and any(p.grad is not None for p in reducer.params)
+            carried = reducer.carries
         else:
-            reducer.buffers.restore()
+            if self._outcome is Outcome.REDO:
+                self._refrain("an attempt that was lost with a worker")
+            reducer.buffers.roll_back()
             reducer.put_back()
             self._saved.restore()
             carried = any(p.grad is not None for p in reducer.params)
@@ -451,29 +587,92 @@ class GroupEngine:
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
 
+    def _known(self) -> list[torch.Tensor]:
+        """Tensors that the job keeps."""
+        found: list[Any] = [p.grad for p in self._params]
+        found += [b for model in self.models for b in model.buffers()]
+        for values in (*self.inner, *self.tracked.values()):
+            found += _tensors(values.state_dict())
+        return [t for t in found if isinstance(t, torch.Tensor)]
+
+    def _check_outside(self) -> None:
+        """After an iteration: does the script keep an average of the model that the job does not know?"""
+        outside, self._outside = self._outside, None
+        name = outside.moved() if outside is not None and self._outcome is Outcome.COMMITTED else ""
+        if name:
+            raise ScriptError(
+                f"{name} in the script is an average or a copy of a parameter that changes in the loop, and the job "
+                "does not know it: a worker that joins would not have it, and an iteration that is done again would "
+                "change it twice. Keep it in a module (copy.deepcopy(model)) and call job.replicate(module), or in an "
+                "object with state_dict and load_state_dict and call job.track(name=object), before job.steps()"
+            )
+
+    def _refrain(self, why: str) -> None:
+        """An iteration that does not commit is over. The script sees zeros for gradients in it, so that it refrains
+        from opt.step() only by a count or by something else that this iteration has of its own."""
+        assert self._step is not None
+        if not self._asks:
+            self._refrained = (self._step.number, why)
+
+    def _check_refrained(self, step: Step) -> None:
+        number, why = self._refrained
+        shortened = self._gaps.add(step.number, self._stepped, self.redone, step.epoch)
+        if self._ran and self._reducer is not None and self._ran != {self._reducer.backwards > 0}:
+            raise ScriptError(
+                f"step {step.number}: backward() was called in some of the {self._reducer.passes} passes in which its "
+                "batch is computed, and not in others: skip by what is the same in all passes and on all workers "
+                "(job.step), not by a counter of the script's own or by the loss of a pass"
+            )
+        if not self._stepped or self._has_scaler():
+            return
+        if number == step.number:
+            raise ScriptError(
+                f"step {step.number}: opt.step() was called in its last iteration and not in {why}: count with "
+                "job.step, which counts steps, and not with a counter of the script's own, which counts iterations"
+            )
+        if shortened:
+            raise ScriptError(
+                f"step {step.number}: opt.step() was called {shortened} since an iteration was done again: count with "
+                "job.step, which counts steps, and not with a counter of the script's own, which counts iterations"
+            )
+
     def _break_off(self, session: GroupSession) -> None:
         """The script left the loop inside an iteration: what is committed is done, all else is as before the step."""
         self._in_script = False
         reducer, step = self._reducer, self._step
         if reducer is None or step is None or self.failure is not None:
             return
-        if self._last and self._outcome in (Outcome.COMMITTED, Outcome.SKIPPED):
-            self._close(session, step)
+        pending = self._unsure and (self._stepped or not self.several)
+        if self._last and (pending or self._outcome in (Outcome.COMMITTED, Outcome.SKIPPED)):
+            self._leaving_loop = True
+            try:
+                self._close(session, step)
+            finally:
+                self._leaving_loop = False
+            reducer.buffers.show_late()
             return
-        reducer.buffers.restore()
+        reducer.buffers.roll_back()
         reducer.put_back()
         self._saved.restore()
+        if self.tables is not None:
+            self.tables.voted(step, Outcome.REDO)
 
     # ------------------------------------------------------------ the vote
 
     def _backward_over(self) -> None:
         if self._last:
-            self._vote()
-        else:
-            self._saved.save_large()
+            self._round()
+            return
+        assert self._reducer is not None
+        if self._asks:
+            what = f"opt.step() {'before' if self._reducer.backwards == 1 else 'between two'} backward()"
+            raise ScriptError(BETWEEN.format(what=what, passes=self._reducer.passes))
+        self._saved.save_large()
+        self._reducer.hide()
 
-    def _vote(self) -> None:
-        """Reduce what is left, vote, and put the gradients where the script expects them."""
+    def _round(self) -> None:
+        """Reduce what is left, and put the gradients where the script expects them. The vote follows at once; or at the
+        iteration's end, where somebody has seen iterations of several rounds."""
         reducer, step, session = self._reducer, self._step, self.session
         assert reducer is not None
         assert step is not None
@@ -486,35 +685,125 @@ class GroupEngine:
             reducer.place(False)
             return
         wait_for(self._devices)  # kernels of backward are this member's own time, not the group's
-        self.clock.computed(sum(m.hi - m.lo for m in step.micros))
+        if not reducer.rounds:
+            self.clock.computed(sum(m.hi - m.lo for m in step.micros))
+            self._saved.look()
+        else:
+            self.several = True
         self.clock.switch(stepclock.BARRIER)
         begin = time.perf_counter()
-        if any(p.requires_grad and not was for p, was in zip(self._params, self._trainable, strict=True)):
-            raise ScriptError(
-                "requires_grad of a parameter was turned on between the begin of an iteration and the end of its "
-                "backward(): do it after opt.step(), then it is reduced from the next step on"
-            )
+        thawed = self._thawed()
         reduced = reducer.finish(self._meanwhile)
         if reduced is not None and self.tables is not None:
             reduced = self._with_tables(reduced, step)
-        if reduced is None:
+        if reducer.rounds and self._outcome is Outcome.COMMITTED:
+            self._extend(reduced, step)
+        elif reduced is None:
             session.broken(step)
-            self._outcome = Outcome.REDO
+            self._outcome, self._unsure = Outcome.REDO, False
+        elif thawed and not (self.alone and reducer.plain):
+            self._outcome, self._unsure = Outcome.REDO, False  # (here as on all workers)
         else:
             nonfinite = not reduced.finite and not self._has_scaler()
             if nonfinite and self.spec.nonfinite == "raise":
-                raise self._nonfinite(step)
-            digest = 0 if not reduced.finite else join_digests([reduced.digest, self._options])
-            self._outcome = session.vote(step, digest, nonfinite)
-        if self.tables is not None:
+                raise self._nonfinite_error(step)
+            self._digests.append(0 if not reduced.finite else join_digests([reduced.digest, self._options]))
+            self._nonfinite = self._nonfinite or nonfinite
+            if self._unsure or self.several or reducer.at_end or (self.alone and reducer.plain):
+                self._unsure = True
+            else:
+                self._outcome = session.vote(step, self._digests[0], nonfinite, self._slice)
+        if self.tables is not None and self._outcome is not None:
             self.tables.voted(step, self._outcome)
-        if self._outcome is Outcome.COMMITTED:
+        self._place(step)
+        self._wait_s += time.perf_counter() - begin
+        self.clock.switch(stepclock.UPDATE)
+
+    def _thawed(self) -> bool:
+        """Whether the script has thawed parameters in this iteration that are not reduced yet: it is done again."""
+        found = {
+            name
+            for name, p, was in zip(self._names, self._params, self._trainable, strict=True)
+            if p.requires_grad and not was and name not in self._reserved
+        }
+        self.reserve.update(found)
+        return bool(found)
+
+    def _place(self, step: Step) -> None:
+        """The script's code behind backward is next."""
+        reducer = self._reducer
+        assert reducer is not None
+        undo = self._unsure and not (self.alone and reducer.plain and self.spec.nonfinite == "raise")
+        self._may = self._outcome is Outcome.COMMITTED or (self._unsure and not self._nonfinite)
+        if undo:
+            self._saved.save_large(states=True)
+            reducer.buffers.begin_unsure()
+        if self._may:
             reducer.commit_buffers()
         else:
             self._saved.save_large()
-        reducer.place(self._outcome is Outcome.COMMITTED)
+        reducer.place(self._may, final=not undo)
+
+    def _vote_at_end(self, step: Step) -> None:
+        """The iteration is over, and its rounds are not voted on yet."""
+        reducer, session = self._reducer, self.session
+        assert reducer is not None
+        assert session is not None
+        self.clock.switch(stepclock.BARRIER)
+        begin = time.perf_counter()
+        self._unsure = False
+        if reducer.end_rounds(step, self._leaving_loop):
+            self._outcome = session.vote(step, join_digests(self._digests), self._nonfinite, self._slice)
+        else:
+            session.broken(step)
+            self._outcome = Outcome.REDO
+        if self.tables is not None:
+            self.tables.voted(step, self._outcome)
         self._wait_s += time.perf_counter() - begin
-        self.clock.switch(stepclock.UPDATE)
+
+    def _extend(self, reduced: Reduced | None, step: Step) -> None:
+        """A further round of a step that is committed: the first time that an iteration has several."""
+        if reduced is None:
+            raise self._torn(step)
+        if not reduced.finite and not self._has_scaler():
+            raise self._nonfinite_error(step)
+
+    def _end_extension(self, step: Step) -> None:
+        assert self._reducer is not None
+        if not self._reducer.end_rounds(step, self._leaving_loop):
+            raise self._torn(step)
+
+    def _torn(self, step: Step) -> EverstepError:
+        error = PlatformError(
+            f"a worker was lost in step {step.number}, the first whose iteration called backward() more than once, and "
+            "what it did before that is committed: start again, or everstep resume from a checkpoint"
+        )
+        self.failure = self.failure or error
+        return error
+
+    def _average_late(self, collective: Collective) -> None:
+        """All members are at the end of the loop: what changed in buffers behind the last vote counts too."""
+        reducer = self._reducer
+        if reducer is None:
+            return
+        late = reducer.buffers.late
+        said = [bool(row[0]) for row in collective.gather([late])]
+        if any(said):
+            tail = torch.zeros(reducer.buffers.tail)
+            reducer.buffers.collect_late(tail, 1 / sum(said), said.index(True) == collective.rank)
+            if collective.size > 1:
+                collective.allreduce(tail).wait()
+            reducer.buffers.commit(tail)
+
+    def _show_late(self) -> None:
+        if self._reducer is not None:
+            self._reducer.buffers.show_late()
+
+    def reduce_gradients(self) -> None:
+        """See ``Job.reduce_gradients``."""
+        if not self._in_script or self._reducer is None:
+            raise ScriptError("job.reduce_gradients() outside of job.steps()")
+        self._reducer.take_assigned()
 
     def _meanwhile(self) -> None:
         """While gradients are reduced this thread has nothing else to do."""
@@ -542,7 +831,7 @@ class GroupEngine:
         """Whether a GradScaler looks after gradients that are not finite."""
         return any(hasattr(t, "get_scale") and t.is_enabled() for t in self.tracked.values())
 
-    def _nonfinite(self, step: Step) -> NonFiniteGradientError:
+    def _nonfinite_error(self, step: Step) -> NonFiniteGradientError:
         assert self._reducer is not None
         name = self._reducer.first_nonfinite()
         error = NonFiniteGradientError(
@@ -561,12 +850,38 @@ class GroupEngine:
         if not self._scaler_checked:
             self._scaler_checked = True
             self._check_scaler(caller)
-        if self._last and self._outcome is None:
-            self._vote()
-        return self._step.lr_factor if self._last and self._outcome is Outcome.COMMITTED else None
+        self._asks = True
+        if self._outcome is None and not self._unsure:
+            self._check_assigned()
+        if self._last and self._outcome is None and not self._unsure:
+            self._round()
+        if not (self._last and self._may):
+            return None
+        if self.tables is not None:
+            self.tables.stepped(optimizer, self._step.lr_factor)
+        return self._step.lr_factor
+
+    def _check_assigned(self) -> None:
+        assert self._reducer is not None
+        name = self._reducer.assigned()
+        if name and self.alone and self._reducer.plain:
+            self._reducer.take_assigned()
+        elif name:
+            raise ScriptError(
+                f"the gradient of {name!r} was not made by backward() but assigned (torch.autograd.grad, torch.func): "
+                "it is of this worker's samples only; call job.reduce_gradients() after assigning, before clipping and "
+                "opt.step()"
+            )
+
+    def zeroed(self, optimizer: GroupOptimizer) -> None:
+        """``zero_grad``: tables that follow the only optimizer are zeroed with it."""
+        if self.tables is not None:
+            self.tables.zeroed(optimizer)
 
     def has_stepped(self, optimizer: GroupOptimizer) -> None:
         self._stepped = True
+        if self.tables is not None:
+            self.tables.has_stepped()
         if self._reducer is not None:
             self._reducer.used_by({id(p) for g in optimizer.param_groups for p in g["params"]})
 
@@ -576,7 +891,7 @@ class GroupEngine:
         given = param_group["params"]
         given = param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
         for p in given:
-            if id(p) not in self._replicated:
+            if id(p) not in self._replicated and not hasattr(p, "everstep_table"):
                 raise ScriptError(
                     f"opt.add_param_group in the loop: a parameter of shape {tuple(p.shape)} that no model had when "
                     "job.steps() began: nobody else would have it; build it before, with requires_grad_(False)"
@@ -600,7 +915,7 @@ class GroupEngine:
         if not self._in_script or isinstance(optimizer, GroupOptimizer) or threading.get_ident() != self._thread:
             return
         if any(optimizer is inner for inner in self.inner):
-            if self._last and self._outcome is Outcome.COMMITTED:
+            if self._last and self._may:
                 return
             raise ScriptError(
                 "the optimizer given to job.optimizer was stepped itself: use what job.optimizer returned"
@@ -619,6 +934,7 @@ class GroupEngine:
             self._reducer.close()
         try:
             if self.session is not None:
+                self.clock.switch(stepclock.BARRIER)  # (it may wait for the chief)
                 self.session.close(error)
         finally:
             if self.tables is not None:

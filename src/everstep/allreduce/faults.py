@@ -2,8 +2,9 @@
 when the first life of worker:1 comes to ``serve_state`` for the second time. Without the variable, a step is one look.
 
 Steps: serve_state (a part of a snapshot is asked for), load_state (a part of one has come), follow (what a step did has
-come), agree (members of a new group meet), checkpoint (a file is written, and not yet told of), voted (a step is
-committed; with tables on the ps), push (everybody knows that, and its gradients are to go to the ps now).
+come), agree (members of a new group meet), agreed (they have the same state), checkpoint (a file is written, and not
+yet told of), voted (a step is committed; with tables on the ps), push (everybody knows that, and its gradients are to
+go to the ps now).
 """
 
 from __future__ import annotations

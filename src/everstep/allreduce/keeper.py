@@ -13,8 +13,8 @@ import logging
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.allreduce import faults
@@ -24,21 +24,25 @@ from everstep.allreduce.packed import Packed
 from everstep.allreduce.source import StateSource
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.station import Station
-from everstep.brain.events import Refused
-from everstep.errors import DeadlineError, EverstepError, PlatformError, ScriptError, WireError
+from everstep.errors import (
+    DeadlineError,
+    EverstepError,
+    PlatformError,
+    ReplicasDifferError,
+    ScriptError,
+    WireError,
+)
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Mark
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import AskCheckpoint, TakeReplica
+from everstep.net.messages import TakeReplica
 from everstep.net.rendezvous import SECRET_FILE, worker_socket
-from everstep.net.retry import Deadline
 from everstep.net.sockets import listen_tcp, listen_unix
 
 CATCH_UP_S = 10.0  # so long the others wait for one that follows; then it copies everything
 FETCH_TRIES = 5
-FINISH_S = 60.0  # for a last checkpoint
 
 Gather = Callable[[list[int]], list[list[int]]]
 logger = logging.getLogger("everstep.worker")
@@ -61,8 +65,10 @@ class ReplicaKeeper:
         self.on_synced: Callable[[], None] | None = None
         self.on_error: Callable[[EverstepError], None] | None = None
         self.origin = -1
+        self.healed = 0  # times that this member took over the majority's state
         self.address: Address | None = None
         self._has = False
+        self._copied = False  # followed, and not compared with others' yet
         self._initial: Packed | None = None  # as the script made it, once it may be overwritten
         self._follower: Follower | None = None
         self._lock = threading.Lock()
@@ -147,31 +153,13 @@ class ReplicaKeeper:
         """Every member has committed all steps before ``step``."""
         self.writer.settled(step)
 
+    def sure(self) -> None:
+        """The journal reaches to where this member came in: its state is not given up while it lives."""
+        self._initial = None
+
     def order(self, order: TakeReplica) -> None:
         """From the master, on any thread: write the state at the next boundary."""
         self.writer.order(order)
-
-    def finish(self) -> None:
-        """The script is over, all steps are settled: where checkpoints are configured, the leader leaves one with
-        everything. Waits for that, for a while; a place that does not take it costs the checkpoint, not the job."""
-        spec = self._seat.spec
-        if self._seat.embedded or self._rank != 0 or not (spec.checkpoint_every or spec.checkpoint_to):
-            return
-        deadline = Deadline(FINISH_S, "a last checkpoint")
-        mark = self._state.mark
-        try:
-            while mark.step and (self.writer.saved is None or self.writer.saved.step < mark.step):
-                if isinstance(self._seat.call(AskCheckpoint(True), deadline.left_s), Refused):
-                    return
-                until = Deadline(2.0)
-                while not until.expired or not self.writer.idle:
-                    self.idle()
-                    if self.writer.idle and self.writer.saved is not None and self.writer.saved.step >= mark.step:
-                        return
-                    deadline.check()
-                    time.sleep(0.01)
-        except EverstepError as error:
-            logger.warning("no last checkpoint: %s", error)
 
     # ------------------------------------------------------------ joining
 
@@ -222,12 +210,14 @@ class ReplicaKeeper:
         Raises ScriptError (models differ), CheckpointError (nothing to begin from), PlatformError."""
         follower = self._follower
         has = self.has_state and self.line == group.origin
-        joins = has and follower is not None
+        joins = has and (follower is not None or self._copied)
+        formed = False
         words = gather([has, joins, self._state.loop, *_numbers(self._state.mark)])
         faults.step("agree")
         marks, loops = [Mark(*w[3:]) for w in words], [w[2] for w in words]
         holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
         if not holders:
+            formed = True
             self._form(group, gather)
         else:
             step = max(marks[r].step for r in holders)
@@ -237,9 +227,67 @@ class ReplicaKeeper:
                 self._level(group, rank, gather, reference, (marks[reference], loops[reference]), has)
         self._has, self.origin, self.source.origin = True, group.origin, group.origin
         self._rank, self.writer.origin = rank, group.origin
-        self._initial = None
+        self._copied = False
+        if formed:
+            self._initial = None
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
+        faults.step("agreed")
         return self._state.mark
+
+    def compare(self, group: Group, rank: int, gather: Gather) -> None:
+        """A vote said that members have different states. Find which, and let those that are in the minority have the
+        state of the others. Raises ReplicasDifferError where there is no majority, and no setting says
+        whom to take."""
+        digests = self._state.tensor_digests()
+        words = gather([len(digests), _int64(hashlib.blake2b("\n".join(digests).encode(), digest_size=8))])
+        alike = all(w == words[0] for w in words)
+        if alike:
+            rows = gather(list(digests.values()))
+        else:  # (of different kinds: the whole of each)
+            digests = {"what is kept of the parameters": self._state.quick_digest()}
+            rows = gather(list(digests.values()))
+        differing = [n for at, n in enumerate(digests) if any(row[at] != rows[0][at] for row in rows)]
+        if not differing:
+            return
+        what = f"{differing[0]!r}" + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
+        reference = self._truth(group, rows)
+        first = list(digests).index(differing[0])
+        said = ", ".join(
+            f"{row[first] & (1 << 64) - 1:016x} on worker:{m.slot}" for m, row in zip(group.members, rows, strict=False)
+        )
+        step = self._state.mark.step
+        if reference < 0:
+            raise ReplicasDifferError(
+                f"the replicas have drifted apart: before step {step} the digest of {what} is {said}, and no majority "
+                "says which is right. Something in the script depends on the worker (random numbers, gradients or "
+                "weights that are set by hand, kernels that are not deterministic): find it; or run with "
+                "--heal-from lowest, which takes the state of the lowest worker"
+            )
+        behind = [r for r, row in enumerate(rows) if row != rows[reference]]
+        logger.error(
+            "the replicas have drifted apart: before step %d the digest of %s is %s; %s take the state of %s",
+            step,
+            what,
+            said,
+            _names(group, behind),
+            group.members[reference],
+        )
+        self.healed += rank in behind
+        self._level(group, rank, gather, reference, (self._state.mark, self._state.loop), True)
+
+    def _truth(self, group: Group, rows: Sequence[Sequence[int]]) -> int:
+        """The rank whose state is right; -1: nobody knows."""
+        counts = Counter(tuple(row) for row in rows)
+        most, times = counts.most_common(1)[0]
+        if 2 * times > len(rows):
+            return [tuple(row) for row in rows].index(most)
+        ranks = sorted(range(len(rows)), key=lambda r: group.members[r].slot)
+        match self._seat.spec.heal_from:
+            case "lowest":
+                return ranks[0]
+            case "highest":
+                return ranks[-1]
+        return -1
 
     def _level(self, group: Group, rank: int, gather: Gather, reference: int, at: tuple[Mark, int], has: bool) -> None:
         """Somebody is new, or behind: all get the state of rank ``reference``, which is ``at`` that mark and loop."""
@@ -288,7 +336,7 @@ class ReplicaKeeper:
         assert follower is not None
         follower.stop()
         self._has, self.origin = follower.whole, follower.origin
-        self._follower = None
+        self._copied, self._follower = True, None
         return follower.whole
 
     # ------------------------------------------------------------ nobody has a state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -75,6 +75,7 @@ class LeadingSession:
     def __init__(self, inner: Any, unit: Unit) -> None:
         self.inner, self.unit = inner, unit
         self._left = False
+        self.before_end: Callable[[Any], None] | None = None  # (of models that are not sharded)
 
     def __repr__(self) -> str:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
@@ -110,8 +111,8 @@ class LeadingSession:
             unit.tell(mate, Train(step.work(micros), unit.chief))
         return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
 
-    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
-        outcome: Outcome = self.inner.vote(step, digest, nonfinite)
+    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+        outcome: Outcome = self.inner.vote(step, digest, nonfinite, state)
         self.unit.tell_all(Voted(outcome.value))
         return outcome
 
@@ -155,6 +156,7 @@ class FollowingSession:
     def __init__(self, state: ReplicaState, unit: Unit) -> None:
         self.state, self.unit = state, unit
         self._left = False
+        self.before_end: Callable[[Any], None] | None = None
 
     def __repr__(self) -> str:
         return f"<FollowingSession {self.unit!r}>"
@@ -213,7 +215,7 @@ class FollowingSession:
         self.unit.share(body)
         self.state.load(Packed(header.numpy().tobytes(), body), load.what)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
+    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
         return Outcome(self.unit.hear(Voted).outcome)
 
     def broken(self, step: Step) -> None:

@@ -12,8 +12,10 @@ bits then, and goes on bucket by bucket while backward runs.
 from __future__ import annotations
 
 import hashlib
+import random
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,11 +49,25 @@ def part_seed(seed: int, step: int, part: int) -> int:
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
 
 
-def seed_all(seed: int) -> None:
-    """Torch's generators, on the CPU and on every CUDA device that is in use."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+class Streams:
+    """The random streams that a loop finds, put back behind it: what a script draws between its loops is the same on
+    all workers, however many of the loop's batches each of them has computed."""
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state_all() if _cuda() else []
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def put_back(self) -> None:
+        torch.default_generator.set_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 class PartSums:

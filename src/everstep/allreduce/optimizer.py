@@ -18,6 +18,8 @@ class Stepper(Protocol):
 
     def has_stepped(self, optimizer: GroupOptimizer) -> None: ...
 
+    def zeroed(self, optimizer: GroupOptimizer) -> None: ...
+
     def check_group(self, param_group: dict[str, Any]) -> None:
         """ScriptError: these parameters cannot be trained from here on."""
         ...
@@ -31,7 +33,27 @@ class GroupOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._stepper = stepper
+        self._scaling = False  # the learning rate is multiplied by a step's factor
+        self.nested = [v for v in vars(inner).values() if isinstance(v, torch.optim.Optimizer)]
+        """Optimizers that ``inner`` steps itself (SAM, Lookahead): part of the state too."""
+        for nested in self.nested:
+            self._guard(nested)
         self._share()
+
+    def __getattr__(self, name: str) -> Any:
+        """What only ``inner`` has, e.g. ``first_step`` of SAM."""
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def _guard(self, nested: torch.optim.Optimizer) -> None:
+        """Steps of ``nested`` are steps of this one."""
+        step = nested.step
+
+        def guarded(closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(closure, step, nested.param_groups)
+
+        nested.step = guarded  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return f"<GroupOptimizer of {type(self.inner).__name__}, {len(self.param_groups)} groups>"
@@ -41,23 +63,32 @@ class GroupOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._step(closure, self.inner.step, self.param_groups)
+
+    def _step(self, closure: Callable[[], Any] | None, step: Callable[[], Any], groups: list[dict[str, Any]]) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._stepper.may_step(self, sys._getframe(1))
+        factor = self._stepper.may_step(self, sys._getframe(2))
         if factor is None:
             return loss
-        lrs = [group["lr"] for group in self.param_groups if "lr" in group]
+        if self._scaling:  # ``inner`` steps what is nested in it
+            factor = 1.0
+        lrs = [group.get("lr") for group in groups]
         try:
             if factor != 1.0:
-                for group in self.param_groups:
-                    group["lr"] = group["lr"] * factor
-            self.inner.step()
+                self._scaling = True
+                for group in groups:
+                    if "lr" in group:
+                        group["lr"] = group["lr"] * factor
+            step()
         finally:
             if factor != 1.0:
-                for group, lr in zip(self.param_groups, lrs, strict=True):
-                    group["lr"] = lr
+                self._scaling = False
+                for group, lr in zip(groups, lrs, strict=True):
+                    if "lr" in group:
+                        group["lr"] = lr
         self._stepper.has_stepped(self)
         return loss
 
@@ -74,10 +105,12 @@ class GroupOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none or type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.inner.zero_grad(set_to_none)
+            self._stepper.zeroed(self)
             return
         for group in self.param_groups:  # what torch's does, without its profile
             for p in group["params"]:
                 p.grad = None
+        self._stepper.zeroed(self)
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()

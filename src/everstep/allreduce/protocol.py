@@ -28,10 +28,10 @@ import msgspec
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Group, Split
 
-BALLOT = 10
+BALLOT = 12
 """int64 of one vote, reduced with MAX: step, digest, newest connected generation and newest split of the present one,
 each with its negative (equal everywhere iff the largest is minus the largest negative), whether gradients are not
-finite, and the last step that the master confirmed to anybody."""
+finite, the last step that the master confirmed to anybody, and the digest of a slice of the state with its negative."""
 
 _DIGEST_MASK = (1 << 62) - 1
 """A digest's negative must be an int64 too."""
@@ -75,6 +75,7 @@ class Tally:
     counted: Counted
     nonfinite: bool
     confirmed: int  # last step that the master has in its journal, as far as any member knows; -1: none
+    drifted: bool = False  # members had different states before the step
     behind: bool = False  # others know a newer group than we do: its news did not get here
 
 
@@ -243,9 +244,9 @@ class GroupMachine:
 
     # ------------------------------------------------------------ votes
 
-    def ballot(self, step: int, digest: int, nonfinite: bool, confirmed: int) -> list[int]:
+    def ballot(self, step: int, digest: int, nonfinite: bool, confirmed: int, state: int = 0) -> list[int]:
         """Enter the vote on ``step``: what to reduce with MAX. From now on only its result, or the next group, tells
-        whether the step is committed."""
+        whether the step is committed. ``state``: the digest of a slice of the state before the step."""
         assert self.present is not None and self.whole and self.pending is None
         digest &= _DIGEST_MASK
         self.pending = step
@@ -256,11 +257,13 @@ class GroupMachine:
         said = self._said.generation if self._said is not None else 0
         self._said_split = self._newest_split
         version = self._said_split.version
-        return [step, -step, digest, -digest, int(nonfinite), said, -said, version, -version, confirmed]
+        kept = state & _DIGEST_MASK
+        return [step, -step, digest, -digest, int(nonfinite), said, -said, version, -version, confirmed, kept, -kept]
 
     def count(self, votes: list[int]) -> tuple[Tally, list[Action]]:
         """The vote's result came: the step is committed (or all know why not), and perhaps everybody goes over."""
-        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, split, minus_split, confirmed = votes
+        step, minus_step, digest, minus_digest, nonfinite, said, minus_said, split, minus_split, confirmed = votes[:10]
+        kept, minus_kept = votes[10:]
         self.pending = None
         actions: list[Action] = []
         mine, self._said = self._said, None
@@ -281,7 +284,7 @@ class GroupMachine:
         elif digest != -minus_digest:
             counted = Counted.DIFFERENT_GRADIENTS
         behind = self.newest is not None and said > self.newest.generation
-        return Tally(counted, bool(nonfinite), confirmed, behind), actions
+        return Tally(counted, bool(nonfinite), confirmed, kept != -minus_kept, behind), actions
 
     # ------------------------------------------------------------ after a vote that broke
 

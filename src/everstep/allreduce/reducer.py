@@ -8,6 +8,10 @@ follows, and ``on_end`` is called.
 
 Afterwards ``p.grad`` is a view of the reduced flat memory: no copy back. A parameter without a gradient on some member
 counts as zero there; one that had none on any member keeps None, as in plain PyTorch.
+
+An iteration may have several backward passes, with optimizer steps between them (a GAN, SAM). Each is a *round*: its
+gradients are reduced at its end and added to what ``p.grad`` holds. From the second round on the members first tell
+each other which buckets have gradients, so that a script that does not run the same rounds everywhere is found.
 """
 
 from __future__ import annotations
@@ -30,8 +34,19 @@ from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Micro
 from everstep.monitor.stepclock import StepClock
 
-_SOME_BACKWARD, _NO_BACKWARD, _STEPPED, _NOT_STEPPED = range(4)  # elements of the tail, behind one per parameter
-_FLAGS = 4
+_SOME_BACKWARD, _NO_BACKWARD, _STEPPED, _NOT_STEPPED, _SEVERAL = range(5)  # of the tail, behind one per parameter
+_FLAGS = 5
+_ROUND, _END, _LEFT = range(
+    -101, -98
+)  # first words of a round: a further one, no further one, the script left the loop
+_MASK_BITS = 60  # buckets that one word tells about
+
+
+BETWEEN = (
+    "{what} of one iteration, whose batch is computed in {passes} passes here: the whole batch's "
+    "gradient is not known yet at that line. Let each worker compute its batch in one pass: --strategy elastic, no "
+    "--logical-workers, and a batch_size that fits (no smaller largest_batch)"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class Reducer:
         self.stepped: bool | None = None  # whether opt.step() ran since the step before; None: not known (joined)
         self.stale = [False] * len(self.params)  # its optimizer has used p.grad
         self.carried: dict[int, Tensor] = {}
+        self._zeros: set[int] = set()  # parameters that the script has set to zero, and not to None
         self.wait_s = 0.0
         self.clock: StepClock | None = None  # hears when backward begins
         self._on_end = on_end
@@ -79,11 +95,33 @@ class Reducer:
         self._works: list[Work] = []
         self._broken: Exception | None = None
         self._backward = self._placed = False
+        self.several = False  # this member has seen iterations of several rounds: the vote is at their end
+        self.rounds = 0  # further ones of this iteration, behind the first
+        self.backwards = 0  # passes of this micro-batch that have ended
+        self.dead = False  # nothing of this iteration will stay: further backward passes are the script's own
+        self.refusal = ""  # of a further round: why it is not possible here
+        self.sums = False  # all the same, where it only adds to the gradients of the one before
+        self._watched: list[tuple[int, nn.Parameter]] = []  # whose gradients' versions are in ``_hidden``, by number
+        self.assigns = False  # the script puts gradients there itself
+        self.keeps = False  # the script does not clear gradients that its optimizer has used
+        self._begun: dict[int, Tensor] = {}  # ``carried`` of the first round
+        self._active = [True] * len(self._layout.buckets)  # which buckets this round reduces
+        self._held: dict[int, Tensor] = {}  # gradients that a step of several micro-batches began with
+        self._left: dict[int, tuple[Tensor, int]] = {}  # that the script has carried into this step, and their versions
+        self._hidden: dict[int, int] = {}  # by id of a gradient that the script sees as zeros: its version
+        self._passes = 1  # micro-batches of this step
         self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # that add gradients to ``p.grad``: torch forgets those that nobody holds
         for i, p in enumerate(self.params):
-            self._handles.append(p.register_hook(partial(self._before, i)))  # type: ignore[no-untyped-call]
+            trainable = p.requires_grad
+            p.requires_grad_(True)  # torch takes hooks of such only; they stay while it is frozen
+            node: Any = p.expand_as(p).grad_fn
+            node = node.next_functions[0][0]  # (a hook of the parameter itself would run in torch.autograd.grad, too)
+            self._nodes.append(node)
+            self._handles.append(node.register_prehook(partial(self._before, i)))
             after = p.register_post_accumulate_grad_hook(partial(self._after, i))  # type: ignore[no-untyped-call]
             self._handles.append(after)
+            p.requires_grad_(trainable)
 
     def __repr__(self) -> str:
         return f"<Reducer {self._layout} open={self._open} touched={sum(self._touched)}>"
@@ -92,11 +130,30 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
 
     @property
     def weight(self) -> float:
         """Of the micro-batch in hand: its share of the step's samples."""
         return self._weight
+
+    @property
+    def carries(self) -> bool:
+        """Whether ``p.grad`` of some parameter goes along into the next step: no optimizer has used it."""
+        pairs = zip(self.params, self.stale, strict=True)
+        return any((self.keeps or not stale) and p.grad is not None for p, stale in pairs)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of this member in the step in hand."""
+        return self._passes
+
+    def follow(self, before: Reducer) -> None:
+        """This one takes the place of ``before``, whose parameters were others (frozen, thawed)."""
+        self.stepped, self.keeps, self.assigns = before.stepped, before.keeps, before.assigns
+        stale = {id(p) for p, used in zip(before.params, before.stale, strict=True) if used}
+        self.stale = [id(p) in stale for p in self.params]
+        self.buffers = before.buffers
 
     # ------------------------------------------------------------ what a sharded model does otherwise
 
@@ -127,19 +184,40 @@ class Reducer:
                 self._parts = PartSums(self._layout, self._parts.parts)
         self._backward = self._placed = False
         self._fresh = True
+        self._passes = len(step.micros)
         n = len(self.params)
         self._touched, self._used = [False] * n, [False] * n
-        self.carried.clear()
+        self.carried = {}
+        self._begun = {}
+        self._zeros.clear()
+        self._hold()
         if self._parts is not None:
             self._parts.begin()
             self._direct = self._parts.direct(step)
         self.buffers.save()
+
+    def _hold(self) -> None:
+        """Remember what the script has accumulated, where the step may change it before it is known."""
+        self._held, self._left = {}, {}
+        storages = self._storages()
+        for i, p in enumerate(self.params):
+            grad = p.grad
+            if grad is None:
+                continue
+            self._left[i] = (grad, grad._version)
+            if (self._passes > 1 or self.assigns) and (self.keeps or not self.stale[i]):
+                mine = self.assigns or self._mine(grad).untyped_storage().data_ptr() in storages
+                self._held[i] = grad.detach().clone() if mine else grad
 
     def begin_micro(self, micro: Micro, last: bool) -> None:
         assert self._step is not None
         self._micro, self._last = micro, last
         self._weight = self._scale = (micro.hi - micro.lo) / self._step.total
         self._open, self._ended, self._queued, self._local = True, False, False, False
+        self.rounds, self.dead, self.backwards = 0, False, 0
+        self._active = [True] * len(self._active)
+        self._hidden.clear()
+        self.buffers.begin_pass()
         self._seen = [False] * len(self.params)
         self._pending = [len(b) for b in self._layout.buckets]
         if self._parts is not None and micro.part >= 0:
@@ -151,17 +229,46 @@ class Reducer:
     def end_micro(self) -> None:
         """Of a micro-batch that is not the last: its gradients are kept, everything else is as before it."""
         self._open = False
+        self.buffers.back_to_middle()
         self._collect_buffers()
         self.buffers.restore()
         if self._parts is not None and self._micro is not None and self._micro.part >= 0:
             self._zero_untouched()
             self._parts.push(self._micro.part, self._flats)
-        self.put_back()
+        self._begin_again()
 
     def put_back(self) -> None:
         """``p.grad`` as it was when the step began."""
+        carried = self._begun if self.rounds else self.carried
+        kept = self._held if self.assigns else {}
         for i, p in enumerate(self.params):
-            p.grad = self.carried.get(i)
+            held = carried.get(i, kept.get(i))
+            if held is None and i in self._zeros:
+                held = self._gradient(p, self._flats.views[i].zero_())
+            p.grad = held
+
+    def _begin_again(self) -> None:
+        """``p.grad`` as it was when the step began, for the next micro-batch; the script may change it in place."""
+        for i, p in enumerate(self.params):
+            held = self.carried.get(i, self._held.get(i))
+            if held is None and i in self._zeros:
+                held = torch.zeros_like(p)
+            p.grad = None if held is None else held.detach().clone()
+            if p.grad is not None:
+                self._left[i] = (p.grad, p.grad._version)
+
+    def hide(self) -> None:
+        """The script sees zeros after backward in a micro-batch that is not the last: what it decides by gradients,
+        it decides in the last one."""
+        for i, p in enumerate(self.params):
+            if not self._seen[i] and p.grad is not None:
+                self._set_aside(i, p.grad)
+        hidden = [p.grad for seen, p in zip(self._seen, self.params, strict=True) if seen and p.grad is not None]
+        if hidden:
+            with torch.no_grad():
+                torch._foreach_zero_(hidden)
+        self._hidden = {id(g): g._version for g in hidden}
+        self.buffers.middle()
 
     def close_micro(self) -> None:
         """The iteration is over: hooks do nothing until the next one."""
@@ -179,25 +286,59 @@ class Reducer:
 
     # ------------------------------------------------------------ hooks
 
-    def _before(self, i: int, grad: Tensor) -> None:
+    def _before(self, i: int, grads: Any) -> None:
+        if not self._open or self.dead:
+            return
+        if self._ended:
+            self._again()
         held = self.params[i].grad
-        if held is not None and self._open:
+        if (
+            self._seen[i]
+            and not self._last
+            and (held is None or self._hidden.get(id(held), -1) not in (-1, held._version))
+        ):
+            raise ScriptError(
+                BETWEEN.format(what="a changed or cleared gradient between two backward()", passes=self._passes)
+            )
+        if held is not None:
             self._set_aside(i, held)
+
+    def _changed(self) -> bool:
+        """Whether the script has used or changed the gradients of the round before."""
+        if any(self.stale):
+            return True
+        return any(p.grad is None or self._hidden[i] != p.grad._version for i, p in self._watched)
+
+    def _again(self) -> None:
+        """Backward begins once more in this iteration."""
+        self._ended = False
+        if not self._last:
+            return  # its gradients go along with the others of this micro-batch
+        if self.refusal and (not self.sums or self._changed()):
+            raise ScriptError(self.refusal)
+        n = len(self.params)
+        self.rounds += 1
+        if self.rounds == 1:
+            self._begun = self.carried
+        self.carried = {}
+        self._seen, self._used, self._touched = [False] * n, [False] * n, [False] * n
+        self._works.clear()
+        self._placed = False
+        self._fresh = True
 
     def _set_aside(self, i: int, held: Tensor) -> None:
         p = self.params[i]
         if self._seen[i] or i in self.carried:  # of an earlier pass over this micro-batch: the flat memory has it
             p.grad = None
             return
-        if self.stale[i]:
-            if bool(self._mine(held).any()):
-                raise ScriptError(
-                    f"the gradient of {self.names[i]!r} was used by opt.step() and not cleared: call opt.zero_grad() "
-                    "in every iteration"
-                )
-        else:
-            mine = self._mine(held).untyped_storage().data_ptr() in self._storages()
-            self.carried[i] = held.detach().clone() if mine else held
+        if self.stale[i] and not self.rounds:
+            if not bool(self._mine(held).any()):
+                p.grad = None
+                self._zeros.add(i)
+                return
+            self.keeps = True
+        mine = self._mine(held).untyped_storage().data_ptr() in self._storages()
+        self.carried[i] = held.detach().clone() if mine else held
         p.grad = None
 
     def _storages(self) -> set[int]:
@@ -205,13 +346,10 @@ class Reducer:
         return {f.untyped_storage().data_ptr() for s in sets for f in s.flats}
 
     def _after(self, i: int, p: nn.Parameter) -> None:
-        if not self._open:
+        if not self._open or self.dead:
             return
         if self._ended:
-            raise ScriptError(
-                "backward() a second time in one iteration of job.steps(): add the losses and call backward() once, or "
-                "run all but the last one under job.no_sync() (checkpointing: use_reentrant=False)"
-            )
+            self._again()
         if not self._queued:
             self._queued = True
             if self.clock is not None:
@@ -239,14 +377,15 @@ class Reducer:
             if not self._local:
                 b = self._layout.bucket_of[i]
                 self._pending[b] -= 1
-                if self._last and not self._pending[b]:
+                if self._last and not self._pending[b] and not self.rounds:
                     self._launch()
 
     def _backward_over(self) -> None:
         self._queued = False
-        if not self._open:
+        if not self._open or self.dead:
             return
         self._backward = True
+        self.backwards += 1
         if self._local:
             return
         self._ended = True
@@ -294,6 +433,8 @@ class Reducer:
         assert step is not None
         assert micro is not None
         self._ended = True
+        if self.rounds:
+            return self._finish_round(step)
         self._zero_untouched()
         self._pending = [0] * len(self._pending)
         if self._parts is not None and self._direct:
@@ -326,6 +467,92 @@ class Reducer:
         self._check_flags()
         return Reduced(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
+    def _finish_round(self, step: Step) -> Reduced | None:
+        """As ``finish``, of a further round: of the buckets in which somebody has gradients, and of the last one."""
+        touched = [any(self._touched[i] for i in b) for b in self._layout.buckets]
+        rows = self._tell_round(step, _ROUND, touched)
+        if rows is None:
+            return None
+        self._active = [any(column) for column in zip(*rows, strict=True)]
+        self._active[-1] = True
+        self._zero_untouched()
+        self._fill_tail()
+        measured: list[Measured] = []
+        flats = [flat for flat, active in zip(self._flats.flats, self._active, strict=True) if active]
+        with self._tried():
+            if step.size > 1:
+                for work in [step.collective.allreduce(flat) for flat in flats]:
+                    work.wait()
+        if self._broken is not None:
+            return None
+        measured = [measure(flat) for flat in flats]
+        found = told(measured)
+        return Reduced(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
+
+    def end_rounds(self, step: Step, left: bool = False) -> bool:
+        """The iteration is over: everybody has had the same rounds. ``left``: the script left the loop in it. False:
+        the group broke. Raises ScriptError where somebody has another round."""
+        return self._tell_round(step, _LEFT if left else _END, [False] * len(self._layout.buckets)) is not None
+
+    def _tell_round(self, step: Step, word: int, touched: list[bool]) -> list[list[bool]] | None:
+        """Everybody's ``touched``, by rank. None: the group broke."""
+        if step.size == 1 or self._broken is not None:
+            return [touched] if self._broken is None else None
+        marks = [sum(t << n for n, t in enumerate(touched[at : at + _MASK_BITS])) for at in range(0, len(touched), 60)]
+        said: list[Any] = []
+        with self._tried():
+            said = step.collective.gather([word, step.number, self.rounds, *marks])
+        if self._broken is not None:
+            return None
+        words = {row[0] for row in said}
+        if any(list(row[1:3]) != [step.number, self.rounds] for row in said) or (_ROUND in words and len(words) > 1):
+            if _LEFT in words:
+                self._broken = CollectiveError("a worker left the loop inside of an iteration")
+                return None
+            raise ScriptError(
+                f"step {step.number}: the workers did not call backward() equally often in one iteration (here "
+                f"{self.rounds + 1} times): what decides it must be the same on all workers, e.g. job.step"
+            )
+        return [[bool(row[3 + n // 60] >> n % 60 & 1) for n in range(len(touched))] for row in said]
+
+    def assigned(self) -> str:
+        """The name of a parameter whose gradient the script put there without backward(); "": none."""
+        if self.backwards or not self._open or self._ended:
+            return ""
+        storages = self._storages()
+        for i, p in enumerate(self.params):
+            held = p.grad
+            left, version = self._left.get(i, (None, 0))
+            if held is None or (held is left and held._version == version) or not bool(self._mine(held).any()):
+                continue
+            if held is left or self._mine(held).untyped_storage().data_ptr() not in storages:
+                return self.names[i]
+        return ""
+
+    def take_assigned(self) -> None:
+        """What ``p.grad`` holds are gradients of this micro-batch, as if backward had left them there. What the script
+        has accumulated in them before is the same everywhere, and so is its mean over the members."""
+        self.assigns = True
+        if self.dead:
+            return
+        if self._ended:
+            self._again()
+        for i, p in enumerate(self.params):
+            grad = p.grad
+            if grad is None:
+                continue
+            self.carried.pop(i, None)
+            p.grad = None
+            view, weight, mine = self._flats.views[i], self._scale, self._mine(grad).detach()
+            if self._touched[i]:
+                view.add_(mine, alpha=weight)
+            else:
+                torch.mul(mine, weight, out=view)
+            self._touched[i] = self._used[i] = self._seen[i] = True
+            if not self._last:
+                p.grad = torch.zeros_like(grad)  # (``grad`` may lie in the flat memory)
+        self._backward_over()
+
     def _place_early(self) -> None:
         """What ``place`` will do in nearly every step, while others reduce."""
         self._placed = not self.carried
@@ -338,36 +565,63 @@ class Reducer:
         """Why the last ``finish`` returned None."""
         return self._broken
 
-    def place(self, committed: bool) -> None:
+    def place(self, committed: bool, final: bool = True) -> None:
         """After the vote: ``p.grad`` of every parameter is the reduced gradient (plus what the script accumulates).
 
-        Not committed: zeros, for the script's code up to the end of the iteration; nothing of it will stay."""
+        Not committed: zeros, for the script's code up to the end of the iteration; nothing of it will stay. Not
+        ``final``: it may be put back yet, so what the script accumulates is not changed."""
         placed, self._placed = self._placed, False
-        self.stale = [False] * len(self.params)
+        self.dead = not committed
         used = self._flats.said(0, len(self.params))
+        self.stale = [stale and not one for stale, one in zip(self.stale, used, strict=True)]
         all_used = min(used) > 0
         if placed and committed and all_used:
+            self._watch()
             return
         for i, p in enumerate(self.params):
+            if not self._active[self._layout.bucket_of[i]]:
+                continue
             view = self._flats.views[i]
             before = self.carried.get(i)
             if not committed:
                 view.zero_()
                 p.grad = self._gradient(p, view)
             elif not all_used and not used[i]:
+                if before is None and i in self._zeros:
+                    view.zero_()
+                    before = self._gradient(p, view)
                 p.grad = before
             elif before is not None:
+                if not final:
+                    before = before.clone()
                 self._mine(before).add_(view)
                 p.grad = before
             else:
                 p.grad = self._gradient(p, view)
 
+        self._watch()
+
+    def _watch(self) -> None:
+        if self.sums:
+            self._watched = [(i, p) for i, p in enumerate(self.params) if p.grad is not None]
+            self._hidden = {i: p.grad._version for i, p in self._watched if p.grad is not None}
+
     def commit_buffers(self) -> None:
         assert self._step is not None
-        if self._parts is None and self._step.size == 1 and len(self._step.micros) == 1:
+        if self.plain:
             self.buffers.keep()  # bit for bit what plain PyTorch has
         else:
             self.buffers.commit(self._buffer_tail())
+
+    @property
+    def plain(self) -> bool:
+        """Whether this step is one pass of one member: nothing is added up."""
+        return self._parts is None and self._step is not None and self._step.size == 1 and self._passes == 1
+
+    @property
+    def at_end(self) -> bool:
+        """Whether anybody wants the vote at the iteration's end, after the first round."""
+        return self._flags()[_SEVERAL] > 0
 
     def first_nonfinite(self) -> str:
         """The name of the first parameter whose reduced gradient is not finite; "" if none."""
@@ -391,6 +645,8 @@ class Reducer:
         if self._fresh and self.buffers.tail:
             self._buffer_tail().zero_()
         first = self._micro.lo == self._step.lo and self._micro.hi > self._micro.lo
+        if self.rounds:
+            first = self._step.rank == 0
         self.buffers.collect(self._buffer_tail(), self._weight, first)
         self._fresh = False
 
@@ -403,11 +659,12 @@ class Reducer:
         said[n + (_SOME_BACKWARD if ran else _NO_BACKWARD)] = 1.0
         if self.stepped is not None:
             said[n + (_STEPPED if self.stepped else _NOT_STEPPED)] = 1.0
+        said[n + _SEVERAL] = float(self.several)
         self._flats.say(said)
 
     def _check_flags(self) -> None:
         assert self._step is not None
-        backward, none, stepped, not_stepped = self._flags()
+        backward, none, stepped, not_stepped, _ = self._flags()
         if backward and none:
             raise ScriptError(
                 f"step {self._step.number}: {none:.0f} of {self._step.size} workers left the iteration without "
@@ -421,7 +678,7 @@ class Reducer:
 
     def _zero_untouched(self) -> None:
         for i, touched in enumerate(self._touched):
-            if not touched:
+            if not touched and self._active[self._layout.bucket_of[i]]:
                 held = self.params[i].grad
                 if held is not None and not self._seen[i]:
                     self._set_aside(i, held)

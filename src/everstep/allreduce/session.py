@@ -25,13 +25,14 @@ from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, G
 from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.store import GroupStore
-from everstep.brain.events import Answer, EndOfData, Grouped, Refused
+from everstep.brain.events import Answer, EndOfData, Grouped, Refused, Wait
 from everstep.errors import (
     DeadlineError,
     EverstepError,
     InternalError,
     NonFiniteGradientError,
     PlatformError,
+    ReplicasDifferError,
     ScriptError,
 )
 from everstep.model.group import Committed, Group, Mark
@@ -95,13 +96,15 @@ class Keeper(Protocol):
 
     def agree(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> Mark: ...
 
+    def compare(self, group: Group, rank: int, gather: Callable[[list[int]], list[list[int]]]) -> None: ...
+
     def boundary(self) -> None: ...
 
     def idle(self) -> None: ...
 
     def settled(self, step: int) -> None: ...
 
-    def finish(self) -> None: ...
+    def sure(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -125,6 +128,10 @@ class Session:
         self._building: tuple[GlooCollective, GroupStore] | None = None
         self._retired: list[Connected] = []  # left; cut when the present group has met
         self._resolved = self._met = False  # of the present group
+        self._met_at = 0  # step at which it did
+        self._said_met = 0  # generation
+        self._came_at = 0  # step that our state was at in our first group of this line
+        self._drifted = False  # a vote of the present group said that states differ; all of it know
         self._origin: int | None = None  # of our state
         self._broke_at = 0.0
         self._waiting_since = 0.0  # for a newer group, while the present one is broken
@@ -139,6 +146,7 @@ class Session:
         self._leaving_since = 0.0
         self._leave_said = False
         self._left = False  # before the script's end
+        self._ended = False  # the script came to its end
         self._rehearsing = False  # the script's thread uses the state before the first group
         self._held_back: Follow | None = None  # meanwhile
         self._synced = 0  # generation that we follow, and are up with; 0: none
@@ -157,6 +165,7 @@ class Session:
         self.largest = 0  # samples that fit into this worker at once; 0: unknown
         self.plan: Plan | None = None
         self.tables: StepTables | None = None
+        self.before_end: Callable[[Any], None] | None = None
         keeper.on_synced = self._on_synced
         keeper.on_error = self.fail
 
@@ -236,6 +245,13 @@ class Session:
                 self._end_loop()
                 return None
             group, collective, rank = joined
+            if self._drifted:
+                try:
+                    self.keeper.compare(group, rank, collective.gather)
+                except CollectiveError:
+                    self._broken_collective(collective)
+                    continue
+                self._drifted = False
             mark = self.state.mark
             assert self.plan is not None
             cut = self._cut_step(group)
@@ -278,11 +294,12 @@ class Session:
         mark, spec, split = self.state.mark, self.seat.spec, self.machine.split
         return cut_step(mark, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
-        """Every member has reduced gradients with this ``digest``. Blocks through losses.
+    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+        """Every member has reduced gradients with this ``digest``, and began the step with a state of which a slice has
+        the digest ``state``. Blocks through losses.
 
         Raises InternalError where members' gradients differ, NonFiniteGradientError by the policy "raise"."""
-        votes = self._cast(step.collective, step.number, digest, nonfinite)
+        votes = self._cast(step.collective, step.number, digest, nonfinite, state)
         committed = self._resolve_vote() if votes is None else True
         if not committed:
             self.redone += 1
@@ -317,6 +334,8 @@ class Session:
         self._places[step.dataset] = step.epoch, step.hi
         if step.size == 1:
             self._settle(step.number + 1)
+        if self.commits.confirmed >= self._came_at:
+            self.keeper.sure()
         self.keeper.boundary()
 
     def _settle(self, before: int) -> None:
@@ -333,13 +352,14 @@ class Session:
         failed = bool(error) or self.failure is not None
         void = False
         if not failed and self._entered:
+            self._ended = self._leaving is None
             if self._leaving is None:
                 self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
-                self.keeper.finish()
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
                 self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
+                self._keep_the_state()
         self._closed.set()
         with self._changed:
             connected = [*self._ready.values(), *self._retired]
@@ -365,6 +385,20 @@ class Session:
                 "ours was lost. They are done again, by this worker too"
             )
 
+    def _keep_the_state(self) -> None:
+        """Our script is over, that of the chief is not: should the chief be lost, the one in its place gets the state
+        from us, and does again what stands behind the loop."""
+        if self.seat.embedded:
+            return
+        while self.failure is None and not self._over:
+            answer = self.seat.call(messages.MayEnd(), NEWS_S)
+            if not isinstance(answer, Wait):
+                return
+            until = time.monotonic() + answer.retry_after_s
+            while time.monotonic() < until:
+                self.keeper.idle()
+                time.sleep(0.01)
+
     def _tell_rest(self) -> bool:
         """Nobody else may be left to tell the last steps: until the master has them, be it away for a while. What was
         committed before we came is told by those who were there. False: they were lost, and our steps are void."""
@@ -389,12 +423,16 @@ class Session:
         with self._changed:
             if self._closed.is_set():
                 return
+            if self._ended:  # no group changes what we have any more
+                newest = self.machine.newest
+                self.machine.newest = group if newest is None or group.generation > newest.generation else newest
+                return
             self._do(self.machine.told(group))
             self._changed.notify_all()
 
     def welcomed(self) -> None:
         """Connected to a master, perhaps a new one: say again what it may not know."""
-        if not self._entered or self._closed.is_set():
+        if not self._entered or self._ended or self._closed.is_set():
             return
         with self._lock:
             building = self._building
@@ -466,10 +504,11 @@ class Session:
             if self._origin != group.origin:
                 # Who joins cannot know what was told before it came; the votes will say.
                 self.commits.begin(mark.step if self._formed else 0)
+                self._came_at = mark.step
             elif mark.step == before.step:
                 mark = before  # it may be turned to this loop's dataset already
             self._origin = group.origin
-            self._met = True
+            self._met, self._met_at = True, mark.step
             self._synced = 0
             self._ahead = None
             if self._formed and not group.restore:
@@ -563,7 +602,7 @@ class Session:
         self._present = self._ready.pop(group.generation)
         if left is not None:
             self._retired.append(left)
-        self._resolved = self._met = False
+        self._resolved = self._met = self._drifted = False
         self._broke_at = self._waiting_since = 0.0
 
     def _await_news(self) -> None:
@@ -610,6 +649,12 @@ class Session:
     def _farewell(self, collective: Connected) -> bool:
         """The loop is over for all: one more vote, so that nobody goes before everybody has the last step."""
         mark = self.state.mark
+        if self.before_end is not None:
+            try:
+                self.before_end(collective)
+            except CollectiveError:
+                self._broken_collective(collective)
+                return False
         if self._cast(collective, mark.step, 0, False) is None:
             with self._changed:
                 self.machine.pending = None
@@ -619,14 +664,14 @@ class Session:
         self._settle(mark.step)
         return True
 
-    def _cast(self, collective: Any, step: int, digest: int, nonfinite: bool) -> bool | None:
+    def _cast(self, collective: Any, step: int, digest: int, nonfinite: bool, state: int = 0) -> bool | None:
         """Vote. Whether anybody has gradients that are not finite; None: the vote broke, ``machine.pending`` says
         whether we were in it."""
         with self._changed:
             present = self._present
             if present is None or collective is not present or not self.machine.whole:
                 return None
-            ballot = self.machine.ballot(step, digest, nonfinite, self.commits.confirmed)
+            ballot = self.machine.ballot(step, digest, nonfinite, self.commits.confirmed, state)
         try:
             values = present.vote(ballot)
         except CollectiveError:
@@ -638,12 +683,15 @@ class Session:
         if tally.counted is Counted.DIFFERENT_STEPS:
             self._fatal(f"members of a group vote on different steps (here {step})")
         if tally.counted is Counted.DIFFERENT_GRADIENTS:
-            self._fatal(
+            differ = ReplicasDifferError(
                 f"in step {step} the members hold different reduced gradients or learning rates; nothing of it was "
                 "applied. No learning rate may depend on the worker (its slot, the loss of its own batch); if none "
                 "does, this is silent corruption: look at the memory and network of the workers' machines, then "
                 "everstep resume"
             )
+            self.fail(differ)
+            raise differ
+        self._drifted = self._drifted or tally.drifted
         if tally.behind and time.monotonic() - self._asked_at > _ASK_S:
             self._ask()
         self.commits.confirm(tally.confirmed)
@@ -827,6 +875,7 @@ class Session:
                 self._say_leaving()
                 self._log_settled()
                 self._tell()
+                self._say_met()
                 self._say_stalled()
                 self._close_retired()
             except EverstepError as error:
@@ -840,6 +889,18 @@ class Session:
         if self._leaving is not None and not self._leave_said:
             self._leave_said = True
             self.seat.ask(messages.LeaveGroup("asked"), self._answered)
+
+    def _say_met(self) -> None:
+        """The present group has one state, and the journal has all steps before: who is new in it holds the state from
+        now on, and need not wait for the group's first step."""
+        with self._changed:
+            group = self.machine.present
+            if group is None or not self._met or group.generation == self._said_met or group.size == 1:
+                return
+            if self.commits.confirmed < self._met_at - 1:
+                return
+            self._said_met = group.generation
+        self.seat.ask(messages.Synced(group.generation), lambda answer: None)
 
     def _log_settled(self) -> None:
         for committed in self.commits.to_log():

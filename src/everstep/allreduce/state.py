@@ -17,11 +17,14 @@ from torch import nn
 
 from everstep.allreduce import parts
 from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.rolling import RollingDigest
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF = 1 << 63
+_TABLE = "everstep_table"  # attribute of a parameter that stands for rows on the ps: they are no part of a replica
+_TRAINABLE = "trainable"  # the tree of what is frozen
 
 
 class Named(NamedTuple):
@@ -52,6 +55,8 @@ class ReplicaState:
         self.mark = Mark()
         self.loop = 0
         self.carried = False
+        self._rolling = RollingDigest(self)
+        self.reserve: set[str] = set()  # see ``GroupEngine.reserve``
 
     def __repr__(self) -> str:
         return f"<ReplicaState {len(self.models)} models, {len(self.optimizers)} optimizers, {self.mark}>"
@@ -64,13 +69,13 @@ class ReplicaState:
         parts.settle(self.models)
         for prefix, model in self._models():
             for name, p in model.named_parameters():
-                if id(p) not in seen:
+                if id(p) not in seen and not hasattr(p, _TABLE):
                     seen.add(id(p))
                     yield Named(prefix + name, p)
         for o, optimizer in enumerate(self.optimizers):
             for g, group in enumerate(optimizer.param_groups):
                 for i, p in enumerate(group["params"]):
-                    if id(p) not in seen:
+                    if id(p) not in seen and not hasattr(p, _TABLE):
                         seen.add(id(p))
                         yield Named(f"optimizer{o}.group{g}.{i}", p)
 
@@ -78,6 +83,22 @@ class ReplicaState:
         for prefix, model in self._models():
             for name, buffer in model.named_buffers():
                 yield Named(prefix + name, buffer)
+
+    def tensors(self) -> Iterator[Named]:
+        """Parameters, buffers, what optimizers keep of each parameter, and tracked modules; in a fixed order."""
+        parameters = list(self.parameters())
+        yield from parameters
+        yield from self.buffers()
+        for o, optimizer in enumerate(self.optimizers):
+            for name, p in parameters:
+                kept: Any = optimizer.state.get(p)
+                for key in sorted(kept, key=str) if isinstance(kept, dict) else ():
+                    if isinstance(kept[key], torch.Tensor):
+                        yield Named(f"{key} of {name} (optimizer {o})", kept[key])
+        for tracked, thing in self.tracked.items():
+            if isinstance(thing, nn.Module):
+                for name, tensor in (*thing.named_parameters(), *thing.named_buffers()):
+                    yield Named(f"{tracked}.{name}", tensor)
 
     def devices(self) -> set[torch.device]:
         """That parameters are on."""
@@ -120,10 +141,12 @@ class ReplicaState:
 
     def pack_trees(self, packer: Packer, names: Mapping[int, str], state: bool = True) -> dict[str, Any]:
         """Optimizers (``state``: also what they keep of each parameter) and tracked objects, by name."""
-        trees = {
+        trees: dict[str, Any] = {
             f"optimizer{o}": _pack_optimizer(packer, f"optimizer{o}", optimizer, names, state)
             for o, optimizer in enumerate(self.optimizers)
         }
+        frozen = [names[id(p)] for model in self.models for p in model.parameters() if self._frozen(p, names)]
+        trees[_TRAINABLE] = [frozen, sorted(self.reserve)]
         for name, thing in self.tracked.items():
             trees[f"tracked.{name}"] = packer.tree(f"tracked.{name}", thing.state_dict())
         for prefix, model in self._models():
@@ -131,6 +154,10 @@ class ReplicaState:
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     trees[f"extra.{prefix}{at}"] = packer.tree(f"extra.{prefix}{at}", module.get_extra_state())
         return trees
+
+    @staticmethod
+    def _frozen(p: torch.Tensor, names: Mapping[int, str]) -> bool:
+        return not p.requires_grad and id(p) in names
 
     # ------------------------------------------------------------ in
 
@@ -159,7 +186,8 @@ class ReplicaState:
 
     def _check_trees(self, unpacker: Unpacker) -> None:
         mine = [f"optimizer{o}" for o in range(len(self.optimizers))] + [f"tracked.{name}" for name in self.tracked]
-        theirs = [name for name in unpacker.header.trees if not name.startswith("extra.")]
+        others = ("extra.", _TRAINABLE)
+        theirs = [name for name in unpacker.header.trees if not name.startswith(others)]
         for name in theirs:
             if name not in mine:
                 raise CheckpointError(f"{unpacker.what} has {_words(name)}, which this script does not have")
@@ -172,6 +200,13 @@ class ReplicaState:
         trees = unpacker.header.trees
         for o, optimizer in enumerate(self.optimizers):
             _load_optimizer(unpacker, f"optimizer{o}", optimizer, trees[f"optimizer{o}"], known, state)
+        if _TRAINABLE in trees:  # (an older checkpoint says nothing)
+            frozen, reserve = trees[_TRAINABLE]
+            self.reserve.clear()
+            self.reserve.update(str(name) for name in reserve)
+            for name, p in known.items():
+                if p.is_leaf and p.requires_grad != (name not in set(frozen)) and p.is_floating_point():
+                    p.requires_grad_(name not in frozen)
         device = next((p.device for p in known.values()), None)
         for name, thing in self.tracked.items():
             thing.load_state_dict(unpacker.value(trees[f"tracked.{name}"], device))
@@ -206,6 +241,14 @@ class ReplicaState:
         entries = tuple(entry if not entry.home else structs.replace(entry, home=False) for entry in packer.entries)
         header = PackedHeader(size_bytes=packer.size_bytes, tensors=entries, trees={"all": [trees, sums]})
         return _signed(hashlib.blake2b(encode_header(header, "the training state"), digest_size=8))
+
+    def tensor_digests(self) -> dict[str, int]:
+        """As ``quick_digest``, int64 by name; of a sharded model: of what this process has."""
+        return {name: bit_sum(parts.local(tensor)) for name, tensor in self.tensors()}
+
+    def slice_digest(self, step: int) -> int:
+        """Of the slice of the state that ``step`` is about, before that step (``allreduce.rolling``)."""
+        return self._rolling.of(step)
 
     def parameter_digests(self) -> dict[str, int]:
         """int64 by parameter's and buffer's name."""
@@ -290,6 +333,8 @@ def _pack_optimizer(
     other: list[Any] = []
     for key, value in optimizer.state.items():
         if isinstance(key, torch.Tensor):
+            if hasattr(key, _TABLE):
+                continue
             name = names.get(id(key))
             if name is None:
                 raise ScriptError(f"{what} keeps state of a tensor that is not one of its parameters")
@@ -308,7 +353,7 @@ def pack_groups(
     """Hyper-parameters of each group, with the names of its parameters."""
     return [
         {
-            "names": [names[id(p)] for p in group["params"]],
+            "names": [names[id(p)] for p in group["params"] if not hasattr(p, _TABLE)],
             "values": packer.tree(what, {k: v for k, v in group.items() if k != "params"}),
         }
         for group in optimizer.param_groups
@@ -323,10 +368,11 @@ def load_groups(unpacker: Unpacker, what: str, optimizer: torch.optim.Optimizer,
             "in this script"
         )
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
-        if len(saved["names"]) != len(group["params"]):
+        held = sum(not hasattr(p, _TABLE) for p in group["params"])
+        if len(saved["names"]) != held:
             raise CheckpointError(
-                f"{unpacker.what}: a group of {what} has {len(saved['names'])} parameters there, and "
-                f"{len(group['params'])} in this script"
+                f"{unpacker.what}: a group of {what} has {len(saved['names'])} parameters there, and {held} in this "
+                "script"
             )
         values = unpacker.value(saved["values"], group["params"][0].device if group["params"] else None)
         for key in [k for k in group if k != "params" and k not in values]:

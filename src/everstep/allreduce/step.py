@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
@@ -153,6 +153,23 @@ class StepTables(Protocol):
 
     def voted(self, step: Step, outcome: Outcome) -> None: ...
 
+    def check(self, scaled: bool) -> None:
+        """Raises ScriptError if a table has no optimizer that fires it; ``scaled``: a GradScaler is tracked, which
+        unscales only what an optimizer holds."""
+        ...
+
+    def hold(self, optimizer: Any, inner: Any) -> None:
+        """The script gave an optimizer to the job: it fires the tables whose parameters it holds."""
+        ...
+
+    def stepped(self, optimizer: Any, lr_factor: float) -> None:
+        """The optimizer is about to step: what ``grad`` of its tables holds now belongs to the step."""
+        ...
+
+    def has_stepped(self) -> None: ...
+
+    def zeroed(self, optimizer: Any) -> None: ...
+
     def close_step(self, step: Step) -> bool:
         """After the script's part of a committed step. False: the group broke; the step is committed all the same."""
         ...
@@ -168,6 +185,9 @@ class LeaveJob(Exception):
 
 class GroupSession(Protocol):
     """The group, for the engine (``allreduce.session``). Called from the script's thread only."""
+
+    before_end: Callable[[Any], None] | None
+    """Called with the collective when all members are at the end of the loop. Raises CollectiveError."""
 
     def rehearsal(
         self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
@@ -189,8 +209,9 @@ class GroupSession(Protocol):
         """The next step to do; None: the loop over the data is over. Raises LeaveJob."""
         ...
 
-    def vote(self, step: Step, digest: int, nonfinite: bool) -> Outcome:
-        """Every member has reduced gradients with this ``digest``. Blocks through losses."""
+    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+        """Every member has reduced gradients with this ``digest``, and began the step with a state of which a slice has
+        the digest ``state``. Blocks through losses."""
         ...
 
     def broken(self, step: Step) -> None:

@@ -78,7 +78,7 @@ class Recorder:
             [self._names[id(p)], packer.tensor(f"gradient of {self._names[id(p)]}", p.grad)]
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None
+            if p.grad is not None and id(p) in self._names
         ]
         groups = pack_groups(packer, f"optimizer{number}", optimizer, self._names)
         self._parts.append(_packed(packer, self._state, {"step": [number, groups, gradients]}))

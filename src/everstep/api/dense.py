@@ -1,24 +1,25 @@
 """The dense part on the ps: parameters flattened into the rows of a table, one table per parameter group.
 
-All parameters of a group are views of one flat buffer. Before a batch the newest rows are copied into it; after the
-user's ``step`` the gradients are flattened once and pushed. Buffers (such as batch norm's running statistics) stay
-local to the worker.
+All parameters of a group are views of one flat buffer, each beginning a row. Before a batch the newest rows are copied
+into it. At the script's ``step`` the gradients of those parameters that have one are copied out and pushed. A
+parameter whose ``grad`` is None is not stepped, as in plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.optim import twin_of
+from everstep.api.optim import fixed_options, twin_of, twin_of_kind
+from everstep.api.rows import TableParameter, is_table
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import gather_rows
+from everstep.native import gather_rows, sum_bits
 from everstep.tables.routing import Router, TableRows
 
 _BIG_FLOATS = 1 << 18  # from here on a row has 1024 floats, below 256
@@ -34,44 +35,30 @@ class DenseOrder:
         self.found = spec, self.keys, self.counts  # as ``BatchRows.add`` wants it
 
 
-class DenseGroup:
-    """One parameter group of one optimizer. ``flat``: float32 [rows * dim], zero-padded behind the last parameter.
+class FlatGroup:
+    """Tensors in the rows of one dense table. ``flat``: float32 [rows * dim], zero behind each tensor's end.
 
-    ``names``: of parameters by ``id()``, as the model's ``state_dict`` has them; they go into checkpoints."""
+    ``names``: of the tensors, as the model's ``state_dict`` has them; they go into checkpoints."""
 
-    def __init__(
-        self, name: str, group: dict[str, Any], optimizer: OptimizerSpec, names: Mapping[int, str] | None = None
-    ) -> None:
-        self.group = group
-        self.params: list[nn.Parameter] = [p for p in group["params"] if p.requires_grad]
-        for p in self.params:
-            if p.dtype != torch.float32 or p.device.type != "cpu":
-                raise ScriptError(
-                    f"a dense parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}: the dense part on the ps "
-                    "takes float32 on the CPU"
-                )
-        n = sum(p.numel() for p in self.params)
+    def __init__(self, name: str, tensors: Sequence[Tensor], names: Sequence[str], optimizer: OptimizerSpec) -> None:
+        self.tensors = list(tensors)
+        n = sum(t.numel() for t in self.tensors)
         dim = 1024 if n >= _BIG_FLOATS else 256
-        self.n, self.dim, self.n_rows = n, dim, max(1, -(-n // dim))
-        names = names or {}
-        shapes = tuple((names.get(id(p), f"{name}/{i}"), tuple(p.shape)) for i, p in enumerate(self.params))
-        self.spec = TableSpec(name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True, parameters=shapes)
+        self.dim = dim
+        self.starts: list[int] = []  # first float of each
+        at = 0
+        for t in self.tensors:
+            self.starts.append(at)
+            at += -(-max(1, t.numel()) // dim) * dim
+        self.n_rows = max(1, at // dim)
+        shapes = tuple((name, tuple(t.shape)) for name, t in zip(names, self.tensors, strict=True))
+        self.spec = TableSpec(
+            name, dim, optimizer, InitSpec(), rows=self.n_rows, dense=True, parameters=shapes, aligned=True
+        )
         self.flat = torch.zeros(self.n_rows * dim)
         self._scratch = torch.zeros(self.n_rows * dim)
         self._order: DenseOrder | None = None
-        at = 0
-        for p in self.params:
-            view = self.flat[at : at + p.numel()].view(p.shape)
-            view.copy_(p.detach())
-            p.data = view
-            at += p.numel()
-
-    def __repr__(self) -> str:
-        return f"<DenseGroup {self.spec.name} {self.n} floats in {self.n_rows} rows>"
-
-    @property
-    def lr(self) -> float:
-        return float(self.group["lr"])
+        self._digest: int | None = None  # None: nobody has seen the values of the ps yet
 
     def order(self, router: Router) -> DenseOrder:
         """The rows as ``router`` groups them. Rows of a batch keep the order they were pulled in."""
@@ -85,29 +72,116 @@ class DenseGroup:
         return self._rows(self.flat)
 
     def take(self, rows: TableRows) -> None:
-        """Copy the values of pulled rows into the parameters."""
+        """Copy the values of pulled rows into the tensors."""
         gather_rows(rows.values, rows.order.inverse, self._rows(self.flat))
+        self.seen()
+
+    def view(self, i: int) -> Tensor:
+        """The place of tensor ``i`` in the flat buffer, in its shape."""
+        t = self.tensors[i]
+        return self.flat[self.starts[i] : self.starts[i] + t.numel()].view(t.shape)
+
+    def seen(self) -> None:
+        """The values are those of the ps now."""
+        self._digest = sum_bits(self.flat.numpy(), "float32")[0]
+
+    def changed(self) -> bool:
+        """Whether the script has changed values since ``seen``."""
+        return self._digest is not None and sum_bits(self.flat.numpy(), "float32")[0] != self._digest
+
+    def changed_names(self, rows: TableRows | None) -> list[str]:
+        """Of the tensors that are not as in ``rows``, the pulled ones."""
+        if rows is None:
+            return []
+        pulled = torch.from_numpy(rows.values[rows.order.inverse]).reshape(-1)
+        return [
+            name
+            for (name, _), t, at in zip(self.spec.parameters, self.tensors, self.starts, strict=True)
+            if not torch.equal(pulled[at : at + t.numel()], self.flat[at : at + t.numel()])
+        ]
+
+    def _rows(self, flat: Tensor) -> NDArray[np.float32]:
+        out: NDArray[np.float32] = flat.numpy().reshape(self.n_rows, self.dim)
+        return out
+
+
+class DenseGradient(NamedTuple):
+    """What a step takes of a dense group. ``keys`` int64 [n]: its rows, None for all; ``grads`` float32 [n, dim]."""
+
+    keys: NDArray[np.int64] | None
+    grads: NDArray[np.float32]
+
+
+class DenseGroup(FlatGroup):
+    """The parameters of one group of one optimizer, all of float32 on the CPU. ``group``: of the optimizer."""
+
+    def __init__(
+        self,
+        name: str,
+        group: dict[str, Any],
+        optimizer: OptimizerSpec,
+        names: Mapping[int, str] | None = None,
+        params: Sequence[nn.Parameter] | None = None,
+    ) -> None:
+        self.group = group
+        chosen = params if params is not None else [p for p in group["params"] if p.requires_grad and not is_table(p)]
+        self.params: list[nn.Parameter] = list(chosen)
+        for p in self.params:
+            if p.dtype != torch.float32 or p.device.type != "cpu":
+                raise ScriptError(
+                    f"a dense parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}: the dense part on the ps "
+                    "takes float32 on the CPU"
+                )
+        names = names or {}
+        labels = [names.get(id(p), f"{name}/{i}") for i, p in enumerate(self.params)]
+        super().__init__(name, self.params, labels, optimizer)
+        for i, p in enumerate(self.params):
+            view = self.view(i)
+            view.copy_(p.detach())
+            p.data = view
+
+    def __repr__(self) -> str:
+        return f"<DenseGroup {self.spec.name} {len(self.params)} parameters in {self.n_rows} rows>"
+
+    @property
+    def lr(self) -> float:
+        return float(self.group["lr"])
+
+    def changed(self) -> bool:
+        for i, p in enumerate(self.params):  # a parameter that was given another tensor takes its values along
+            view = self.view(i)
+            if p.data_ptr() != view.data_ptr() and p.numel():
+                if p.shape != view.shape or p.dtype != view.dtype:
+                    raise ScriptError(
+                        f"parameter {self.spec.parameters[i][0]!r} became {p.dtype} {tuple(p.shape)} in the loop: the "
+                        "dense part on the ps keeps its shape and type"
+                    )
+                view.copy_(p.detach())
+                p.data = view
+        return super().changed()
 
     def has_grad(self) -> bool:
         return any(p.grad is not None for p in self.params)
 
-    def capture(self, rows: TableRows) -> bool:
-        """Flatten the parameters' gradients into ``rows.grads`` (added to what is there); False if there are none.
-
-        A parameter without a gradient counts as zero."""
-        if not self.has_grad():
-            return False
-        at, pieces = 0, []
-        for p in self.params:
-            pieces.append(torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1))
-            at += p.numel()
-        torch.cat(pieces, out=self._scratch[: self.n])
-        if rows.touched:
-            rows.grads += self._rows(self._scratch)[rows.order.index]
-        else:
-            gather_rows(self._rows(self._scratch), rows.order.index, rows.grads)
-            rows.touched = True
-        return True
+    def gradient(self) -> DenseGradient | None:
+        """The gradients of all parameters that have one; None: none has. Valid until the next call."""
+        with_grad = [i for i, p in enumerate(self.params) if p.grad is not None]
+        if not with_grad:
+            return None
+        for i in with_grad:
+            p, at = self.params[i], self.starts[i]
+            grad = p.grad
+            assert grad is not None
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            self._scratch[at : at + p.numel()].copy_(grad.detach().reshape(-1))
+        rows = self._rows(self._scratch)
+        if len(with_grad) == len(self.params):
+            return DenseGradient(None, rows)
+        ends = [*self.starts[1:], self.n_rows * self.dim]
+        found = [np.arange(self.starts[i] // self.dim, ends[i] // self.dim) for i in with_grad]
+        keys = np.concatenate(found).astype(np.int64)
+        return DenseGradient(keys, rows[keys])
 
     def torch_state(self, keys: NDArray[np.int64], state: NDArray[np.float32]) -> list[dict[str, Any]]:
         """State of each parameter, named as torch does, from that of all rows (float32 [rows, floats])."""
@@ -124,35 +198,32 @@ class DenseGroup:
         flat = {name: value.reshape(-1) for name, value in fields.items()}
         steps = ordered[:, 2 * dim] if "exp_avg" in fields else None
         out: list[dict[str, Any]] = []
-        at = 0
-        for p in self.params:
+        for p, at in zip(self.params, self.starts, strict=True):
             one: dict[str, Any] = {n: v[at : at + p.numel()].view(p.shape).clone() for n, v in flat.items()}
             if steps is not None:
                 one["step"] = torch.tensor(float(steps[at // dim]))
             elif "sum" in one:
                 one["step"] = torch.tensor(0.0)  # Adagrad counts steps for lr_decay only, which the ps does not have
             out.append(one)
-            at += p.numel()
-        return out
-
-    def _rows(self, flat: Tensor) -> NDArray[np.float32]:
-        out: NDArray[np.float32] = flat.numpy().reshape(self.n_rows, self.dim)
         return out
 
 
 class Stepper(Protocol):
     """What an optimizer tells the job."""
 
-    def stepped(self, groups: list[DenseGroup]) -> None: ...
+    def stepped(self, optimizer: PsOptimizer) -> None: ...
 
-    def zeroed(self) -> None: ...
+    def zeroed(self, optimizer: PsOptimizer) -> None: ...
 
     def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]: ...
 
+    def hold(self, optimizer: PsOptimizer, of_torch: torch.optim.Optimizer) -> None: ...
+
 
 class PsOptimizer(torch.optim.Optimizer):
-    """Stands for a torch optimizer whose twin runs on the ps. ``step`` hands the gradients over; learning rate
-    schedulers work on its ``param_groups`` (or on those of the optimizer it was made from: they are the same)."""
+    """Stands for a torch optimizer whose twin runs on the ps. ``step`` hands over what ``grad`` holds then, of dense
+    parameters and of tables; learning rate schedulers work on its ``param_groups`` (or on those of the optimizer it was
+    made from: they are the same)."""
 
     def __init__(
         self,
@@ -163,43 +234,99 @@ class PsOptimizer(torch.optim.Optimizer):
     ) -> None:
         if any(float(s.get("step", 1)) > 0 for s in optimizer.state.values()):  # Adagrad's begins with step 0
             raise ScriptError("this optimizer has stepped already: give job.optimizer a fresh one")
-        specs = [twin_of(optimizer, group) for group in optimizer.param_groups]
+        self._torch_kind, self._index, self._names = type(optimizer), index, names or {}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._stepper = stepper
-        self.groups = [
-            DenseGroup(f"dense/{index}/{i}", group, spec, names)
-            for i, (group, spec) in enumerate(zip(self.param_groups, specs, strict=True))
-        ]
+        self.groups: list[DenseGroup] = []
+        self._options: list[dict[str, Any]] = []
+        self._given_up: list[nn.Parameter] = []  # another optimizer has them now
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (name := getattr(p, "everstep_replaced", "")) != "":
+                    raise ScriptError(
+                        f"the optimizer holds the old weight of table {name!r}, which job.sparse has replaced: make "
+                        "the optimizer after job.sparse(model)"
+                    )
+        for i, group in enumerate(self.param_groups):
+            self._options.append(fixed_options(group))
+            if any(p.requires_grad and not is_table(p) for p in group["params"]):
+                self.groups.append(DenseGroup(f"dense/{index}/{i}", group, twin_of(optimizer, group), names))
+        stepper.hold(self, optimizer)
 
     def __repr__(self) -> str:
         return f"<PsOptimizer of {len(self.param_groups)} groups>"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand the gradients to the ps. They are applied in the background; the next batches bring the new values."""
+        """Hand the gradients to the ps."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._stepper.stepped(self.groups)
+        for i, (group, options) in enumerate(zip(self.param_groups, self._options, strict=True)):
+            for name, value in options.items():
+                if group.get(name) != value:
+                    raise ScriptError(
+                        f"param_groups[{i}][{name!r}] was {value!r} when job.optimizer() was called and is "
+                        f"{group.get(name)!r} now: its twin on the ps changes its learning rate only; with a scheduler "
+                        "that cycles momentum, pass cycle_momentum=False"
+                    )
+        if any(p.grad is not None for p in self._given_up):
+            raise ScriptError(
+                "opt.step() of an optimizer whose parameters were given to another job.optimizer() since: on the ps a "
+                "parameter has one optimizer at a time; step the newer one, or train with --mode allreduce"
+            )
+        self._stepper.stepped(self)
         return loss
 
+    def give_up(self, params: Collection[int]) -> list[DenseGroup]:
+        """Another optimizer takes over some of the parameters (by ``id()``): the groups that they were in are no more.
+        Those of their other parameters that get a gradient begin a group anew."""
+        gone = [group for group in self.groups if any(id(p) in params for p in group.params)]
+        self.groups = [group for group in self.groups if group not in gone]
+        self._given_up += [p for group in gone for p in group.params if id(p) in params]
+        return gone
+
+    def thawed(self) -> list[DenseGroup]:
+        """New groups of parameters that were frozen when the optimizer was made and have a gradient now."""
+        known = {id(p) for dense in self.groups for p in dense.params} | {id(p) for p in self._given_up}
+        out: list[DenseGroup] = []
+        for i, group in enumerate(self.param_groups):
+            new = [p for p in group["params"] if id(p) not in known and not is_table(p) and p.grad is not None]
+            if new:
+                first = next(k for k, p in enumerate(group["params"]) if p is new[0])
+                spec = twin_of_kind(self._torch_kind, group)
+                out.append(DenseGroup(f"dense/{self._index}/{i}/{first}", group, spec, self._names, new))
+        self.groups += out
+        return out
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._stepper.zeroed()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, TableParameter):
+                    p._table.zero()
+                elif set_to_none:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
+        self._stepper.zeroed(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the torch optimizer's own, with the state that the ps has now; torch's optimizer can load it."""
+        """As the torch optimizer's own, with the state that the ps has now; torch's optimizer can load it. The state of
+        tables is not in it: it is in checkpoints and exports."""
         state: dict[int, Any] = {}
         packed, number = [], 0
-        for group, dense in zip(self.param_groups, self.groups, strict=True):
+        known: dict[int, dict[str, Any]] = {}
+        for dense in self.groups:
+            found = dense.torch_state(*self._stepper.dense_state(dense))
+            known |= {id(p): one for p, one in zip(dense.params, found, strict=True)}
+        for group in self.param_groups:
             ids = list(range(number, number + len(group["params"])))
             number += len(ids)
             packed.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
-            trained = {id(p) for p in dense.params}
-            of_params = iter(dense.torch_state(*self._stepper.dense_state(dense)))
             for i, p in zip(ids, group["params"], strict=True):
-                if id(p) in trained and (one := next(of_params)):
+                if one := known.get(id(p)):
                     state[i] = one
         return {"state": state, "param_groups": packed}
 

@@ -262,14 +262,18 @@ class EmbeddedSeat:
         match request:
             case messages.Register(plan):
                 return events.PlanRegistered(now, slot, incarnation, plan)
-            case messages.AskShard(dataset, until, ask):
-                return events.ShardAsked(now, slot, incarnation, dataset, until, ask)
+            case messages.AskShard(dataset, until, ask, pending):
+                return events.ShardAsked(now, slot, incarnation, dataset, until, ask, pending)
             case messages.Done(shard, lease, servers, skipped, route):
                 return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped, route)
             case messages.GiveBack(shard, lease, reason):
                 return events.ShardReturned(now, slot, incarnation, shard, lease, reason)
             case messages.AskGroup(dataset, until, batch_samples, place, mark):
                 return events.GroupAsked(now, slot, incarnation, dataset, until, batch_samples, place, mark)
+            case messages.AskChief():
+                return events.ChiefAsked(now, slot, incarnation)
+            case messages.AskOnce(key, done):
+                return events.OnceAsked(now, slot, incarnation, key, done)
             case messages.Synced(generation):
                 return events.GroupSynced(now, slot, incarnation, generation)
             case messages.LeaveGroup(reason):

@@ -11,19 +11,25 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from everstep.api.dense import DenseGroup, PsOptimizer
+from everstep.api.buffers import BufferGroup, Constant, find_buffers
+from everstep.api.dense import DenseGroup, FlatGroup, PsOptimizer
+from everstep.api.firing import TableFiring
+from everstep.api.rows import TableParameter, is_table
+from everstep.api.schedule import JobSchedule
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, TableSet
 from everstep.brain.events import Answer, Fenced, Refused, Registered
 from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
+from everstep.data.streams import STREAMS, seed_range
 from everstep.errors import (
     DataError,
     EverstepError,
@@ -35,10 +41,11 @@ from everstep.errors import (
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
+from everstep.model.table import OWN, TableSpec
 from everstep.model.turn import Portion, Turn
 from everstep.monitor import stepclock
 from everstep.monitor.process import ProcessReadings
-from everstep.native import bag_backward, isfinite_all
+from everstep.native import gather_rows, isfinite_all
 from everstep.net import messages
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.tables.gate import Gate, Late, Verdict
@@ -58,6 +65,7 @@ from everstep.tables.protocol import (
     Work,
     WorkerProtocol,
     watermarks_of,
+    wholes_of,
 )
 from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
 
@@ -67,13 +75,48 @@ _MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
 _OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
 _OPEN_AGAIN_MAX_S = 1.0
 _SAY_AGAIN_S = 1.0  # where we are, while we wait for the others: a word may have been lost
+_LOOK_EVERY = 16  # batches: rows of tables are checked for edits that would be lost
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
+
+
+StepKey = tuple[LeaseNo, int, int]
+"""Of a step: lease, its life and the first sample of the first work."""
+
+
+def key_of(work: Work) -> StepKey:
+    return work.lease.no, work.life, work.lo
+
+
+class _Kept:
+    """A batch that the script is through with, and that no step has consumed. ``learnt``: it has a gradient that is not
+    zeroed."""
+
+    __slots__ = ("learnt", "work")
+
+    def __init__(self, work: Work, learnt: bool) -> None:
+        self.work, self.learnt = work, learnt
+
+
+class _StepInHand(NamedTuple):
+    """A computed step. ``payload``: None where there is nothing to apply."""
+
+    works: tuple[tuple[Work, bool], ...]
+    payload: _Payload | None
+    skipped: bool = False
+
+    @property
+    def key(self) -> StepKey:
+        return key_of(self.works[0][0])
+
+    @property
+    def samples(self) -> int:
+        return sum(w.hi - w.lo for w, _ in self.works)
 
 
 class _Payload(HeldRows):
     """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("lrs", "parts", "router", "step", "tables")
+    __slots__ = ("bad", "lrs", "parts", "router", "step", "tables")
 
     def __init__(
         self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
@@ -82,6 +125,7 @@ class _Payload(HeldRows):
         self.tables, self.router, self.lrs = tables, router, lrs
         self.parts: list[list[Part]] = []
         self.step = -1  # sync: of which this is one push of several
+        self.bad = ""  # the table whose gradient is not finite
 
     def weigh(self, weight: float) -> None:
         """Scale the gradients, in place. Before they are sent."""
@@ -123,6 +167,7 @@ class Engine:
         self.samples = 0  # applied, by this process
         self.batches = 0  # given to the script
         self.skipped = 0  # batches whose gradient was not finite
+        self.left_out = 0  # samples that the script has not stepped with
         self.values: dict[str, float] = {}
         self.compute_s = 0.0  # seconds between two waits
         self._batch_s = 0.0  # the same of one batch, smoothed
@@ -132,11 +177,22 @@ class Engine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._inputs = Inputs(self._changed, self._do)
-        self._payloads: dict[tuple[LeaseNo, int, int, int], _Payload] = {}
+        self._payloads: dict[StepKey, _Payload] = {}
         self._epochs_done: dict[str, int] = {}
-        self._group: list[Item] = []  # batches whose gradients go out together, the current one last
-        self._stepped = False  # the script stepped since the group began
-        self._lrs: dict[TableId, float] = {}
+        self._kept: list[_Kept] = []  # batches before the one in hand that no step has consumed
+        self._left: Work | None = None  # of the batch in hand: what no step has consumed
+        self._captured: _Payload | None = None  # of a step of this iteration, to be pushed at its end
+        self._steps_here = 0  # of this iteration
+        self._grads_before: list[tuple[int, int]] = []  # which gradients there were when the iteration began
+        self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None  # a gradient that kept batches are in
+        self.models: list[torch.nn.Module] = []  # of the script
+        self._buffers: list[BufferGroup] = []
+        self._buffered: list[int] = []  # the models whose buffers are known
+        self._constant: list[Constant] = []  # buffers that must not change
+        self.schedule = JobSchedule()
+        self._lrs_seen: list[float] = []
+        self._told_schedule = False
+        self.firing = TableFiring(tables)
         self._stopping = False
         self._job_over = False
         self._looping = False
@@ -145,13 +201,14 @@ class Engine:
         self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
         self._sync = self.gate is not None and self.gate.sync
         self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
-        self._part: list[Work] = []  # sync: computed for the step under way, and not said to be ready
+        self._part: list[_StepInHand] = []  # sync: computed for the step under way, and not said to be ready
+        self._judged: list[_StepInHand] = []  # sync: the part that waits for its verdict
         self._portion = _Portion()  # sync: what is to be taken of a step
-        self._dropped: set[tuple[LeaseNo, int, int, int]] = set()  # sync: works whose gradient is not finite
         self._accumulates = False  # the script steps less often than once a batch
         self.registered = 0  # loops begun
         self.loader_batch = self._largest_batch = 0  # samples; the latter fit into this worker at once, 0: unknown
         self.in_hand = 0  # samples of the batch that the script is at, or raised in
+        tables.before_refresh = self._keep_edits
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
@@ -219,6 +276,7 @@ class Engine:
             "samples_per_s": (samples - before) / (now - then) if now > then else 0.0,
             "retried": float(retried),
             "skipped": float(self.skipped),
+            "left_out": float(self.left_out),
             "wait_fraction": self.tables.wait_s / busy if busy else 0.0,
             "accum": 2.0 if self._accumulates else 1.0,  # by the script, not by a plan
             "loader_batch": float(self.loader_batch),
@@ -232,7 +290,8 @@ class Engine:
             readings.update(stalled_ps=float(slot), stalled_s=stalled_s)
         if "loss" in self.values:
             readings["loss"] = self.values["loss"]
-        return messages.Beat(progress, readings, dict(self.values))
+        idle_s = self.clock.idle_s if progress or self.clock.phase != stepclock.DATA else 0.0  # (no shard: it waits)
+        return messages.Beat(progress, readings, dict(self.values), idle_s, self.clock.inside)
 
     # ------------------------------------------------------------ the machine
 
@@ -248,16 +307,17 @@ class Engine:
         if isinstance(action, SendPush):
             self._send_push(action)
         elif isinstance(action, Settled):
-            payload = self._payloads.pop(action.work.key, None)
+            payload = self._payloads.pop(key_of(action.work), None)
             if payload is not None:
                 payload.settle()
             if self.gate is not None:
-                self.gate.settled(action.work)
+                for work in (action.work, *action.others):
+                    self.gate.settled(work)
             if action.applied:
-                self.samples += action.work.hi - action.work.lo
+                self.samples += sum(w.hi - w.lo for w in (action.work, *action.others))
         elif isinstance(action, AskShard):
             ask = action.ask
-            request = messages.AskShard(action.dataset, action.until_epoch, ask)
+            request = messages.AskShard(action.dataset, action.until_epoch, ask, action.pending)
             self.seat.ask(request, lambda answer: self.feed(lambda: machine.answered(ask, answer)))
         elif isinstance(action, AskLater):
             ask = action.ask
@@ -310,15 +370,16 @@ class Engine:
         router = self.tables.client.router
         if router.version != self.protocol.route:
             return  # the machine is about to hear of a newer map, and will say this anew
-        payload = self._payloads.get(action.work.key)
+        payload = self._payloads.get(key_of(action.work))
         parts: tuple[Part, ...] = ()
         step = -1
-        if payload is not None and not action.skipped:
+        if payload is not None:
             step = payload.step
             self._route(payload, router)
             parts = tuple(payload.parts[router.slots.index(ps)])
             payload.sent()
-        message = Push(router.version, token, parts, True, action.bitmap, action.skipped, step)
+        fate = action.skipped, step, action.left_out, action.more
+        message = Push(router.version, token, parts, True, action.bitmap, *fate)
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             with self._lock:
@@ -326,12 +387,12 @@ class Engine:
                     parts_held.landed()
             if isinstance(answer, Pushed):
                 if answer.nonfinite >= 0:
-                    self.fail(self._nonfinite(self._name_of(answer.nonfinite), action.work))
+                    self.fail(self._nonfinite(self._name_of(answer.nonfinite), action.work, action.work))
                 self.feed(lambda: self.protocol.pushed(ps, token, answer, life))
             elif not isinstance(answer, Moved):  # a newer map is here: what is owed is said anew by that
                 self._unexpected(ps, answer)
 
-        parts_held = payload if not action.skipped else None
+        parts_held = payload
         self.tables.client.submit(ps, message, then, router)
 
     def _route(self, payload: _Payload, router: Router) -> None:
@@ -340,9 +401,8 @@ class Engine:
             return
         for i, rows in enumerate(payload.tables):
             if rows.router.version != router.version:
-                merged = self._merge([rows], router)
-                payload.hold(merged.batch)
-                payload.tables[i] = merged
+                payload.tables[i] = regrouped = self._regroup(rows, router)
+                payload.hold(regrouped.batch)
         payload.router = router
         payload.parts = parts_by_ps(payload.tables, len(router.slots), grads=True, lrs=payload.lrs)
 
@@ -358,51 +418,65 @@ class Engine:
         """Do what was decided about the part in hand. With the lock held."""
         if verdict is None:
             return
-        counted = sum(w.hi - w.lo for w in verdict.works if w.key not in self._dropped)
-        for work in verdict.works:
+        part, self._judged = self._judged, []
+        counted = sum(step.samples for step in part if not step.skipped)
+        for step in part:
             if isinstance(verdict, Late):
-                self._dropped.discard(work.key)
-                self.feed(partial(self.protocol.late, work))
+                for work, _ in step.works:
+                    self.feed(partial(self.protocol.late, work))
+                self._drop_payload(step)
                 continue
             weight = verdict.weight * (self._portion.samples or counted) / max(1, counted)
-            payload = self._payloads.get(work.key)
-            if payload is not None:
-                payload.step = verdict.step
-            if payload is not None and weight != 1.0:
-                payload.weigh(weight)
-            dropped = work.key in self._dropped
-            self._dropped.discard(work.key)
-            self.feed(partial(self.protocol.computed, work, dropped))
+            if step.payload is not None:
+                step.payload.step = verdict.step
+                if weight != 1.0:
+                    step.payload.weigh(weight)
+            self._hand_over(step)
 
-    def _ready(self, work: Work, dropped: bool = False, more: bool = False) -> None:
-        """Gradients of ``work`` are computed (``dropped``: not finite; ``more``: of the same step, too). With the lock
-        held."""
+    def _drop_payload(self, step: _StepInHand) -> None:
+        payload = self._payloads.pop(step.key, None)
+        if payload is not None:
+            payload.settle()
+
+    def _hand_over(self, step: _StepInHand) -> None:
+        """To the machine, which pushes it. With the lock held."""
+        self.feed(partial(self.protocol.step, step.works, skipped=step.skipped))
+
+    def _ready(self, step: _StepInHand) -> None:
+        """A step is computed. With the lock held."""
+        if step.payload is not None:
+            self._payloads[step.key] = step.payload
+            self._route(step.payload, self.tables.client.router)
         if not self._sync:
-            self.feed(lambda: self.protocol.computed(work, dropped))
+            self._hand_over(step)
             return
-        if dropped:
-            self._dropped.add(work.key)
-        self._part.append(work)
-        if not more and self._done() >= self._portion.samples:
+        self._part.append(step)
+        if self._done() >= self._portion.samples:
             self._close_part()
 
     def _done(self) -> int:
         """Sync: samples of the step that are computed, or in hand."""
-        return sum(w.hi - w.lo for w in (*self._part, *(item.work for item in self._group)) if w is not None)
+        in_hand = [k.work for k in self._kept] + ([self._left] if self._left is not None else [])
+        return sum(step.samples for step in self._part) + sum(w.hi - w.lo for w in in_hand)
 
     def _close_part(self) -> None:
         """Sync: nothing will be added to this part. With the lock held."""
-        part, self._part = tuple(self._part), []
+        part, self._part = self._part, []
         if part:
             assert self.gate is not None
-            self._judge(self.gate.ready(part, [w for w in part if w.key in self._dropped]))
+            self._judged = part
+            wholes = [wholes_of(work for work, _ in step.works) for step in part]
+            works = tuple(work for found in wholes for work in found)
+            nothing = (step.skipped or step.payload is None for step in part)
+            dropped = [work for found, none in zip(wholes, nothing, strict=True) if none for work in found]
+            self._judge(self.gate.ready(works, dropped))
             self._say_place()
 
     def _fits(self, work: Work) -> bool:
         """Sync: whether ``work`` is as large as this step wants it. False: it was put back, and will be cut anew. With
         the lock held."""
         assert self.gate is not None
-        if not self._part and not self._group:
+        if not self._part and not self._kept:
             self._portion = self._of_a_step(None if self._accumulates else self.gate.portion())
         wanted = self._portion.next(self._done()) if self._portion.samples else self._one_pass()
         if wanted == self.protocol.batch_samples or not self.protocol.put_back(work):
@@ -462,29 +536,149 @@ class Engine:
 
     # ------------------------------------------------------------ Stepper: what optimizers tell
 
-    def stepped(self, groups: list[DenseGroup]) -> None:
-        item = self.tables.current
-        if item is None or item.work is None:
-            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
-        self._stepped = True
+    @property
+    def _immediate(self) -> bool:
+        """Whether a step is pushed at once, and the new values are pulled before the script goes on: alone, as plain
+        PyTorch does; and with several optimizers, where what follows in the iteration is computed with them."""
+        return self._alone or len(self.optimizers) > 1
+
+    @property
+    def _alone(self) -> bool:
+        return self.seat.embedded and self.gate is None
+
+    def stepped(self, optimizer: PsOptimizer) -> None:
+        self._check()
+        if not self.in_loop and not self._kept:
+            if not any(held.table.has_grad for held in self.firing.fired(optimizer)) and not any(
+                group.has_grad() for group in optimizer.groups
+            ):
+                return  # nothing to apply, as in plain PyTorch
+            raise ScriptError(
+                "opt.step() outside of job.steps() with a gradient of none of its batches: gradients belong to a batch "
+                "of the loop"
+            )
         self.clock.switch(stepclock.PUSH)
-        for group in groups:
-            self._capture(group, item)
+        self._keep_edits()
+        if self._captured is not None:
+            captured, self._captured = self._captured, None
+            self._push_piece(captured)
+        payload = self._capture([optimizer])
+        if payload is not None:
+            self._steps_here += 1
+            if self._immediate or not self.in_loop:
+                self._push_piece(payload)
+                self._settle()
+                self.tables.renew()
+            else:
+                self._captured = payload
         self.clock.switch(stepclock.UPDATE)
 
-    def _capture(self, group: DenseGroup, item: Item) -> None:
-        rows = item.dense.get(group.spec.id)
-        if rows is None:
-            raise ScriptError("job.optimizer() was called inside the loop: create optimizers before job.steps()")
-        if group.capture(rows):
-            self._lrs[group.spec.id] = group.lr
+    def hold(self, optimizer: PsOptimizer, of_torch: torch.optim.Optimizer) -> None:
+        tables = (p.everstep_table for g in of_torch.param_groups for p in g["params"] if isinstance(p, TableParameter))
+        twice = next((name for name in tables if name in self.firing.names), None)
+        if twice is not None:
+            raise ScriptError(f"two optimizers hold the weight of table {twice!r}: leave it out of one of them")
+        self.firing.hold(optimizer, of_torch)
 
-    def zeroed(self) -> None:
-        """``zero_grad`` drops gradients that no ``step`` took: those of the dense part and those of the tables."""
-        if len(self.optimizers) == 1 and not self._stepped:
-            for item in self._group:
-                for rows in item.rows.tables:
-                    rows.touched = False
+    def check_tables(self) -> None:
+        """Before the first batch: every table has one optimizer that fires it. Raises ScriptError."""
+        if len(self.optimizers) > 1 and (free := self.firing.free):
+            raise ScriptError(
+                f"table {free[0]!r} is in none of the {len(self.optimizers)} optimizers, so no step() is its own: give "
+                "its weight to the optimizer that shall step it (model.parameters() has it after job.sparse)"
+            )
+
+    def _capture(self, optimizers: Sequence[PsOptimizer | None]) -> _Payload | None:
+        """What ``grad`` holds now, ready to be pushed; None: nothing. Raises NonFiniteGradientError (policy raise)."""
+        router = self.tables.client.router
+        out: list[TableRows] = []
+        holders: list[BatchRows] = []
+        lrs: dict[TableId, float] = {}
+        try:
+            for optimizer in optimizers:
+                if optimizer is not None:
+                    self._declare_thawed(optimizer)
+                    for group in optimizer.groups:
+                        dense = group.gradient()
+                        if dense is not None:
+                            lrs[group.spec.id] = group.lr
+                            out.append(self._rows_of(group.spec, dense.keys, dense.grads, group, router, holders))
+                for held in self.firing.fired(optimizer):
+                    found = held.table.take()
+                    if found is None:
+                        continue
+                    spec = self.tables.infos[held.table.name].spec
+                    lrs[spec.id] = held.lr()
+                    if found.rows is not None and found.rows.router.version == router.version:
+                        holders.append(found.rows.batch.retain())
+                        found.rows.touched = True
+                        out.append(found.rows)
+                    else:
+                        out.append(self._rows_of(spec, found.keys, found.grads, None, router, holders))
+            if out:
+                self.schedule.stepped()
+                for buffers in () if self._alone else self._buffers:
+                    if (change := buffers.gradient()) is not None:
+                        out.append(self._rows_of(buffers.spec, None, change, buffers, router, holders))
+        except BaseException:
+            for holder in holders:
+                holder.close()
+            raise
+        if not out:
+            return None
+        payload = _Payload(out, holders, router, lrs)
+        bad = next((rows for rows in out if not isfinite_all(rows.grads)), None)
+        payload.bad = bad.spec.name if bad is not None else ""
+        return payload
+
+    def _rows_of(
+        self,
+        spec: TableSpec,
+        keys: NDArray[np.int64] | None,
+        grads: NDArray[np.float32],
+        group: FlatGroup | None,
+        router: Router,
+        holders: list[BatchRows],
+    ) -> TableRows:
+        """A copy of gradients where they can be pushed from."""
+        batch = BatchRows(self.tables.client.memory, router)
+        holders.append(batch)
+        if keys is None and group is not None:
+            order = group.order(router)
+            (rows,) = batch.add([order.found], values=False)
+            gather_rows(grads, order.index, rows.grads)
+        else:
+            assert keys is not None
+            routed, inverse, counts = router.route(spec.id, keys)
+            (rows,) = batch.add([(spec, routed, counts)], values=False)
+            rows.grads[inverse] = grads
+        rows.touched = True
+        return rows
+
+    def _declare_thawed(self, optimizer: PsOptimizer) -> None:
+        """Parameters that were frozen when the optimizer was made, and learn now, get a table of their own."""
+        new = optimizer.thawed()
+        if new:
+            self.tables.dense += new
+            self.tables.declare()
+
+    def zeroed(self, optimizer: PsOptimizer) -> None:
+        """``zero_grad``: batches that no step has consumed are left out, once all of their gradients are gone. Tables
+        that follow the only optimizer are zeroed with it."""
+        for held in self.firing.fired(optimizer):
+            held.table.zero()
+        if self._kept and not self._any_grad():
+            self._leave_out()
+
+    def _any_grad(self) -> bool:
+        return any(t.has_grad for t in self.tables.batches.values()) or any(
+            group.has_grad() for optimizer in self.optimizers for group in optimizer.groups
+        )
+
+    def _leave_out(self) -> None:
+        for kept in self._kept:
+            kept.learnt = False
+        self._probe = None
 
     def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
@@ -499,9 +693,16 @@ class Engine:
     def steps(self, loader: Loader) -> Iterator[Any]:
         """Batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
         if not isinstance(loader, Loader):
-            raise ScriptError(f"job.steps needs what job.loader returned, not {type(loader).__name__}")
-        if self.tables.current is not None or self._group:
-            raise ScriptError("job.steps() inside the loop of another job.steps() is not possible")
+            raise ScriptError(
+                f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
+                "which "
+                "takes a dataset, or torch's DataLoader, with epochs="
+            )
+        if self.tables.current is not None:
+            raise ScriptError(
+                "job.steps() inside the loop of another job.steps(): end the outer loop first, or read the second "
+                "source beside the loop by other.read(epoch, lo, hi) of its loader"
+            )
         self._check()
         if not self._sync and 0 < loader.largest_batch < loader.batch_size:
             raise ScriptError(
@@ -514,6 +715,9 @@ class Engine:
         self.registered += 1
         until = self._epochs_done.get(plan.name, 0) + loader.epochs
         self._epochs_done[plan.name] = until
+        self.check_tables()
+        self._keep_buffers()
+        self._keep_edits()
         self.tables.declare()
         self.tables.forget_asides()
         self._watch_backward()
@@ -526,6 +730,9 @@ class Engine:
             run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
             run.thread.start()
         complete = False
+        draws = loader.may_draw
+        if draws:
+            STREAMS.take()
         self._looping = True
         self.clock.switch(stepclock.DATA)
         try:
@@ -545,14 +752,33 @@ class Engine:
                 self.clock.switch(stepclock.DATA)
             complete = True
         finally:
+            if draws:
+                STREAMS.give()
             self.clock.switch(stepclock.OUTSIDE)
             self._looping = False
             self._end_of_loop(run, complete)
 
+    def _keep_buffers(self) -> None:
+        """Give the buffers of the models a place on the ps."""
+        counts = self.schedule.used and not self._alone
+        found = [id(m) for m in self.models] + [0] * counts
+        if found == self._buffered:
+            return
+        self._buffered = found
+        kept, self._constant = find_buffers(self.models)
+        if counts:
+            kept.append((f"{OWN}steps", self.schedule.count, "steps"))
+        known = {(id(module), key) for group in self._buffers for _, module, key in group.places}
+        new = [place for place in kept if (id(place[1]), place[2]) not in known]
+        if new:
+            group = BufferGroup(f"buffers/{len(self._buffers)}", new)
+            self._buffers.append(group)
+            self.tables.dense.append(group)
+
     def _watch_backward(self) -> None:
         """The last parameters of a model get their gradients first: there the clock hears of backward."""
         for group in self.tables.dense:
-            if group.params and group.spec.id not in self._watched:
+            if isinstance(group, DenseGroup) and group.params and group.spec.id not in self._watched:
                 self._watched.add(group.spec.id)
                 hook = group.params[-1].register_post_accumulate_grad_hook
                 hook(lambda _: self.clock.first_gradient())  # type: ignore[no-untyped-call]
@@ -588,15 +814,19 @@ class Engine:
             assert item.work is not None
             if not self._wanted(item, run):
                 continue
-            if self._group:
-                last = self._group[-1].work
-                assert last is not None
-                if not last.joins(item.work):
-                    self._push_group(more=True)
+            if self._kept and not self._goes_on(item.work):
+                self._cut_step()
+            self.tables.look = self.seat.embedded or (self.batches + 1) % _LOOK_EVERY == 0
             self.tables.take(item)
             run.permits.release()
-            self._group.append(item)
+            self._left = item.work
+            self._steps_here = 0
+            self._begin_schedule()
+            self._grads_before = self._grad_marks()
             self.batches += 1
+            if not self.seat.embedded:
+                dataset, epoch, _ = split_key(item.work.lease.shard)
+                seed_range(self.seat.spec.seed, epoch, item.work.lo, dataset)
             return item
 
     def _wanted(self, item: Item, run: _Run) -> bool:
@@ -635,8 +865,12 @@ class Engine:
                         self.gate.work()
                         self._say_place()
                     return work
-                if self._part and (self.protocol.waiting or self.protocol.finished):
+                over = self.protocol.waiting or self.protocol.finished
+                if self._part and over and not self._kept:
                     self._close_part()  # it stays smaller
+                if self._sync and over and self._kept and self.protocol.pending and self.gate is not None:
+                    self.gate.leave()  # the others need not wait for a step that we may never make
+                    self._say_place()
                 if (
                     self.gate is not None
                     and not self.gate.pending
@@ -644,7 +878,7 @@ class Engine:
                 ):
                     self.gate.rest()
                     self._say_place()
-                if self.protocol.finished:
+                if self.protocol.finished or self.protocol.ended:
                     return None
                 self._changed.wait(0.2)
 
@@ -665,7 +899,8 @@ class Engine:
         begin = time.perf_counter()
         while True:
             try:
-                got = run.ready.get(timeout=0.2)
+                with STREAMS.lent():
+                    got = run.ready.get(timeout=0.2)
                 break
             except queue.Empty:
                 self._check()
@@ -678,53 +913,207 @@ class Engine:
 
     def _end_of_iteration(self, item: Item) -> None:
         self._check()
+        self._keep_edits()
+        self._end_schedule()
+        if not self.optimizers:
+            self._captured = self._capture([None])  # tables alone, and nobody who steps: each batch is a step
+            if self._captured is not None:
+                for table in self.tables.batches.values():
+                    table.zero()
+        left, self._left = self._left, None
         self.tables.release(item)
-        work = item.work
-        assert work is not None
-        if self.optimizers and not self._stepped and work.hi < work.lease.stop:
+        if self._captured is not None:
+            captured, self._captured = self._captured, None
+            assert left is not None
+            self._push([*self._take_kept(), (left, True)], captured)
+        elif self._steps_here:
+            if left is not None:
+                self._push([(left, True)], None)
+        elif left is not None:
+            self._without_step(left)
+        item.close()
+
+    def _begin_schedule(self) -> None:
+        if self._alone:
+            return
+        self.schedule.begin()
+        self._lrs_seen = [float(g["lr"]) for o in self.optimizers for g in o.param_groups]
+
+    def _end_schedule(self) -> None:
+        """Schedules count the job's steps; of one that the job does not know this is said once."""
+        if self._alone:
+            return
+        self.schedule.end()
+        if self.schedule.used or self._told_schedule or self.seat.spec.workers == 1:
+            return
+        if self._lrs_seen != [float(g["lr"]) for o in self.optimizers for g in o.param_groups]:
+            self._told_schedule = True
+            print(
+                "everstep: the learning rate changes in the loop by something that the job does not know, so each "
+                "worker counts its own iterations: job.track(scheduler=scheduler) makes it one schedule for the job",
+                flush=True,
+            )
+
+    def _without_step(self, work: Work) -> None:
+        """An iteration is over in which the script has not stepped."""
+        marks = self._grad_marks()
+        learnt = any(m[0] for m in marks) and marks != self._grads_before
+        if self._kept and self._was_zeroed():
+            self._leave_out()
+        if learnt:
             self._accumulates = True
-        if self._portion.samples:
-            share = np.float32((work.hi - work.lo) / self._portion.samples)
-            for rows in item.rows.tables:
-                if rows.touched:
-                    np.multiply(rows.grads, share, out=rows.grads)
-        whole = (self._stepped or not self.optimizers) and self._done() >= self._portion.samples
-        if whole or work.hi >= work.lease.stop:
-            self._push_group()
-        elif len(self._group) > 1 and all(any(r.touched for r in i.rows.tables) for i in self._group[-2:]):
-            self._fold_group()
+        self._kept.append(_Kept(work, learnt))
+        if not any(kept.learnt for kept in self._kept):
+            self._push(self._take_kept(), None)
+            return
+        self._probe = self._find_probe()
+        self.feed(lambda: self.protocol.hold_back(work))
+
+    def _grad_marks(self) -> list[tuple[int, int]]:
+        """Of each gradient: which it is, and how often it was changed; (0, 0): there is none."""
+        out = [(int(t.has_grad), t.backwards) for t in self.tables.batches.values()]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if not is_table(p):
+                        out.append((0, 0) if (g := p.grad) is None else (id(g), g._version))
+        return out
+
+    def _find_probe(self) -> tuple[torch.nn.Parameter, torch.Tensor] | None:
+        """The smallest dense gradient. It is kept alive, so that another one in its place is seen to be another."""
+        found = [p for o in self.optimizers for group in o.groups for p in group.params if p.grad is not None]
+        smallest = min(found, key=lambda p: p.numel(), default=None)
+        return None if smallest is None or smallest.grad is None else (smallest, smallest.grad)
+
+    def _was_zeroed(self) -> bool:
+        """Whether the gradients of the kept batches are gone, by whatever way."""
+        if self._probe is None:
+            return not self._any_grad()
+        p, grad = self._probe
+        return p.grad is not grad
+
+    def _take_kept(self) -> list[tuple[Work, bool]]:
+        if self._kept and self._was_zeroed():
+            self._leave_out()
+        kept, self._kept, self._probe = self._kept, [], None
+        return [(k.work, k.learnt) for k in kept]
+
+    def _goes_on(self, work: Work) -> bool:
+        """Whether one step can consume the kept batches and ``work``: the same buckets want them."""
+        with self._lock:
+            return self.protocol.alike([*(k.work for k in self._kept), work])
+
+    def _cut_step(self) -> None:
+        """What was accumulated cannot be pushed with what comes: some buckets have consumed some of it before, with a
+        worker that was lost. It is a step by itself."""
+        payload = self._capture(list(self.optimizers) or [None])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for table in self.tables.batches.values():
+            table.zero()
+        kept = [(k.work, k.learnt) for k in self._kept]
+        self._kept, self._probe = [], None
+        self._push(kept, payload)
+
+    def _keep_edits(self) -> None:
+        """Values that the script changed by itself: alone they are kept, as in plain PyTorch. Else they are refused, as
+        the next batch would bring those of the ps. Raises ScriptError."""
+        if self._ending():
+            return
+        for constant in self._constant:
+            constant.check()
+        for group in self.tables.dense:
+            if isinstance(group, BufferGroup) and not self._alone:
+                continue  # it goes with the next step
+            if not group.changed():
+                continue
+            if isinstance(group, BufferGroup):
+                self.tables.put(group.spec, None, group.store(), replace=True)
+                continue
+            if not self.seat.embedded:
+                if not self.in_loop:
+                    raise ScriptError(
+                        "the script changed parameters outside of the loop (an average, say, was copied into the "
+                        "model), and job.eval, job.steps or state_dict would overwrite them with those of the ps: "
+                        "evaluate with model.eval() and torch.no_grad() instead of job.eval, and put the old values "
+                        "back afterwards"
+                    )
+                item = self.tables.current
+                names = group.changed_names(item.dense.get(group.spec.id)) if item is not None else []
+                raise ScriptError(
+                    f"the script changed parameter {names[0] if names else group.spec.name!r} in place (not through an "
+                    "optimizer): in a job with ps its value lives on the ps, and the change would be lost; train with "
+                    "--mode allreduce, or put it into the loss"
+                )
+            self._settle()
+            self.tables.put(group.spec, None, group.initial(), replace=True)
+            group.seen()
+        for name, table in self.tables.batches.items():
+            if not self.in_loop or not len(table.keys) or (not self.seat.embedded and self.batches % _LOOK_EVERY):
+                continue
+            if not table.changed():
+                continue
+            if not self.seat.embedded:
+                raise ScriptError(
+                    f"the script changed rows of table {name!r} in place (not through an optimizer): they live on the "
+                    "ps, and the change would be lost; train with --mode allreduce without ps, or put it into the loss"
+                )
+            spec = self.tables.infos[name].spec
+            self._settle()
+            self.tables.put(spec, table.keys, table.values, replace=True)
+            table.seen()
 
     def _end_of_loop(self, run: _Run, complete: bool) -> None:
         """Let pushes arrive; when the loop ended early, give back what is not finished."""
         run.stop.set()
         failed = self.failure is not None
-        if self.tables.current is not None and self._stepped and not complete and not failed:
+        item, left = self.tables.current, self._left
+        self._left = None
+        if item is not None and not failed:
             try:
-                self.tables.release(self.tables.current)
-                self._push_group()  # the script stepped, then left the loop
-                with self._lock:
-                    self._close_part()
-            except NonFiniteGradientError as error:
+                self._keep_edits()
+                if (self._captured is not None or self._steps_here) and left is not None:
+                    # The script stepped, then left the loop.
+                    captured, self._captured = self._captured, None
+                    self._push([*(self._take_kept() if captured is not None else ()), (left, True)], captured)
+                    with self._lock:
+                        self._close_part()
+            except (NonFiniteGradientError, ScriptError) as error:
                 self.fail(error)
+        if item is not None:
+            self.tables.over()
+            item.close()
         self.tables.current = None
-        self._drop_group()
+        self.tables.over()
+        self._drop_captured()
         if run.thread is not None:
             with self._lock:
                 self._changed.notify_all()
             run.permits.release()
             run.thread.join(timeout=5.0)
             while not run.ready.empty():
-                left = run.ready.get()
-                if isinstance(left, Item):
-                    left.close()
+                unread = run.ready.get()
+                if isinstance(unread, Item):
+                    unread.close()
         if complete:
+            if self.gate is not None and self._kept:
+                with self._lock:
+                    self.gate.leave()
+                    self._say_place()
+            self._settle()
             self.tables.refresh_dense()
             return
         self.leave("the loop ended early" if not failed else "the script failed")
 
     def leave(self, reason: str) -> None:
-        """Wait a little for pushes on their way, then give all leases back."""
+        """Wait a little for pushes on their way, then give all leases back. Batches that no step has consumed are left
+        out: their gradient was never stepped with."""
         limit = time.monotonic() + _LEAVE_S
+        if self._kept and not self._ending():
+            self._leave_out()
+            self._push(self._take_kept(), None)
+            with self._lock:
+                self._close_part()
         with self._lock:
             while (self.protocol.unacknowledged or self._payloads) and not self._ending() and time.monotonic() < limit:
                 self._changed.wait(0.1)
@@ -742,111 +1131,94 @@ class Engine:
 
     # ------------------------------------------------------------ pushing
 
-    def _push_group(self, more: bool = False) -> None:
-        """Push the gradients of all batches of the group as one. Raises NonFiniteGradientError (policy raise).
+    def _push(self, works: Sequence[tuple[Work, bool]], payload: _Payload | None) -> None:
+        """Consume ``works`` (with each, whether something was learnt from it) with one optimizer step of ``payload``.
 
-        ``more``: another batch of the same step is in hand."""
-        group, self._group = self._group, []
-        stepped, self._stepped = self._stepped, False
-        work = group[0].work
-        assert work is not None
-        for item in group[1:]:
-            assert item.work is not None
-            work = work.join(item.work)
-        if not stepped and self.optimizers:
-            # A shard ends without a step: what was accumulated goes out now, and must not go out twice.
-            for optimizer in self.optimizers:
-                for dense in optimizer.groups:
-                    if dense.spec.id not in group[-1].dense:
-                        order = dense.order(group[-1].rows.router)
-                        (added,) = group[-1].rows.add([order.found], values=False)
-                        added.order = order
-                        group[-1].dense[dense.spec.id] = added
-                    self._capture(dense, group[-1])
-                    for p in dense.params:
-                        p.grad = None
-        tables: dict[TableId, list[TableRows]] = {}
-        for item in group:
-            for rows in item.rows.tables:
-                if rows.touched:
-                    rows.drop_padding()
-                    tables.setdefault(rows.table, []).append(rows)
-        holders = [item.rows for item in group]
-        bad = next((r for found in tables.values() for r in found if not isfinite_all(r.grads)), None)
-        if bad is not None:
-            for holder in holders:
-                holder.close()
+        Raises NonFiniteGradientError (policy raise)."""
+        skipped = False
+        if payload is not None and payload.bad:
+            payload.settle()
             if self.seat.spec.nonfinite == "raise":
-                error = self._nonfinite(bad.spec.name, work)
+                error = self._nonfinite(payload.bad, works[0][0], works[-1][0])
                 self.fail(error)
                 raise error
             self.skipped += 1
-            with self._lock:
-                self._ready(work, dropped=True, more=more)
-            return
-        out = []
-        router = self.tables.client.router
-        for found in tables.values():
-            if len(found) == 1:
-                out.append(found[0])
-            else:
-                merged = self._merge(found, router)
-                holders.append(merged.batch)
-                out.append(merged)
+            payload, skipped = None, True
+            works = [(work, False) for work, _ in works]
+        if payload is not None and self._portion.samples:
+            payload.weigh(sum(w.hi - w.lo for w, _ in works) / self._portion.samples)
+        self.left_out += 0 if skipped else sum(w.hi - w.lo for w, learnt in works if not learnt)
         with self._lock:
-            self._payloads[work.key] = payload = _Payload(out, holders, router, dict(self._lrs))
-            self._route(payload, router)
-            self._ready(work, more=more)
+            self._ready(_StepInHand(tuple(works), payload, skipped))
 
-    def _fold_group(self) -> None:
-        """Gradient accumulation: add the newest batch's gradients to those before, so that memory stays bounded."""
-        before, item = self._group[-2], self._group[-1]
-        by_table: dict[TableId, list[TableRows]] = {}
-        for part in (before, item):
-            for rows in part.rows.tables:
-                if rows.touched:
-                    by_table.setdefault(rows.table, []).append(rows)
-        assert before.work is not None and item.work is not None
-        router = self.tables.client.router
-        folded = Item(before.work.join(item.work), None, BatchRows(self.tables.client.memory, router))
-        for found in by_table.values():
-            self._merge(found, router, folded.rows)
-        before.close()
-        item.close()
-        self._group[-2:] = [folded]
+    def _push_piece(self, payload: _Payload) -> None:
+        """Consume the kept batches, and one sample of the batch in hand: what is left of it goes with what follows in
+        the iteration. Raises ScriptError where nothing is left."""
+        works = self._take_kept()
+        left = self._left
+        if left is not None:
+            first, rest = left, None
+            if left.hi - left.lo > 1:
+                with self._lock:
+                    halves = self.protocol.split(left, left.lo + 1)
+                    if self.gate is not None:
+                        self.gate.cut(left, left.lo + 1)
+                if halves is not None:
+                    first, rest = halves
+            works.append((first, True))
+            self._left = rest
+        if not works:
+            raise ScriptError(
+                "opt.step() was called more often in one iteration than its batch has samples: use larger batches, or "
+                "drop_last=True"
+            )
+        self._push(works, payload)
+        if self._sync and self.in_loop:
+            self._next_turn()
 
-    def _merge(self, found: list[TableRows], router: Router, into: BatchRows | None = None) -> TableRows:
-        """One TableRows, grouped by ``router``, with the sum of several gradients of the same table."""
-        keys, grads = [], []
-        for rows in found:
-            rows.drop_padding()
-            keys.append(rows.keys)
-            grads.append(rows.grads)
-        all_keys, all_grads = np.concatenate(keys), np.concatenate(grads)
-        routed, inverse, counts = router.route(found[0].table, all_keys)
-        batch = BatchRows(self.tables.client.memory, router) if into is None else into
-        (merged,) = batch.add([(found[0].spec, routed, counts)], values=False)
-        bag_backward(all_grads, inverse, None, "sum", None, merged.u, merged.grads)
-        merged.touched = True
-        return merged
-
-    def _drop_group(self) -> None:
+    def _next_turn(self) -> None:
+        """Sync: what follows in the iteration belongs to the next step of the job; wait until that may begin."""
+        gate, left = self.gate, self._left
+        assert gate is not None
         with self._lock:
-            for work in self._part:
-                self._dropped.discard(work.key)
-                if (payload := self._payloads.pop(work.key, None)) is not None:
-                    payload.settle()
-            self._part = []
-        group, self._group = self._group, []
-        self._stepped = False
-        for item in group:
-            item.close()
+            self._close_part()
+            while left is not None:
+                self._check()
+                if self._stopping or not self.protocol.current(left):
+                    return
+                if gate.may_begin():
+                    gate.begin(left)
+                    return
+                self._say_place(again=True)
+                self._changed.wait(0.2)
 
-    def _nonfinite(self, table: str, work: Work) -> NonFiniteGradientError:
-        _, epoch, _ = split_key(work.lease.shard)
-        what = "the dense part" if table.startswith("dense/") else f"table {table!r}"
+    def _settle(self) -> None:
+        """Wait until all that was pushed is acknowledged."""
+        with self._lock:
+            while (self.protocol.unacknowledged or self._payloads) and not self._ending() and not self._stopping:
+                self._changed.wait(0.2)
+        self._check()
+
+    def _drop_captured(self) -> None:
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.settle()
+
+    def _regroup(self, rows: TableRows, router: Router) -> TableRows:
+        """The same gradients, grouped by ``router``."""
+        return self._rows_of(rows.spec, rows.keys, rows.grads, None, router, [])
+
+    def _nonfinite(self, table: str, first: Work, last: Work) -> NonFiniteGradientError:
+        _, epoch, _ = split_key(first.lease.shard)
+        what = (
+            "the dense part"
+            if table.startswith("dense/")
+            else "a buffer"
+            if table.startswith("buffers/")
+            else f"table {table!r}"
+        )
         return NonFiniteGradientError(
-            f"the gradient of {what} has NaN or Inf in samples {work.lo}..{work.hi} of epoch {epoch}; nothing of that "
+            f"the gradient of {what} has NaN or Inf in samples {first.lo}..{last.hi} of epoch {epoch}; nothing of that "
             "batch was applied: lower the learning rate or clip gradients, or run with --nonfinite skip"
         )
 

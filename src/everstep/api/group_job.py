@@ -23,7 +23,7 @@ from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.units import Unit
 from everstep.api.group_tables import GroupTables
-from everstep.api.job import Job
+from everstep.api.job import Job, last_error, with_model
 from everstep.api.tables import TableSet
 from everstep.brain.events import Fenced, Refused, Registered
 from everstep.data.loader import Loader
@@ -147,7 +147,10 @@ class GroupJob(Job):
                 "torch.optim.LBFGS runs backward several times in one step, which a group cannot commit as one: use "
                 "another optimizer"
             )
-        return self._engine.add_optimizer(optimizer)
+        wrapped = self._engine.add_optimizer(optimizer)
+        if self._engine.tables is not None:
+            self._engine.tables.hold(wrapped, optimizer)
+        return wrapped
 
     def track(self, **objects: Any) -> None:
         if self._engine.in_loop:
@@ -168,11 +171,18 @@ class GroupJob(Job):
         with self._engine.no_sync():
             yield
 
+    def reduce_gradients(self) -> None:
+        self._engine.reduce_gradients()
+
     # ------------------------------------------------------------ the loop
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         if not isinstance(loader, Loader):
-            raise ScriptError(f"job.steps needs what job.loader returned, not {type(loader).__name__}")
+            raise ScriptError(
+                f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
+                "which "
+                "takes a dataset, or torch's DataLoader, with epochs="
+            )
         if self._engine.failure is not None:
             raise self._engine.failure
         plan = loader.plan()
@@ -218,7 +228,7 @@ class GroupJob(Job):
             "optimizers": [o.state_dict() for o in self._engine.optimizers],
             "tracked": {name: obj.state_dict() for name, obj in self._engine.tracked.items()},
         }
-        return gathered(state) if self._engine.sharded else state
+        return with_model(gathered(state) if self._engine.sharded else state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._engine.registered:
@@ -251,6 +261,8 @@ class GroupJob(Job):
 
     def _leave(self, error: str) -> None:
         self._unforbid()
+        if not self._seat.embedded:
+            error = error or last_error()  # a script that failed has not ended: it is a loss to the others
         self._engine.close(error)
         if self._seat.embedded:
             self._unit.close()

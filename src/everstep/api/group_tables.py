@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +26,15 @@ from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.state import bit_sum
 from everstep.allreduce.step import Collective, Outcome, Step, Work
+from everstep.api.firing import TableFiring
+from everstep.api.rows import BatchTable
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, TableSet
 from everstep.errors import DeadlineError, EverstepError, InternalError, ScriptError
 from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
-from everstep.native import bag_backward, isfinite_all
+from everstep.native import isfinite_all
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.policies.split import Cut
 from everstep.tables.client import PsClient, Ticket
@@ -52,39 +55,41 @@ Entry = tuple[TableId, NDArray[np.int64], NDArray[np.float32]]
 """One table's part of one micro-batch: keys [u] and gradients [u, dim]."""
 
 
-class _Sum(HeldRows):
-    """The gradients of one committed step, of all members. They are merged when this member has to push them."""
+class Stepped(NamedTuple):
+    """What the script's step applies to one table: keys int64 [n], gradients float32 [n, dim] and the learning rate."""
 
-    def __init__(self, blobs: list[torch.Tensor], client: PsClient, infos: TableSet, lr_factor: float) -> None:
+    table: TableId
+    keys: NDArray[np.int64]
+    grads: NDArray[np.float32]
+    lr: float
+
+
+class _Sum(HeldRows):
+    """The gradients of one committed step, of all members. They are routed when this member has to push them."""
+
+    def __init__(self, content: list[Stepped], client: PsClient, infos: TableSet) -> None:
         super().__init__()
-        self._blobs, self._client, self._tables, self._lr_factor = blobs, client, infos, lr_factor
+        self._content, self._client, self._tables = content, client, infos
         self._version = -1
         self._parts: list[list[Part]] = []
 
     def parts(self, router: Router) -> list[list[Part]]:
-        """By position of the ps; merged anew by each newer map."""
+        """By position of the ps; routed anew by each newer map."""
         if self._version != router.version:
-            merged = list(self._merge(router))
-            lrs = {r.table: r.spec.optimizer.lr * self._lr_factor for r in merged} if self._lr_factor != 1.0 else None
+            merged = list(self._route(router))
+            lrs = {found.table: found.lr for found in self._content}
             self._parts = parts_by_ps(merged, len(router.slots), grads=True, lrs=lrs)
             self._version = router.version
         return self._parts
 
-    def _merge(self, router: Router) -> Iterator[TableRows]:
-        """Sums in order of rank, of micro-batches within: in order of position, whoever has computed them."""
-        entries: dict[TableId, list[Entry]] = {}
-        for blob in self._blobs:
-            for entry in unpack(blob):
-                entries.setdefault(entry[0], []).append(entry)
+    def _route(self, router: Router) -> Iterator[TableRows]:
         specs = {info.spec.id: info.spec for info in self._tables.infos.values()}
         batch = BatchRows(self._client.memory, router)
         self.hold(batch)
-        for table in sorted(entries):
-            found = entries[table]
-            keys = np.concatenate([e[1] for e in found])
-            routed, inverse, counts = router.route(table, keys)
-            (rows,) = batch.add([(specs[table], routed, counts)], values=False)
-            bag_backward(np.concatenate([e[2] for e in found]), inverse, None, "sum", None, rows.u, rows.grads)
+        for found in self._content:
+            routed, inverse, counts = router.route(found.table, found.keys)
+            (rows,) = batch.add([(specs[found.table], routed, counts)], values=False)
+            rows.grads[inverse] = found.grads
             yield rows
 
 
@@ -102,7 +107,9 @@ class GroupTables:
         self._sums: dict[int, _Sum] = {}  # by step
         self._item: Item | None = None
         self._entries: list[Entry] = []
-        self._blobs: list[torch.Tensor] = []
+        self._saved: dict[str, Any] = {}  # the gradients that an iteration began with
+        self._content: list[Stepped] = []  # of the steps of this iteration
+        self._to_hold: Owed | None = None
         self._agreed: tuple[int, bool] = (0, False)  # map that everybody had at the exchange, and whether all had it
         self._barrier: Work | None = None
         self._surveyed: tuple[Collective | None, int, int] = (None, 0, 0)  # in which group, dataset and epoch
@@ -110,6 +117,7 @@ class GroupTables:
         self._stop = 0
         self._gap_since = 0.0
         self.pushed = 0
+        self.firing = TableFiring(tables)
         self.client.on_wait = self._waits_for_rows
 
     def __repr__(self) -> str:
@@ -151,13 +159,31 @@ class GroupTables:
         marks = self._open(shard, group, collective)
         ahead = min((m for m in marks if m > cut.lo), default=0)
         lowest = min(marks, default=cut.lo)
-        words = collective.gather([ahead, lowest])
+        words = collective.gather([ahead, lowest, int(any(t.has_grad for t in self.tables.batches.values()))])
+        if len({word[2] for word in words}) > 1:
+            self._share_carried(collective, [word[2] for word in words])
         lowest = min(word[1] for word in words)
         if lowest < cut.lo:
             raise self._lacking(cut.epoch, lowest, cut.lo)
         self._stop = min((word[0] for word in words if word[0]), default=0)
         self._surveyed = where
         return self._stop
+
+    def _share_carried(self, collective: Collective, carries: list[int]) -> None:
+        """Gradients that are accumulated over steps go to newcomers, from the first member that has them."""
+        entries: list[Entry] = []
+        for name, table in self.tables.batches.items():
+            found = table.take() if carries[collective.rank] else None
+            if found is not None:
+                entries.append((self.tables.infos[name].spec.id, found.keys, found.grads))
+        mine = pack(entries)
+        size = max(row[0] for row in collective.gather([len(mine)]))
+        padded = torch.zeros(size, dtype=torch.uint8)
+        padded[: len(mine)] = torch.from_numpy(mine)
+        blobs = collective.exchange(padded)
+        if not carries[collective.rank]:
+            for of, keys, grads in unpack(blobs[carries.index(1)]):
+                self._by_id[of].arrive(keys.copy(), grads.copy())
 
     def _lacking(self, epoch: int, lo: int, hi: int) -> EverstepError:
         return InternalError(
@@ -195,22 +221,66 @@ class GroupTables:
         self.release()
         self._item = item = self.tables.prepare(None, batch, create=True)
         self.tables.take(item)
+        self._saved = {name: table.save() for name, table in self.tables.batches.items()}
+        self._content = []
 
     def collect(self, weight: float) -> None:
-        item = self._item
-        if item is None:
+        if self._item is None:
             return
-        for rows in item.rows.tables:
-            if rows.touched and weight:
-                rows.drop_padding()
-                grads = rows.grads.copy() if weight == 1.0 else rows.grads * np.float32(weight)
-                self._entries.append((rows.table, rows.keys.copy(), grads))
-            rows.touched = False
+        for name, table in self.tables.batches.items():
+            found = table.take_local()
+            if found is not None and weight:
+                grads = found.grads if weight == 1.0 else found.grads * np.float32(weight)
+                self._entries.append((self.tables.infos[name].spec.id, found.keys, grads))
+
+    def stepped(self, optimizer: Any, lr_factor: float) -> None:
+        """The script steps: what ``grad`` holds now, of the tables that this optimizer fires, is the step's. Torch's
+        own optimizer must not see it."""
+        for held in self.firing.fired(optimizer):
+            table = held.table
+            found = table.take()
+            if found is None:
+                continue
+            spec = self.tables.infos[table.name].spec
+            if any(content.table == spec.id for content in self._content):
+                raise ScriptError(
+                    f"table {table.name!r} is stepped twice in one iteration: in mode allreduce with ps a table has "
+                    "one step an iteration; step it once, or run with --mode ps"
+                )
+            self._content.append(Stepped(spec.id, found.keys.copy(), found.grads.copy(), held.lr() * lr_factor))
+        self._hide(True)
+
+    def zeroed(self, optimizer: Any) -> None:
+        """The gradients of the tables that this optimizer fires are dropped."""
+        for held in self.firing.fired(optimizer):
+            held.table.zero()
+
+    def has_stepped(self) -> None:
+        """Torch's own optimizer is through."""
+        self._hide(False)
+
+    def _hide(self, hidden: bool) -> None:
+        for table in self.tables.batches.values():
+            table.hidden = hidden
+
+    def check(self, scaled: bool) -> None:
+        free, optimizers = self.firing.free, self.firing.optimizers
+        if free and (scaled or optimizers > 1):
+            why = "a GradScaler is tracked, which unscales only what an optimizer holds"
+            several = f"there are {optimizers} optimizers, so no step() is its own"
+            raise ScriptError(
+                f"table {free[0]!r} is in no optimizer, and {why if scaled else several}: give its weight to the "
+                "optimizer that shall step it (model.parameters() has it after job.sparse)"
+            )
+
+    def hold(self, optimizer: Any, inner: torch.optim.Optimizer) -> None:
+        self.firing.hold(optimizer, inner)
 
     def release(self) -> None:
         item, self._item = self._item, None
         if item is not None:
             self.tables.release(item)
+            self.tables.over()
             item.close()
 
     def exchange(self, step: Step) -> tuple[int, bool] | None:
@@ -240,21 +310,26 @@ class GroupTables:
                 raise InternalError(f"{self.pushes!r}: {len(self.pushes.held)} steps are not settled")
         self.pushed = min(word[2] for word in words)
         self._agreed = version, all(word[1] == version for word in words)
-        self._blobs = blobs
+        for blob in blobs:  # in order of rank
+            for table, keys, grads in unpack(blob):
+                self._by_id[table].arrive(keys, grads)
         return join_digests([bit_sum(blob) for blob in blobs]), all(word[3] for word in words)
 
+    @property
+    def _by_id(self) -> dict[TableId, BatchTable]:
+        return {self.tables.infos[name].spec.id: table for name, table in self.tables.batches.items()}
+
     def voted(self, step: Step, outcome: Outcome) -> None:
-        blobs, self._blobs = self._blobs, []
         self._barrier = None
         self._entries = []
         if outcome is Outcome.REDO:
+            self._content = []
+            for name, saved in self._saved.items():
+                self.tables.batches[name].restore(saved)
             return
-        skipped = outcome is Outcome.SKIPPED
         faults.step("voted")
-        owed = Owed(step.number, table_shard(step.dataset, step.epoch), step.lo, step.hi, skipped)
-        with self._lock:
-            self._sums[step.number] = _Sum([] if skipped else blobs, self.client, self.tables, step.lr_factor)
-            self.pushes.hold(owed)
+        skipped = outcome is Outcome.SKIPPED
+        self._to_hold = Owed(step.number, table_shard(step.dataset, step.epoch), step.lo, step.hi, skipped)
         # Who has the vote's result may be the only one: nobody pushes before everybody has come beyond the vote.
         if step.size > 1:
             try:
@@ -262,7 +337,20 @@ class GroupTables:
             except CollectiveError:
                 self._agreed = -1, False
 
+    def _hold_step(self) -> None:
+        """The script's part of a committed step is over: what it stepped with is owed to the ps."""
+        owed, self._to_hold = self._to_hold, None
+        content, self._content = self._content, []
+        if owed is None:
+            return
+        if not content and not owed.skipped:
+            owed = replace(owed, skipped=True, left_out=True)
+        with self._lock:
+            self._sums[owed.step] = _Sum([] if owed.skipped else content, self.client, self.tables)
+            self.pushes.hold(owed)
+
     def close_step(self, step: Step) -> bool:
+        self._hold_step()
         barrier, self._barrier = self._barrier, None
         if step.size > 1:
             try:
@@ -327,7 +415,8 @@ class GroupTables:
             elif not isinstance(answer, Moved):
                 self.fail(self._refused(action.ps, answer))
 
-        self.client.submit(action.ps, Push(router.version, action.token, parts, True, b"", owed.skipped), then, router)
+        message = Push(router.version, action.token, parts, True, b"", owed.skipped, left_out=owed.left_out)
+        self.client.submit(action.ps, message, then, router)
 
     def _say_again(self, action: Again) -> None:
         now = time.monotonic()

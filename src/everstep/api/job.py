@@ -18,14 +18,16 @@ from everstep.api.engine import Engine
 from everstep.api.seat import Seat
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.tables import TableSet
+from everstep.brain.events import Fenced, Refused, Yes
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
-from everstep.errors import DeadlineError, EverstepError, ScriptError
+from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptError
 from everstep.ids import Slot
 from everstep.model.table import OptimizerSpec
 from everstep.net import messages
 
 _job: Job | None = None
+_MASTER_S = 300.0  # a master may be away so long
 _MEMORY_WORDS = ("can't allocate memory", "out of memory", "alloc_failed")  # of torch's allocators, of cublas
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
@@ -102,6 +104,7 @@ class Job:
         """Make what runs the loop."""
         self._tables = TableSet(self._seat.client)
         self._engine = Engine(self._seat, self._tables)
+        self._engine.models = self._models
 
     def __repr__(self) -> str:
         how = "embedded" if self._seat.embedded else f"worker:{self.slot} #{self._seat.incarnation}"
@@ -116,8 +119,32 @@ class Job:
 
     @property
     def chief(self) -> bool:
-        """Whether this is the lowest living worker: the one to evaluate and save."""
+        """Whether this is the worker that evaluates and saves: one at a time, which has the final state behind the loop
+        (another one where it is lost, late or sent away). The job is done when the script of the chief has ended
+        well; if it is lost before, what stands behind the loop is run again (see ``once``)."""
+        self._engine.clock.touch()
         return self._seat.chief()
+
+    @contextmanager
+    def once(self, key: str) -> Iterator[bool]:
+        """What the job does once, though its script may run again: ``with job.once("upload") as first: if first: ...``.
+        ``first`` is false where it was done (the block was left without an exception), or another worker that lives is
+        at it. The master remembers it before this returns; a worker that is lost inside of the block did not do it."""
+        if not isinstance(key, str) or not key:
+            raise ScriptError(f"job.once({key!r}): a key is a text, e.g. 'upload'")
+        first = self._ask_once(key, done=False)
+        yield first
+        if first:
+            self._ask_once(key, done=True)
+
+    def _ask_once(self, key: str, done: bool) -> bool:
+        self._engine.clock.touch()
+        answer = self._seat.call(messages.AskOnce(key, done), _MASTER_S)
+        if isinstance(answer, Refused):
+            raise ScriptError(answer.error)
+        if isinstance(answer, Fenced):
+            raise FencedError(answer.reason)
+        return isinstance(answer, Yes) and answer.yes
 
     @property
     def device(self) -> torch.device:
@@ -129,8 +156,9 @@ class Job:
     @property
     def step(self) -> int:
         """Mode allreduce: the number of the step in hand, the same on all workers; count with it, not with a counter of
-        your own (a new worker's would begin at 0). Mode ps: batches that this process has taken."""
-        return self._engine.batches
+        your own (a new worker's would begin at 0). Mode ps: the number of the batch in hand, from 0, of those that this
+        process has taken; behind the loop, how many these are."""
+        return self._engine.batches - (1 if self._engine.in_loop else 0)
 
     @property
     def seed(self) -> int:
@@ -199,7 +227,8 @@ class Job:
 
     def replicate(self, model: nn.Module) -> Any:
         """The dense part of ``model`` is trained together. Mode ps: it lives on the ps (``job.optimizer`` cuts it into
-        rows), every worker has a copy that is renewed for each batch; buffers (batch norm) stay local to the worker.
+        rows), every worker has a copy that is renewed for each batch; so do buffers (batch norm), to which workers add
+        what their batches change.
         Mode allreduce: every worker has it, gradients and buffers are reduced with every step."""
         if not isinstance(model, nn.Module):
             raise ScriptError(f"job.replicate needs a torch.nn.Module, not {type(model).__name__}")
@@ -214,6 +243,10 @@ class Job:
                 f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "
                 "tables go to job.sparse(model, optimizer=...)"
             )
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for older in self._engine.optimizers:
+            gone = older.give_up(taken)
+            self._tables.dense = [group for group in self._tables.dense if group not in gone]
         twin = PsOptimizer(optimizer, len(self._engine.optimizers), self._engine, self._parameter_names())
         self._engine.optimizers.append(twin)
         self._tables.dense += twin.groups
@@ -222,12 +255,22 @@ class Job:
     def track(self, **objects: Any) -> None:
         """More that is part of the training: learning rate schedulers, GradScaler, moving averages; whatever has
         ``state_dict`` and ``load_state_dict``. Mode allreduce: new workers get it, checkpoints have it, and a step that
-        is done again finds it as it was. Mode ps: nothing to do."""
+        is done again finds it as it was. Mode ps: a scheduler that is stepped in the loop counts the job's steps,
+        whichever worker does them; of others nothing."""
+        if self._in_loop():
+            raise ScriptError("job.track inside of job.steps(): call it before the loop")
+        for obj in objects.values():
+            self._engine.schedule.track(obj)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Several backward passes in one iteration: all but the last one in here (mode allreduce)."""
         yield
+
+    def reduce_gradients(self) -> None:
+        """The gradients that a script has put into ``p.grad`` itself (``torch.autograd.grad``, ``torch.func``) are of
+        this worker's batch: make them those of all workers' batches, before clipping and ``opt.step()``. Not needed
+        behind ``backward()``. In other modes than allreduce nothing is to be done."""
 
     def _parameter_names(self) -> dict[int, str]:
         """Of the models' parameters by ``id()``; with several models, each name begins with the model's number."""
@@ -244,9 +287,21 @@ class Job:
 
     # ------------------------------------------------------------ the data and the loop
 
-    def loader(self, source: Any, batch_size: int, *, epochs: int = 1, **options: Any) -> Loader:
+    def loader(self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any) -> Loader:
         """See ``everstep.data.loader.Loader``; its seed is the job's unless given."""
-        return Loader(source, batch_size, epochs=epochs, **{"seed": self.seed, **options})
+        loader = Loader(source, batch_size, epochs=epochs, **{"seed": self.seed, **options})
+        # Alone, what a dataset draws comes from the script's own streams, as it does in plain PyTorch.
+        loader.apart = not self._seat.embedded or self._seat.prefetch > 0 or self.spec.logical_workers > 0
+        hashed = getattr(loader.source, "hashed", ())  # (a source of the script's own need not have it)
+        if hashed and self.slot == 0:
+            names = ", ".join(map(repr, hashed))
+            print(
+                f"everstep: text of column {names} comes as int64 keys, a hash of each value: say dtypes={{...: "
+                "'hash'}} if "
+                "that is meant, or 'str' for a list of the text itself",
+                flush=True,
+            )
+        return loader
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         """The batches that this process is to work on. Leaving an iteration ends its step: see ``Engine.steps``."""
@@ -254,6 +309,7 @@ class Job:
 
     def report(self, **values: Any) -> None:
         """Numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each counts."""
+        self._engine.clock.touch()
         for name, value in values.items():
             try:
                 self._engine.values[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
@@ -293,20 +349,28 @@ class Job:
         training = [m.training for m in models]
         for m in models:
             m.eval()
+        clock = self._engine.clock
+        clock.touch()
+        clock.aside += 1
         try:
             with torch.no_grad():
                 yield models
         finally:
+            clock.aside -= 1
+            clock.touch()
             for m, was in zip(models, training, strict=True):
                 m.train(was)
 
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training changes: ``model`` (tables pulled from the ps) and ``optimizers``."""
+        """Everything that training changes: ``models``, a list of the state of each model that the job was given "
+        "(tables
+        pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a list. Mode
+        allreduce: ``tracked`` too, the objects of ``job.track`` by name."""
         self._tables.refresh_dense()
         models = [m.state_dict() for m in self._models]
-        return {"models": models, "optimizers": [o.state_dict() for o in self._engine.optimizers]}
+        return with_model({"models": models, "optimizers": [o.state_dict() for o in self._engine.optimizers]})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned, before the first batch."""
@@ -315,9 +379,14 @@ class Job:
         self._load_models(state)
 
     def _load_models(self, state: dict[str, Any]) -> None:
-        if len(state["models"]) != len(self._models):
-            raise ScriptError(f"the state is of {len(state['models'])} models, this script has {len(self._models)}")
-        for model, values in zip(self._models, state["models"], strict=True):
+        models = state["models"] if "models" in state else [state["model"]] if "model" in state else None
+        if models is None:
+            raise ScriptError(
+                f"job.load_state_dict: no key 'models' or 'model', as job.state_dict() has them, but {', '.join(state)}"
+            )
+        if len(models) != len(self._models):
+            raise ScriptError(f"the state is of {len(models)} models, this script has {len(self._models)}")
+        for model, values in zip(self._models, models, strict=True):
             model.load_state_dict(values)
 
     # ------------------------------------------------------------ the end
@@ -331,7 +400,7 @@ class Job:
         try:
             self._leave(error)
         finally:
-            self._seat.close(error or _last_error())
+            self._seat.close(error or last_error())
             self._seat.client.close()
             atexit.unregister(self._at_exit)
 
@@ -347,7 +416,7 @@ class Job:
         )
 
     def _at_exit(self) -> None:
-        failed = _last_error()
+        failed = last_error()
         mistake = None if failed else self.never_took_a_batch()
         try:
             self.close()
@@ -357,6 +426,12 @@ class Job:
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
+
+
+def with_model(state: dict[str, Any]) -> dict[str, Any]:
+    """``state``, with the only one of its models by its own name."""
+    models = state["models"]
+    return {"model": models[0], **state} if len(models) == 1 else state
 
 
 def _keep_memory() -> None:
@@ -371,7 +446,7 @@ def _keep_memory() -> None:
         mallopt(_M_MMAP_MAX, 0)
 
 
-def _last_error() -> str:
+def last_error() -> str:
     """The exception that is ending this interpreter, as one line; "" if none."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f"{type(error).__name__}: {error}"
@@ -387,6 +462,11 @@ def pass_too_large(error: BaseException) -> tuple[int, bool]:
         return 0, False
     engine = None if _job is None else _job._engine
     return (engine.in_hand, engine.in_hand > engine.loader_batch > 0) if engine is not None else (0, False)
+
+
+def steps_done() -> int:
+    """That this process has done."""
+    return 0 if _job is None else _job._engine.clock.steps
 
 
 def script_ended() -> None:

@@ -1,12 +1,14 @@
 """``es.nn``: embeddings whose rows live on the ps, with or without a vocabulary.
 
 ``Embedding(name, dim)`` and ``EmbeddingBag(name, dim)`` are also what ``job.sparse`` puts in the place of torch's
-modules. Modules of the same name share one table. They hold no parameters: rows come from the ps for every batch and
-gradients go there.
+modules. Modules of the same name share one table. Their ``weight`` has the rows of the batch in hand (``api/rows``).
+Rows come from the ps for every batch, and what ``weight.grad`` holds when the optimizer steps goes there.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -14,48 +16,69 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from everstep.api.rows import BatchTable, TableParameter
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows
-from everstep.tables.routing import TableRows
 
 Mode = Literal["sum", "mean"]
 
 
 class Lookup:
-    """What one call of a module needs: the table's rows of this batch, and for each id the index of its row."""
+    """What one call of a module needs: the rows of this batch, and for each id the index of its row.
 
-    __slots__ = ("inverse", "rows")
+    ``ids`` int64 [n]: what was looked up, whatever becomes of the tensor that it came from. ``table``: None for one
+    outside of training, whose rows are only read."""
 
-    def __init__(self, rows: TableRows, inverse: NDArray[np.int32]) -> None:
-        self.rows = rows
-        self.inverse = inverse
+    __slots__ = ("batch", "dim", "ids", "inverse", "layout", "padding_at", "table", "u", "values")
 
-    def target(self) -> NDArray[np.float32]:
-        """Where a backward pass may write the gradient of all rows; ``settle`` it afterwards.
+    def __init__(
+        self,
+        table: BatchTable | None,
+        values: NDArray[np.float32],
+        inverse: NDArray[np.int32],
+        ids: NDArray[np.int64],
+        padding_at: int = -1,
+    ) -> None:
+        self.table, self.values, self.inverse, self.ids = table, values, inverse, ids
+        self.u, self.dim = values.shape
+        self.padding_at = padding_at  # index of the padding row, which gets no gradient
+        self.batch, self.layout = (table.batch, table.layout) if table is not None else (0, 0)
+
+    def gradient(self, fill: Callable[[NDArray[np.float32]], None]) -> Tensor | None:
+        """The gradient of the table's parameter: ``fill`` writes that of all rows. None: it was added by hand.
 
         Raises ScriptError when the batch is over."""
-        rows = self.rows
-        if rows.batch.closed or not hasattr(rows, "grads"):
+        table = self.table
+        if table is None or table.batch != self.batch:
+            name = table.name if table is not None else ""
             raise ScriptError(
-                f"backward() reached table {rows.spec.name!r} of a batch that is over, or of an evaluation: call "
-                "backward() inside the same iteration of job.steps()"
+                f"backward() reached {f'table {name!r}' if name else 'a table'} of a batch that is over, or of an "
+                "evaluation: call backward() inside the same iteration of job.steps()"
             )
-        return np.empty((rows.u, rows.dim), np.float32) if rows.touched else rows.grads
+        if table.layout != self.layout:
+            grown = np.empty((self.u, self.dim), np.float32)
+            fill(grown)
+            self._drop_padding(grown)
+            table.backwards += 1
+            table.add(torch.from_numpy(grown))
+            return None
+        out = table.target(self.u)
+        fill(out)
+        self._drop_padding(out)
+        return torch.from_numpy(out)
 
-    def settle(self, grads: NDArray[np.float32]) -> None:
-        if self.rows.touched:
-            self.rows.grads += grads
-        else:
-            self.rows.touched = True
+    def _drop_padding(self, out: NDArray[np.float32]) -> None:
+        if self.padding_at >= 0:
+            out[self.padding_at] = 0.0
 
 
 class Source(Protocol):
     """Who has the rows: the job's tables."""
 
-    anchor: Tensor  # empty, requires grad: what makes autograd call backward
-
     def lookup(self, table: str, ids: Tensor) -> Lookup: ...
+
+    def parameter(self, table: str) -> TableParameter: ...
 
     def export(self, table: str) -> dict[str, Tensor]: ...
 
@@ -76,22 +99,17 @@ class _Gather(torch.autograd.Function):
     """One row per id."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
         ctx.lookup = lookup
-        out = torch.empty((lookup.inverse.shape[0], lookup.rows.dim))
-        gather_rows(lookup.rows.values, lookup.inverse, out.numpy())
+        out = torch.empty((lookup.inverse.shape[0], lookup.dim))
+        gather_rows(lookup.values, lookup.inverse, out.numpy())
         return out.view(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lookup: Lookup = ctx.lookup
-        grad = grads[0]
-        if grad.dim() != 2:
-            grad = grad.reshape(-1, lookup.rows.dim)
-        out = lookup.target()
-        bag_backward(_rows_of(grad), lookup.inverse, None, "sum", None, lookup.rows.u, out)
-        lookup.settle(out)
-        return None, None, None
+        grad = _rows_of(grads[0].reshape(-1, lookup.dim))
+        return lookup.gradient(lambda out: _bags(lookup, grad, None, "sum", None, out)), None, None
 
 
 class _Bag(torch.autograd.Function):
@@ -99,30 +117,41 @@ class _Bag(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: Mode
+        ctx: Any, weight: Tensor, weights: Tensor | None, lookup: Lookup, offsets: NDArray[np.int64], mode: Mode
     ) -> Tensor:
         ctx.lookup, ctx.offsets, ctx.mode = lookup, offsets, mode
         ctx.save_for_backward(*(() if weights is None else (weights,)))
-        out = torch.empty((len(offsets) - 1, lookup.rows.dim))
+        out = torch.empty((len(offsets) - 1, lookup.dim))
         w = None if weights is None else weights.detach().numpy()
-        bag_forward(lookup.rows.values, lookup.inverse, offsets, mode, w, out.numpy())
+        bag_forward(lookup.values, lookup.inverse, offsets, mode, w, out.numpy())
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lookup: Lookup = ctx.lookup
         weights = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        out = lookup.target()
         w = None if weights is None else weights.detach().numpy()
         grad = _rows_of(grads[0])
-        bag_backward(grad, lookup.inverse, ctx.offsets, ctx.mode, w, lookup.rows.u, out)
         grad_weights = None
         if weights is not None and ctx.needs_input_grad[1]:
             bags = np.repeat(np.arange(len(ctx.offsets) - 1), np.diff(ctx.offsets))
-            products = np.einsum("nd,nd->n", grad[bags], lookup.rows.values[lookup.inverse])
+            products = np.einsum("nd,nd->n", grad[bags], lookup.values[lookup.inverse])
             grad_weights = torch.from_numpy(products.astype(np.float32))
-        lookup.settle(out)
-        return None, grad_weights, None, None, None
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = lookup.gradient(lambda out: _bags(lookup, grad, ctx.offsets, ctx.mode, w, out))
+        return of_rows, grad_weights, None, None, None
+
+
+def _bags(
+    lookup: Lookup,
+    grad: NDArray[np.float32],
+    offsets: NDArray[np.int64] | None,
+    mode: Mode,
+    weights: NDArray[np.float32] | None,
+    out: NDArray[np.float32],
+) -> None:
+    bag_backward(grad, lookup.inverse, offsets, mode, weights, lookup.u, out)
 
 
 class _Table(nn.Module):
@@ -150,9 +179,30 @@ class _Table(nn.Module):
         self.padding_idx = padding_idx
         self.init, self.optimizer = init, optimizer
         self._source: Source | None = None
+        self.freeze = False  # its rows do not learn
+        self._quiet: Callable[..., Tensor] | None = None
 
     def attach(self, source: Source) -> None:
+        """Belong to a job: from now on ``weight`` is the parameter of the table's rows."""
         self._source = source
+        self.weight = source.parameter(self.name)
+        if self.freeze:
+            self.weight.requires_grad_(False)
+
+    def _look_up(self, *args: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _uncompiled(self) -> Callable[..., Tensor]:
+        """``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps. (Importing
+        torch's compiler costs seconds, so it is asked only if the script has imported it.)"""
+        if self._quiet is None and "torch._dynamo.eval_frame" in sys.modules:
+            from torch._dynamo import disable
+
+            self._quiet = disable(self._look_up)  # type: ignore[no-untyped-call]
+        return self._look_up if self._quiet is None else self._quiet
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self  # rows are float32 on the CPU, wherever the rest of the model goes
 
     def _attached(self) -> Source:
         if self._source is None:
@@ -165,7 +215,8 @@ class _Table(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": None}
+        parameters = {name: p for name, p in self._parameters.items() if name != "weight"}
+        return {**self.__dict__, "_source": None, "_quiet": None, "_parameters": parameters}
 
     def extra_repr(self) -> str:
         rows = "any id" if self.vocabulary is None else str(self.vocabulary)
@@ -196,11 +247,14 @@ class Embedding(_Table):
     """As ``torch.nn.Embedding``, rows on the ps. ``input``: int64 or int32 of any shape -> float32 ``[..., dim]``."""
 
     def forward(self, input: Tensor) -> Tensor:
+        return self._uncompiled()(input)
+
+    def _look_up(self, input: Tensor) -> Tensor:
         source = self._attached()
         if input.numel() == 0:
             return torch.empty((*input.shape, self.dim))
         lookup = source.lookup(self.name, input)
-        out: Tensor = _Gather.apply(source.anchor, lookup, (*input.shape, self.dim))  # type: ignore[no-untyped-call]
+        out: Tensor = _Gather.apply(self.weight, lookup, (*input.shape, self.dim))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -240,6 +294,9 @@ class EmbeddingBag(_Table):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        return self._uncompiled()(input, offsets, per_sample_weights)
+
+    def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
         source = self._attached()
         if input.dim() == 2:
             if offsets is not None:
@@ -269,18 +326,18 @@ class EmbeddingBag(_Table):
             return torch.zeros((bags, self.dim))
         lookup = source.lookup(self.name, input)
         mode = self.mode
-        if self.padding_idx is not None and lookup.rows.padding_at >= 0:
+        if self.padding_idx is not None and lookup.padding_at >= 0:
             if bounds is None:
                 bounds = np.arange(bags + 1, dtype=np.int64)
             weights = _without_padding(lookup, bounds, mode, weights)
             mode = "sum"
         out: Tensor
         if bounds is None and weights is None:
-            out = _Gather.apply(source.anchor, lookup, (bags, self.dim))  # type: ignore[no-untyped-call]
+            out = _Gather.apply(self.weight, lookup, (bags, self.dim))  # type: ignore[no-untyped-call]
         else:
             if bounds is None:
                 bounds = np.arange(bags + 1, dtype=np.int64)
-            out = _Bag.apply(source.anchor, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
+            out = _Bag.apply(self.weight, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -296,7 +353,7 @@ def _bounds(name: str, offsets: Tensor, n: int, include_last: bool) -> NDArray[n
 
 def _without_padding(lookup: Lookup, bounds: NDArray[np.int64], mode: str, weights: Tensor | None) -> Tensor:
     """Weights float32 [n] that make a sum leave out the padding row (and a mean count without it)."""
-    keep = (lookup.inverse != lookup.rows.padding_at).astype(np.float32)
+    keep = (lookup.inverse != lookup.padding_at).astype(np.float32)
     if mode == "mean":
         sums = np.add.reduceat(np.append(keep, 0.0), bounds[:-1]) * (np.diff(bounds) > 0)
         keep *= np.repeat(1.0 / np.maximum(sums, 1.0), np.diff(bounds)).astype(np.float32)

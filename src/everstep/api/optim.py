@@ -115,17 +115,44 @@ def Constant(value: float = 0.0) -> InitSpec:
 
 
 # Options of torch optimizers that change how the same formula is computed, not what it computes.
-_HARMLESS = frozenset({"params", "lr", "foreach", "fused", "differentiable", "capturable", "initial_lr", "param_names"})
+_HARMLESS = frozenset(
+    {
+        *("params", "lr", "foreach", "fused", "differentiable", "capturable", "param_names", "name"),
+        *("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"),  # (of schedulers)
+    }
+)
+
+
+def fixed_options(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that its twin has for good: all that change its formula but the learning rate."""
+    return {k: v for k, v in group.items() if k not in _HARMLESS and not k.startswith("_")}
+
+
+def table_twin_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> OptimizerSpec:
+    """The ps-side twin of a group for the tables in it: rows that a step does not touch are not changed.
+
+    Raises ScriptError as ``twin_of`` does."""
+    if type(optimizer) is torch.optim.SparseAdam:
+        if group.get("maximize"):
+            raise ScriptError("torch.optim.SparseAdam(maximize=True) has no twin on the ps: negate the loss")
+        betas = (float(group["betas"][0]), float(group["betas"][1]))
+        return Adam(float(group["lr"]), betas, float(group["eps"]))
+    return twin_of(optimizer, group)
 
 
 def twin_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> OptimizerSpec:
     """The ps-side twin of one parameter group.
 
     Raises ScriptError naming the optimizer or the option for which the ps has no formula."""
-    name = type(optimizer).__name__
+    return twin_of_kind(type(optimizer), group)
+
+
+def twin_of_kind(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> OptimizerSpec:
+    """As ``twin_of``, of a group of an optimizer of this class."""
+    name = kind.__name__
     lr = float(group["lr"])
     known: dict[str, Any]
-    match type(optimizer):
+    match kind:
         case torch.optim.SGD:
             known = {
                 "momentum": group["momentum"],
@@ -142,7 +169,7 @@ def twin_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Optimize
         case torch.optim.Adam | torch.optim.AdamW:
             known = {"betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
             betas = (float(group["betas"][0]), float(group["betas"][1]))
-            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+            decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
             spec = (AdamW if decoupled else Adam)(lr, betas, group["eps"], group["weight_decay"])
             never = {"maximize": False, "amsgrad": False}
             known["decoupled_weight_decay"] = decoupled

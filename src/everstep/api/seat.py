@@ -37,6 +37,9 @@ class Listener(Protocol):
 
     def beat(self) -> Beat: ...
 
+    @property
+    def in_loop(self) -> bool: ...
+
 
 class TurnListener(Listener, Protocol):
     """In mode ps."""
@@ -71,7 +74,7 @@ class Seat(Station, Protocol):
         ...
 
     def chief(self) -> bool:
-        """Whether this is the lowest living worker slot."""
+        """Whether this is the worker that evaluates and saves."""
         ...
 
     def close(self, error: str) -> None: ...

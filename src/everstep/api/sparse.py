@@ -40,9 +40,13 @@ NO_LIFE_CYCLE = LifeCycle()
 
 @dataclass
 class TableInfo:
-    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where there are values."""
+    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where there are values.
+
+    ``own``: its optimizer was given to job.sparse or to its module; else the optimizer that holds its parameter
+    counts."""
 
     spec: TableSpec
+    own: bool = False
     padding: int | None = None
     zero_padding: bool = True  # the padding row is zero; False where uploaded values say otherwise
     upload: Tensor | None = None
@@ -139,7 +143,7 @@ def _of_ours(
     how = module.optimizer or optimizer or DEFAULT_OPTIMIZER
     lives = (own if any(own) else life)._asdict()
     spec = TableSpec(module.name, module.dim, how, begin, rows=module.vocabulary, **lives)
-    return TableInfo(spec, module.padding_idx)
+    return TableInfo(spec, own=(module.optimizer or optimizer) is not None, padding=module.padding_idx)
 
 
 def _of_torch(
@@ -172,10 +176,28 @@ def _of_torch(
     else:
         twin = esnn.Embedding(name, dim, vocabulary=rows, padding_idx=padding)
     twin.train(module.training)
+    twin.freeze = not module.weight.requires_grad
     begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)
     upload = None if meta or isinstance(init, InitSpec) else module.weight.detach()
     spec = TableSpec(name, dim, optimizer or DEFAULT_OPTIMIZER, begin, rows=rows, **life._asdict())
-    return twin, TableInfo(spec, padding, zero_padding=upload is None, upload=upload)
+    _watch_replaced(name, module.weight)
+    own = optimizer is not None
+    return twin, TableInfo(spec, own, padding, zero_padding=upload is None, upload=upload)
+
+
+def _watch_replaced(name: str, weight: Tensor) -> None:
+    """A script that still uses the parameter that a table has replaced would train something that nobody reads."""
+
+    def hook(p: Tensor) -> None:
+        raise ScriptError(
+            f"a gradient reached the old weight of {name!r}, which is a table on the ps since job.sparse: something "
+            "(a penalty, a tied layer, a list of parameters) refers to it still; take it from the model after "
+            "job.sparse, or leave the embedding out with job.sparse(model, only=...)"
+        )
+
+    weight.everstep_replaced = name  # type: ignore[attr-defined]
+    if weight.requires_grad:
+        weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _difference(a: TableSpec, b: TableSpec) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everstep.api.dense import DenseGroup
+from everstep.api.dense import FlatGroup
 from everstep.api.nn import Lookup
+from everstep.api.rows import BatchTable, TableParameter
 from everstep.api.sparse import TableInfo
 from everstep.errors import InternalError, ScriptError
 from everstep.ids import ShardKey, Slot, TableId
-from everstep.model.table import TableSpec
+from everstep.model.table import OptimizerSpec, TableSpec
 from everstep.monitor.stepclock import PULL, StepClock
 from everstep.net.messages import Declared, Part, Put, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
@@ -28,6 +31,14 @@ from everstep.tables.routing import BatchRows, TableRows, check_vocabulary
 _PIECE_BYTES = 8 << 20  # of rows in one Put, Pull or Scan of a whole table
 
 Found = tuple[TableSpec, NDArray[np.int64], list[int]]
+
+
+class Known(NamedTuple):
+    """Where the ids of one view were found to stand. ``ids`` int64 [n]: what they were then."""
+
+    rows: TableRows
+    inverse: NDArray[np.int32]
+    ids: NDArray[np.int64]
 
 
 class Fetched(NamedTuple):
@@ -46,10 +57,11 @@ class Item:
         self.work = work
         self.batch = batch
         self.rows = rows
-        self.lookups: dict[tuple[str, ViewKey], Lookup] = {}
+        self.create = False  # it is trained with
+        self.found: dict[str, TableRows] = {}  # what was pulled, by table
+        self.lookups: dict[tuple[str, ViewKey], Known] = {}
         self.predicted: list[tuple[str, list[Tensor]]] = []
         self.asked: dict[str, set[ViewKey]] = {}
-        self.keep: list[Tensor] = []  # ids of lookups: their addresses are keys
         self.dense: dict[TableId, TableRows] = {}
         self.ticket: Ticket | None = None
         self.fetched: Fetched | None = None  # what the ticket is for
@@ -60,7 +72,7 @@ class Item:
     def close(self) -> None:
         """Free the memory, as soon as no ps writes into it any more."""
         self.lookups.clear()
-        self.keep.clear()
+        self.found.clear()
         if self.ticket is None:
             self.rows.close()
         else:
@@ -78,15 +90,17 @@ class TableSet:
 
     def __init__(self, client: PsClient) -> None:
         self.client = client
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.batches: dict[str, BatchTable] = {}  # by table
         self.infos: dict[str, TableInfo] = {}
-        self.dense: list[DenseGroup] = []
+        self.dense: list[FlatGroup] = []
         self.predictor = Predictor()
         self.current: Item | None = None  # the batch in the user's hands
         self.misses = 0  # lookups that were not predicted, once predictions exist
         self.hits = 0
         self.wait_s = 0.0  # seconds the main thread waited for rows
         self.clock = StepClock()  # of the main thread
+        self.look = True  # the next batch's rows are checked for edits by the script
+        self.before_refresh: Callable[[], None] | None = None  # what the script has changed is about to be overwritten
         self.since = (ShardKey(0), 0)  # rows to train with: as they are with all positions of this shard below that
         self._declared: set[str] = set()
         self._asides: list[Item] = []  # evaluation lookups, oldest first
@@ -106,11 +120,28 @@ class TableSet:
             if any(i.spec.id == info.spec.id and n != info.spec.name for n, i in self.infos.items()):
                 raise ScriptError(f"table {info.spec.name!r} has the same id as another table: rename the module")
             self.infos.setdefault(info.spec.name, info)
+            if info.spec.name not in self.batches:
+                name, read = info.spec.name, partial(self._read_again, info.spec.name)
+                self.batches[name] = BatchTable(name, info.spec.dim, info.padding, read)
+
+    def _read_again(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self.read(self.infos[name].spec, keys)
+
+    def parameter(self, table: str) -> TableParameter:
+        return self.batches[table].param
+
+    def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
+        """The optimizer of a table, from whoever holds its parameter. Raises ScriptError once it is in use."""
+        info = self.infos[name]
+        if name in self._declared and info.spec.optimizer != spec:
+            raise ScriptError(
+                f"job.optimizer() holds the weight of table {name!r}, which is in use already: call it before job.eval "
+                "and job.steps"
+            )
+        info.spec = msgspec.structs.replace(info.spec, optimizer=spec)
 
     def declare(self) -> None:
         """Make all tables exist at every ps, with their first values; harmless when repeated."""
-        if len(self._declared) == len(self.infos) + len(self.dense):
-            return
         new = [i for i in self.infos.values() if i.spec.name not in self._declared]
         groups = [g for g in self.dense if g.spec.name not in self._declared]
         if not new and not groups:
@@ -142,18 +173,24 @@ class TableSet:
         """Whether tables exist at the ps: from then on values can not be loaded."""
         return bool(self._declared)
 
-    def put(self, spec: TableSpec, keys: NDArray[np.int64] | None, values: NDArray[np.float32]) -> None:
-        """Give rows their first values, in pieces; rows that exist keep theirs. ``keys`` None: 0, 1, 2, ..."""
+    def put(
+        self, spec: TableSpec, keys: NDArray[np.int64] | None, values: NDArray[np.float32], *, replace: bool = False
+    ) -> None:
+        """Give rows their first values, in pieces; rows that exist keep theirs, unless ``replace``.
+
+        ``keys`` None: 0, 1, 2, ..."""
         n = len(values)
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
         starts = range(0, n, piece) if n else range(1)
         for lo in starts:
             rows = values[lo : lo + piece]
             ids = np.arange(lo, lo + len(rows), dtype=np.int64) if keys is None else keys[lo : lo + len(rows)]
-            while not self._put(spec, np.ascontiguousarray(ids), rows, lo + piece >= n):
+            while not self._put(spec, np.ascontiguousarray(ids), rows, lo + piece >= n, replace):
                 pass  # a bucket moved meanwhile: again, by the new map
 
-    def _put(self, spec: TableSpec, ids: NDArray[np.int64], rows: NDArray[np.float32], last: bool) -> bool:
+    def _put(
+        self, spec: TableSpec, ids: NDArray[np.int64], rows: NDArray[np.float32], last: bool, replace: bool
+    ) -> bool:
         router = self.client.router
         routed, inverse, counts = router.route(spec.id, ids)
         if len(routed) != len(ids):
@@ -167,7 +204,7 @@ class TableSet:
         def message(position: int, slot: Slot) -> Put | None:
             if not last and position not in parts:
                 return None
-            return Put(router.version, parts.get(position, empty), True, last)
+            return Put(router.version, parts.get(position, empty), True, last, replace)
 
         ticket = self.client.everywhere(message, router)
         ticket.then(batch.close)
@@ -181,6 +218,7 @@ class TableSet:
         with self._lock:
             predicted = self.predictor.predict(batch)
         item = Item(work, batch, BatchRows(self.client.memory, self.client.router))
+        item.create = create
         try:
             item.predicted = predicted
             self._fetch(item, predicted, create=create, dense=dense)
@@ -194,9 +232,12 @@ class TableSet:
         item.rows.router = router = self.client.router
         found: list[Found] = []
         inverses: list[NDArray[np.int32]] = []
+        all_ids: list[NDArray[np.int64]] = []
         for name, views in wanted:
             spec = self.infos[name].spec
-            keys, inverse, counts = router.route(spec.id, _flat(views))
+            flat = _flat(views)
+            keys, inverse, counts = router.route(spec.id, flat)
+            all_ids.append(flat)
             check_vocabulary(spec, keys)
             found.append((spec, keys, counts))
             inverses.append(inverse)
@@ -207,17 +248,18 @@ class TableSet:
             item.ticket, item.fetched = Ticket(self.client, 0), None
             return
         added = item.rows.add(found, grads=create)
-        for (name, views), rows, inverse in zip(wanted, added, inverses, strict=False):
+        for (name, views), ids_of, rows, inverse in zip(wanted, all_ids, added, inverses, strict=False):
             padding = self.infos[name].padding
             if padding is not None:
                 at = np.flatnonzero(rows.keys == padding)
                 rows.padding_at = int(at[0]) if len(at) else -1
             at_id = 0
+            item.found[name] = rows
             for ids in views:
                 n = ids.numel()
-                item.lookups[name, view_key(ids)] = Lookup(rows, inverse[at_id : at_id + n])
+                known = Known(rows, inverse[at_id : at_id + n], ids_of[at_id : at_id + n])
+                item.lookups[name, view_key(ids)] = known
                 at_id += n
-            item.keep += views
         for order, rows in zip(orders, added[len(wanted) :], strict=True):
             rows.order = order
             item.dense[rows.table] = rows
@@ -232,6 +274,13 @@ class TableSet:
             rows = item.dense.get(group.spec.id)
             if rows is not None:
                 group.take(rows)
+        if item.create:
+            for name, table in self.batches.items():
+                found = item.found.get(name)
+                if found is not None or table.in_hand:
+                    table.show(found)
+                if self.look:
+                    table.seen()
         self.current = item
 
     def _arrive(self, item: Item) -> None:
@@ -260,6 +309,9 @@ class TableSet:
         """The user is done with this batch: learn from what was asked for."""
         with self._lock:
             self.predictor.used(item.asked, item.predicted)
+        if item.create:
+            for table in self.batches.values():
+                table.stash()
         if self.current is item:
             self.current = None
 
@@ -277,9 +329,11 @@ class TableSet:
         key = view_key(ids)
         item.asked.setdefault(table, set()).add(key)
         found = item.lookups.get((table, key))
-        if found is not None:
+        wanted = _flat([ids])
+        batch = self.batches[table]
+        if found is not None and found.rows is item.found.get(table) and np.array_equal(found.ids, wanted):
             self.hits += 1
-            return found
+            return Lookup(batch, batch.values, found.inverse, found.ids, found.rows.padding_at)
         with self._lock:
             foreseeable = self.predictor.learn(table, ids, item.batch)
         self.misses += 1
@@ -291,17 +345,38 @@ class TableSet:
                 flush=True,
             )
         self.declare()
-        self._fetch(item, [(table, [ids])], create=True, dense=False)
-        self._arrive(item)
-        return item.lookups[table, key]
+        return self._on_demand(item, table, wanted)
+
+    def _on_demand(self, item: Item, table: str, ids: NDArray[np.int64]) -> Lookup:
+        """Rows that were not foreseen, beside those that the batch has already."""
+        spec, batch = self.infos[table].spec, self.batches[table]
+        if not batch.in_hand:
+            self._fetch(item, [(table, [torch.from_numpy(ids)])], create=True, dense=False)
+            self._arrive(item)
+            batch.show(item.found[table])
+            batch.seen()
+        else:
+            check_vocabulary(spec, ids)
+            keys = np.unique(ids)
+            missing = keys[batch.place(keys) < 0]
+            if len(missing):
+                values = self.read(spec, missing, create=True)
+                if (padding := self.infos[table].padding) is not None and self.infos[table].zero_padding:
+                    values[missing == padding] = 0.0
+                batch.extend(missing, values)
+        inverse = batch.place(ids).astype(np.int32)
+        padding = self.infos[table].padding
+        at = int(batch.place(np.array([padding]))[0]) if padding is not None else -1
+        return Lookup(batch, batch.values, inverse, ids, at)
 
     def _aside(self, table: str, ids: Tensor) -> Lookup:
         """A lookup outside of training: read only, together with those that will follow on the same tensor."""
         self.declare()
-        key = table, view_key(ids)
+        key, wanted_ids = (table, view_key(ids)), _flat([ids])
         for item in self._asides:
-            if key in item.lookups:
-                return item.lookups[key]
+            known = item.lookups.get(key)
+            if known is not None and np.array_equal(known.ids, wanted_ids):
+                return Lookup(None, known.rows.values, known.inverse, known.ids, known.rows.padding_at)
         with self._lock:
             wanted = self.predictor.siblings(table, ids) or [(table, [ids])]
         if len(self._asides) >= 4:
@@ -316,7 +391,8 @@ class TableSet:
             self._fetch(item, [(table, [ids])], create=False, dense=False)  # a sibling was a wrong guess
         self._arrive(item)
         self._asides.append(item)
-        return item.lookups[key]
+        known = item.lookups[key]
+        return Lookup(None, known.rows.values, known.inverse, known.ids, known.rows.padding_at)
 
     def forget_asides(self) -> None:
         while self._asides:
@@ -327,31 +403,54 @@ class TableSet:
         self.declare()
         if not self.dense:
             return
+        if self.before_refresh is not None:
+            self.before_refresh()
+        current = self.current
         item = self.prepare(None, None, create=False)
         try:
             self.take(item)
         finally:
-            self.current = None
+            self.current = current
             item.close()
+
+    def renew(self) -> None:
+        """After a step inside a batch: parameters and the rows in hand as the ps has them now."""
+        self.refresh_dense()
+        for name, table in self.batches.items():
+            if len(table.keys):
+                values = self.read(self.infos[name].spec, table.keys)
+                info = self.infos[name]
+                if info.padding is not None and info.zero_padding:
+                    values[table.keys == info.padding] = 0.0
+                table.renew(values)
+                table.seen()
+
+    def over(self) -> None:
+        """No batch is in hand."""
+        for table in self.batches.values():
+            if table.in_hand:
+                table.show(None)
 
     # ------------------------------------------------------------ whole tables
 
-    def read(self, spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin."""
+    def read(self, spec: TableSpec, keys: NDArray[np.int64], *, create: bool = False) -> NDArray[np.float32]:
+        """The rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin.
+        ``create``: to be trained with."""
         out = np.empty((len(keys), spec.dim), np.float32)
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
         for lo in range(0, len(keys), piece):
-            while not self._read(spec, np.ascontiguousarray(keys[lo : lo + piece]), out[lo : lo + piece]):
+            while not self._read(spec, np.ascontiguousarray(keys[lo : lo + piece]), out[lo : lo + piece], create):
                 pass  # a bucket moved meanwhile: again, by the new map
         return out
 
-    def _read(self, spec: TableSpec, keys: NDArray[np.int64], out: NDArray[np.float32]) -> bool:
+    def _read(self, spec: TableSpec, keys: NDArray[np.int64], out: NDArray[np.float32], create: bool) -> bool:
         router = self.client.router
         routed, inverse, counts = router.route(spec.id, keys)
         item = Item(None, None, BatchRows(self.client.memory, router))
         try:
             (rows,) = item.rows.add([(spec, routed, counts)], grads=False)
-            item.ticket = self.client.pull([rows], router, create=False)
+            since = self.since if create else (ShardKey(0), 0)
+            item.ticket = self.client.pull([rows], router, create=create, since=since)
             item.ticket.wait()
             out[:] = rows.values[inverse]
             return not item.ticket.moved
@@ -424,5 +523,4 @@ class TableSet:
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:
     """Ids of all views of one table, int64 [n], contiguous."""
     arrays = [ids.numpy().reshape(-1) for ids in views]
-    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return np.ascontiguousarray(whole, dtype=np.int64)
+    return np.concatenate(arrays, dtype=np.int64)  # a copy: the script may write into its own

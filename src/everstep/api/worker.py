@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,12 +14,12 @@ from types import FrameType
 from typing import Any, cast
 
 from everstep.api.seat import GroupListener, Listener, TurnListener
-from everstep.brain.events import Answer, Fenced, Welcome
+from everstep.brain.events import Answer, Fenced, Welcome, Yes
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.member import MemberState, Role
+from everstep.model.member import Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.net import messages
 from everstep.net.arena import Arena
@@ -27,12 +28,14 @@ from everstep.net.control import ControlClient
 from everstep.net.data import DataClient
 from everstep.net.messages import OrderType, RequestType
 from everstep.net.rendezvous import SECRET_FILE, master_address
+from everstep.storage.space import be_patient
 from everstep.tables.client import Connection, PsClient, SocketLink
 
 _ARENA_BYTES = 1 << 30  # of addresses; memory is taken as it is touched
 _MASTER_AWAY_S = 300.0  # leases and pushes go on so long without a master
 _PLACED_S = 120.0  # until every ps has said hello
-_STATUS_S = 5.0
+_CHIEF_S = 300.0  # the answer decides who saves the result: a master may be away so long
+_CHIEF_AGAIN_S = 1.0  # in the loop; behind it every question is asked
 _GROUP_BEAT_S = 0.5  # a member of a group that stopped holds up all others: found by its silence
 
 
@@ -45,6 +48,7 @@ class WorkerSeat:
         self, spec: JobSpec, run_dir: Path, slot: Slot, incarnation: Incarnation, node: NodeId, prefetch: int
     ) -> None:
         self.spec, self.run_dir = spec, run_dir
+        be_patient(spec.disk_full_s)
         self.slot, self.incarnation, self.node = slot, incarnation, node
         self.prefetch = prefetch
         self.arena = Arena(_ARENA_BYTES)
@@ -54,6 +58,7 @@ class WorkerSeat:
         self._listener: Listener | None = None
         self.on_replica: Callable[[messages.TakeReplica], None] | None = None  # mode allreduce: write the state
         self._placed = threading.Event()
+        self._chief, self._chief_until = False, 0.0  # what the master said, and until when it is not asked again
         self._failure: EverstepError | None = None
         self._timers: set[threading.Timer] = set()
         self._lock = threading.Lock()
@@ -130,17 +135,15 @@ class WorkerSeat:
         timer.start()
 
     def chief(self) -> bool:
-        """Slot 0, which is filled again when it is lost; another one stands in only while it is lost. One that has
-        left ended its script, so it has done the chief's work: nobody does it again."""
-        if self.slot == 0:
-            return True
-        assert self.control is not None
-        with contextlib.suppress(EverstepError):
-            status = self.control.call(messages.GetStatus(), _STATUS_S)
-            if isinstance(status, messages.StatusReport):
-                slots = [m.slot for m in status.members if m.role == Role.WORKER and m.state != MemberState.LOST]
-                return bool(slots) and self.slot == min(slots)
-        return False
+        """By the master's word (``brain.duty``): who was told that it is stays it, so it need not ask again."""
+        if not self._chief and time.monotonic() >= self._chief_until:
+            answer = self.call(messages.AskChief(), _CHIEF_S)
+            if isinstance(answer, Fenced):
+                raise FencedError(answer.reason)
+            self._chief = isinstance(answer, Yes) and answer.yes
+            in_loop = self._listener is not None and self._listener.in_loop
+            self._chief_until = time.monotonic() + (_CHIEF_AGAIN_S if in_loop else 0.0)
+        return self._chief
 
     def close(self, error: str) -> None:
         if self.control is not None:

@@ -23,14 +23,17 @@ from typing import Any, cast
 
 import msgspec
 
-from everstep.brain.checkpoints import STOP, Checkpoints, has_checkpoints
+from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, ends_with_checkpoint
 from everstep.brain.control import Control, divide, stale
+from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
+from everstep.brain.duty import ONCE_KEYS, Duty
 from everstep.brain.events import (
     BrainEvent,
     BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
+    ChiefAsked,
     DrainAsked,
     EndOfData,
     Fenced,
@@ -56,6 +59,7 @@ from everstep.brain.events import (
     NodeLost,
     Note,
     Ok,
+    OnceAsked,
     PlanMade,
     PlanRegistered,
     PolicyDisabled,
@@ -77,15 +81,18 @@ from everstep.brain.events import (
     StopProcess,
     Wait,
     Welcome,
+    Yes,
 )
-from everstep.brain.group import GroupKeeper, Groups
+from everstep.brain.failures import WORDS, judge
+from everstep.brain.group import DONE, GroupKeeper, Groups
 from everstep.brain.job import Job, Phase
-from everstep.brain.members import Members, Node, Seat, set_state
+from everstep.brain.members import Members, Node, Rooms, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
 from everstep.brain.replicas import replica_start, resume_replica, save_in_time, take_replica, why_save
 from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.failure import pause_s
 from everstep.model.group import Mark
 from everstep.model.image import Holdings
 from everstep.model.member import MemberState, Role
@@ -107,7 +114,8 @@ from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_no
 from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
-SNAPSHOT_VERSION = 4
+SNAPSHOT_VERSION = 5
+RESULT_LOST = 5  # exit code of a job whose data is trained, and whose script did not get to its end
 END_GRACE_S = 0.1  # one whose work is void
 STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
 MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwards
@@ -143,6 +151,7 @@ class State(msgspec.Struct, kw_only=True):
     protection: Protection = msgspec.field(default_factory=Protection)
     groups: Groups = msgspec.field(default_factory=Groups)
     control: Control = msgspec.field(default_factory=Control)
+    duty: Duty = msgspec.field(default_factory=Duty)
 
     @property
     def placement(self) -> Placement | None:
@@ -156,7 +165,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 class Brain:
     """See the top of this file. ``state`` is for reading; only ``handle`` changes it."""
 
-    __slots__ = ("_handlers", "checkpoints", "groups", "job", "keeper", "members", "shards", "state")
+    __slots__ = ("_handlers", "checkpoints", "duty", "groups", "job", "keeper", "members", "shards", "state")
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
@@ -165,7 +174,8 @@ class Brain:
         self.shards = self.state.shards
         self.checkpoints = self.state.checkpoints
         self.keeper = Keeper(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
-        self.groups = GroupKeeper(self.job, self.members, self.shards, self.state.groups)
+        self.duty = self.state.duty
+        self.groups = GroupKeeper(self.job, self.members, self.shards, self.state.groups, self.duty)
         handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
@@ -199,6 +209,8 @@ class Brain:
             GroupStalled: self._group_stalled,
             StepsCommitted: self._steps_committed,
             GroupDue: lambda e: [],
+            ChiefAsked: self._chief_asked,
+            OnceAsked: self._once_asked,
             JobResumed: self._job_resumed,
         }
         self._handlers = handlers
@@ -228,6 +240,9 @@ class Brain:
             out += self._settle()  # it waits for workers to end
         if self.replicated and self.keeper.went_back and not self.job.over:
             out += self._not_the_end(event.at)
+        if grouped and not self.job.over:
+            out += self._nobody_saves(event.at)
+            out += self._final_replica(event.at)
         return out
 
     @property
@@ -245,6 +260,10 @@ class Brain:
         if state.version != SNAPSHOT_VERSION:
             raise msgspec.ValidationError(f"snapshot version {state.version}, this everstep reads {SNAPSHOT_VERSION}")
         return cls(state)
+
+    def become(self, other: Brain) -> None:
+        """Take over the state of ``other``, which is not used any more. For whoever holds this one."""
+        Brain.__init__(self, other.state)
 
     @property
     def placement(self) -> Placement | None:
@@ -339,6 +358,7 @@ class Brain:
             seat = members.of(role).get(slot)
             if seat is not None and incarnation > seat.member.incarnation:
                 out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+                self.groups.ended(seat, clean=False)
                 seat = members.adopt(role, slot, incarnation, e.node, e.at)
             if (
                 job.over
@@ -393,8 +413,9 @@ class Brain:
         out: list[InstructionType] = [
             Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
         ]
+        rooms, why = Rooms(self.members, Role.WORKER), f"its node {e.node} was lost: {e.reason}"
         for seat in seats:
-            out += self._gone(seat, e.at, f"its node {e.node} was lost: {e.reason}", {"node": e.node}, node_lost=True)
+            out += self._gone(seat, e.at, why, {"node": e.node}, node_lost=True, counted=rooms)
             if self.job.over:
                 return out
         return out + self._fill(e.at)
@@ -417,20 +438,25 @@ class Brain:
         if self.job.over:
             return []
         out: list[InstructionType] = []
+        rooms = Rooms(self.members, Role.PS)
         for slot in map(Slot, range(self.job.ps_wanted)):
             seat = self.members.servers.get(slot)
             if (seat is None or seat.waiting) and slot not in self.state.protection.leaving:
-                out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps"))
+                out += self._start(Role.PS, slot, at, Decision("start", "the job wants this ps"), rooms)
+        rooms = Rooms(self.members, Role.WORKER)
         for slot in map(Slot, range(self.job.workers_wanted)):
             seat = self.members.workers.get(slot)
             if seat is None or seat.waiting:
-                out += self._start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"))
+                out += self._start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
         return out
 
-    def _start(self, role: Role, slot: Slot, at: float, why: Decision) -> list[InstructionType]:
-        """Start a new process in this slot, or let the slot wait for a node with a place."""
+    def _start(
+        self, role: Role, slot: Slot, at: float, why: Decision, counted: Rooms | None = None
+    ) -> list[InstructionType]:
+        """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
+        take, where many slots are started at once."""
         members = self.members
-        rooms = members.rooms(role)
+        rooms = members.rooms(role) if counted is None else counted.now()
         home = members.homes.get(slot) if role is Role.WORKER else None
         seat = members.of(role).get(slot)
         node = None
@@ -449,7 +475,10 @@ class Brain:
             return [Note(str(seat.member.key), Decision("waiting", words, {"slot": slot}))]
         seat = members.fill(role, slot, node, at)
         seat.avoid = None
-        return [StartProcess(node, role, slot, seat.member.incarnation, why)]
+        if counted is not None:
+            counted.taken(node)
+        after_s = pause_s(seat.failures) if why.action == "restart" else 0.0
+        return [StartProcess(node, role, slot, seat.member.incarnation, why, after_s)]
 
     # ------------------------------------------------------------ members
 
@@ -461,6 +490,7 @@ class Brain:
         out: list[InstructionType] = []
         if e.incarnation > seat.member.incarnation:
             out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+            self.groups.ended(seat, clean=False)
             seat = members.adopt(e.role, e.slot, e.incarnation, e.node, e.at)
         member = seat.member
         if e.incarnation < member.incarnation or not seat.running:
@@ -582,6 +612,7 @@ class Brain:
         member = seat.member
         starting = member.state is MemberState.STARTING
         reason = f"no hello for {e.silent_s:.0f} s" if starting else f"no heartbeat for {e.silent_s:.1f} s"
+        reason = e.why or reason
         stop = StopProcess(
             member.node,
             member.role,
@@ -590,7 +621,8 @@ class Brain:
             0.0,
             Decision("stop", f"it was declared lost ({reason}); it must not come back to life"),
         )
-        self._await_word(member.node, e.at)
+        if not e.why:  # (else its node is heard)
+            self._await_word(member.node, e.at)
         return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress)]
 
     def _member_heard(self, e: MemberHeard) -> list[InstructionType]:
@@ -610,7 +642,8 @@ class Brain:
             return [_OK, *self._node_heard(NodeHeard(e.at, ended.member.node))]
         finished = e.status == 0 and not seat.stopping
         if self.replicated:
-            if e.status == 0 and self.groups.ended_well(seat):
+            said = self.groups.said_done(seat) and not e.error  # (however it went then)
+            if said or (e.status == 0 and self.groups.ended_well(seat)):
                 finished, seat.stopping = True, False
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:
@@ -625,7 +658,8 @@ class Brain:
         if finished:
             out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
             set_state(seat, MemberState.LEFT, e.at)
-            seat.finished, seat.streak = True, 0
+            seat.finished, seat.streak, seat.failures = True, 0, 0
+            self.duty.ended_well(self.members, seat)
             out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
             return out + self._finish_if_all_left(e.at)
         if e.too_large and not seat.stopping:
@@ -635,12 +669,33 @@ class Brain:
             )
             return [_OK, *self._gone(seat, e.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress)]
         if e.error and not seat.stopping:
+            why_not = judge(e.failure, seat, self.members, self.job.spec.script_retries, self._trained())
+            if not why_not:
+                return [_OK, *self._try_again(seat, e, inputs)]
             set_state(seat, MemberState.LEFT, e.at)
             out = [_OK, *self._drop_leases(seat, e.at, "its script failed")]
-            why = Decision("fail the job", "the script raised an error", inputs, ("restart it: it would raise again",))
+            why = Decision("fail the job", "the script raised an error", inputs, (f"restart it: {why_not}",))
             out.append(Note(str(seat.member.key), why))
-            return [*out, self._fail(1, f"the script failed in {seat.member.key}: {e.error}")]
+            told = f"; {why_not}" if e.failure is not None and e.failure.cause != "script" else ""
+            exit_code = e.failure.exit_code if e.failure is not None else 1
+            return [*out, self._fail(exit_code or 1, f"the script failed in {seat.member.key}: {e.error}{told}")]
         return [_OK, *self._gone(seat, e.at, reason, inputs, progress=e.progress)]
+
+    def _trained(self) -> int:
+        return self.state.groups.step if self.replicated else self.shards.samples_done
+
+    def _try_again(
+        self, seat: Seat, e: ProcessExited, inputs: dict[str, str | int | float | bool]
+    ) -> list[InstructionType]:
+        """Its script raised what may pass: as a loss, but the next process comes a little later."""
+        assert e.failure is not None
+        retries = self.job.spec.script_retries
+        words = f"{WORDS[e.failure.cause]}; try {seat.failures} of {retries} without a step between"
+        why = Decision("try again", f"its script raised {e.error}: {words}", {**inputs, "cause": e.failure.cause})
+        return [
+            Note(str(seat.member.key), why),
+            *self._gone(seat, e.at, f"its script raised {e.error}", inputs, progress=e.progress),
+        ]
 
     def _gone(
         self,
@@ -650,6 +705,7 @@ class Brain:
         inputs: dict[str, str | int | float | bool],
         node_lost: bool = False,
         progress: tuple[tuple[LeaseNo, int], ...] = (),
+        counted: Rooms | None = None,
     ) -> list[InstructionType]:
         """A process is no more, or counts as such. Take its leases back and fill the slot again."""
         if seat.member.role is Role.PS:
@@ -660,6 +716,7 @@ class Brain:
             self.groups.ended(seat, clean=True)
             set_state(seat, MemberState.LEFT, at)
             seat.finished, seat.stopping = True, False
+            self.duty.ended_well(self.members, seat)
             why = Decision("left", f"it had said that its script ran to the end; then {reason}", inputs)
             return [Note(str(member.key), why), *self._finish_if_all_left(at)]
         self.groups.ended(seat, clean=False)
@@ -686,6 +743,12 @@ class Brain:
         if trained and not node_lost and (error := self.groups.blame(seat, at, reason)):
             return [*out, self._fail(4, error)]
         if not may_restart(seat.streak, self.job.spec.max_restarts):
+            if self._all_trained():
+                error = (
+                    f"the result is lost: all data is trained, and {member.key} was lost {seat.streak} times in a row "
+                    f"(last: {reason}) before its script came to its end; see logs/worker-{member.slot}.log"
+                )
+                return [*out, self._fail(RESULT_LOST, error)]
             what = "a step" if self.replicated else "a shard"
             error = (
                 f"{member.key} was lost {seat.streak} times in a row without finishing {what} (last: {reason}); "
@@ -702,12 +765,121 @@ class Brain:
             words = "every step is committed, and scripts have ended with the result"
             out.append(Note(str(member.key), Decision("not started again", words, inputs)))
         elif member.slot < self.job.workers_wanted:
-            out += self._start(Role.WORKER, member.slot, at, why)
+            out += self._start(Role.WORKER, member.slot, at, why, counted)
         return out + self._finish_if_all_left(at)
 
     def _nothing_left(self) -> bool:
-        """Whether a new worker could only come too late: the steps are done, and scripts have ended with the result."""
-        return self.replicated and self.groups.data_done() and any(s.finished for s in self.members.workers.values())
+        """Whether a new worker could only come too late: the steps are done, and the chief's script has ended well."""
+        return self.replicated and self.groups.data_done() and self.duty.done
+
+    def _all_trained(self) -> bool:
+        """Whether all data that was asked for is trained."""
+        if self.replicated:
+            return self.groups.data_done()
+        asked = [d for d in self.shards.datasets if d.epochs_known]
+        return bool(asked) and all(d.current >= d.epochs_known for d in asked)
+
+    # ------------------------------------------------------------ the chief
+
+    def _final(self) -> frozenset[Slot]:
+        """Workers that have the state that all end with: in mode ps all of them, once all data is trained."""
+        if not (self.replicated or self._all_trained()):
+            return frozenset()
+        seats = [s for s in self.members.workers.values() if s.member.state in (MemberState.ALIVE, MemberState.SUSPECT)]
+        return frozenset(s.member.slot for s in seats if not self.replicated or self.groups.has_state(s))
+
+    def _chief_asked(self, e: ChiefAsked) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        before = self.duty.slot
+        yes = self.duty.ask(self.members, seat, self._final(), self._all_trained())
+        out: list[InstructionType] = [Reply(Yes(yes))]
+        if before >= 0 and before != self.duty.slot:
+            words = f"worker:{before} is lost, late or about to leave"
+            out.append(Note(str(seat.member.key), Decision("chief", words, {"instead_of": before})))
+        return out
+
+    def _once_asked(self, e: OnceAsked) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+        if seat is None:
+            return [self._fence(e.worker, e.incarnation)]
+        if not e.done:
+            if e.key not in self.duty.once and len(self.duty.once) >= ONCE_KEYS:
+                return [Reply(Refused(f"job.once({e.key!r}): the job has {ONCE_KEYS} keys already"))]
+            return [Reply(Yes(self.duty.claim(self.members, e.key, seat)))]
+        self.duty.did(e.key, seat)
+        return [Reply(Yes(True)), Note(str(seat.member.key), Decision("done once", repr(e.key)))]
+
+    def may_end(self, slot: Slot, incarnation: Incarnation) -> bool:
+        """Whether a worker of a group whose script has ended may go: nobody will need its state any more."""
+        seat = self.members.current(Role.WORKER, slot, incarnation)
+        if seat is None or seat.stopping or self.job.over or not self.groups.has_state(seat):
+            return True
+        if not self.duty.done:
+            return False
+        writing, groups = self.checkpoints.writing, self.state.groups
+        if writing is None or writing.reason != FINAL:
+            return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.origin
+        if (writing.manifest or writing.draft) is not None or writing.writer == slot:
+            return (writing.manifest or writing.draft) is not None
+        writer = self.members.workers.get(writing.writer)
+        return writer is not None and writer.running
+
+    def _final_replica(self, at: float) -> list[InstructionType]:
+        """Mode allreduce: the first worker whose script is over writes what the job ends with, the others need not."""
+        checkpoints, groups = self.checkpoints, self.state.groups
+        if groups.final_for == groups.origin or not groups.origin or not ends_with_checkpoint(self.job.spec):
+            return []
+        writing = checkpoints.writing
+        if checkpoints.stopping or (writing is not None and (writing.manifest or writing.draft) is not None):
+            return []
+        seats = [s for s in self.members.workers.values() if s.running and not s.stopping]
+        through = [s for s in seats if self.groups.has_ended(s) and self.groups.has_state(s)]
+        if not through:
+            return []
+        groups.final_for, checkpoints.last = groups.origin, 0
+        out = checkpoints.give_up("scripts have ended, and what they end with is to be written")
+        out += checkpoints.begin(self.job, at, FINAL, base=True)
+        if checkpoints.writing is not None:
+            checkpoints.writing.writer = through[0].member.slot
+        return out
+
+    def _nobody_saves(self, at: float) -> list[InstructionType]:
+        """Mode allreduce: every worker that runs has come to the end of its script, and none of them was the chief: one
+        is started that will be, while they keep the state for it."""
+        workers = self.members.workers
+        if not self.duty.done and self.groups.end_is_lost() and any(s.finished for s in workers.values()):
+            words = "every state was lost before the chief's script had ended"
+            return self._not_the_end(at, f"its script had ended, and {words}", words)
+        running = [s for s in workers.values() if s.running]
+        if self.duty.done or not running or not all(self.groups.has_ended(s) for s in running):
+            return []
+        if any(seat.waiting for slot, seat in workers.items() if slot < self.job.workers_wanted):
+            return []
+        return self._run_for_the_chief(at)
+
+    def _run_for_the_chief(self, at: float) -> list[InstructionType]:
+        duty, workers = self.duty, self.members.workers
+        if duty.reruns >= MAX_CHIEF_RERUNS:
+            error = (
+                f"the result is lost: all data is trained, and in {duty.reruns + 1} runs no worker that job.chief "
+                "named came to the end of the script; see logs/"
+            )
+            return [self._fail(RESULT_LOST, error)]
+        free = [slot for slot in map(Slot, range(len(workers) + 1)) if slot not in workers or not workers[slot].running]
+        slot = free[0]
+        duty.reruns += 1
+        duty.slot = slot
+        if slot in workers:
+            workers[slot].drained = workers[slot].finished = False
+        why = Decision(
+            "start",
+            "scripts have ended, and none of them was told to be the chief: nobody may have saved the result",
+            {"reruns": duty.reruns},
+            ("end the job: there may be no result",),
+        )
+        return self._start(Role.WORKER, slot, at, why)
 
     def _stopped(self, seat: Seat, at: float) -> list[InstructionType]:
         """A worker that was asked to leave has left; how it ended does not matter."""
@@ -876,16 +1048,25 @@ class Brain:
         seat.asked[number] = e.ask
         dataset = shards.datasets[number]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
-        if dataset.current >= e.until_epoch:
+        for key in seat.held:  # not of those that the worker has not heard of
+            if (held := shards.leases[key]).dataset == number:
+                held.pending = held.no in e.pending
+        if shards.over(dataset, e.until_epoch):
+            shards.tell_end(dataset, e.until_epoch)
             return [_END]
         if seat.stopping or self.job.over:
             return [self._wait()]
+        index = None
         for epoch in dataset.open_epochs(e.until_epoch):
             index = shards.next_index(epoch)
             if index is not None:
                 break
-        else:
-            return [self._wait()]
+        if index is None:
+            begun = shards.begin_next(dataset, e.until_epoch)
+            index = shards.next_index(begun) if begun is not None else None
+            if begun is None or index is None:
+                return [self._wait()]
+            epoch = begun
         self.job.leases += 1
         no = lease_no(self.job.master_incarnation, self.job.leases)
         held = shards.grant(dataset, epoch, index, no, e.worker, e.incarnation, e.ask)
@@ -932,7 +1113,7 @@ class Brain:
         seat.done.append(held.no)
         if len(seat.done) > DONE_REMEMBERED:
             del seat.done[0]
-        seat.streak = 0
+        seat.streak, seat.failures = 0, 0
         skipped = sum(hi - lo for lo, hi in e.skipped)
         finished = self.shards.done(e.shard, skipped, e.at)
         out: list[InstructionType] = [_OK]
@@ -1004,6 +1185,7 @@ class Brain:
         if self.job.over:
             return [_END]
         if self.groups.over_for(seat, e):
+            self.state.groups.passed[e.worker] = e.incarnation
             return [_END]
         refused = self.groups.asks(seat, e)
         if refused is not None:
@@ -1019,8 +1201,11 @@ class Brain:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
         if seat is None:
             return [self._fence(e.worker, e.incarnation)]
-        self.groups.synced(seat, e.generation)
-        return [_OK]
+        before = self.state.groups.confirmed
+        out: list[InstructionType] = [_OK, *self.groups.synced(seat, e.generation)]
+        if self.state.groups.confirmed != before:
+            out += self.groups.settle(e.at)
+        return out
 
     def _group_left(self, e: GroupLeft) -> list[InstructionType]:
         seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
@@ -1028,6 +1213,8 @@ class Brain:
             return [self._fence(e.worker, e.incarnation)]
         before = self.groups.last_ones_leave()
         self.groups.leaves(seat, e.reason)
+        if e.reason == DONE and not seat.stopping:
+            self.duty.ended_well(self.members, seat)
         out = self._save_for_leavers(before, e.at)
         out += self.groups.settle(e.at)
         return [self.groups.grouped(0), *out]
@@ -1406,7 +1593,7 @@ class Brain:
         if self.replicated:  # something that is in no checkpoint yet, and somebody to write it
             begun = replica_start(self.checkpoints)[0].step
             trained = self.groups.view() is not None and (self.state.groups.step > begun or self.groups.steps_on())
-        if e.checkpoint and has_checkpoints(self.job.spec) and trained:
+        if e.checkpoint and ends_with_checkpoint(self.job.spec) and trained:
             if self.checkpoints.stopping:
                 return [_OK]
             self.checkpoints.stopping = e.reason
@@ -1423,7 +1610,8 @@ class Brain:
         return [Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 
     def _train_again(self, at: float) -> list[InstructionType]:
-        """A ps was lost after scripts had ended, and shards that were done came back: somebody must train them."""
+        """Shards came back after scripts had ended, as a ps was lost, or a worker that had not stepped with what was
+        left: somebody must train them."""
         shards = self.shards
         left = ", ".join(shards.name(key) for key in sorted(shards.came_back)[:3])
         words = f"{len(shards.came_back)} shards came back after every script had ended ({left}, ...)"
@@ -1434,25 +1622,29 @@ class Brain:
         if self.members.workers[slot].waiting:
             return []  # for a node with a place
         self.checkpoints.not_the_end()
+        self.duty.undone()
         self.members.workers[slot].finished = False
         why = Decision("start", words, {"shards": len(shards.came_back)}, ("end the job: results would be wrong",))
         return self._start(Role.WORKER, slot, at, why)
 
-    def _not_the_end(self, at: float) -> list[InstructionType]:
+    def _not_the_end(
+        self,
+        at: float,
+        words: str = "its script had ended, and buckets went back to what is older than its result",
+        what: str = "buckets were lost while scripts ended",
+    ) -> list[InstructionType]:
         """Buckets of a group's tables go back to what is older than the state that its scripts end with. Whose script
         had ended runs it again, once the others have ended too: from them it would copy what does not count."""
         out: list[InstructionType] = []
         ended = [seat for seat in self.members.workers.values() if seat.finished]
         for seat in ended:
             seat.finished, seat.waiting = False, True
-            words = "its script had ended, and buckets went back to what is older than its result"
+            self.duty.undone()
             out.append(Note(str(seat.member.key), Decision("not the end", words)))
         if ended:
             if self.checkpoints.reruns >= MAX_RERUNS:
-                error = (
-                    f"buckets were lost {MAX_RERUNS + 1} times while scripts ended; everstep resume goes on from here"
-                )
-                return [*out, self._fail(4, error)]
+                error = f"the result is lost: {what}, {MAX_RERUNS + 1} times; everstep resume goes on from here"
+                return [*out, self._fail(RESULT_LOST, error)]
             self.checkpoints.not_the_end()
         if not self.state.protection.gone:
             out += self._fill(at)
@@ -1471,6 +1663,9 @@ class Brain:
             return [self._fail(1, error)]
         if self.shards.came_back:
             return self._train_again(at)
+        self.duty.settle(self.members)
+        if not self.duty.done:
+            return self._run_for_the_chief(at)
         if (last := self.checkpoints.finish(self.job, at)) is not None:
             return last
         why = Decision("finish the job", "every worker's script ran to its end", {"samples": self.shards.samples_done})

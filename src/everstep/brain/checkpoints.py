@@ -51,6 +51,16 @@ def has_checkpoints(spec: JobSpec) -> bool:
     return bool(spec.checkpoint_every or spec.checkpoint_to)
 
 
+def leaves_model(spec: JobSpec) -> bool:
+    """Whether the job leaves its model when it ends in order. (``everstep run`` says where; a spec alone does not.)"""
+    return spec.model_to not in ("", "none")
+
+
+def ends_with_checkpoint(spec: JobSpec) -> bool:
+    """Whether a job that ends in order takes a last checkpoint: of what it has, or to go on from."""
+    return has_checkpoints(spec) or leaves_model(spec)
+
+
 def waits_for_mirrors(spec: JobSpec) -> bool:
     """Whether pushes are acknowledged before their mirrors have them."""
     return spec.parity not in ("", "0") and spec.protect == "eager"
@@ -70,6 +80,7 @@ class Writing(msgspec.Struct, kw_only=True):
     failures: dict[int, int] = {}
     manifest: Manifest | None = None
     disowned: list[int] = []
+    writer: Slot = Slot(-1)  # mode allreduce: who is to write the replica; -1: rank 0 of the group
     draft: Manifest | None = None  # mode allreduce with ps: it has the replica, and no images yet
 
 
@@ -93,6 +104,7 @@ class Checkpoints(msgspec.Struct):
     shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
     that the images lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
     :meth:`cover`. ``stopping``: why the job ends once it has a last checkpoint; ``stopped``: it has, or gave that up.
+    ``last``: the checkpoint that has all that the job ends with, 0: there is none.
     """
 
     numbers: int = 0
@@ -114,6 +126,7 @@ class Checkpoints(msgspec.Struct):
     covered: bool = False
     stopping: str = ""
     stopped: bool = False
+    last: int = 0
 
     def __repr__(self) -> str:
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
@@ -285,11 +298,13 @@ class Checkpoints(msgspec.Struct):
     ) -> list[InstructionType]:
         """The manifest is durable, or could not be written. ``pinned``: checkpoints that are being loaded from."""
         writing = self.writing
-        if writing is None or writing.number != checkpoint or writing.manifest is None:
+        if writing is None or writing.number != checkpoint:
             return []
         if error:
             return self.give_up(error)
         manifest = writing.manifest
+        if manifest is None:
+            return []
         took_s = round(at - writing.began_at, 3)
         size_bytes = _bytes_of(manifest.images)
         if manifest.replica is not None:
@@ -297,6 +312,7 @@ class Checkpoints(msgspec.Struct):
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
         self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
+        self.last = checkpoint if self.final or self.stopped else 0
         self.increments = self.increments + 1 if manifest.base else 0
         out = self._release(job, shards) if has_checkpoints(job.spec) else []
         inputs: Inputs = {
@@ -352,7 +368,7 @@ class Checkpoints(msgspec.Struct):
     def finish(self, job: Job, at: float) -> list[InstructionType] | None:
         """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
         there; None: it is over, committed or not."""
-        if self.final or not has_checkpoints(job.spec):
+        if self.final or not ends_with_checkpoint(job.spec):
             return None
         if job.spec.mode == "allreduce":  # nobody is left to write one; the last member did before it went
             begun = self.writing is not None and (self.writing.manifest or self.writing.draft) is not None
@@ -362,7 +378,7 @@ class Checkpoints(msgspec.Struct):
     def not_the_end(self) -> None:
         """Training goes on after every script had ended: a last checkpoint that was begun will not be the last."""
         self.reruns += 1
-        self.final = False
+        self.final, self.last = False, 0
         if self.writing is not None and self.writing.reason == FINAL:
             self.writing.reason = "due"
 

@@ -12,6 +12,7 @@ import msgspec
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, Manifest, ReplicaImage
 from everstep.model.member import Address, MemberKey, Role
@@ -149,7 +150,8 @@ class DrainAsked(Event, frozen=True, tag="drain_asked"):
 
 
 class MemberSilent(Event, frozen=True, tag="member_silent"):
-    """No heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect."""
+    """No heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect. ``why``: it is lost for
+    another reason than its silence (its script makes no progress)."""
 
     role: Role
     slot: Slot
@@ -157,6 +159,7 @@ class MemberSilent(Event, frozen=True, tag="member_silent"):
     silent_s: float
     lost: bool
     progress: tuple[tuple[LeaseNo, int], ...] = ()  # as in ProcessExited
+    why: str = ""
 
 
 class MemberHeard(Event, frozen=True, tag="member_heard"):
@@ -181,6 +184,7 @@ class ProcessExited(Event, frozen=True, tag="process_exited"):
     error: str = ""
     progress: tuple[tuple[LeaseNo, int], ...] = ()
     too_large: int = 0
+    failure: Failure | None = None  # with ``error``: what it may come from; None: the script
 
 
 class PlanRegistered(Event, frozen=True, tag="plan_registered"):
@@ -193,13 +197,15 @@ class PlanRegistered(Event, frozen=True, tag="plan_registered"):
 
 class ShardAsked(Event, frozen=True, tag="shard_asked"):
     """A worker wants its next shard of ``dataset``, in epochs below ``until_epoch``. ``ask`` counts this worker's
-    requests: asking again with the same number gets the same answer."""
+    requests: asking again with the same number gets the same answer. ``pending``: leases with all of which the worker
+    is through, and whose rest it will step with later."""
 
     worker: Slot
     incarnation: Incarnation
     dataset: int
     until_epoch: int
     ask: int
+    pending: tuple[LeaseNo, ...] = ()
 
 
 class ShardDone(Event, frozen=True, tag="shard_done"):
@@ -257,7 +263,8 @@ class GroupAsked(Event, frozen=True, tag="group_asked"):
 
 
 class GroupSynced(Event, frozen=True, tag="group_synced"):
-    """A joining worker has the state of the group, and follows it step by step: it can enter."""
+    """A joining worker has the state of the group, and follows it step by step: it can enter. Or a member of that group
+    has met the others there, and the journal has all that it had committed before."""
 
     worker: Slot
     incarnation: Incarnation
@@ -291,6 +298,22 @@ class GroupStalled(Event, frozen=True, tag="group_stalled"):
     step: int
     waited_s: float
     silent: tuple[Slot, ...] = ()
+
+
+class ChiefAsked(Event, frozen=True, tag="chief_asked"):
+    """A worker wants to know whether it is the chief: the one to evaluate and save."""
+
+    worker: Slot
+    incarnation: Incarnation
+
+
+class OnceAsked(Event, frozen=True, tag="once_asked"):
+    """A worker comes to what the job does once (``job.once``). ``done``: it has done it."""
+
+    worker: Slot
+    incarnation: Incarnation
+    key: str
+    done: bool = False
 
 
 class GroupDue(Event, frozen=True, tag="group_due"):
@@ -357,6 +380,8 @@ BrainEvent = (
     | StepsCommitted
     | GroupStalled
     | GroupDue
+    | ChiefAsked
+    | OnceAsked
 )
 
 # ---------------------------------------------------------------- answers (inside a Reply)
@@ -420,7 +445,13 @@ class Grouped(Answer, frozen=True, tag="grouped"):
     cursor: Mark = Mark()
 
 
-AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun | Grouped
+class Yes(Answer, frozen=True, tag="yes"):
+    """The answer to a question (ChiefAsked, OnceAsked)."""
+
+    yes: bool
+
+
+AnswerType = Welcome | Fenced | Registered | Refused | Granted | Wait | EndOfData | Ok | CheckpointBegun | Grouped | Yes
 
 # ---------------------------------------------------------------- instructions
 
@@ -436,13 +467,14 @@ class Reply(Instruction, frozen=True, tag="reply"):
 
 
 class StartProcess(Instruction, frozen=True, tag="start_process"):
-    """The agent of ``node`` starts this process, unless it runs it already."""
+    """The agent of ``node`` starts this process, unless it runs it already; not before ``after_s`` seconds."""
 
     node: NodeId
     role: Role
     slot: Slot
     incarnation: Incarnation
     decision: Decision
+    after_s: float = 0.0
 
 
 class StopProcess(Instruction, frozen=True, tag="stop_process"):

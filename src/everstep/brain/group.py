@@ -11,14 +11,16 @@ nothing; it ends when the last process that has its state is gone. Steps that th
 void, and done again.
 
 A member *holds* the state if it began the line, or if a step was told of a generation that it is in: then the journal
-reaches to where it came in. One that only copied the state may be behind or ahead of the journal; where it alone is
-left, nobody can say what was committed, so the line ends.
+reaches to where it came in. The same is so when a member that holds the state says that it has met the others of that
+generation, and that the journal has all that it had committed before. One that only copied the state may be behind or
+ahead of the journal; where it alone is left, nobody can say what was committed, so the line ends.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from everstep.brain.duty import Duty
 from everstep.brain.events import (
     GroupAsked,
     Grouped,
@@ -115,14 +117,16 @@ class Void(msgspec.Struct, array_like=True):
 class Groups(msgspec.Struct, kw_only=True):
     """``group``: published last. ``origin``: the generation that began this line of states. ``step``: committed so far.
     ``cursors``: (epoch, position) by dataset. ``boundaries``: of the last committed ranges: step -> where it begins.
-    ``confirmed``: the newest generation of which a step was told. ``due_at``: when those who wait for a first group
-    begin without the others, or a change waits to be published with others (not before ``quiet_until``); 0: nothing
-    waits. ``force``: why to publish even if the members stay the same.
+    ``confirmed``: the newest generation that has met, or of which a step was told.
+    ``due_at``: when those who wait for a first group begin without the others, or a change waits to be published with
+    others (not before ``quiet_until``); 0: nothing waits. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
     ``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
     ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
     ``ended``: who had to end since, as that had not helped.
+    ``passed``: who copied the state of the end, and came out of its loop with it without having been in the group.
+    ``final_for``: the line of which a last checkpoint was begun.
     ``blamed``: losses in a row without getting further than ``furthest``. ``splits``: counts versions of splits."""
 
     group: Group | None = None
@@ -151,6 +155,8 @@ class Groups(msgspec.Struct, kw_only=True):
     broken: int = 0
     broken_step: int = -1
     ended: list[Slot] = []
+    passed: dict[Slot, Incarnation] = {}
+    final_for: int = 0
 
     def __repr__(self) -> str:
         size = self.group.size if self.group is not None else 0
@@ -168,10 +174,10 @@ class GroupKeeper:
     so that it is about to be the newest: nobody begins from an older one any more; ``void``: buckets of its tables go
     back to what is older than the group's state, as soon as all who have that have ended: nobody may copy it."""
 
-    __slots__ = ("books", "committing", "job", "members", "saving", "shards", "start", "void")
+    __slots__ = ("books", "committing", "duty", "job", "members", "saving", "shards", "start", "void")
 
-    def __init__(self, job: Job, members: Members, shards: Shards, books: Groups) -> None:
-        self.job, self.members, self.shards, self.books = job, members, shards, books
+    def __init__(self, job: Job, members: Members, shards: Shards, books: Groups, duty: Duty) -> None:
+        self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
         self.start: tuple[Mark, int] = (Mark(), 0)
         self.saving = self.committing = self.void = False
 
@@ -327,15 +333,23 @@ class GroupKeeper:
         behind = e.mark is None or e.mark.step < self.books.step
         members = self.books.group.members if self.books.group is not None else ()
         left = [*members, *(x.member for x in self.books.leavers)]
-        if not behind or self.void or any(map(self.holds, left)) or not self._all_over(members):
+        if not self.duty.done or not behind or self.void or any(map(self.holds, left)) or not self._all_over(members):
             return []
         return self._send_home()
 
-    def synced(self, seat: Seat, generation: int) -> None:
-        """A newcomer follows the group of ``generation``."""
+    def synced(self, seat: Seat, generation: int) -> list[InstructionType]:
+        """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
+        all that it had committed before."""
+        books, m = self.books, seat.member
+        group = books.group
+        me = [x for x in group.members if (x.slot, x.incarnation) == (m.slot, m.incarnation)] if group else []
+        if group is not None and me:
+            met = generation == group.generation > books.confirmed and not self.void and self.holds(me[0])
+            return self._confirm(generation) if met else []
         ask = self.books.asked.get(seat.member.slot)
         if ask is not None and ask.incarnation == seat.member.incarnation and generation >= self.books.origin:
             ask.synced = max(ask.synced, generation)
+        return []
 
     def said_done(self, seat: Seat) -> bool:
         """Whether this process told that its script came to its end, with all data trained."""
@@ -346,6 +360,26 @@ class GroupKeeper:
             and ask.leaving == DONE
             and self.data_done()
             and self.living(seat.member.slot, ask.incarnation) is not None
+        )
+
+    def end_is_lost(self) -> bool:
+        """Whether all data was trained, and nobody is left who has, or copied, the state of then."""
+        group, living = self.books.group, self.living
+        if group is None or self.void or not self.data_done() or self._goes_on(group.members):
+            return False
+        return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
+
+    def has_ended(self, seat: Seat) -> bool:
+        """Whether this process told that its script came to its end."""
+        ask = self.books.asked.get(seat.member.slot)
+        return ask is not None and ask.incarnation == seat.member.incarnation and ask.leaving == DONE
+
+    def has_state(self, seat: Seat) -> bool:
+        """Whether this process has the state of all committed steps for certain."""
+        group, m = self.books.group, seat.member
+        members = (*(group.members if group is not None else ()), *(x.member for x in self.books.leavers))
+        return not self.void and any(
+            x.slot == m.slot and x.incarnation == m.incarnation and self.holds(x) for x in members
         )
 
     def ended_well(self, seat: Seat) -> bool:
@@ -460,8 +494,19 @@ class GroupKeeper:
         lost = [m for m in members if self.living(m.slot, m.incarnation) is None]
         synced = [] if self.void else self._newcomers(True)
         held = group is not None and bool(group.hold)
+        copies: list[GroupMember] = []
+        if self.data_done() and any(map(self._has_the_end, members)):
+            # Members are behind their last loop: who is not in it with them for certain copies what they end with.
+            synced, copies = [], [m for m in staying if not self.holds(m)]
+            staying = [m for m in staying if m not in copies]
+            if copies:
+                books.broken = books.generations
+                force = force or "the others have come to the end of their scripts"
         if not force and not synced and not held and self._all_over(members):
-            return [*self._dismiss(), *self._send_home()] if not staying else []
+            if staying:
+                return []
+            if self.duty.done:
+                return [*self._dismiss(), *self._send_home()]
         for m in lost:
             self._lose(m.slot, m.incarnation)
         leavers = [x.member for x in books.leavers]
@@ -488,7 +533,7 @@ class GroupKeeper:
         if at < books.quiet_until:
             books.due_at = books.quiet_until
             return []
-        return self._publish(at, group, wanted, lost, hold, force)
+        return self._publish(at, group, wanted, lost, hold, force, copies)
 
     def _keep_the_last(self, holders: list[GroupMember]) -> None:
         """Who was to be replaced (by a policy) stays if it has the only state now: its replacement comes only when it
@@ -509,7 +554,13 @@ class GroupKeeper:
     def _leaves(self, m: GroupMember) -> bool:
         seat, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
         leaving = ask is not None and ask.incarnation == m.incarnation and bool(ask.leaving)
-        return seat is None or seat.stopping or leaving
+        return seat is None or seat.stopping or (leaving and not self._has_the_end(m))
+
+    def _has_the_end(self, m: GroupMember) -> bool:
+        """Whether this member's script has come to its end with the final state, which it keeps for a new chief."""
+        seat = self.living(m.slot, m.incarnation)
+        kept = seat is not None and not seat.stopping and self.has_ended(seat) and self.holds(m)
+        return kept and not self.duty.done and self.data_done()
 
     def _awaited(self) -> bool:
         """Whether a process is on its way that could take over the state of those who leave."""
@@ -521,12 +572,23 @@ class GroupKeeper:
         return False
 
     def _publish(
-        self, at: float, old: Group, wanted: list[GroupMember], lost: list[GroupMember], hold: str, force: str
+        self,
+        at: float,
+        old: Group,
+        wanted: list[GroupMember],
+        lost: list[GroupMember],
+        hold: str,
+        force: str,
+        copies: list[GroupMember],
     ) -> list[InstructionType]:
         books = self.books
         new, before = set(wanted), set(old.members)
         came = [m for m in wanted if m not in before]
-        left = [m for m in old.members if m not in new and m not in lost]
+        for m in copies:
+            books.entered.pop(m.slot, None)
+            if (ask := books.asked.get(m.slot)) is not None:
+                ask.synced = 0
+        left = [m for m in old.members if m not in new and m not in lost and m not in copies]
         generation = books.generations + 1
         returned = [x.member for x in books.leavers if x.member in new]
         books.leavers = [x for x in books.leavers if x.member not in new]
@@ -682,14 +744,18 @@ class GroupKeeper:
         if not there or self.committing:
             books.due_at = 0.0
             return out
-        if self.data_done() and any(s.finished for s in self.members.workers.values()):
+        if self.data_done() and self.duty.done:
             return out + self._send_home()
+        if self.data_done() and any(self.living(slot, life) is not None for slot, life in books.passed.items()):
+            return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
         seats = self.members.workers.values()
         expected = sum(s.running and not s.stopping and not self._has_left(s) for s in seats)
         now, books.due_at = ready_to_form(len(there), expected, job.spec.min_workers, at, books.due_at)
         if not now:
             return out
         first = books.group is None
+        self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
+        books.passed = {}
         begin, restore = self.start
         out += self._void(begin, restore)
         if job.phase is Phase.STARTING:
@@ -769,7 +835,8 @@ class GroupKeeper:
         for slot in sorted(self.books.asked):
             ask = self.books.asked[slot]
             seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping:
+            behind = ask.leaving == DONE or self.books.passed.get(slot) == ask.incarnation
+            if seat is None or seat.stopping or behind:
                 continue
             seat.stopping = True
             m = seat.member

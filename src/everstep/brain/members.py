@@ -35,8 +35,11 @@ class Seat(msgspec.Struct):
     ``stopping``: being ended on purpose. ``finished``: its script ran to its end. ``waiting``: no node has a place.
     ``drained``: a worker that was sent away by name; its slot stays empty until somebody asks for more. ``avoid``: the
     node on which its next process shall not be, unless there is no other.
-    Workers only: ``held``: its shards, oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard
-    of those that are current, by dataset; ``done``: its newest leases that counted (bounded).
+    ``failures``: times in a row that its script raised without a step between, ``failed``: at which
+    place last, ``failed_at``: when the job had trained so much (the most of all times).
+    Workers only: ``chief``: what it was told when it asked whether it is (see ``brain.duty``); ``held``: its shards,
+    oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard of those that are current, by
+    dataset; ``done``: its newest leases that counted (bounded).
     """
 
     member: Member
@@ -47,6 +50,10 @@ class Seat(msgspec.Struct):
     waiting: bool = False
     drained: bool = False
     avoid: NodeId | None = None
+    failures: int = 0
+    failed: str = ""
+    failed_at: int = 0
+    chief: int = 0
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
     granted: dict[int, dict[int, ShardKey]] = {}
@@ -87,16 +94,20 @@ class Members(msgspec.Struct):
         return seat
 
     def rooms(self, role: Role) -> list[Room]:
-        """What each living node can still take of this role."""
-        used: dict[NodeId, int] = {}
-        for seat in self.of(role).values():
-            if seat.running:
-                used[seat.member.node] = used.get(seat.member.node, 0) + 1
-        return [
-            Room(n.node, n.worker_places if role is Role.WORKER else n.ps_places, used.get(n.node, 0))
+        """What each living node can still take of this role. ``used`` is 0 where the places are not counted."""
+        places = {
+            n.node: n.worker_places if role is Role.WORKER else n.ps_places
             for n in self.nodes.values()
             if n.alive and not n.draining
-        ]
+        }
+        used = dict.fromkeys(places, 0)
+        if any(
+            places.values()
+        ):  # (else nobody asks: a job of 1,000 members on one node would count them all each time)
+            for seat in self.of(role).values():
+                if seat.running and places.get(seat.member.node):
+                    used[seat.member.node] += 1
+        return [Room(node, of, used[node]) for node, of in places.items()]
 
     def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> Seat:
         """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
@@ -110,6 +121,7 @@ class Members(msgspec.Struct):
             role=role, slot=slot, incarnation=Incarnation(seat.member.incarnation + 1), node=node, since=at
         )
         seat.stopping = seat.finished = seat.waiting = seat.drained = False
+        seat.chief = 0
         seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 
@@ -122,8 +134,28 @@ class Members(msgspec.Struct):
         else:
             seat.member = member
             seat.stopping = seat.finished = seat.waiting = seat.drained = False
+            seat.chief = 0
             seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
+
+
+class Rooms:
+    """``Members.rooms``, counted once for many processes that are started in one go."""
+
+    def __init__(self, members: Members, role: Role) -> None:
+        self._members, self._role = members, role
+        self._rooms: dict[NodeId, Room] | None = None
+
+    def now(self) -> list[Room]:
+        if self._rooms is None:
+            self._rooms = {room.node: room for room in self._members.rooms(self._role)}
+        return list(self._rooms.values())
+
+    def taken(self, node: NodeId) -> None:
+        """A process was started on ``node``."""
+        if self._rooms is not None and node in self._rooms:
+            room = self._rooms[node]
+            self._rooms[node] = Room(room.node, room.places, room.used + 1)
 
 
 def set_state(seat: Seat, state: MemberState, at: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.checkpoints import Checkpoints, has_checkpoints
+from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, has_checkpoints
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
 from everstep.brain.job import Job
@@ -45,6 +45,8 @@ def take_replica(
     if writing is None or writing.number != checkpoint or (writing.manifest or writing.draft) is not None:
         return [], ""
     if replica is None or error:
+        if writing.reason in (FINAL, STOP):  # (the worker has tried again for long)
+            return checkpoints.give_up(f"worker:{slot}: {error or 'no state'}"), ""
         return checkpoints.failed(f"worker:{slot}", slot, error or "no state"), ""
     if replica.origin != groups.origin:
         return checkpoints.give_up("every state was lost meanwhile; this one is of steps that are void"), ""

@@ -39,6 +39,8 @@ class Held(msgspec.Struct, array_like=True):
     stop: int
     dataset: int
     ask: int  # -1: adopted
+    pending: bool = False  # the worker is through with its samples, and waits for others to step with
+    counted: bool = False  # pending, and somebody was told that the data is at its end
 
     @property
     def lease(self) -> Lease:
@@ -127,7 +129,8 @@ class Dataset(msgspec.Struct):
 class Shards(msgspec.Struct):
     """``taken_back``: the last lease of each shard that waits at the head of TODO. ``kills``: workers lost in a row
     while working on a shard without getting further than the one before (``kills_at``: how far). ``releasing``: done,
-    release not ordered yet. ``came_back``: reopened after they were done, and not done since."""
+    release not ordered yet. ``came_back``: reopened after they were done, or taken back after they were counted as the
+    end of the data, and not done since."""
 
     datasets: list[Dataset] = []
     leases: dict[ShardKey, Held] = {}
@@ -157,7 +160,7 @@ class Shards(msgspec.Struct):
 
     def epoch_of(self, key: ShardKey) -> Epoch | None:
         number, epoch, index = split_key(key)
-        if number >= len(self.datasets) or epoch >= len(self.datasets[number].epochs):
+        if not 0 <= number < len(self.datasets) or epoch >= len(self.datasets[number].epochs):
             return None
         found = self.datasets[number].epochs[epoch]
         return found if index < found.shards else None
@@ -176,6 +179,45 @@ class Shards(msgspec.Struct):
         number, epoch, index = split_key(key)
         name = self.datasets[number].plan.name if number < len(self.datasets) else f"dataset {number}"
         return f"{name} e{epoch} #{index}"
+
+    # ------------------------------------------------------------ what is left
+
+    def settled(self, dataset: Dataset, epoch: Epoch) -> bool:
+        """Whether nothing of the epoch is left to compute: it is finished, or every worker that holds a shard of it has
+        only to step with it."""
+        if epoch.finished:
+            return True
+        if epoch.todo:
+            return False
+        return all(
+            held.pending
+            for key, held in self.leases.items()
+            if held.dataset == dataset.number and split_key(key)[1] == epoch.number
+        )
+
+    def over(self, dataset: Dataset, until_epoch: int) -> bool:
+        """Whether nothing is left to compute in the epochs below ``until_epoch``."""
+        if dataset.current >= until_epoch:
+            return True
+        below = dataset.epochs[:until_epoch]
+        return len(below) == until_epoch and all(self.settled(dataset, e) for e in below if not e.finished)
+
+    def tell_end(self, dataset: Dataset, until_epoch: int) -> None:
+        """A worker is told that the data is at its end, and may go: what is pending must not be lost unnoticed."""
+        for key, held in self.leases.items():
+            if held.dataset == dataset.number and split_key(key)[1] < until_epoch:
+                held.counted = True
+
+    def begin_next(self, dataset: Dataset, until_epoch: int) -> Epoch | None:
+        """Begin the next epoch where all that is left of those before is pending; None: it has to wait."""
+        if not dataset.epochs or len(dataset.epochs) >= until_epoch:
+            return None
+        if not all(self.settled(dataset, e) for e in dataset.epochs if not e.finished):
+            return None
+        last = dataset.epochs[-1]
+        if not last.finished:
+            dataset.reopened.append(last.number)
+        return dataset.epoch(len(dataset.epochs))
 
     # ------------------------------------------------------------ transitions
 
@@ -215,6 +257,8 @@ class Shards(msgspec.Struct):
         else:
             epoch.returned.insert(position, index)
         self.taken_back[key] = held.no
+        if held.counted:
+            self.came_back.add(key)
         self.returns += 1
         return held
 

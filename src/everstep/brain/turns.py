@@ -62,6 +62,7 @@ class PaceKeeper:
         for held in self._brain.leases.values():
             if self.pacing.waits(held.worker):
                 self._watch.excuse(held.no, at)
+                self._watch.waits(held.worker, at)
 
     def _look(self) -> bool:
         assert self.pacing is not None

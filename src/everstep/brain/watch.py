@@ -1,15 +1,22 @@
 """Who is silent, and which lease makes no progress: soft state from heartbeats, never journaled.
 
 The watch turns time into events (``MemberSilent``, ``MemberHeard``, ``NodeLost``, ``NodeHeard``, ``LeaseExpired``);
-only these events change the brain. Pure: every call is told the time. Three cautions keep it from killing the living:
+only these events change the brain. Pure: every call is told the time. Five cautions keep it from killing the living:
 
 - *Grace.* Whoever the watch has just come to know (a joiner, everybody after a restart of the master) counts as heard
   at that moment.
 - *Own pauses.* If the time since the last tick is much longer than ticks are apart, the master itself was stopped, or
-  the clock jumped: heartbeats may lie unread in its sockets. Everybody's silence restarts then.
+  the clock jumped: heartbeats may lie unread in its sockets. Everybody's silence restarts then. What a tick is late by
+  is never counted against anybody.
+- *The agent's word.* A process whose script holds the interpreter (a sort, a native call) cannot beat. Its agent looks
+  at it from outside (``monitor.vitals``) and says with each of its own beats whether it runs. A stopped process does
+  not run, and a node that is gone says nothing: both are silent as ever.
+- *Waiting is no standstill.* A worker that waits for others (rows, the group, a shard) makes no progress through no
+  fault of its own.
 - *A silent agent* is no lost node while a member on the node is heard.
 
-A process that was ordered but never says hello is lost too, after ``start_s``.
+A process that was ordered but never says hello is lost too, after ``start_s``. So is a worker whose script makes no
+progress for ``progress_timeout``, however alive its process is.
 """
 
 from __future__ import annotations
@@ -18,9 +25,10 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import LeaseExpired, MemberHeard, MemberSilent, NodeHeard, NodeLost
+from everstep.config.limit import parse_limit
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.model.member import MemberKey, MemberState
+from everstep.model.member import MemberKey, MemberState, Role
 
 WatchEvent = MemberSilent | MemberHeard | NodeLost | NodeHeard | LeaseExpired
 
@@ -28,10 +36,17 @@ TICK_S = 0.25  # how often the shell ticks
 STALL_S = 1.5  # silence of a worker for which its group waits; they beat every 0.5 s (mode allreduce)
 STALL_TOO_S = 1.1  # of more, once there is one
 PAUSE_S = 1.5  # ticks farther apart than this: the time was lost by us, not by them
+PS_HELD_S = 60.0  # a ps runs no script: one that runs and says nothing for so long is stuck
+CPU_SHARE = 0.05  # of a processor: who uses more, outside of its loop, does something
+CPU_LOOK_S = 5.0  # between two looks at that
 
 
 class _Ear(msgspec.Struct):
-    """What was heard of one member: ``at`` last, ``suspect``/``lost`` once told. ``starting``: no hello yet."""
+    """What was heard of one member: ``at`` last, ``suspect``/``lost`` once told. ``starting``: no hello yet.
+
+    ``vouched``: when its agent last said that the process runs. ``moved``: when its script last did anything, as far as
+    known. ``inside``: the script is in its loop, where only batches and calls of the job count as progress; elsewhere
+    the time that the process spends on a processor (``cpu_s``, at ``cpu_at``) counts too."""
 
     incarnation: Incarnation
     node: NodeId
@@ -39,6 +54,26 @@ class _Ear(msgspec.Struct):
     suspect: bool = False
     lost: bool = False
     starting: bool = False
+    vouched: float = 0.0
+    moved: float = 0.0
+    inside: bool = False
+    cpu_s: float = 0.0
+    cpu_at: float = 0.0
+
+    @property
+    def alive_at(self) -> float:
+        """When anybody last had a sign of life of the process."""
+        return max(self.at, self.vouched)
+
+
+class Idle(msgspec.Struct, frozen=True):
+    """A worker whose script makes no progress."""
+
+    key: MemberKey
+    incarnation: Incarnation
+    node: NodeId
+    idle_s: float
+    silent_s: float  # of these, without a heartbeat of its own
 
 
 class _Progress(msgspec.Struct):
@@ -50,10 +85,11 @@ class _Progress(msgspec.Struct):
 class Watch:
     """``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick`` at 4 Hz."""
 
-    __slots__ = ("_leases", "_members", "_nodes", "_quiet", "_spoke", "_ticked", "spec")
+    __slots__ = ("_leases", "_members", "_nodes", "_quiet", "_spoke", "_ticked", "progress_s", "spec")
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
+        self.progress_s = parse_limit(spec.progress_timeout, "progress_timeout")
         self._members: dict[MemberKey, _Ear] = {}
         self._nodes: dict[NodeId, _Ear] = {}
         self._leases: dict[LeaseNo, _Progress] = {}
@@ -79,8 +115,10 @@ class Watch:
         ear = self._members.get(key)
         out: list[MemberHeard] = []
         if ear is None or incarnation > ear.incarnation:
-            self._members[key] = _Ear(incarnation, node or NodeId(""), at)
+            self._members[key] = _Ear(incarnation, node or NodeId(""), at, moved=at)
         elif incarnation == ear.incarnation and not ear.lost:
+            if ear.starting:
+                ear.moved = max(ear.moved, at)
             ear.at, ear.starting = max(ear.at, at), False
             if node:
                 ear.node = node
@@ -98,6 +136,45 @@ class Watch:
                 if (known := self._leases.get(no)) is not None:
                     known.at = at
         return out
+
+    def moved(self, key: MemberKey, incarnation: Incarnation, at: float, idle_s: float, inside: bool) -> None:
+        """A heartbeat's word of the script itself: it last did something ``idle_s`` seconds ago (0.0 also where it
+        waits for others)."""
+        ear = self._members.get(key)
+        if ear is not None and ear.incarnation == incarnation:
+            ear.moved, ear.inside = max(ear.moved, at - idle_s), inside
+
+    def vouched(self, key: MemberKey, incarnation: Incarnation, at: float, cpu_s: float) -> list[MemberHeard]:
+        """The agent of its node says that this process runs, and how long it was on a processor so far. Returns word of
+        a suspect's return, as ``heard``."""
+        ear = self._members.get(key)
+        if ear is None or ear.incarnation != incarnation or ear.lost:
+            return []
+        ear.vouched = max(ear.vouched, at)
+        if at - ear.cpu_at >= CPU_LOOK_S:
+            if not ear.inside and cpu_s - ear.cpu_s >= CPU_SHARE * (at - ear.cpu_at):
+                ear.moved = max(ear.moved, at)
+            ear.cpu_s, ear.cpu_at = cpu_s, at
+        if ear.suspect and not ear.starting:
+            ear.suspect = False
+            return [MemberHeard(at, key.role, key.slot, incarnation)]
+        return []
+
+    def idle(self, at: float) -> list[Idle]:
+        """Workers whose script has made no progress for half of what it may take."""
+        limit_s = self.progress_s
+        if not limit_s:
+            return []
+        return [
+            Idle(key, ear.incarnation, ear.node, at - ear.moved, at - ear.at)
+            for key, ear in self._members.items()
+            if key.role is Role.WORKER and not ear.starting and not ear.lost and at - ear.moved >= limit_s / 2
+        ]
+
+    def counts(self, key: MemberKey, incarnation: Incarnation) -> bool:
+        """Whether this life of it is there, and not lost."""
+        ear = self._members.get(key)
+        return ear is not None and ear.incarnation == incarnation and not ear.lost
 
     def node_heard(self, node: NodeId, at: float) -> None:
         """The node's agent gave a sign of life."""
@@ -122,22 +199,27 @@ class Watch:
         if (known := self._leases.get(no)) is not None:
             known.at = max(known.at, at)
 
+    def waits(self, slot: Slot, at: float) -> None:
+        """This worker has to wait for others."""
+        if (ear := self._members.get(MemberKey(Role.WORKER, slot))) is not None:
+            ear.moved = max(ear.moved, at)
+
     def position(self, no: LeaseNo, default: int) -> int:
         """The last position that its worker told of a lease."""
         known = self._leases.get(no)
         return known.position if known is not None else default
 
     def stalled(self, brain: Brain, at: float) -> tuple[Slot, ...]:
-        """Workers that a stalled group need not wait for: not heard for ``STALL_S``; where there is one, also those
-        that missed two beats: what took it (a node, a switch) may have taken them. Never by our own fault: not after
-        a pause of ours."""
+        """Workers that a stalled group need not wait for: no sign of life for ``STALL_S``, neither their own nor their
+        agent's word; where there is one, also those that missed two beats: what took it (a node, a switch) may have
+        taken them. Never by our own fault: not after a pause of ours."""
         if self._ticked is None or at - self._ticked > PAUSE_S:
             return ()
         silent_s: dict[Slot, float] = {}
         for seat in brain.members.workers.values():
             ear = self._members.get(seat.member.key)
             if seat.running and ear is not None and ear.incarnation == seat.member.incarnation and not ear.starting:
-                silent_s[seat.member.slot] = at - ear.at
+                silent_s[seat.member.slot] = at - ear.alive_at
         if max(silent_s.values(), default=0.0) <= STALL_S:
             return ()
         return tuple(sorted(slot for slot, s in silent_s.items() if s > STALL_TOO_S))
@@ -162,7 +244,9 @@ class Watch:
             ear = self._members.get(key)
             if ear is None or ear.incarnation < member.incarnation:
                 suspect = member.state is MemberState.SUSPECT
-                self._members[key] = _Ear(member.incarnation, member.node, at, suspect=suspect, starting=starting)
+                self._members[key] = _Ear(
+                    member.incarnation, member.node, at, suspect=suspect, starting=starting, moved=at
+                )
             else:
                 ear.node = member.node
                 ear.starting = ear.starting and starting
@@ -193,15 +277,26 @@ class Watch:
         if last is None or not 0 <= at - last <= PAUSE_S:  # the first one: we may have been stopped before it
             self._forgive(at)
             return []
+        if (late_s := at - last - TICK_S) > TICK_S:
+            self._forgive(at, late_s)
         out: list[WatchEvent] = []
         suspect_s, lost_s = self.spec.suspect_after_s, self.spec.lost_after_s
         heard_on: set[NodeId] = set()
+        limit_s = self.progress_s
         for key, ear in self._members.items():
-            silent_s = at - ear.at
+            silent_s = at - ear.alive_at
+            if key.role is Role.PS and at - ear.at >= max(lost_s, PS_HELD_S):
+                silent_s = at - ear.at
             if ear.starting:
-                if silent_s >= self.spec.start_s and not ear.lost:
+                if at - ear.at >= self.spec.start_s and not ear.lost:
                     ear.lost = True
-                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, True))
+                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, at - ear.at, True))
+            elif limit_s and key.role is Role.WORKER and at - ear.moved >= limit_s and silent_s < suspect_s:
+                heard_on.add(ear.node)
+                if not ear.lost:
+                    ear.lost = True
+                    why = f"its script made no progress for {at - ear.moved:.0f} s"
+                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, at - ear.at, True, (), why))
             elif silent_s < suspect_s:
                 heard_on.add(ear.node)
             elif silent_s >= lost_s:
@@ -226,10 +321,16 @@ class Watch:
                 out.append(LeaseExpired(at, lease.shard, no, idle_s))
         return heard + lost_nodes + out  # the node first: its members are then known to be lost with it
 
-    def _forgive(self, at: float) -> None:
+    def _forgive(self, at: float, lost_s: float | None = None) -> None:
+        """Count ``lost_s`` seconds (None: all up to now) against nobody."""
+
+        def later(then: float) -> float:
+            return at if lost_s is None else min(at, then + lost_s)
+
         for ear in self._members.values():
-            ear.at = at
+            ear.at, ear.moved = later(ear.at), later(ear.moved)
+            ear.vouched = later(ear.vouched) if ear.vouched else 0.0
         for ear in self._nodes.values():
-            ear.at = at
+            ear.at = later(ear.at)
         for lease in self._leases.values():
-            lease.at = at
+            lease.at = later(lease.at)

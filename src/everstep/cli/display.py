@@ -18,6 +18,7 @@ import msgspec
 
 from everstep.agent.worker import ERROR_MARK, LOG_MARK
 from everstep.cli.tail import Tail
+from everstep.errors import escaped_lines
 from everstep.net.messages import CheckpointStatus, GroupStatus, MemberStatus, ProtectionStatus, StatusReport
 from everstep.units import human_bytes
 
@@ -262,7 +263,7 @@ class PlainScreen:
         self._next = now() + every_s
 
     def line(self, text: str, kind: str, at: float = 0.0) -> None:
-        self._print(text if kind == "script" else f"[{time_of_day(at)}] {text}")
+        self._print(text if kind == "script" else f"[{time_of_day(at)}] {escaped_lines(text)}")
 
     def picture(self, status: StatusReport) -> None:
         if self._now() >= self._next:
@@ -403,6 +404,7 @@ class Summary(msgspec.Struct):
     steps: int = 0
     generations: int = 0
     steps_void: int = 0
+    checkpoint: int = 0
 
 
 def read_summary(run_dir: Path) -> Summary | None:

@@ -32,6 +32,9 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
         raise ConfigError(f"--deadline {deadline}: must be above 0 and at most a day")
     need_running(run_dir)
     began = time.monotonic()
+    before = ask_master(run_dir, GetStatus())
+    assert isinstance(before, StatusReport)
+    newest = {(m.role, m.slot): m.incarnation for m in before.members}
     answer = ask_master(run_dir, Drain(target, deadline_s))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
@@ -45,7 +48,8 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
         else:
             assert isinstance(status, StatusReport)
             here = [m for m in status.members if target in (m.node, f"{m.role}:{m.slot}") and m.state in _RUNNING]
-            # (a slot that was filled again elsewhere has another node)
+            # (a slot that was filled again has another node, or a process of a later life)
+            here = [m for m in here if m.incarnation <= newest.get((m.role, m.slot), m.incarnation)]
             if not here:
                 click.echo(f"{target} is empty after {time.monotonic() - began:.1f} s")
                 return

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from everstep.agent.agent import Agent
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
+from everstep.bounds import PLACES_MAX
 from everstep.config.load import check_script, new_run_dir, save_spec
 from everstep.errors import ConfigError, PlatformError
 from everstep.ids import NodeId
@@ -26,8 +27,8 @@ def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None,
     """Until the job ends or this agent is stopped; the exit code."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: at least 1")
+    if not 1 <= workers <= PLACES_MAX:
+        raise ConfigError(f"--workers {workers}: must be from 1 to {PLACES_MAX:,}")
     host, port = parse_host_port(master)
     secret = load_secret(secret_file)
     address = Address(NodeId("node0"), "", host, port)

@@ -8,14 +8,15 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.agent.agent import Agent
+from everstep.agent.agent import BEAT_S, Agent
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control import ControlClient
-from everstep.net.messages import Answered, RequestType
+from everstep.net.messages import Answered, RequestType, SpecReport
 from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
+from everstep.net.shown import shown
 from everstep.net.sockets import parse_host_port
 
 ANSWER_S = 10.0
@@ -35,6 +36,7 @@ def connect_agent(agent: Agent, address: Callable[[], Address | None], secret: S
         on_order=agent.on_order,
         on_fenced=lambda answer: agent.on_fenced(answer.reason),
         beat=agent.beat,
+        beat_s=BEAT_S,
     )
 
 
@@ -45,7 +47,9 @@ def ask(
     node = NodeId("node0") if run_dir is not None else NodeId("")
     identity = Identity(purpose="control", role="command", node=node, pid=os.getpid())
     with ControlClient(address=address, run_dir=run_dir, secret=secret, identity=identity) as client:
-        return client.call(request, timeout_s)
+        answer = client.call(request, timeout_s)
+    # Names and errors in it come from others. (A spec is used, not shown: its script may be called anything.)
+    return answer if isinstance(answer, SpecReport) else shown(answer)
 
 
 def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S) -> Answered:

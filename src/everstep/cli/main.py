@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import everstep
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, escaped, escaped_lines
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
@@ -40,6 +40,11 @@ def cli() -> None:
     type=int,
     help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
 )
+@click.option(
+    "--heal-from",
+    help="allreduce, workers whose models drifted apart without a majority: none (default): stop; lowest, highest: "
+    "the worker whose model the others take.",
+)
 @click.option("--lr-rule", help="allreduce, elastic: none (default), linear or sqrt in the global batch.")
 @click.option(
     "--consistency",
@@ -59,9 +64,16 @@ def cli() -> None:
     "--policy", help="Stragglers: none (default), nondedicated, dedicated, backup, or your own module:callable."
 )
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
+@click.option(
+    "--progress-timeout", help="A worker whose script does nothing for so long is replaced (default 10m; off: never)."
+)
+@click.option(
+    "--script-retries", type=int, help="Tries in a row where a script raised what may pass, e.g. OSError (default 3)."
+)
 @click.option("--checkpoint-every", help="30s, 10m or 10000batches between checkpoints (default: only when asked).")
 @click.option("--checkpoint-to", help="Directory or URL for checkpoints (default RUN_DIR/checkpoints).")
 @click.option("--checkpoint-keep", type=int, help="How many of the newest checkpoints are kept (default 3).")
+@click.option("--model-to", help="Where the job leaves its model: a directory, a URL, none (default RUN_DIR/model).")
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] SCRIPT [ARGS]...")
 def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -181,6 +193,7 @@ def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
 @click.option("--checkpoint-every", help="As of everstep run (default: as before).")
 @click.option("--checkpoint-to", help="As of everstep run (default: as before, else in the new run directory).")
 @click.option("--checkpoint-keep", type=int, help="As of everstep run (default: as before).")
+@click.option("--model-to", help="As of everstep run (default: in the new run directory).")
 @click.option("--parity", help="As of everstep run (default: as before).")
 @click.option("--protect", help="As of everstep run (default: as before).")
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
@@ -215,7 +228,7 @@ def explain(run_dir: Path, member: str | None) -> None:
 
     need_run_dir(run_dir)
     for line in explain_run(run_dir, member or ""):
-        click.echo(line)
+        click.echo(escaped_lines(line))
 
 
 @cli.command()
@@ -227,7 +240,7 @@ def replay(run_dir: Path) -> None:
     need_run_dir(run_dir)
     result = replay_run(run_dir)
     for line in result.lines():
-        click.echo(line)
+        click.echo(escaped_lines(line))
     raise SystemExit(0 if result.ok else 3)
 
 
@@ -235,13 +248,16 @@ def replay(run_dir: Path) -> None:
 @RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def audit(run_dir: Path, as_json: bool) -> None:
-    """Prove that every batch was applied exactly once; exit code 0 only if so."""
+    """Prove that every batch was applied exactly once, and that the job ended well; exit code 0 only if so.
+
+    Others: 1 offences, 5 the result is lost, 6 replicas differed, 7 the job failed, 9 nothing was committed, 10 the job
+    is not over, or was stopped."""
     from everstep.monitor.audit import audit as audit_run
 
     need_run_dir(run_dir)
     report = audit_run(run_dir)
     click.echo(report.json().decode() if as_json else report.text())
-    raise SystemExit(0 if report.ok else 1)
+    raise SystemExit(report.exit_code)
 
 
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -353,7 +369,7 @@ def main() -> None:
 
 
 def _fail(text: str, code: int) -> None:
-    line = " ".join(text.split())
+    line = escaped(" ".join(text.split()), 1 << 16)
     sys.stderr.write(f"everstep: {line}\n")
     sys.exit(code)
 

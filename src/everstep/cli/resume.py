@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from everstep.agent.rundir import RunDirLock, in_use
-from everstep.cli.run import absolute, refuse_used, run_here, settled
+from everstep.cli.run import absolute, model_place, refuse_used, run_here, settled
 from everstep.config.load import check_script, load_spec, new_run_dir, read_origins, read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
@@ -75,6 +75,7 @@ def resumed_spec(
     # (in the old run directory: the new run has its own)
     given = {name: value for name, value in flags.items() if value is not None}
     values = {**kept, "resume_from": place.url, **given}
+    values["model_to"] = model_place(given.get("model_to") or ("none" if old.model_to == "none" else ""))
     if given.get("checkpoint_to"):
         values["checkpoint_to"] = absolute(given["checkpoint_to"])
     script = check_script(values["script"])

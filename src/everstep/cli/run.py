@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import msgspec
 from everstep.agent.agent import Agent, Outcome
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
+from everstep.cli.model import leave_model
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.ids import NodeId
 from everstep.net.messages import GetStatus, StatusReport
 from everstep.net.sockets import listen_tcp, parse_host_port
+from everstep.protect.model import IN_RUN_DIR
 
 NODE = NodeId("node0")
 STATUS_S = 1.0  # a display waits no longer for the master
@@ -35,7 +37,7 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
     spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)
-    spec = msgspec.structs.replace(spec, metrics=settled(spec.metrics))
+    spec = msgspec.structs.replace(spec, metrics=settled(spec.metrics), model_to=model_place(spec.model_to))
     refuse_foreign(spec.checkpoint_to)
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
@@ -46,6 +48,11 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
 def absolute(url: str) -> str:
     """A path that stays the same wherever a process of the job runs; URLs as they are."""
     return url if "://" in url else os.path.normpath(Path(url).absolute())
+
+
+def model_place(url: str) -> str:
+    """As it is in job.json: ``none``, ``run_dir``, or a place that stays the same wherever a process runs."""
+    return url if url in ("none", IN_RUN_DIR) else absolute(url) if url else IN_RUN_DIR
 
 
 def settled(bind: str) -> str:
@@ -148,17 +155,18 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> i
         outcome = agent.run()
     finally:
         display.stop()
-    return conclude(outcome, run_dir, time.monotonic() - began)
+    outcome, lines = leave_model(spec, run_dir, outcome)
+    return conclude(outcome, run_dir, time.monotonic() - began, lines)
 
 
-def conclude(outcome: Outcome, run_dir: Path, wall_s: float) -> int:
+def conclude(outcome: Outcome, run_dir: Path, wall_s: float, model: Sequence[str] = ()) -> int:
     """The last lines: a failed script's own error once, or the summary."""
     out = sys.stdout if outcome.exit_code == 0 else sys.stderr
     sys.stdout.flush()
     lines: list[str] = []
-    summary = read_summary(run_dir) if outcome.exit_code in (0, 130) else None
+    summary = read_summary(run_dir) if outcome.exit_code in (0, 130, 143) else None
     if summary is not None:
-        lines += summary_lines(summary, run_dir)
+        lines += [*summary_lines(summary, run_dir), *model]
     elif outcome.exit_code == 0:
         lines.append(f"ended after {wall_s:.1f} s; run directory: {run_dir}")
     if outcome.exit_code:

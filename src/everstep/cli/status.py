@@ -27,7 +27,10 @@ def show_status(run_dir: Path, as_json: bool) -> None:
         report = ask_master(run_dir, GetStatus())
         assert isinstance(report, StatusReport)
         if as_json:
-            click.echo(json.dumps({"running": True, **msgspec.to_builtins(report)}))
+            shown = msgspec.to_builtins(report)
+            for member in shown["members"]:
+                member["pid"] = member["pid"] or None  # (there is no process yet)
+            click.echo(json.dumps({"running": True, **shown}))
             return
         from rich.console import Console
 

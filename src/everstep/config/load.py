@@ -25,8 +25,10 @@ from typing import Any, Final
 
 import msgspec
 
+from everstep.bounds import MEMBERS_MAX
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
+from everstep.config.limit import parse_limit
 from everstep.config.parity import parse_code, refuse_few
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
@@ -43,22 +45,29 @@ _TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
 
 # field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
-    "workers": (1, 100_000),
-    "ps": (0, 10_000),
-    "min_workers": (1, 100_000),
+    "workers": (1, MEMBERS_MAX),
+    "ps": (0, MEMBERS_MAX),
+    "min_workers": (1, MEMBERS_MAX),
     "logical_workers": (0, 100_000),
     "shard": (1, 1024),
     "seed": (0, 2**63 - 1),
     "buckets": (1, 4096),
     "max_restarts": (0, 1_000_000),
+    "script_retries": (0, 1_000_000),
     "quarantine_after": (1, 1_000_000),
     "lease_s": (5.0, 86_400.0),
     "suspect_after_s": (0.1, 86_400.0),
     "lost_after_s": (0.1, 86_400.0),
     "start_s": (1.0, 86_400.0),
+    "disk_full_s": (0.0, 86_400.0),
+    "cut_off_s": (1.0, 86_400.0),
+    "rejoin_s": (0.0, 2_592_000.0),
+    "master_silent_s": (2.0, 86_400.0),
+    "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),
     "checkpoint_keep": (1, 1_000_000),
     "checkpoint_base_every": (0, 1_000_000),
+    "ps_limit_bytes": (0, 1 << 56),
 }
 
 
@@ -119,7 +128,12 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             f"lost_after_s = {spec.lost_after_s}{at['lost_after_s']}: must be above"
             f" suspect_after_s = {spec.suspect_after_s}"
         )
+    if spec.master_lost_s < spec.master_silent_s:
+        raise ConfigError(
+            f"master_lost_s = {spec.master_lost_s}{at['master_lost_s']}: below master_silent_s = {spec.master_silent_s}"
+        )
     _check_policy(spec, at)
+    parse_limit(spec.progress_timeout, f"progress_timeout{at['progress_timeout']}")
     parse_every(spec.checkpoint_every, f"checkpoint_every{at['checkpoint_every']}")
     if spec.checkpoint_keep_every:
         try:
@@ -182,7 +196,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         if spec.ps < 1:
             raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")
         defaults = JobSpec()
-        for field in ("strategy", "min_workers", "logical_workers", "shard", "lr_rule"):
+        for field in ("strategy", "min_workers", "logical_workers", "shard", "lr_rule", "heal_from"):
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
         return

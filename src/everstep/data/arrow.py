@@ -25,11 +25,14 @@ from everstep.data.columns import (
     arrow_to_numpy,
     batch_dtype,
     fill_of,
+    hashed_unasked,
     is_text,
+    no_rule,
     one_line,
     parse_columns,
     schema_of,
     stack,
+    text_mode,
     wanted,
 )
 from everstep.data.order import WINDOW_CHUNKS, Int64s
@@ -50,7 +53,8 @@ def decode(
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if is_text(kind):
             text.add(name)
-        out[name] = arrow_to_numpy(name, column, fill_of(fill, name), where, keys)
+        mode = text_mode(groups, name, where)
+        out[name] = arrow_to_numpy(name, column, fill_of(fill, name), where, keys, mode)
     return out
 
 
@@ -62,7 +66,8 @@ def table_source(
         raise DataError(f"{where}: no rows")
     groups = parse_columns(columns, table.column_names, where, dtypes)
     text: set[str] = set()
-    return ArraySource(stack(groups, decode(table, groups, fill, where, TextKeys(), text), text, where), fingerprint)
+    columns_read = decode(table, groups, fill, where, TextKeys(), text)
+    return ArraySource(stack(groups, columns_read, text, where), fingerprint, hashed_unasked(groups, text))
 
 
 def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtypes, fill: Fill) -> Source:
@@ -79,7 +84,8 @@ def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtyp
             parts.append(decode(table, groups, fill, str(file), keys, text))
     if not parts:
         raise DataError(f"{str(files[0])!r}: no rows")
-    return ArraySource(stack(groups, _join(parts, files), text, str(files[0])), _fingerprint(files, groups))
+    joined = stack(groups, _join(parts, files), text, str(files[0]))
+    return ArraySource(joined, _fingerprint(files, groups), hashed_unasked(groups, text))
 
 
 def _read_csv(file: Path) -> pa.Table:
@@ -117,13 +123,23 @@ def _join(parts: list[dict[str, Array]], files: Sequence[Path]) -> dict[str, Arr
     out: dict[str, Array] = {}
     for name in parts[0]:
         pieces = [part[name] for part in parts]
-        types = {piece.dtype for piece in pieces}
-        if len(types) > 1:
-            raise DataError(
-                f"column {name!r} holds integers or text in one file and floats in another of {str(files[0])!r}, ..."
-            )
-        out[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        common = common_dtype(name, [piece.dtype for piece in pieces], str(files[0]))
+        out[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces).astype(common, copy=False)
     return out
+
+
+def common_dtype(name: str, types: Sequence[np.dtype[Any]], where: str) -> np.dtype[Any]:
+    """The type of a column that several files have: the widest, of one kind."""
+    kinds = {"i" if t.kind == "u" else t.kind for t in types}
+    common = np.result_type(*types)
+    if len(kinds) > 1 or (common.kind == "f" and "i" in kinds):
+        listed = ", ".join(dict.fromkeys(str(t) for t in types))
+        raise DataError(
+            f"column {name!r} has different types ({listed}) in the files of {where!r}, ...: integers or text in one "
+            "file "
+            "and floats in another; write them with one type"
+        )
+    return common
 
 
 def _fingerprint(files: Sequence[Path], groups: Sequence[Group], rows: int = 0) -> str:
@@ -169,9 +185,24 @@ def _row_bytes(schema: pa.Schema, groups: Sequence[Group], where: str) -> int:
         kind = schema.field(name).type
         rule = batch_dtype(kind)
         if rule is None:
-            raise DataError(f"{where}: column {name!r} has type {kind}, which has no rule; leave it out with columns=")
+            raise no_rule(name, kind, where)
         total += rule[0].itemsize * rule[1]
     return total
+
+
+def _common_dtypes(schemas: Sequence[pa.Schema], groups: Sequence[Group], where: str) -> dict[str, np.dtype[Any]]:
+    """By column that is not of one type in all files: the type that all files' rows get."""
+    out: dict[str, np.dtype[Any]] = {}
+    for name in wanted(groups):
+        rules = [batch_dtype(schema.field(name).type) for schema in schemas]
+        types = [rule[0] for rule in rules if rule is not None]
+        if len(set(types)) > 1:
+            out[name] = common_dtype(name, types, where)
+    return out
+
+
+def _coded(t: pa.DataType) -> bool:
+    return bool(pa.types.is_dictionary(t))
 
 
 class ParquetSource:
@@ -191,9 +222,12 @@ class ParquetSource:
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.chunk = max(sizes)
         self._names = wanted(groups)
-        self._text_columns = [
-            [n for n in self._names if is_text(m.schema.to_arrow_schema().field(n).type)] for m in metas
-        ]
+        schemas = [m.schema.to_arrow_schema() for m in metas]
+        self._common = _common_dtypes(schemas, groups, str(files[0]))
+        self._text_columns = [[n for n in self._names if is_text(s.field(n).type)] for s in schemas]
+        kinds = [s.field(n).type for s in schemas[:1] for n in self._names]
+        text = [n for n, t in zip(self._names, kinds, strict=True) if is_text(t.value_type if _coded(t) else t)]
+        self.hashed = hashed_unasked(groups, text)
         self._keys, self._text = TextKeys(), set[str]()
         self._cache: OrderedDict[int, Batch] = OrderedDict()
         self._lock = threading.Lock()
@@ -238,7 +272,8 @@ class ParquetSource:
             if table.num_rows:
                 parts.append(decode(table, self._groups, self._fill, str(file), self._keys, self._text))
         columns = _join(parts, self._files)
-        return ArraySource(stack(self._groups, columns, self._text, str(self._files[0])), self._fingerprint)
+        joined = stack(self._groups, columns, self._text, str(self._files[0]))
+        return ArraySource(joined, self._fingerprint, self.hashed)
 
     def _load(self, group: int) -> Batch:
         with self._lock:
@@ -255,6 +290,7 @@ class ParquetSource:
             except (pa.ArrowInvalid, OSError) as error:
                 raise DataError(f"{where!r}: row group {inner} is not readable: {one_line(error)}") from None
             columns = decode(table, self._groups, self._fill, where, self._keys, self._text)
+            columns |= {name: columns[name].astype(common) for name, common in self._common.items()}
             part = self._cache[group] = stack(self._groups, columns, self._text, where)
             while len(self._cache) > _CACHE_GROUPS:
                 self._cache.popitem(last=False)

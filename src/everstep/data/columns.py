@@ -1,15 +1,15 @@
-"""Columns as models want them: integers as int64, everything else with a fraction as float32.
+"""Columns as the file or array has them: a batch has the type that ``torch.from_numpy`` gives the column.
 
 | in the file | in the batch |
 | --- | --- |
-| integers of any width | int64 (an unsigned value above 2**63 - 1 is an error) |
-| floats, decimals | float32 |
-| booleans | float32 (0.0, 1.0), as losses want labels |
+| integers, floats, booleans, complex numbers | the same type: int8 is int8, float64 is float64 |
 | dates, times, timestamps, durations | int64, in the unit of the file |
-| text, binary, categories of text | int64 keys: ``text_key``, a hash that never changes |
+| decimals of at most 15 digits | float64 |
+| text, binary, categories of text | int64 keys: ``text_key``, a hash that never changes; or a list of str |
 | fixed-size lists | [rows, length] of the above |
 
-Nulls are an error unless ``fill`` says what stands for them (one value, or one per column); NaN is not null.
+``dtypes`` says where another type is wanted, ``"str"`` for text as it is. Nulls are an error unless ``fill`` says what
+stands for them (one value, or one per column); NaN is not null.
 """
 
 from __future__ import annotations
@@ -33,10 +33,17 @@ ArrowColumn = Any  # pyarrow.ChunkedArray, whose stubs are partial
 FillValue = float | int | str
 Fill = FillValue | Mapping[str, FillValue] | None
 ColumnsLike = Sequence[str] | Mapping[str, str | Sequence[str]] | None
-Dtypes = Mapping[str, str] | None
-"""Batch key -> ``"float32"`` or ``"int64"``, where the rules' own choice is not what the model wants."""
+Dtypes = Mapping[str, Any] | str | None
+"""Batch key -> the type wanted: a number's, such as ``"float32"``; ``"hash"`` or ``"str"`` for text. A type alone is
+wanted of every column of floats."""
 
-_INT64_MAX: Final = (1 << 63) - 1
+NUMBERS: Final = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+"""The types that NumPy and torch both have."""
+HASH, STR = "hash", "str"
+_DIGITS_MAX: Final = 15  # decimal digits that a float64 holds exactly
 
 
 def text_key(value: str | bytes) -> int:
@@ -48,13 +55,14 @@ def text_key(value: str | bytes) -> int:
 class Group(msgspec.Struct, frozen=True):
     """One entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows].
 
-    ``dtype``: the type demanded, or an empty string.
+    ``dtype``: the type demanded, or an empty string. ``floats``: the type demanded should it be one of floats.
     """
 
     key: str
     names: tuple[str, ...]
     stacked: bool
     dtype: str = ""
+    floats: str = ""
 
 
 def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str, dtypes: Dtypes = None) -> list[Group]:
@@ -83,13 +91,32 @@ def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str, dt
         for name in group.names:
             if name not in known:
                 raise missing_column(name, names, where)
-    keys = [group.key for group in groups]
-    for key, dtype in (dtypes or {}).items():
-        if key not in keys:
-            raise DataError(f"{where}: dtypes names {key!r}, but a batch has {', '.join(keys)}")
-        if dtype not in ("int64", "float32"):
-            raise DataError(f"{where}: dtypes[{key!r}]={dtype!r}: expected 'int64' or 'float32'")
-    return [msgspec.structs.replace(g, dtype=dtypes.get(g.key, "")) for g in groups] if dtypes else groups
+    if isinstance(dtypes, Mapping):
+        keys = [group.key for group in groups]
+        wish = {key: dtype_name(key, dtype, where) for key, dtype in dtypes.items()}
+        for key in wish:
+            if key not in keys:
+                raise DataError(f"{where}: dtypes names {key!r}, but a batch has {', '.join(keys)}")
+        return [msgspec.structs.replace(g, dtype=wish.get(g.key, "")) for g in groups]
+    if dtypes is not None:
+        floats = dtype_name("", dtypes, where)
+        if np.dtype(floats if floats in NUMBERS else "str").kind != "f":
+            raise DataError(f"{where}: dtypes={dtypes!r}: one type alone is of floats, such as 'float32'; else a dict")
+        return [msgspec.structs.replace(g, floats=floats) for g in groups]
+    return groups
+
+
+def dtype_name(key: str, dtype: Any, where: str) -> str:
+    """``dtype`` (a name, or a type of NumPy or torch) as one of ``NUMBERS``, "hash" or "str"."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in (*NUMBERS, HASH, STR):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = ""
+    if name not in (*NUMBERS, HASH, STR):
+        raise DataError(f"{where}: dtypes[{key!r}]={dtype!r}: expected one of {', '.join(NUMBERS)}, 'hash' or 'str'")
+    return name
 
 
 def missing_column(name: str, names: Sequence[str], where: str) -> DataError:
@@ -102,6 +129,20 @@ def missing_column(name: str, names: Sequence[str], where: str) -> DataError:
 def wanted(groups: Iterable[Group]) -> list[str]:
     """The names that the groups need, each once, in order."""
     return list(dict.fromkeys(name for group in groups for name in group.names))
+
+
+def text_mode(groups: Iterable[Group], name: str, where: str) -> str:
+    """What becomes of column ``name`` if it is text: "hash" or "str"."""
+    asked = {group.dtype == STR for group in groups if name in group.names}
+    if len(asked) > 1:
+        raise DataError(f"{where}: column {name!r} is asked for as 'str' and as keys; ask for one of them")
+    return STR if True in asked else HASH
+
+
+def hashed_unasked(groups: Iterable[Group], text: Iterable[str]) -> tuple[str, ...]:
+    """The text columns whose keys a batch has although nobody asked for keys."""
+    texts = set(text)
+    return tuple(dict.fromkeys(n for g in groups if not g.dtype for n in g.names if n in texts))
 
 
 def fill_of(fill: Fill, name: str) -> FillValue | None:
@@ -149,22 +190,37 @@ def batch_dtype(t: pa.DataType) -> tuple[np.dtype[Any], int] | None:
     if pa.types.is_fixed_size_list(t):
         inner = batch_dtype(t.value_type)
         return None if inner is None or is_text(t.value_type) else (inner[0], inner[1] * t.list_size)
-    if pa.types.is_integer(t) or pa.types.is_temporal(t) or is_text(t):
+    if pa.types.is_temporal(t) or is_text(t):
         return np.dtype(np.int64), 1
-    if pa.types.is_floating(t) or pa.types.is_decimal(t) or pa.types.is_boolean(t) or pa.types.is_null(t):
-        return np.dtype(np.float32), 1
+    if pa.types.is_decimal(t) or pa.types.is_null(t):
+        return np.dtype(np.float64), 1
+    if pa.types.is_integer(t) or pa.types.is_floating(t) or pa.types.is_boolean(t):
+        return np.dtype(t.to_pandas_dtype()), 1
     return None
 
 
-def arrow_to_numpy(name: str, column: ArrowColumn, fill: FillValue | None, where: str, keys: TextKeys) -> Array:
-    """One column as int64 or float32, [rows] or [rows, length]; contiguous, owned by nobody else."""
+def no_rule(name: str, t: pa.DataType, where: str) -> DataError:
+    """The error for a column of a type that no batch has."""
+    way = "leave it out with columns="
+    if pa.types.is_list(t) or pa.types.is_large_list(t):
+        way = (
+            "its rows may differ in length: read the file in a map-style dataset and give job.loader a collate_fn= "
+            "that pads or packs, or store lists of one fixed size, or leave it out with columns="
+        )
+    return DataError(f"{where}: column {name!r} has type {t}, which has no rule; {way}")
+
+
+def arrow_to_numpy(
+    name: str, column: ArrowColumn, fill: FillValue | None, where: str, keys: TextKeys, text: str = HASH
+) -> Array:
+    """One column, [rows] or [rows, length]; contiguous, owned by nobody else. ``text``: "hash" or "str"."""
     t = column.type
     if pa.types.is_dictionary(t) and not is_text(t.value_type):
         column = column.cast(t.value_type)
         t = column.type
     rule = batch_dtype(t)
     if rule is None:
-        raise DataError(f"{where}: column {name!r} has type {t}, which has no rule; leave it out with columns=")
+        raise no_rule(name, t, where)
     nulls = column.null_count
     if nulls and fill is None:
         raise DataError(
@@ -172,28 +228,42 @@ def arrow_to_numpy(name: str, column: ArrowColumn, fill: FillValue | None, where
             f" or fill={{{name!r}: 0}}"
         )
     if is_text(t) or pa.types.is_dictionary(t):
+        if text == STR:
+            return _text_as_it_is(name, column, fill, where)
         return _text_to_numpy(name, column, fill, where, keys)
     if pa.types.is_fixed_size_list(t):
         return _lists_to_numpy(name, column, fill, where, keys)
     if pa.types.is_null(t):
-        return np.full(len(column), _number(name, fill, where), np.float32)
+        number = _number(name, fill, where)
+        return np.full(len(column), number, np.int64 if isinstance(number, int) else np.float64)
     try:
         if pa.types.is_temporal(t):
             column = column.cast(pa.int32() if t.bit_width == 32 else pa.int64()).cast(pa.int64())
         elif pa.types.is_decimal(t):
+            if t.precision > _DIGITS_MAX:
+                _check_digits(name, column, where)
             column = column.cast(pa.float64())
-        elif pa.types.is_boolean(t):
-            column = column.cast(pa.uint8())
-        elif pa.types.is_uint64(t):
-            _check_uint64(name, pc.max(column).as_py(), where)
         if nulls:
             value = _number(name, fill, where)
             if pa.types.is_integer(column.type) and value != int(value):
                 raise DataError(f"{where}: fill={value!r} for integer column {name!r}: expected a whole number")
-            column = pc.fill_null(column, pa.scalar(value).cast(column.type))
+            if pa.types.is_boolean(column.type) and value not in (0, 1):
+                raise DataError(f"{where}: fill={value!r} for column {name!r} of booleans: expected 0 or 1")
+            number_type = pa.float64() if pa.types.is_float16(column.type) else column.type
+            column = pc.fill_null(column, pa.scalar(value).cast(number_type).cast(column.type))
     except pa.ArrowInvalid as error:
         raise DataError(f"{where}: column {name!r}: {one_line(error)}") from None
     return np.ascontiguousarray(column.to_numpy()).astype(rule[0], copy=False)
+
+
+def _check_digits(name: str, column: ArrowColumn, where: str) -> None:
+    longest = max((len(v.as_tuple().digits) for v in pc.unique(column).to_pylist() if v is not None), default=0)
+    if longest > _DIGITS_MAX:
+        raise DataError(
+            f"{where}: column {name!r} has decimals of {longest} digits, and a float64 holds {_DIGITS_MAX}: store it "
+            "as "
+            "text, as integers, or as float64 if rounding is meant"
+        )
 
 
 def _number(name: str, fill: FillValue | None, where: str) -> float | int:
@@ -202,12 +272,12 @@ def _number(name: str, fill: FillValue | None, where: str) -> float | int:
     return fill
 
 
-def _check_uint64(name: str, largest: int | None, where: str) -> None:
-    if largest is not None and largest > _INT64_MAX:
-        raise DataError(
-            f"{where}: column {name!r} holds {largest}, outside of int64 (the largest id is {_INT64_MAX});"
-            " store it as a signed number or as text"
-        )
+def _text_as_it_is(name: str, column: ArrowColumn, fill: FillValue | None, where: str) -> Array:
+    if column.null_count and not isinstance(fill, str):
+        raise DataError(f"{where}: fill={fill!r} for column {name!r}, which holds text: expected text")
+    out = np.empty(len(column), object)
+    out[:] = [fill if value is None else value for value in column.to_pylist()]
+    return out
 
 
 def _text_to_numpy(
@@ -250,48 +320,67 @@ def _lists_to_numpy(name: str, column: ArrowColumn, fill: FillValue | None, wher
 # ---- one NumPy array -> NumPy -------------------------------------------------------------------------------
 
 
-def numpy_to_batch(name: str, values: Array, where: str, keys: TextKeys | None = None) -> Array:
+def to_array(name: str, values: Any, where: str) -> Array:
+    """``values`` (an array, a tensor on the CPU, a list) as an array."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        ragged = "inhomogeneous" in str(error)
+        way = "give a map-style dataset and a collate_fn= that pads or packs" if ragged else "give a NumPy array"
+        raise DataError(f"{where}: column {name!r} is no array of rows ({one_line(error)}); {way}") from None
+    return array
+
+
+def holds_text(values: Array) -> bool:
+    kind = values.dtype.kind
+    return kind in "US" or (kind == "O" and values.size > 0 and all(isinstance(v, str | bytes) for v in values.flat))
+
+
+def numpy_to_batch(name: str, values: Array, where: str, keys: TextKeys | None = None, text: str = HASH) -> Array:
     """An array of any type, first axis = rows, by the same rules; not copied where it already fits."""
     kind = values.dtype.kind
-    if kind in "biuf":
-        if kind == "u" and values.dtype.itemsize == 8 and values.size:
-            _check_uint64(name, int(values.max()), where)
-        return values.astype(np.int64 if kind in "iu" else np.float32, copy=False)
+    if kind in "biufc" and values.dtype.name in NUMBERS:
+        return values.astype(values.dtype.newbyteorder("="), copy=False)
     if kind in "mM":
+        if np.isnat(values).any():
+            raise DataError(f"{where}: column {name!r} has {np.isnat(values).sum():,} times that are none (NaT)")
         return values.astype(np.int64)
-    if kind in "US" or (kind == "O" and values.size and all(isinstance(v, str | bytes) for v in values.flat)):
+    if holds_text(values):
+        if text == STR:
+            return values.astype(object)
         distinct, codes = np.unique(values, return_inverse=True)
         return (keys or TextKeys()).of(distinct.tolist())[codes].reshape(values.shape)
-    raise DataError(f"{where}: column {name!r} has NumPy type {values.dtype}, which has no rule")
+    way = ""
+    if kind == "O":
+        way = "; rows of different lengths need a map-style dataset and a collate_fn= that pads or packs"
+    raise DataError(f"{where}: column {name!r} has NumPy type {values.dtype}, which has no rule{way}")
 
 
 def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[str], where: str) -> Batch:
     """Build a batch (or a whole source held in memory) from single columns.
 
-    A stacked group is int64 if all of its columns are, else float32; text in a float group is an error, for its
+    A stacked group has the type that ``torch.cat`` gives its columns; text in a group of floats is an error, for its
     keys would be rounded.
     """
     texts = set(text)
     out: Batch = {}
     for group in groups:
         parts = [columns[name] for name in group.names]
+        common = parts[0].dtype if len(parts) == 1 else _common(group, parts, texts, where)
+        wanted_type = group.dtype if group.dtype in NUMBERS else ""
+        if not wanted_type and group.floats and common.kind == "f":
+            wanted_type = group.floats
+        target = np.dtype(wanted_type) if wanted_type else common
         for name, part in zip(group.names, parts, strict=True):
-            _check_dtype(group, name, part, name in texts, where)
+            _check_dtype(group, name, part, name in texts, target, where)
         if not group.stacked:
-            out[group.key] = parts[0].astype(group.dtype or parts[0].dtype, copy=False)
+            out[group.key] = parts[0].astype(target, copy=False)
             continue
-        floats = [name for name, part in zip(group.names, parts, strict=True) if part.dtype == np.float32]
-        words = [name for name in group.names if name in texts]
-        if floats and words:
-            raise DataError(
-                f"{where}: group {group.key!r} mixes text column {words[0]!r} with float column {floats[0]!r};"
-                " put them in two groups"
-            )
         for name, part in zip(group.names, parts, strict=True):
             if part.ndim > 2:
                 raise DataError(f"{where}: column {name!r} of group {group.key!r} has {part.ndim} axes, at most 2 fit")
         width = sum(1 if part.ndim == 1 else part.shape[1] for part in parts)
-        block = np.empty((len(parts[0]), width), group.dtype or (np.float32 if floats else np.int64))
+        block = np.empty((len(parts[0]), width), target)
         at = 0
         for part in parts:
             step = 1 if part.ndim == 1 else part.shape[1]
@@ -301,17 +390,56 @@ def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[
     return out
 
 
-def _check_dtype(group: Group, name: str, part: Array, text: bool, where: str) -> None:
-    if group.dtype == "int64" and part.dtype != np.int64:
-        raise DataError(f"{where}: column {name!r} of {group.key!r} holds floats, where int64 was asked for")
-    if group.dtype == "float32" and text:
-        raise DataError(f"{where}: column {name!r} of {group.key!r} holds text, where float32 was asked for")
+def _common(group: Group, parts: Sequence[Array], texts: set[str], where: str) -> np.dtype[Any]:
+    """The type that holds all columns of a group, as ``torch.cat`` chooses it: the widest of the highest kind."""
+    if any(part.dtype == object for part in parts):
+        raise DataError(
+            f"{where}: group {group.key!r} has text as it is, which does not stack: give it a key of its own"
+        )
+    words = [name for name in group.names if name in texts]
+    for name, part in zip(group.names, parts, strict=True):
+        if words and part.dtype.kind in "fc":
+            raise DataError(
+                f"{where}: group {group.key!r} mixes text column {words[0]!r} with float column {name!r};"
+                " put them in two groups"
+            )
+    kinds = ["c"] if any(p.dtype.kind == "c" for p in parts) else []
+    kinds += ["f"] if any(p.dtype.kind == "f" for p in parts) else []
+    found = [p.dtype for p in parts if not kinds or p.dtype.kind in kinds]
+    common = np.result_type(*found)
+    if not kinds and common.kind == "f":  # int64 and uint64: NumPy would round both
+        raise DataError(f"{where}: group {group.key!r} mixes uint64 with signed integers; say its type with dtypes=")
+    return common
+
+
+def _check_dtype(group: Group, name: str, part: Array, text: bool, target: np.dtype[Any], where: str) -> None:
+    what = f"{where}: column {name!r} of {group.key!r}"
+    if text and group.dtype not in ("", HASH, STR, "int64"):
+        raise DataError(f"{what} holds text, where {target} was asked for; 'hash' gives its keys, 'str' the text")
+    if group.dtype in (HASH, STR) and not text and not (group.dtype == HASH and part.dtype.kind in "iu"):
+        raise DataError(f"{what} holds {part.dtype}, where {group.dtype!r} was asked for, which is for text")
+    check_cast(part, target, what)
+
+
+def check_cast(part: Array, target: np.dtype[Any], what: str) -> None:
+    """DataError where values of ``part`` would become others in type ``target``, rounding apart."""
+    have, want = part.dtype.kind, target.kind
+    if part.dtype == target or have == "O":
+        return
+    if (have == "c" and want != "c") or (have == "f" and want in "biu"):
+        raise DataError(f"{what} holds {'floats' if have == 'f' else 'complex numbers'}, where {target} was asked for")
+    if want in "biu" and part.size:
+        least, largest = (0, 1) if want == "b" else (np.iinfo(target).min, np.iinfo(target).max)
+        low, high = int(part.min()), int(part.max())
+        if low < least or high > largest:
+            raise DataError(f"{what} holds {low if low < least else high}, outside of {target}")
 
 
 def schema_of(batch: Mapping[str, Array]) -> dict[str, str]:
     """``{"cat": "int64[26]", "label": "float32"}``: what a row is, by key of the batch."""
     return {
-        key: str(array.dtype) + (f"[{','.join(map(str, array.shape[1:]))}]" if array.ndim > 1 else "")
+        key: ("str" if array.dtype == object else str(array.dtype))
+        + (f"[{','.join(map(str, array.shape[1:]))}]" if array.ndim > 1 else "")
         for key, array in batch.items()
     }
 

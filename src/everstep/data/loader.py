@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from everstep.data.columns import ColumnsLike, Dtypes, Fill
+from everstep.data.dataset import Collate, DatasetSource
 from everstep.data.order import Int64s, sample_seeds, shuffled, window_shuffled
 from everstep.data.plan import make_plan
-from everstep.data.source import MEMORY_BYTES, DatasetSource, Source, open_source
+from everstep.data.source import MEMORY_BYTES, Source, open_source
 from everstep.data.split import Split, parse_split
+from everstep.data.streams import Watch, batch_seed, in_streams_of
+from everstep.data.torchloader import refuse, unpack
 from everstep.errors import DataError
 from everstep.model.shard import Plan
 
 TensorBatch = dict[str, torch.Tensor]
-Transform = Callable[[TensorBatch], TensorBatch]
+Transform = Callable[[Any], Any]
+_PROBES: Final = 8  # first calls of a transform of which each is watched for draws; later one of _PROBE_EVERY is
+_PROBE_EVERY: Final = 64
 _STRETCH = 4096  # positions whose rows are worked out at once: for a small batch alone that costs more than reading it
 
 
@@ -27,35 +33,55 @@ class Loader:
     - ``split="90/10"`` holds out a fixed, seeded share (``split_seed``; not the training seed, so that runs with
       different seeds are tested on the same rows); ``eval_batches`` reads it.
     - ``columns``: names, or ``{"dense": ["a", "b"], "label": "y"}``; a list becomes one [rows, len] tensor.
-    - ``dtypes``: ``{"dense": "float32"}`` where the rules' own choice (integers are int64) is not what is wanted.
+    - ``dtypes``: data keep their types; ``{"dense": "float32"}`` where another one is wanted, ``"float32"`` alone for
+    every
+      column of floats. Columns of text become keys (``"hash"``) or lists of str (``"str"``).
+    - ``collate_fn(samples)`` makes the batch of a map-style dataset; without it ``default_collate`` does.
     - ``transform(batch)`` is applied to each batch of tensors, in training and evaluation; it must treat rows
       independently, for a range may be read again in other cuts.
     - ``largest_batch``: so many samples fit into *this* worker at once, forward and backward (None: nobody knows; each
       worker may say another number, ``batch_size`` is the same for all). Where a policy divides steps, a worker may
       get passes of up to so many; a batch that is larger it computes in several passes of one step.
     - ``seeds=True`` adds ``batch["seeds"]``, int64 [rows]: a seed for each (sample, epoch), for augmentation.
+    - ``draws=False``: neither the dataset nor ``collate_fn`` nor ``transform`` draws random numbers from the streams of
+      torch, numpy and random. Without that word a dataset is read while the script waits, not beside it.
+
+    ``source`` may be torch's DataLoader: its dataset, batch_size, shuffle, drop_last and collate_fn are taken.
     """
 
     def __init__(
         self,
         source: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         epochs: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
-        drop_last: bool = False,
+        drop_last: bool | None = None,
         split: str | float | None = None,
         split_seed: int = 0,
         columns: ColumnsLike = None,
         dtypes: Dtypes = None,
         fill: Fill = None,
+        collate_fn: Collate | None = None,
         transform: Transform | None = None,
         seeds: bool = False,
+        draws: bool = True,
         name: str = "train",
         memory_bytes: int = MEMORY_BYTES,
         largest_batch: int | None = None,
+        **of_torch: Any,
     ) -> None:
+        refuse(of_torch, f"loader {name!r}")
+        if isinstance(source, DataLoader):
+            said = unpack(source)
+            source, collate_fn = said.dataset, collate_fn or said.collate_fn
+            batch_size = said.batch_size if batch_size is None else batch_size
+            shuffle = said.shuffle if shuffle is None else shuffle
+            drop_last = said.drop_last if drop_last is None else drop_last
+        if batch_size is None:
+            raise DataError(f"loader {name!r} needs a batch_size=")
+        shuffle, drop_last = shuffle is not False, bool(drop_last)
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise DataError(f"epochs={epochs!r} of loader {name!r}: must be a whole number of at least 1")
         if largest_batch is not None and (
@@ -69,9 +95,18 @@ class Loader:
         self.largest_batch = largest_batch or 0  # 0: unknown
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         share = parse_split(split)
-        self.source: Source = open_source(source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes)
+        self.source: Source | DatasetSource = open_source(
+            source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes, collate_fn=collate_fn
+        )
         self.transform = transform
         self._seeds = seeds
+        self._draws = draws
+        self.apart = False
+        """Random numbers that reading draws come from streams of the sample, apart from the script's. Else they "
+        "come from
+        the script's own, as with torch's DataLoader without workers."""
+        self._transforming = Watch()
+        self._transformed = 0  # calls
         self._known: tuple[int, int, Int64s] = (-1, 0, np.empty(0, np.int64))  # epoch, position, rows from there on
         self._split = Split(len(self.source), share, split_seed)
         if self._split.train < 1:
@@ -94,6 +129,13 @@ class Loader:
     def test_samples(self) -> int:
         """Samples held out by the split."""
         return self._split.test
+
+    @property
+    def may_draw(self) -> bool:
+        """Reading draws random numbers, for what is known, and puts the script's streams back: not beside the "
+        "script."""
+        draws = isinstance(self.source, DatasetSource) and self.source.draws
+        return self.apart and self._draws and (draws or self.transform is not None)
 
     def plan(self) -> Plan:
         return self._plan
@@ -118,11 +160,13 @@ class Loader:
             positions = shuffled(positions, n, self.seed, epoch)
         return self._split.train_samples(positions)
 
-    def read(self, epoch: int, lo: int, hi: int) -> TensorBatch:
-        """The samples at positions ``[lo, hi)`` of ``epoch``: key -> tensor [hi - lo, ...], int64 or float32."""
+    def read(self, epoch: int, lo: int, hi: int) -> Any:
+        """The samples at positions ``[lo, hi)`` of ``epoch``: of columns key -> tensor [hi - lo, ...]; of a dataset "
+        "what
+        its collate_fn makes."""
         return self._batch(self.indices(epoch, lo, hi), epoch)
 
-    def eval_batches(self, batch_size: int | None = None) -> Iterator[TensorBatch]:
+    def eval_batches(self, batch_size: int | None = None) -> Iterator[Any]:
         """The held-out side once, in a fixed order, in batches of ``batch_size`` (default: the training one)."""
         size = self.batch_size if batch_size is None else batch_size
         if size < 1:
@@ -133,16 +177,45 @@ class Loader:
             ranks = np.arange(lo, min(lo + size, self._split.test), dtype=np.int64)
             yield self._batch(self._split.test_samples(ranks), 0)
 
-    def _batch(self, rows: Int64s, epoch: int) -> TensorBatch:
-        seeds = sample_seeds(rows, self.seed, epoch) if self._seeds or self._seeded() else None
-        if seeds is not None and isinstance(self.source, DatasetSource):
-            arrays = self.source.read(rows, seeds)
+    def _batch(self, rows: Int64s, epoch: int) -> Any:
+        seeds = sample_seeds(rows, self.seed, epoch)
+        if isinstance(self.source, DatasetSource):
+            batch = self._of_dataset(self.source, rows, seeds, epoch)
         else:
-            arrays = self.source.read(rows)
-        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
-        if seeds is not None and self._seeds:
+            batch = {key: as_torch(array) for key, array in self.source.read(rows).items()}
+        if self._seeds:
+            if not isinstance(batch, dict):
+                raise DataError(
+                    f"seeds=True of loader {self.name!r}: its batches are {type(batch).__name__}, which has no key "
+                    "'seeds'; "
+                    "give a dataset of dicts, or columns="
+                )
             batch["seeds"] = torch.from_numpy(seeds)
-        return batch if self.transform is None else self.transform(batch)
+        return batch if self.transform is None else self._transform(batch, rows, epoch)
 
-    def _seeded(self) -> bool:
-        return isinstance(self.source, DatasetSource) and self.source.seeded
+    def _of_dataset(self, source: DatasetSource, rows: Int64s, seeds: Int64s, epoch: int) -> Any:
+        if not len(rows):
+            raise DataError(f"loader {self.name!r}: no samples to make a batch of")
+        if not (self.apart and self._draws and source.draws):
+            return source.collate(source.fetch(rows, seeds, apart=False))
+        samples = source.fetch(rows, seeds, apart=True)
+        if source.collate_fn is None:
+            return source.collate(samples)
+        return in_streams_of(batch_seed(self.seed, epoch, int(rows[0])), lambda: source.collate(samples))
+
+    def _transform(self, batch: Any, rows: Int64s, epoch: int) -> Any:
+        """``transform`` in streams of the batch, where it draws; it is watched for that, but not each time."""
+        transform = self.transform
+        assert transform is not None
+        if not (self.apart and self._draws and len(rows)):
+            return transform(batch)
+        self._transformed += 1
+        if not self._transforming.drawn and self._transformed > _PROBES and self._transformed % _PROBE_EVERY:
+            return transform(batch)
+        seed = batch_seed(self.seed, epoch, int(rows[0]))
+        return in_streams_of(seed, lambda: transform(batch), self._transforming)
+
+
+def as_torch(array: np.ndarray[Any, Any]) -> Any:
+    """``array`` as a tensor of the same type; text as a list."""
+    return array.tolist() if array.dtype == object else torch.from_numpy(array)

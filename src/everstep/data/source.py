@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from everstep.data.columns import (
     Array,
@@ -21,12 +22,17 @@ from everstep.data.columns import (
     Dtypes,
     Fill,
     TextKeys,
+    hashed_unasked,
+    holds_text,
     numpy_to_batch,
     parse_columns,
     schema_of,
     stack,
+    text_mode,
+    to_array,
     wanted,
 )
+from everstep.data.dataset import DatasetSource
 from everstep.data.order import Int64s
 from everstep.errors import DataError
 
@@ -62,7 +68,7 @@ class ArraySource:
 
     chunk = 0
 
-    def __init__(self, arrays: Mapping[str, Array], fingerprint: str = "") -> None:
+    def __init__(self, arrays: Mapping[str, Array], fingerprint: str = "", hashed: tuple[str, ...] = ()) -> None:
         if not arrays:
             raise DataError("a source needs at least one column")
         self._arrays = {str(key): array for key, array in arrays.items()}
@@ -71,6 +77,7 @@ class ArraySource:
             raise DataError("columns differ in length: " + ", ".join(f"{k} {n:,}" for k, n in sizes.items()))
         self._n = next(iter(sizes.values()))
         self.schema = schema_of(self._arrays)
+        self.hashed = hashed  # columns of text whose keys a batch has, although nobody asked for keys
         self._fingerprint = fingerprint or self._content()
 
     def __len__(self) -> int:
@@ -91,99 +98,33 @@ class ArraySource:
         rows = np.linspace(0, self._n - 1, min(self._n, 4096)).astype(np.int64) if self._n else np.empty(0, np.int64)
         for key, array in self._arrays.items():
             digest.update(f"{key}:{array.dtype}:{array.shape};".encode())
-            digest.update(np.ascontiguousarray(array[rows]).tobytes())
+            some = array[rows]
+            digest.update(
+                repr(some.tolist()).encode() if some.dtype == object else np.ascontiguousarray(some).tobytes()
+            )
         return digest.hexdigest()
-
-
-class DatasetSource:
-    """Any map-style dataset: ``len(dataset)`` and ``dataset[i]``, a dict, a tuple or one value per sample.
-
-    Values may be tensors, arrays, numbers or text of equal shapes; a tuple's keys are ``"0"``, ``"1"``, ... A dataset
-    with ``__getitems__`` is asked for a whole batch at once. One that augments its samples should define
-    ``seeded(index, seed)``, so that a sample comes out the same whoever reads it and however often.
-    """
-
-    chunk = 0
-
-    def __init__(self, dataset: Any, columns: ColumnsLike = None, dtypes: Dtypes = None) -> None:
-        self._dataset = dataset
-        self._where = f"dataset {type(dataset).__name__}"
-        try:
-            self._n = len(dataset)
-        except TypeError:
-            raise DataError(
-                f"{self._where} has no length; a map-style dataset with __len__ and __getitem__ is needed"
-            ) from None
-        if self._n < 1:
-            raise DataError(f"{self._where} is empty")
-        self._keys = TextKeys()
-        first = self._collate([dataset[0]])
-        self._groups = parse_columns(columns, first, self._where, dtypes)
-        self._text: frozenset[str] = frozenset()
-        self.schema = schema_of(stack(self._groups, first, self._text, self._where))
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __repr__(self) -> str:
-        return f"<DatasetSource {self._where}, {self._n:,} rows>"
-
-    @property
-    def seeded(self) -> bool:
-        """The dataset takes a seed per sample."""
-        return hasattr(self._dataset, "seeded")
-
-    def read(self, indices: Int64s, seeds: Int64s | None = None) -> Batch:
-        if self.seeded and seeds is not None:
-            pairs = zip(indices.tolist(), seeds.tolist(), strict=True)
-            samples = [self._dataset.seeded(i, s) for i, s in pairs]
-        elif hasattr(self._dataset, "__getitems__"):
-            samples = self._dataset.__getitems__(indices.tolist())
-        else:
-            samples = [self._dataset[i] for i in indices.tolist()]
-        return stack(self._groups, self._collate(samples), self._text, self._where)
-
-    def fingerprint(self) -> str:
-        text = f"{type(self._dataset).__qualname__}:{self._n}:{sorted(self.schema.items())}"
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def _collate(self, samples: Sequence[Any]) -> dict[str, Array]:
-        first = samples[0]
-        if isinstance(first, Mapping):
-            fields = {str(k): [s[k] for s in samples] for k in first}
-        elif isinstance(first, tuple | list):
-            fields = {str(i): [s[i] for s in samples] for i in range(len(first))}
-        else:
-            fields = {"0": list(samples)}
-        return {name: self._column(name, values) for name, values in fields.items()}
-
-    def _column(self, name: str, values: list[Any]) -> Array:
-        try:
-            array = np.stack([np.asarray(v) for v in values])
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise DataError(f"{self._where}: field {name!r} does not stack to a batch: {error}") from None
-        return numpy_to_batch(name, array, self._where, self._keys)
 
 
 def arrays_source(arrays: Mapping[str, Array], columns: ColumnsLike, dtypes: Dtypes, where: str) -> ArraySource:
     """A source over arrays of any type (first axis = rows); converted once, grouped as ``columns`` says."""
     groups = parse_columns(columns, arrays, where, dtypes)
     keys = TextKeys()
-    sizes = {name: _rows(name, arrays[name], where) for name in wanted(groups)}
+    given = {name: to_array(name, arrays[name], where) for name in wanted(groups)}
+    sizes = {name: _rows(name, array, where) for name, array in given.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"{where}: columns differ in length: " + ", ".join(f"{k} {n:,}" for k, n in sizes.items()))
     if not all(sizes.values()):
         raise DataError(f"{where}: no rows")
-    text = [name for name in sizes if np.asarray(arrays[name]).dtype.kind in "USO"]
-    converted = {name: numpy_to_batch(name, np.asarray(arrays[name]), where, keys) for name in sizes}
-    return ArraySource(stack(groups, converted, text, where))
+    text = [name for name, array in given.items() if holds_text(array)]
+    modes = {name: text_mode(groups, name, where) for name in given}
+    converted = {name: numpy_to_batch(name, array, where, keys, modes[name]) for name, array in given.items()}
+    return ArraySource(stack(groups, converted, text, where), hashed=hashed_unasked(groups, text))
 
 
-def _rows(name: str, values: Any, where: str) -> int:
-    shape = np.asarray(values).shape
-    if not shape:
+def _rows(name: str, array: Array, where: str) -> int:
+    if not array.shape:
         raise DataError(f"{where}: column {name!r} is one value, not an array of rows")
-    return int(shape[0])
+    return len(array)
 
 
 def find_files(spec: str | Path) -> list[Path]:
@@ -239,13 +180,23 @@ def open_source(
     dtypes: Dtypes = None,
     fill: Fill = None,
     memory_bytes: int = MEMORY_BYTES,
-) -> Source:
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Source | DatasetSource:
     """A Source over whatever the user has; DataError, in one line, for everything that cannot be read.
 
     ``columns``: names, or ``{key: name | [names]}`` where a list becomes one stacked [rows, len] array.
-    ``dtypes``: ``{key: "float32" | "int64"}``, for a dense group of integers, or to insist on ids.
+    ``dtypes``: ``{key: "float32"}`` where another type is wanted than the data have, ``"hash"`` or ``"str"`` for text;
+    ``"float32"`` alone is wanted of every column of floats.
     ``fill``: what stands for nulls of files (one value, or per column); without it nulls are an error.
     """
+    if collate_fn is not None and not is_dataset(spec):
+        raise DataError(
+            f"collate_fn= is for map-style datasets, whose samples it makes a batch of; {type(spec).__name__} is "
+            "read by "
+            "columns: use transform=, which gets the batch"
+        )
+    if is_dataset(spec):
+        return DatasetSource(spec, columns, dtypes, collate_fn)
     if isinstance(spec, Source) and not hasattr(spec, "__getitem__"):
         if columns is not None or dtypes is not None:
             raise DataError(
@@ -271,11 +222,31 @@ def open_source(
             )
         if isinstance(spec, tuple) and all(hasattr(item, "shape") for item in spec):
             return arrays_source({str(i): item for i, item in enumerate(spec)}, columns, dtypes, "arrays")
-    if hasattr(spec, "__getitem__") or hasattr(spec, "__getitems__"):
-        return DatasetSource(spec, columns, dtypes)
     raise DataError(
         f"cannot read samples from {type(spec).__name__}: give a path, a table, arrays or a map-style dataset"
     )
+
+
+def is_dataset(spec: Any) -> bool:
+    """Whether ``spec`` is read sample by sample: anything with ``__getitem__`` that is no array, table or list of "
+    "files.
+    DataError for what looks like one and is none."""
+    if isinstance(spec, np.ndarray | str | Path | Mapping) or type(spec).__module__.startswith("pyarrow"):
+        return False
+    if isinstance(spec, list | tuple):
+        files = all(isinstance(item, str | Path) for item in spec)
+        arrays = isinstance(spec, tuple) and all(hasattr(item, "shape") for item in spec)
+        return bool(spec) and not files and not arrays
+    if isinstance(spec, IterableDataset):
+        raise DataError(
+            f"{type(spec).__name__} is an IterableDataset: everstep deals out ranges of samples, so that none is "
+            "lost or "
+            "read twice, and needs a length and samples by number: give a map-style dataset (list(dataset), where it "
+            "fits into memory), or files, such as 'data/*.parquet'"
+        )
+    if type(spec).__module__.startswith("pandas") and hasattr(spec, "columns"):
+        raise DataError("a DataFrame: give its columns as arrays, {c: df[c].to_numpy() for c in df}")
+    return hasattr(spec, "__getitem__") or hasattr(spec, "__getitems__")
 
 
 def _open_files(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> Source:

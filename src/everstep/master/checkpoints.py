@@ -19,6 +19,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import FINAL, STOP, has_checkpoints, leaves_model
 from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
 from everstep.brain.job import Phase
 from everstep.brain.replicas import replica_start
@@ -33,6 +34,7 @@ from everstep.net.messages import OrderType, TakeImages, TakeReplica
 from everstep.net.retry import backoff
 from everstep.policies.checkpoints import is_due
 from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
+from everstep.protect.model import IN_RUN_DIR, MODEL_LIMIT_BYTES, model_url, too_large
 from everstep.protect.sources import own_url, read_origin
 from everstep.storage.places import Place, open_place
 
@@ -65,6 +67,7 @@ class CheckpointKeeper:
         self._send_worker = send_worker
         self._every = parse_every(spec.checkpoint_every)
         self._url = own_url(spec, run_dir)
+        self._limit = MODEL_LIMIT_BYTES if spec.model_to == IN_RUN_DIR else 0
         self._asked_at = 0.0
         self._asked = 0  # the checkpoint that ``_asked_at`` is of
         self._batches: dict[tuple[Slot, Incarnation], int] = {}
@@ -141,18 +144,34 @@ class CheckpointKeeper:
         if self._asked != writing.number:
             self._batches_then = self._batches_now
         self._asked, self._asked_at = writing.number, at
+        if writing.reason in (FINAL, STOP) and not has_checkpoints(self._spec) and (why := self._too_large()):
+            self._tell(CheckpointCommitted(at, writing.number, why))
+            return
         lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
         for slot in sorted(lacking):
             self._send(slot, TakeImages(writing.number, writing.since, self._url))
+
+    def _too_large(self) -> str:
+        """Why the model in the memory of the ps is not left where nobody asked for it; "": it is."""
+        seats = [seat.member for seat in self._brain.members.servers.values() if seat.running]
+        total = int(sum(self._readings.of(m.key, m.incarnation).get("store_bytes", 0.0) for m in seats))
+        return too_large(total) if self._limit and total > self._limit else ""
 
     def _order_replica(self, number: int, at: float) -> None:
         """To the leader of the group: any member could, and this one has had the state for longest."""
         if self._asked != number:
             self._batches_then = self._brain.state.groups.step
         self._asked, self._asked_at = number, at
-        group = self._brain.state.groups.group
-        if group is not None and group.members:
-            self._send_worker(group.members[0].slot, TakeReplica(number, self._url))
+        group, writing = self._brain.state.groups.group, self._brain.checkpoints.writing
+        order = TakeReplica(number, self._url)
+        if writing is not None and writing.reason in (FINAL, STOP) and leaves_model(self._spec):
+            only = self._limit if not has_checkpoints(self._spec) else 0
+            order = TakeReplica(number, self._url, model_url(self._spec, self._run_dir), only)
+        writer = self._brain.members.workers.get(writing.writer) if writing is not None else None
+        if writer is not None and writer.running:
+            self._send_worker(writer.member.slot, order)
+        elif group is not None and group.members:
+            self._send_worker(group.members[0].slot, order)
 
     def hello(self, slot: Slot) -> None:
         """This ps said hello: what it may not have heard."""

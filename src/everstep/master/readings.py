@@ -32,6 +32,10 @@ _LINES_READ = 30  # the newest: a minute
 _EPOCHS_SHOWN = 20  # of each dataset, the newest
 
 
+VALUES_MAX = 1000  # names of reported values
+VALUE_NAME_MAX = 200  # characters
+
+
 class MetricsLine(msgspec.Struct, kw_only=True):
     """One line of ``metrics.jsonl``. ``retried``: batches computed again, by ``slot.incarnation`` of the worker."""
 
@@ -66,6 +70,7 @@ class Summary(msgspec.Struct, kw_only=True):
     steps: int = 0  # mode allreduce: committed
     generations: int = 0
     steps_void: int = 0  # committed once, and done again after every state was lost
+    checkpoint: int = 0  # that has all that the job ended with, 0: there is none
 
 
 class Progress:
@@ -120,6 +125,12 @@ class Readings:
                     line = msgspec.json.decode(raw, type=MetricsLine)
                     self.values, self._retried = line.values, line.retried
                     self.samples_told = max(self.samples_told, line.samples_done)
+
+    def reported(self, values: dict[str, float]) -> None:
+        """What a script said with ``job.report``, newest of each name; of so many names as people can read."""
+        for name, value in values.items():
+            if name in self.values or (len(self.values) < VALUES_MAX and len(name) <= VALUE_NAME_MAX):
+                self.values[name] = value
 
     def take(self, key: MemberKey, incarnation: Incarnation, readings: dict[str, float], at: float) -> None:
         known = self._by_member.get(key)
@@ -313,6 +324,7 @@ class Readings:
             steps=brain.state.groups.step,
             generations=brain.state.groups.generations,
             steps_void=sum(v.last + 1 - v.first for v in brain.state.groups.voids),
+            checkpoint=brain.checkpoints.last,
         )
 
 

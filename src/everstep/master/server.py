@@ -28,6 +28,7 @@ from everstep.brain.events import (
     BrainEvent,
     BucketsReady,
     CheckpointAsked,
+    ChiefAsked,
     CommitManifest,
     DrainAsked,
     DropCheckpoints,
@@ -48,6 +49,7 @@ from everstep.brain.events import (
     NodeJoined,
     Note,
     Ok,
+    OnceAsked,
     OrderImages,
     PlanRegistered,
     ProcessExited,
@@ -66,21 +68,24 @@ from everstep.brain.events import (
     StepsCommitted,
     StopAsked,
     StopProcess,
+    Wait,
 )
 from everstep.brain.turns import PaceKeeper
 from everstep.brain.watch import TICK_S, Watch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
-from everstep.errors import EverstepError, FencedError, PlatformError
+from everstep.errors import EverstepError, FencedError, InternalError, PlatformError, escaped
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
+from everstep.master.hangs import Hangs
 from everstep.master.hot import HotKeeper
 from everstep.master.metrics import MetricsServer, fill
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
+from everstep.master.rights import refused
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
@@ -90,16 +95,23 @@ from everstep.monitor.prometheus import Key, Page
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
+from everstep.net.log import log_plainly
 from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
 from everstep.storage.atomic import write_atomic
 from everstep.storage.journal import Journal
+from everstep.storage.space import be_patient, with_space
 
 logger = logging.getLogger("everstep.master")
 
 METRICS_S = 2.0
 PS_LEAVE_S = 12.0  # how long the end of the job waits for the ps to write their final cuts
+END_LOOK_S = 0.1  # between two questions of a worker whether it may end
 LAST_WORDS_S = 0.2  # for the last orders to leave
+FAULTS_MAX = 10  # requests of one sender on which the brain failed; more of it are not looked at
+FAILURES_RUNNING_MAX = 50  # events on which the brain failed without one that it took between: begin anew
+RESTORE_S = 10.0
+YOUNG_S = 10.0  # of a new master: it may not have heard yet what agents run
 
 Answer = wire.Answered
 _OK = Ok()
@@ -174,6 +186,7 @@ class Master:
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()
         self.stalls = Stalls()
+        self.hangs = Hangs(self.watch, self._reach_agent, self._note)
         self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_turn)
         self.hot = HotKeeper(self.brain, self.readings, self._tell)
         self.observer = Observer(self.brain, self.readings, self.watch, run_dir)
@@ -193,6 +206,10 @@ class Master:
         self._members: dict[MemberKey, Peer] = {}
         self._finish: FinishJob | None = None
         self._finished_at = 0.0
+        self._asking: tuple[Peer, wire.RequestType] | None = None  # what is being handled, and whose it is
+        self._faults: dict[str, int] = {}  # requests on which the brain failed, by sender
+        self._failures_running = 0
+        self._young = self.clock.now() + YOUNG_S
         self._events = LineFile(run_dir / "events.jsonl")
         self._metrics = LineFile(run_dir / METRICS_FILE)
         identity = Identity(
@@ -208,6 +225,7 @@ class Master:
             wire.HelloNode: self._hello_node,
             wire.HelloMember: self._hello_member,
             wire.Exited: self._exited,
+            wire.StackTaken: self._stack_taken,
             wire.MirrorReady: self._mirror_ready,
             wire.BucketsReady: self._buckets_ready,
             wire.Report: self._report,
@@ -215,6 +233,9 @@ class Master:
             wire.AskGroup: self._ask_group,
             wire.Synced: self._synced,
             wire.LeaveGroup: self._leave_group,
+            wire.AskChief: self._ask_chief,
+            wire.AskOnce: self._ask_once,
+            wire.MayEnd: self._may_end,
             wire.CommitSteps: self._commit_steps,
             wire.Stalled: self._stalled,
             wire.StoreSet: lambda peer, r: self.store.set(r.generation, r.attempt, r.values),
@@ -267,7 +288,7 @@ class Master:
             sock = listen_tcp(host, port)
             info = MasterInfo(pid=info.pid, incarnation=info.incarnation, host=host, port=sock.getsockname()[1])
             await self.server.listen(sock)
-        write_master(self.run_dir, info)
+        with_space(lambda: write_master(self.run_dir, info))
         if self.metrics is not None:
             self.metrics.start()
 
@@ -321,9 +342,9 @@ class Master:
         try:
             instructions = self.brain.handle(event)
         except Exception:
-            # The event is not journaled: the next master does without it, this one's state cannot be trusted.
-            logger.exception("the brain failed on %r", event)
-            os._exit(3)
+            self._failed_on(event, future)
+            return
+        self._failures_running = 0
         answer: AnswerType | None = None
         if instructions and isinstance(instructions[0], Reply):
             answer = instructions[0].answer
@@ -335,6 +356,28 @@ class Master:
         self.journal.maybe_snapshot(self.brain)
         self._undurable.append(Undurable(seq, event.at, future, answer, instructions))
         self.pace.handled()
+
+    def _failed_on(self, event: BrainEvent, future: asyncio.Future[Answer] | None) -> None:
+        """The brain raised. The event is not journaled; what handling it changed is undone by what the journal has. Who
+        sent it is refused."""
+        logger.exception("the brain failed on %s, asked by %s", escaped(repr(event)), escaped(str(self._asking)))
+        self._failures_running += 1
+        try:
+            if self._failures_running > FAILURES_RUNNING_MAX:
+                raise InternalError(f"it failed on {self._failures_running} events running")
+            self.journal.flush(RESTORE_S)
+            self.brain.become(self.journal.restore(check=False).brain)
+        except Exception:
+            logger.exception("and its state cannot be restored: the next master begins anew")
+            os._exit(3)
+        what = type(event).__name__
+        if self._asking is not None:
+            sender = str(self._asking[0].identity)
+            self._faults[sender] = self._faults.get(sender, 0) + 1
+            why = Decision("request refused", f"handling {what} of {sender} failed: a bug, see logs/master.log", {})
+            self._note(event.at, "master", why)
+        if future is not None and not future.done():
+            future.set_result(Refused(f"the master cannot handle this {what}: a bug, see logs/master.log"))
 
     def _submit(self, event: BrainEvent) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = self._loop.create_future()
@@ -354,8 +397,8 @@ class Master:
 
     def _execute(self, instruction: InstructionType, at: float) -> None:
         match instruction:
-            case StartProcess(node, role, slot, incarnation, decision):
-                self._order(self._agents.get(node), wire.Start(role, slot, incarnation))
+            case StartProcess(node, role, slot, incarnation, decision, after_s):
+                self._order(self._agents.get(node), wire.Start(role, slot, incarnation, after_s))
                 if incarnation > 1 or decision.inputs:
                     self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
             case StopProcess(node, role, slot, incarnation, grace_s, decision):
@@ -435,7 +478,20 @@ class Master:
     def _request(self, peer: Peer, request: wire.RequestType) -> Any:
         if self._failure is not None:
             return None
-        return self._handlers[type(request)](peer, request)
+        who = peer.identity
+        answer = refused(self.brain, who, request)
+        if answer is None and self._faults.get(str(who), 0) >= FAULTS_MAX:
+            answer = Refused(f"{who} sent {FAULTS_MAX} requests that could not be handled: no more of it is")
+        if answer is not None:
+            if isinstance(request, wire.HelloMember) and isinstance(answer, Fenced) and self.clock.now() < self._young:
+                return None  # its agent, which knows it, may say hello next
+            self.server.limit.warning(f"refused: {escaped(str(answer))}")
+            return answer
+        self._asking = (peer, request)
+        try:
+            return self._handlers[type(request)](peer, request)
+        finally:
+            self._asking = None
 
     def _hello_node(self, peer: Peer, r: wire.HelloNode) -> Any:
         if peer.identity.role != "agent":
@@ -443,12 +499,26 @@ class Master:
         known = self._agents.get(r.node)
         if known is not None and known.number > peer.number:
             return None  # said on an older connection than the one it uses now: orders must not go there
+        running = self._run_by(peer, r)
         peer.tag = r.node
         self._agents[r.node] = peer
         self.observer.node(r.node, r.hardware)
         at = self.clock.now()
         self.watch.node_heard(r.node, at)
-        return self._submit(NodeJoined(at, r.node, r.host, r.worker_places, r.ps_places, r.running))
+        return self._submit(NodeJoined(at, r.node, r.host, r.worker_places, r.ps_places, running))
+
+    def _run_by(self, peer: Peer, r: wire.HelloNode) -> tuple[tuple[Role, Slot, Incarnation, int], ...]:
+        """What the agent says that it runs, without later lives of processes that live on other nodes: those end."""
+        out = []
+        for process in r.running:
+            role, slot, incarnation, _ = process
+            seat = self.brain.members.of(role).get(slot)
+            if seat is not None and incarnation > seat.member.incarnation and seat.member.node != r.node:
+                logger.warning("%s runs %s:%d #%d, which was never started", peer.identity, role, slot, incarnation)
+                self._order(peer, wire.End(role, slot, incarnation, 0.0))
+            else:
+                out.append(process)
+        return tuple(out)
 
     def _hello_member(self, peer: Peer, r: wire.HelloMember) -> Any:
         who = peer.identity
@@ -485,6 +555,7 @@ class Master:
                     peer.close()
                     return None
                 self.watch.node_heard(NodeId(peer.tag), at)
+                self._vouched(NodeId(peer.tag), r, at)
             return _OK
         if who.role not in ("worker", "ps"):
             return _OK
@@ -493,8 +564,11 @@ class Master:
         seat = self.brain.members.current(role, who.slot, who.incarnation)
         if seat is None:
             return Fenced(f"{key} #{who.incarnation} was replaced")
-        for heard in self.watch.heard(key, who.incarnation, at, r.progress):
+        own = {self.brain.leases[shard].no for shard in seat.held}
+        progress = tuple(told for told in r.progress if told[0] in own)
+        for heard in self.watch.heard(key, who.incarnation, at, progress):
             self._tell(heard)
+        self.watch.moved(key, who.incarnation, at, r.idle_s, r.inside)
         self.readings.take(key, who.incarnation, r.readings, at)
         if (dropped := self.observer.take(key, who.incarnation, r.readings, at)) is not None:
             self._note(at, str(key), dropped)
@@ -503,12 +577,26 @@ class Master:
         elif (stall := self.stalls.beat(key, who.incarnation, r.readings)) is not None:
             self._note(at, str(key), stall)
         if r.values:
-            self.readings.values.update(r.values)
+            self.readings.reported(r.values)
         self.policy.tick(at)
         return _OK
 
+    def _vouched(self, node: NodeId, r: wire.Beat, at: float) -> None:
+        """An agent's word of its own processes; of others' it says nothing."""
+        for role, slot, incarnation, cpu_s in r.runs:
+            seat = self.brain.members.current(role, slot, incarnation)
+            if seat is not None and seat.member.node == node:
+                for heard in self.watch.vouched(seat.member.key, incarnation, at, cpu_s):
+                    self._tell(heard)
+
+    def _stack_taken(self, peer: Peer, r: wire.StackTaken) -> Answer:
+        if peer.identity.role != "agent":
+            return Refused(f"{peer.identity} is no agent")
+        self.hangs.taken(r, self.clock.now())
+        return _OK
+
     def _report(self, peer: Peer, r: wire.Report) -> Answer:
-        self.readings.values.update(r.values)
+        self.readings.reported(r.values)
         self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
         return _OK
 
@@ -525,7 +613,8 @@ class Master:
 
     def _ask_shard(self, peer: Peer, r: wire.AskShard) -> Any:
         who = peer.identity
-        return self._submit(ShardAsked(self.clock.now(), who.slot, who.incarnation, r.dataset, r.until_epoch, r.ask))
+        of = r.dataset, r.until_epoch, r.ask, r.pending
+        return self._submit(ShardAsked(self.clock.now(), who.slot, who.incarnation, *of))
 
     def _done(self, peer: Peer, r: wire.Done) -> Any:
         who = peer.identity
@@ -551,6 +640,18 @@ class Master:
         who = peer.identity
         return self._submit(GroupLeft(self.clock.now(), who.slot, who.incarnation, r.reason))
 
+    def _ask_chief(self, peer: Peer, r: wire.AskChief) -> Any:
+        who = peer.identity
+        return self._submit(ChiefAsked(self.clock.now(), who.slot, who.incarnation))
+
+    def _ask_once(self, peer: Peer, r: wire.AskOnce) -> Any:
+        who = peer.identity
+        return self._submit(OnceAsked(self.clock.now(), who.slot, who.incarnation, r.key, r.done))
+
+    def _may_end(self, peer: Peer, r: wire.MayEnd) -> Answer:
+        who = peer.identity
+        return _OK if self.brain.may_end(who.slot, who.incarnation) else Wait(END_LOOK_S)
+
     def _commit_steps(self, peer: Peer, r: wire.CommitSteps) -> Any:
         who = peer.identity
         return self._submit(StepsCommitted(self.clock.now(), who.slot, who.incarnation, r.steps))
@@ -565,7 +666,9 @@ class Master:
             return Refused(f"{peer.identity} is no agent")
         progress = self._progress(r.role, r.slot)
         at = self.clock.now()
-        return self._submit(ProcessExited(at, r.role, r.slot, r.incarnation, r.status, r.error, progress, r.too_large))
+        return self._submit(
+            ProcessExited(at, r.role, r.slot, r.incarnation, r.status, r.error, progress, r.too_large, r.failure)
+        )
 
     def _mirror_ready(self, peer: Peer, r: wire.MirrorReady) -> Any:
         if (refused := _other(peer, r.slot, r.incarnation)) is not None:
@@ -624,9 +727,11 @@ class Master:
             at = self.clock.now()
             self.watch.look(self.brain, at)
             self.pace.tick(at)
+            self.hangs.tick(at)
             for event in self.watch.tick(at):
                 if isinstance(event, MemberSilent) and event.lost:
                     event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
+                    event = self.hangs.complete(event)
                 self._tell(event)
             if 0 < self.brain.state.groups.due_at <= at:
                 self._tell(GroupDue(at))
@@ -695,7 +800,9 @@ def _other(peer: Peer, slot: Slot, incarnation: Incarnation) -> Refused | None:
 
 
 async def _main(run_dir: Path) -> int:
-    return await Master(run_dir, read_spec(run_dir), load_secret(run_dir / SECRET_FILE)).run()
+    spec = read_spec(run_dir)
+    be_patient(spec.disk_full_s)
+    return await Master(run_dir, spec, load_secret(run_dir / SECRET_FILE)).run()
 
 
 def serve(run_dir: Path) -> int:
@@ -703,7 +810,7 @@ def serve(run_dir: Path) -> int:
     import uvloop
 
     sys.setswitchinterval(0.0005)  # the journal's writer must not wait 5 ms for its turn
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
+    log_plainly("%(asctime)s %(name)s %(levelname)s %(message)s", logging.INFO)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_main(run_dir))

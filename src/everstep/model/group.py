@@ -12,6 +12,7 @@ from functools import cached_property
 
 import msgspec
 
+from everstep.bounds import Bits64, Whole
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.member import Address
 
@@ -19,10 +20,10 @@ from everstep.model.member import Address
 class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
     """The place of a state in the data: what is trained next. ``step``: committed steps so far."""
 
-    step: int = 0
-    dataset: int = 0
-    epoch: int = 0
-    position: int = 0
+    step: Whole = 0
+    dataset: Whole = 0
+    epoch: Whole = 0
+    position: Whole = 0
 
 
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
@@ -101,15 +102,15 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
     ``skipped``: ranges of them whose gradients were not finite (policy skip). ``digest``: of the reduced gradients of
     the last one, as voted."""
 
-    generation: int
-    first: int
-    last: int
-    dataset: int
-    epoch: int
-    lo: int
-    hi: int
-    skipped: tuple[tuple[int, int], ...] = ()
-    digest: int = 0
+    generation: Whole
+    first: Whole
+    last: Whole
+    dataset: Whole
+    epoch: Whole
+    lo: Whole
+    hi: Whole
+    skipped: tuple[tuple[Whole, Whole], ...] = ()
+    digest: Bits64 = 0
 
     @property
     def after(self) -> Mark:

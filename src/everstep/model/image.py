@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from everstep.bounds import Bits64, Checksum, Finite, ImagePath, Measured, Whole, WholeOrNone
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.group import Mark
@@ -19,9 +20,9 @@ REPLICA_VERSION = 2  # with the state of a replica in it, which older readers do
 class ImageFile(msgspec.Struct, frozen=True, array_like=True):
     """One file of a bucket's image: its path under the checkpoint directory, length and checksum (blake2b-128, hex)."""
 
-    path: str
-    size_bytes: int
-    checksum: str
+    path: ImagePath
+    size_bytes: Whole
+    checksum: Checksum
 
 
 class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +32,12 @@ class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     bucket: BucketId
-    seq: int
-    fingerprint: int
-    watermarks: tuple[tuple[ShardKey, int], ...]
+    seq: WholeOrNone
+    fingerprint: Bits64
+    watermarks: tuple[tuple[ShardKey, Whole], ...]
     files: tuple[ImageFile, ...]
-    rows: int = 0
-    bytes_written: int = 0  # for this checkpoint; the older files were there
+    rows: Whole = 0
+    bytes_written: Whole = 0  # for this checkpoint; the older files were there
 
 
 class ReplicaImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +46,18 @@ class ReplicaImage(msgspec.Struct, frozen=True, kw_only=True):
 
     mark: Mark
     file: ImageFile
-    origin: int = 0
-    parameters: int = 0
+    origin: Whole = 0
+    parameters: Whole = 0
 
 
 class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
     """Shards of one epoch that every image covers: ``done`` are ranges [lo, hi) of shard numbers; ``quarantined``:
     set aside for good. ``samples_done``: of the shards in ``done``, those skipped not counted."""
 
-    epoch: int
-    done: tuple[tuple[int, int], ...]
-    quarantined: tuple[int, ...] = ()
-    samples_done: int = 0
+    epoch: Whole
+    done: tuple[tuple[Whole, Whole], ...]
+    quarantined: tuple[Whole, ...] = ()
+    samples_done: Whole = 0
 
 
 class DatasetPosition(msgspec.Struct, frozen=True):
@@ -64,28 +65,28 @@ class DatasetPosition(msgspec.Struct, frozen=True):
 
     plan: Plan
     epochs: tuple[EpochPosition, ...]  # epochs without an entry that are finished: every sample of them counted
-    finished_epochs: int = 0  # epochs [0, n) are over
+    finished_epochs: Whole = 0  # epochs [0, n) are over
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint: it exists when, and only when, its manifest does."""
 
-    version: int = MANIFEST_VERSION
+    version: Whole = MANIFEST_VERSION
     everstep: str = ""
     job: str
-    checkpoint: int
-    at: float  # seconds since the epoch
-    base: int = 0  # the checkpoint whose files its own deltas build on; 0: it is a base
-    seed: int
-    buckets: int
+    checkpoint: Whole
+    at: Finite  # seconds since the epoch
+    base: Whole = 0  # the checkpoint whose files its own deltas build on; 0: it is a base
+    seed: Whole
+    buckets: Whole
     tables: tuple[TableSpec, ...] = ()
     images: tuple[BucketImage, ...]
     datasets: tuple[DatasetPosition, ...] = ()
-    values: dict[str, float] = {}
-    samples_done: int = 0
+    values: dict[str, Measured] = {}
+    samples_done: Whole = 0
     spec: JobSpec | None = None  # of the job that wrote it: what a resumed one begins with
     replica: ReplicaImage | None = None  # mode allreduce: everything that is trained, but for tables on the ps
-    skipped: tuple[tuple[int, int, int, int], ...] = ()  # with replica: (dataset, epoch, lo, hi) not applied
+    skipped: tuple[tuple[Whole, Whole, Whole, Whole], ...] = ()  # with replica: (dataset, epoch, lo, hi) not applied
     master_incarnation: Incarnation = Incarnation(0)  # no fence in the images is of a lease of a later master
 
     def files(self) -> Iterator[ImageFile]:
@@ -100,7 +101,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     """What a ps holds, told in its hello: buckets that are whole, and mirrors that have everything."""
 
     buckets: tuple[BucketId, ...] = ()
-    mirrors: tuple[int, ...] = ()
-    placement: int = 0
+    mirrors: tuple[WholeOrNone, ...] = ()
+    placement: WholeOrNone = 0
     incarnation: Incarnation = Incarnation(0)
     slot: Slot = Slot(0)

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from everstep.bounds import HostName, SocketPath, Whole
 from everstep.ids import Incarnation, NodeId, Slot
 
 
@@ -37,9 +38,9 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """Where a member listens. Same node: ``unix`` (path relative to the run directory); else ``host:port``."""
 
     node: NodeId
-    unix: str = ""
-    host: str = ""
-    port: int = 0
+    unix: SocketPath = ""
+    host: HostName = ""
+    port: Whole = 0
 
 
 class Member(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from everstep.bounds import Whole, Whole63
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 
 _INDEX_BITS, _EPOCH_BITS = 32, 20
@@ -54,9 +55,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    samples: int
-    shard_samples: int
-    seed: int
+    samples: Whole
+    shard_samples: Whole
+    seed: Whole63
     fingerprint: str = ""
 
     @property
@@ -74,17 +75,30 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     no: LeaseNo
     shard: ShardKey
-    start: int
-    stop: int
+    start: Whole
+    stop: Whole
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
     """What every push carries: which samples, by which right, meant for which life of the ps."""
 
     shard: ShardKey
-    lo: int
-    hi: int
+    lo: Whole
+    hi: Whole
     lease: LeaseNo
     ps_incarnation: Incarnation
     worker: Slot = Slot(0)
     worker_incarnation: Incarnation = Incarnation(0)
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Samples ``[lo, hi)`` of ``shard``, consumed by one step under ``lease``.
+
+    ``learnt``: their gradient is in what the step applies. Else the script left them out (an iteration without
+    ``backward()``, or whose gradient was zeroed before ``step()``), or they were skipped (a gradient not finite)."""
+
+    shard: ShardKey
+    lo: Whole
+    hi: Whole
+    lease: LeaseNo
+    learnt: bool = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from enum import StrEnum
 
 import msgspec
 
+from everstep.bounds import Finite, Whole
 from everstep.ids import TableId
 
 
@@ -27,18 +29,18 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     """
 
     kind: OptimizerKind
-    lr: float
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
-    momentum: float = 0.0
-    dampening: float = 0.0
+    lr: Finite
+    eps: Finite = 1e-8
+    beta1: Finite = 0.9
+    beta2: Finite = 0.999
+    momentum: Finite = 0.0
+    dampening: Finite = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
-    initial_accumulator: float = 0.0  # adagrad, rowwise_adagrad
-    l1: float = 0.0  # ftrl
-    l2: float = 0.0  # ftrl
-    beta: float = 1.0  # ftrl
+    weight_decay: Finite = 0.0
+    initial_accumulator: Finite = 0.0  # adagrad, rowwise_adagrad
+    l1: Finite = 0.0  # ftrl
+    l2: Finite = 0.0  # ftrl
+    beta: Finite = 1.0  # ftrl
 
     def state_floats(self, dim: int) -> int:
         """Optimizer state of one row, in float32s."""
@@ -70,8 +72,8 @@ class InitSpec(msgspec.Struct, frozen=True):
     """How a row begins: a pure function of (seed, table, key, column), whoever creates it and whenever."""
 
     kind: InitKind = InitKind.CONSTANT
-    a: float = 0.0
-    b: float = 0.0
+    a: Finite = 0.0
+    b: Finite = 0.0
 
 
 class TableSpec(msgspec.Struct, frozen=True):
@@ -83,15 +85,16 @@ class TableSpec(msgspec.Struct, frozen=True):
     """
 
     name: str
-    dim: int
+    dim: Whole
     optimizer: OptimizerSpec
     init: InitSpec = InitSpec()
-    rows: int | None = None  # None: no vocabulary, any int64 is a key
+    rows: Whole | None = None  # None: no vocabulary, any int64 is a key
     dense: bool = False  # rows of a flattened tensor; every push touches all of them
-    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of a dense table: name and shape, in the flat order
-    admit_after: int = 0
-    expire_batches: int = 0
-    expire_s: int = 0
+    parameters: tuple[tuple[str, tuple[Whole, ...]], ...] = ()  # of a dense table: name and shape, in the flat order
+    admit_after: Whole = 0
+    expire_batches: Whole = 0
+    expire_s: Whole = 0
+    aligned: bool = False  # of a dense table: each parameter begins a row
 
     @property
     def id(self) -> TableId:
@@ -106,6 +109,10 @@ class TableSpec(msgspec.Struct, frozen=True):
     def has_life_cycle(self) -> bool:
         """Its records say when they were pushed last."""
         return self.admit_after > 0 or self.expire_batches > 0 or self.expire_s > 0
+
+
+OWN = "everstep."
+"""Begins the name of what is kept in a dense table and is no part of the script's model."""
 
 
 def table_id(name: str) -> TableId:
@@ -128,3 +135,15 @@ def difference(a: TableSpec, b: TableSpec, in_a: str, in_b: str) -> str:
 
 def _word(value: object) -> str:
     return str(value) if isinstance(value, StrEnum | int | float) else repr(value)
+
+
+def flat_places(spec: TableSpec) -> list[tuple[str, tuple[int, ...], int]]:
+    """Name, shape and first float of each parameter in the flat rows of a dense table."""
+    out: list[tuple[str, tuple[int, ...], int]] = []
+    at = 0
+    for name, shape in spec.parameters:
+        out.append((name, shape, at))
+        at += math.prod(shape)
+        if spec.aligned:
+            at += -at % spec.dim
+    return out

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from everstep.bounds import Whole, WholeOrNone
 from everstep.ids import Incarnation, Slot
 
 LATE = "its step went on without it"
@@ -17,7 +18,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
     slot: Slot
     incarnation: Incarnation
-    samples: int
+    samples: Whole
 
 
 class Portion(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +74,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     """
 
     state: State
-    step: int = -1
-    samples: int = 0
+    step: WholeOrNone = -1
+    samples: Whole = 0
     parts: tuple[Share, ...] = ()
-    number: int = 0
+    number: Whole = 0

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.brain.job import Phase
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import Plan, shard_key, split_key
@@ -30,7 +31,7 @@ from everstep.monitor.facts import JobFacts, JournalReader
 from everstep.monitor.journeys import JourneyCheck
 from everstep.monitor.prints import Prints, mix64, tile
 from everstep.monitor.pslog import ALL, PsLog, Stint, bits, read_log
-from everstep.monitor.report import AuditReport, Offence
+from everstep.monitor.report import AuditReport, Offence, Verdict
 from everstep.monitor.steps import check_steps, read_step_log
 from everstep.storage.chain import BROKEN_CHAIN
 
@@ -46,6 +47,7 @@ class _PsCheck:
         self.facts, self.done, self.log, self.report, self.prints = facts, done, log, report, prints
         self.handovers = 0
         self.skipped: dict[tuple[int, int, int], int] = {}  # (shard, lo, hi) -> buckets
+        self.left_out: dict[tuple[int, int, int], int] = {}  # the same, by the script's own doing
 
     def run(self, followed: bool) -> None:
         """``followed``: its buckets change hands and are looked at by their journeys."""
@@ -62,7 +64,8 @@ class _PsCheck:
         self._leases()
         for i in np.flatnonzero(log.skipped).tolist():
             where = (int(log.shard[i]), int(log.lo[i]), int(log.hi[i]))
-            self.skipped[where] = self.skipped.get(where, 0) + int(log.applied[i])
+            found = self.left_out if log.left_out[i] else self.skipped
+            found[where] = found.get(where, 0) + int(log.applied[i])
         if not followed:
             self._tiling()
             self._fingerprints()
@@ -221,6 +224,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     newest = {log.slot: log for log in sorted(logs, key=lambda log: log.life)}
     handovers, batches = 0, 0
     skipped: dict[tuple[int, int, int], int] = {}
+    left_out: dict[tuple[int, int, int], int] = {}
     followed: set[int] = set()
     for log in logs:
         plain = not log.moved and bool(log.stints) and all(len(journeys[b]) == 1 for b in log.stints)
@@ -229,10 +233,11 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         if not plain:
             followed |= set(log.stints)
         handovers = max(handovers, one.handovers)
-        batches += log.n
-        for where, buckets in one.skipped.items():
-            skipped[where] = skipped.get(where, 0) + buckets
-    travelled = JourneyCheck(facts, done, report, prints, skipped)
+        batches += log.n - int(log.joined.sum())
+        for found, all_found in ((one.skipped, skipped), (one.left_out, left_out)):
+            for where, buckets in found.items():
+                all_found[where] = all_found.get(where, 0) + buckets
+    travelled = JourneyCheck(facts, done, report, prints, [*skipped, *left_out])
     for bucket in sorted(followed):
         travelled.run(bucket, journeys[bucket])
     travelled.close()
@@ -264,6 +269,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
         "leases": len(facts.grants) or len(facts.groups),
         "handovers": handovers,
         "skipped_samples": sum(hi - lo for _, lo, hi in skipped),
+        "left_out_samples": sum(hi - lo for _, lo, hi in left_out),
         "quarantined": len(quarantined),
     }
     return report
@@ -308,12 +314,36 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
             journal.advance()
             facts = journal.facts
             report = check_steps(facts.steps, facts.plans, step_logs, str(run_dir), facts.done_well)
-            return _with_tables(report, facts, run_dir) if facts.brain.job.spec.ps else report
+            return judged(_with_tables(report, facts, run_dir) if facts.brain.job.spec.ps else report, facts)
         done = journal.facts.done
         logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
         journal.advance()
         # What was done and came back meanwhile (its bucket fell back to an older image) is not done.
-        return check(journal.facts, done & journal.facts.done, logs, str(run_dir))
+        return judged(check(journal.facts, done & journal.facts.done, logs, str(run_dir)), journal.facts)
+
+
+_BY_EXIT_CODE = {5: Verdict.LOST, 6: Verdict.REPLICAS}
+
+
+def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
+    """``report`` with the verdict about the job: what was found of its samples is not all that counts."""
+    job = facts.brain.job
+    if not report.ok:
+        report.verdict = Verdict.OFFENCES
+    elif job.exit_code:
+        report.verdict = _BY_EXIT_CODE.get(job.exit_code, Verdict.FAILED)
+        report.why = f"exit code {job.exit_code}: {job.error}; what was committed is exactly once"
+    elif not facts.brain.shards.samples_done and not report.counts.get("skipped_samples"):
+        report.verdict = Verdict.NOTHING
+        report.why = "no sample was trained"
+    elif 0 < facts.brain.shards.samples_done <= report.counts.get("left_out_samples", 0):
+        report.verdict = Verdict.NOTHING
+        report.why = "the script stepped with no sample: all of them were left out"
+    elif job.phase is not Phase.DONE:
+        report.verdict = Verdict.OPEN
+        stopped = job.phase is Phase.STOPPED
+        report.why = f"{'stopped' if stopped else 'running, or ended without a word'}; so far each sample once"
+    return report
 
 
 def _with_tables(report: AuditReport, facts: JobFacts, run_dir: Path) -> AuditReport:

@@ -43,7 +43,8 @@ class CutSeen(NamedTuple):
 class PsLog:
     """One ps's records as columns, in the order in which they were written.
 
-    ``shard, lo, hi, lease, worker, incarnation, applied: int64 [n]``; ``skipped: bool [n]``; ``at: float64 [n]``
+    ``shard, lo, hi, lease, worker, incarnation, applied: int64 [n]``; ``skipped``, ``left_out: bool [n]`` (skipped by
+    the script's own doing); ``joined: bool [n]`` (of the step of the record before); ``at: float64 [n]``
     (seconds since 1970); ``buckets: int64 [n]``, an index into ``bitmaps`` or -1 for all owned then. ``owned``: at the
     beginning; ``moved``: whether that changed. ``stints``: by bucket, in order.
     """
@@ -107,6 +108,8 @@ class PsLog:
                         record.applied,
                         index,
                         record.skipped,
+                        record.left_out,
+                        record.joined,
                     )
                 )
                 self._at.append(record.at)
@@ -115,10 +118,10 @@ class PsLog:
             else:
                 self._take_cut(record, seq)
         self.n = len(self._rows)
-        columns = np.array(self._rows, np.int64).reshape(self.n, 9).T
+        columns = np.array(self._rows, np.int64).reshape(self.n, 11).T
         self.shard, self.lo, self.hi, self.lease, self.worker, self.incarnation = columns[:6]
         self.applied, self.buckets = columns[6], columns[7]
-        self.skipped = columns[8].astype(bool)
+        self.skipped, self.left_out, self.joined = columns[8:11].astype(bool)
         self.at = np.array(self._at)
         self._rows, self._at = [], []
         for bucket in list(self._open):

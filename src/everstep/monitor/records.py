@@ -16,6 +16,8 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False
     """Samples ``[lo, hi)`` of ``shard`` were applied to ``applied`` buckets: those in the bitmap, b"" = all owned.
 
     ``skipped``: the watermarks moved, no gradient was applied. ``at``: seconds since 1970, when it was written.
+    ``left_out``: it is skipped because the script did not step on it. ``joined``: it belongs to the same optimizer step
+    as the record before it.
     """
 
     seq: int
@@ -29,6 +31,8 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False
     buckets: bytes = b""
     skipped: bool = False
     at: float = 0.0
+    left_out: bool = False
+    joined: bool = False
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=False):

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 _OFFENDERS_SHOWN = 50
+
+
+class Verdict(StrEnum):
+    """About the job: the first of these that is true."""
+
+    OFFENCES = "offences"
+    REPLICAS = "replicas differ"
+    LOST = "result lost"
+    FAILED = "failed"
+    NOTHING = "nothing committed"
+    OPEN = "not over"
+    EXACT = "exactly once"
+
+
+EXIT_CODES = {
+    Verdict.EXACT: 0,
+    Verdict.OFFENCES: 1,
+    Verdict.LOST: 5,
+    Verdict.REPLICAS: 6,
+    Verdict.FAILED: 7,
+    Verdict.NOTHING: 9,
+    Verdict.OPEN: 10,
+}
+"""Of ``everstep audit``; 2: there is no such run."""
 
 
 class Offence(msgspec.Struct, frozen=True):
@@ -26,7 +52,8 @@ class Offence(msgspec.Struct, frozen=True):
 
 
 class AuditReport(msgspec.Struct):
-    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at."""
+    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at. ``verdict``: about the
+    job, ``why``: in words."""
 
     run_dir: str
     finished: list[str] = []
@@ -34,6 +61,12 @@ class AuditReport(msgspec.Struct):
     offenders: list[Offence] = []
     skipped: list[str] = []
     notes: list[str] = []
+    verdict: Verdict = Verdict.EXACT
+    why: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
 
     @property
     def ok(self) -> bool:
@@ -42,7 +75,8 @@ class AuditReport(msgspec.Struct):
     def text(self) -> str:
         """The report for a person, several lines."""
         c = self.counts
-        lines = [f"audit of {self.run_dir}: {'exactly once' if self.ok else f'{len(self.offenders)} offences'}"]
+        found = f"{len(self.offenders)} offences" if not self.ok else self.verdict
+        lines = [f"audit of {self.run_dir}: {found}{f' ({self.why})' if self.why else ''}"]
         lines.append(f"  finished epochs: {', '.join(self.finished) or 'none yet'}")
         if "steps" in c:
             return "\n".join([*lines, *self._steps(), *self._end()])
@@ -51,8 +85,9 @@ class AuditReport(msgspec.Struct):
             f" {c['batches']:,} at {c['ps']} ps x {c['buckets']} buckets, leases {c['leases']}"
         )
         lines.append(
-            f"  ranges taken over in the middle {c['handovers']}, skipped samples {c['skipped_samples']},"
-            f" quarantined shards {c['quarantined']}"
+            f"  ranges taken over in the middle {c['handovers']}, samples left out by the script"
+            f" {c.get('left_out_samples', 0):,}, skipped samples {c['skipped_samples']}, quarantined shards"
+            f" {c['quarantined']}"
         )
         if c.get("taken"):
             ways = ", ".join(
@@ -93,5 +128,10 @@ class AuditReport(msgspec.Struct):
     def json(self) -> bytes:
         """Everything, for machines."""
         return msgspec.json.encode(
-            {"ok": self.ok, **msgspec.structs.asdict(self), "offenders": [str(o) for o in self.offenders]}
+            {
+                "ok": self.ok,
+                "exit_code": self.exit_code,
+                **msgspec.structs.asdict(self),
+                "offenders": [str(o) for o in self.offenders],
+            }
         )

@@ -26,6 +26,7 @@ BARRIER: Final = 7  # waiting for the others: collectives, the vote
 PHASES: Final = ("outside", "data", "pull", "forward", "backward", "update", "push", "barrier")
 PREFIX: Final = "phase."  # of readings
 _OWN: Final = (FORWARD, BACKWARD, UPDATE)
+_WAITS: Final = (PULL, PUSH, BARRIER)
 
 _RECENT = 256  # steps between two beats that the median is taken of
 
@@ -40,8 +41,8 @@ class StepClock:
     """One thread switches; others read. Counters only grow, as long as the process lives."""
 
     __slots__ = (
-        "_at", "_compute_ns", "_new", "_now", "_ns", "_phase", "_recent", "_told_s", "_under_way", "batch", "drag",
-        "samples", "steps",
+        "_at", "_compute_ns", "_new", "_now", "_ns", "_phase", "_recent", "_told_s", "_under_way", "aside", "batch",
+        "drag", "samples", "steps", "touched",
     )  # fmt: skip
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -55,6 +56,8 @@ class StepClock:
         self._new = False  # a pace that is not told yet is another one
         self._under_way = 0  # samples that are being computed
         self.samples = self.steps = self.batch = 0
+        self.aside = 0  # evaluations that the thread is in
+        self.touched = self._at  # when the script last called the job
         self.drag = Drag()
 
     def __repr__(self) -> str:
@@ -67,6 +70,26 @@ class StepClock:
         self._at, self._phase = now, phase  # first: who reads meanwhile (``at_least_s``) misses time, counts none twice
         self._ns[before] += now - then
         return before
+
+    def touch(self) -> None:
+        """The script calls the job: it does not stand still."""
+        self.touched = self._now()
+
+    @property
+    def idle_s(self) -> float:
+        """Since the thread last did anything that we see; 0.0 where it waits for others. For any thread."""
+        if self._phase in _WAITS:
+            return 0.0
+        return max(0, self._now() - max(self._at, self.touched)) * 1e-9
+
+    @property
+    def inside(self) -> bool:
+        """In the loop, and no more in the first step, which may have much to prepare."""
+        return self._phase != OUTSIDE and self.steps > 0 and not self.aside
+
+    @property
+    def phase(self) -> int:
+        return self._phase
 
     def begin(self, samples: int) -> None:
         """The thread begins to compute so many more, in one pass or several."""

@@ -52,7 +52,7 @@ from everstep.native._native import (
     unique_route,
 )
 from everstep.native.blob import Kind, check_seal
-from everstep.native.ledger import Ledger, PushResult, batch_fingerprint, bitmap, bitmap_buckets, mix64
+from everstep.native.ledger import Ledger, PushResult, SpanTuple, batch_fingerprint, bitmap, bitmap_buckets, mix64
 
 __all__ = [
     "Full",
@@ -60,6 +60,7 @@ __all__ = [
     "Ledger",
     "PushResult",
     "Recovering",
+    "SpanTuple",
     "Store",
     "StoreStats",
     "bag_backward",
@@ -129,7 +130,9 @@ class Store(_native.Store):
 
     - for workers: ``own(buckets)``, ``owned()``, ``open(shard, start, lease) -> (buckets i32, watermarks i64) | None``,
       ``pull(table, keys, out)`` (rows that nothing has made yet: as they begin; makes none), ``put_absent(table, keys,
-      rows) -> made``, ``locate(table, keys, slots i64)`` (-1: no such row), ``release(shards)``, ``watermarks(shard)``,
+      rows) -> made``,
+      ``assign(table, keys, rows) -> replaced`` (values of rows that exist; their state stays),
+      ``locate(table, keys, slots i64)`` (-1: no such row), ``release(shards)``, ``watermarks(shard)``,
       ``shards()``, ``scan(table, bucket, slot, limit, state=False) -> (keys, values, state | None, next_slot | -1)``,
       ``fingerprints() -> u64[n_buckets]``, ``initialise(table)``, ``initialised() -> tables`` (marked in every owned
       bucket). Recovering: rows of it are still being rebuilt; nothing was changed.
@@ -235,6 +238,7 @@ class Store(_native.Store):
         skipped: bool = False,
         now_s: int = 0,
         step: int = -1,
+        more: Sequence[SpanTuple] = (),
     ) -> PushResult:
         """Apply the gradients of ``[lo, hi)``. Per addressed bucket (``buckets``: bitmap, b"": all owned), in one
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
@@ -244,12 +248,16 @@ class Store(_native.Store):
         again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. ``step``:
         this push is one of several of that step, which are one optimizer step of the sum of their gradients (but where
         another step's, or none's, comes between them, or the bucket changed hands: native/running.h); -1: of none.
+        ``more``: spans (shard, lo, hi, lease, learnt) that the same optimizer step consumed besides, each behind the
+        one before if it is of the same shard. A bucket takes all of them or none. ``skipped``, and spans that are not
+        ``learnt``: consumed, and not in the gradients.
         Malformed, or no memory for new rows (Full): ValueError, and nothing was applied, in no bucket.
         """
         if buckets and parts:
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
         try:
-            return PushResult(*super()._push(shard, lo, hi, lease, buckets, list(parts), skipped, now_s, step))
+            spans = ((shard, lo, hi, lease, not skipped), *more)
+            return PushResult(*super()._push(spans, buckets, list(parts), now_s, step))
         except Full as error:
             raise self._named(error) from None
 
@@ -264,11 +272,13 @@ class Store(_native.Store):
         skipped: bool,
         now_s: int,
         step: int = -1,
+        more: Sequence[SpanTuple] = (),
     ) -> PushResult:
         """``push`` to all buckets that are owned, of arrays that lie in ``memory``. ``parts``: objects as
         ``net.messages.Part``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
         try:
-            return PushResult(*super()._push_at(shard, lo, hi, lease, parts, memory, skipped, now_s, step))
+            spans = ((shard, lo, hi, lease, not skipped), *more)
+            return PushResult(*super()._push_at(spans, parts, memory, now_s, step))
         except Full as error:
             raise self._named(error) from None
 

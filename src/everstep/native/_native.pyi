@@ -39,30 +39,23 @@ class Store:
     def pull(self, table: int, keys: I64, out: F32) -> None: ...
     def _push(
         self,
-        shard: int,
-        lo: int,
-        hi: int,
-        lease: int,
+        spans: Sequence[tuple[int, int, int, int, bool]],
         buckets: bytes,
         parts: list[tuple[int, I64, F32, float]],
-        skipped: bool,
         now_s: int,
         step: int,
     ) -> tuple[int, int, int, bool, int, bytes, bool]: ...
     def pull_at(self, parts: Sequence[Any], memory: Buffer) -> None: ...
     def _push_at(
         self,
-        shard: int,
-        lo: int,
-        hi: int,
-        lease: int,
+        spans: Sequence[tuple[int, int, int, int, bool]],
         parts: Sequence[Any],
         memory: Buffer,
-        skipped: bool,
         now_s: int,
         step: int,
     ) -> tuple[int, int, int, bool, int, bytes, bool]: ...
     def put_absent(self, table: int, keys: I64, rows: F32, now_s: int = 0) -> int: ...
+    def assign(self, table: int, keys: I64, rows: F32) -> int: ...
     def locate(self, table: int, keys: I64, slots: I64) -> None: ...
     def release(self, shards: Sequence[int]) -> None: ...
     def watermarks(self, shard: int) -> tuple[I32, I64] | None: ...

@@ -28,6 +28,34 @@ def batch_fingerprint(shard: int, lo: int, hi: int) -> int:
     return sum(mix64((epoch + position) & _MASK) for position in range(lo, hi)) & _MASK
 
 
+SpanTuple = tuple[int, int, int, int, bool]
+"""Of a push: ``(shard, lo, hi, lease, learnt)``; ``learnt``: its samples are in the gradients."""
+
+_SPANS_MAX = 1 << 16
+
+
+def by_shard(spans: Sequence[SpanTuple]) -> list[tuple[int, int, int, int]]:
+    """``(shard, lo, hi, lease)`` of each shard, in the order of its first span.
+
+    Raises ValueError if a span is malformed, or the spans of a shard do not follow each other under one lease."""
+    if not 1 <= len(spans) <= _SPANS_MAX:
+        raise ValueError(f"a push has 1 to {_SPANS_MAX} spans")
+    wholes: dict[int, tuple[int, int, int, int]] = {}
+    for shard, lo, hi, lease, _ in spans:
+        if shard < 0 or lease < 0:
+            raise ValueError("shard and lease must not be negative")
+        if lo < 0 or hi <= lo or hi - lo > 1 << 24:
+            raise ValueError(f"[{lo}, {hi}) is not a range of at most 2^24 samples")
+        known = wholes.get(shard)
+        if known is None:
+            wholes[shard] = (shard, lo, hi, lease)
+        elif lo != known[2] or lease != known[3]:
+            raise ValueError("the spans of a shard do not follow each other under one lease")
+        else:
+            wholes[shard] = (shard, known[1], hi, lease)
+    return list(wholes.values())
+
+
 class PushResult(NamedTuple):
     """Counts over the addressed buckets.
 
@@ -124,28 +152,44 @@ class Ledger:
                 raise KeyError(f"bucket {b} is not owned here")
         return addressed
 
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
         """Judge ``[lo, hi)`` in every addressed bucket and move the watermarks of those that apply it.
 
         ``skipped``: the watermarks move, but the samples are not in the fingerprints (nothing was learnt from them).
+        ``more``: further spans of the same step; a bucket takes all of them or none.
         """
         addressed = self.check_push(shard, lo, hi, lease, buckets)
-        added = 0 if skipped else batch_fingerprint(shard, lo, hi)
+        spans = ((shard, lo, hi, lease, not skipped), *more)
+        wholes = by_shard(spans)
+        added = sum(batch_fingerprint(of, first, last) for of, first, last, _, learnt in spans if learnt)
         applied: list[int] = []
         repeats, gap, fenced = 0, -1, False
         for b in addressed:
             bucket = self.buckets[b]
-            mark = bucket.shards.get(shard)
-            if mark is None or mark[1] > lease:
+            marks = [bucket.shards.get(whole[0]) for whole in wholes]
+            if any(mark is None or mark[1] > whole[3] for mark, whole in zip(marks, wholes, strict=True)):
                 fenced = True
                 continue
-            mark[1] = lease
-            if hi <= mark[0]:
+            known = [(mark, whole) for mark, whole in zip(marks, wholes, strict=True) if mark is not None]
+            for mark, whole in known:
+                mark[1] = whole[3]
+            if all(whole[2] <= mark[0] for mark, whole in known):
                 repeats += 1
-            elif lo != mark[0]:
-                gap = mark[0] if gap < 0 else min(gap, mark[0])
+            elif any(whole[1] != mark[0] for mark, whole in known):
+                lowest = min(mark[0] for mark, _ in known)
+                gap = lowest if gap < 0 else min(gap, lowest)
             else:
-                mark[0] = hi
+                for mark, whole in known:
+                    mark[0] = whole[2]
                 bucket.fingerprint = (bucket.fingerprint + added) & _MASK
                 applied.append(b)
         bits = b"" if not applied or len(applied) == len(self.buckets) else bitmap(applied, self.n_buckets)

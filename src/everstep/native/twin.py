@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_spec
 from everstep.native.blob import Blob, Kind, Marks, Part, build
-from everstep.native.ledger import Ledger, PushResult, bitmap_buckets
+from everstep.native.ledger import Ledger, PushResult, SpanTuple, bitmap_buckets, by_shard
 from everstep.native.ledger import mix64 as mix64_int
 
 F32 = NDArray[np.float32]
@@ -544,6 +544,29 @@ class TwinStore:
             made += len(touched)
         return made
 
+    def assign(self, table: int, keys: I64, values: F32) -> int:
+        spec = self._spec(table)
+        if values.shape != (len(keys), spec.dim):
+            raise ValueError("rows must be [keys, dim of the table]")
+        if not np.isfinite(values).all():
+            raise ValueError("assigned rows hold NaN or Inf")
+        replaced = 0
+        numbered = enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True))
+        for b, run in groupby(numbered, lambda item: item[1][0]):
+            rows = self._held[b].rows[table]
+            touched: list[_Touched] = []
+            for i, (_, key) in run:
+                row = rows.row(key)
+                if row is None:
+                    continue
+                old = row.record()
+                row.values[:] = values[i]
+                touched.append((rows, rows.index[key], None, old, row.record()))
+            if touched:
+                self._change(b, touched=touched)
+            replaced += len(touched)
+        return replaced
+
     def locate(self, table: int, keys: I64, slots: I64) -> None:
         self._spec(table)
         for i, (b, key) in enumerate(zip(self._buckets(table, keys), keys.tolist(), strict=True)):
@@ -560,11 +583,13 @@ class TwinStore:
         skipped: bool = False,
         now_s: int = 0,
         step: int = -1,
+        more: Sequence[SpanTuple] = (),
     ) -> PushResult:
         if buckets:  # a batch pushed again to the buckets behind has the rows of all
             parts = [part for part in (self._addressed(part, buckets) for part in parts) if len(part[1])]
         self.ledger.check_push(shard, lo, hi, lease, buckets)
-        if skipped and parts:
+        shards = [whole[0] for whole in by_shard(((shard, lo, hi, lease, not skipped), *more))]
+        if skipped and not any(span[4] for span in more) and parts:
             raise ValueError("a skipped range has no rows")
         if len({part[0] for part in parts}) != len(parts):
             raise ValueError("a table stands twice in one push")
@@ -589,15 +614,20 @@ class TwinStore:
             raise ValueError("a key stands twice in one push")
         self._check_room([(spec, at, keys) for spec, at, keys, _, _ in work])
         self._pushes += 1
-        before = {b: self._marks(b).get(shard) for b in self.ledger.buckets}
+        before = {b: [self._marks(b).get(s) for s in shards] for b in self.ledger.buckets}
         prints = {b: ledger.fingerprint for b, ledger in self.ledger.buckets.items()}
-        done = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
-        for b, mark in before.items():
-            after = self._marks(b).get(shard)
-            if after is None or after == mark:
+        done = self.ledger.push(shard, lo, hi, lease, buckets, skipped, more)
+        for b, marks in before.items():
+            after = [self._marks(b).get(s) for s in shards]
+            if after == marks:
                 continue
+            pairs = zip(shards, marks, after, strict=True)
+            changed = [(s, *now) for s, was, now in pairs if now is not None and now != was]
             touched: list[_Touched] = []
-            if mark is None or after[0] != mark[0]:  # applied
+            applied = any(
+                was is None or (now is not None and now[0] != was[0]) for was, now in zip(marks, after, strict=True)
+            )
+            if applied:
                 held = self._held[b]
                 here = [(spec, [k for k, x in zip(keys, at, strict=True) if x == b]) for spec, at, keys, _, _ in work]
                 self._make_room(b, here, prints[b])
@@ -605,7 +635,10 @@ class TwinStore:
                 for spec, at, keys, grads, rate in work:
                     pushed = [(keys[i], grads[i]) for i in range(len(keys)) if at[i] == b]
                     touched += self._push_rows(held, spec, pushed, rate, now_s, step)
-            self._change(b, [(shard, *after)], touched)
+                self._change(b, changed, touched)
+            else:
+                for mark in changed:  # fences rise one by one
+                    self._change(b, [mark], touched)
         return done
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:

@@ -7,11 +7,14 @@ sealed against shrinking, so that a mapped page cannot vanish under the ps (SIGB
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import threading
+import weakref
 from bisect import bisect_left, insort
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from everstep.errors import PlatformError, WireError
@@ -43,6 +46,7 @@ class Arena:
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset, never adjacent
         self._used: dict[int, int] = {}
+        self._returned: deque[int] = deque()  # lent, and not referred to any more: freed by whoever allocates next
         self.size = 0
         try:
             self.fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -77,6 +81,9 @@ class Arena:
         """Offset of ``n`` free bytes, a multiple of 64; grows the arena when need be. Raises PlatformError."""
         n = max(ALIGN, _round_up(n, ALIGN))
         with self._lock:
+            while self._returned:
+                back = self._returned.popleft()
+                self._give_back(back, self._used.pop(back))
             while True:
                 for i, (offset, free) in enumerate(self._free):
                     if free >= n:
@@ -87,6 +94,13 @@ class Arena:
                         self._used[offset] = n
                         return offset
                 self._extend(max(2 * self.size, self.size + n))
+
+    def lend(self, n: int) -> tuple[int, Any]:
+        """As ``alloc``, with a writable buffer of the ``n`` bytes; freed when nothing refers to the buffer any more."""
+        offset = self.alloc(n)
+        buffer = (ctypes.c_char * n).from_buffer(self.view, offset)
+        weakref.finalize(buffer, self._returned.append, offset).atexit = False
+        return offset, buffer
 
     def free(self, offset: int) -> None:
         """Give back what ``alloc`` returned. ValueError for anything else."""
@@ -115,7 +129,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         with self._lock:
-            return sum(self._used.values())
+            return sum(self._used.values()) - sum(self._used[offset] for offset in self._returned)
 
     def close(self) -> None:
         """Close the descriptor; the memory goes with the last view. Harmless when repeated."""

@@ -29,6 +29,7 @@ from typing import Literal
 import msgspec
 
 from everstep import __version__
+from everstep.bounds import Whole
 from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_header, encode_frame
@@ -164,8 +165,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     slot: Slot = Slot(0)
     incarnation: Incarnation = Incarnation(0)
     node: NodeId = NodeId("")
-    pid: int = 0
-    protocol: int = PROTOCOL
+    pid: Whole = 0
+    protocol: Whole = PROTOCOL
     package: str = __version__
 
     def __str__(self) -> str:
@@ -194,7 +195,7 @@ class _Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 class _Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     reason: Literal["version", "secret", "purpose"]
-    protocol: int = PROTOCOL
+    protocol: Whole = PROTOCOL
     package: str = __version__
 
 

@@ -102,6 +102,8 @@ class ControlClient:
         self._why = "not connected yet"
         self._connects = 0
         self._since = time.monotonic()  # of being connected, or not
+        self._heard = time.monotonic()
+        self._refused = 0.0  # since when
         self._stop = threading.Event()
         self._limit = LineLimit()
         self._thread = threading.Thread(target=self._run, name="everstep-control", daemon=True)
@@ -155,6 +157,16 @@ class ControlClient:
     def away_s(self) -> float:
         """Seconds without a connection; 0 while connected."""
         return 0.0 if self._stream is not None else time.monotonic() - self._since
+
+    @property
+    def unheard_s(self) -> float:
+        """Seconds since anything came from the master, on whatever connection."""
+        return time.monotonic() - self._heard
+
+    @property
+    def refused_s(self) -> float:
+        """For so long every attempt to connect was refused: its machine answers, and nobody listens there."""
+        return time.monotonic() - self._refused if self._refused else 0.0
 
     @property
     def failed(self) -> EverstepError | None:
@@ -214,16 +226,20 @@ class ControlClient:
                 return
             except EverstepError as error:
                 self._why = str(error)
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                self._refused = (self._refused or time.monotonic()) if refused else 0.0
                 self._expire()
                 continue
             except Exception as error:  # a callback of the user's (address, hello) failed
                 logger.exception("control client of %s: %s", self._identity, error)
                 self._why = str(error)
                 continue
+            self._refused = 0.0
             greeted, begun = False, time.monotonic()
             try:
                 self._greet(stream, decoder)
                 greeted = True
+                self._heard = time.monotonic()
                 self._receive(stream, decoder)
             except EverstepError as error:
                 self._why = str(error)
@@ -314,7 +330,7 @@ class ControlClient:
                 continue
             if data == b"":
                 raise WireError("the master closed the connection")
-            heard = time.monotonic()
+            self._heard = heard = time.monotonic()
             for frame in decoder.feed(data):
                 self._deliver(_said(frame.kind, frame.header))
 

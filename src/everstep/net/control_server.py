@@ -76,6 +76,7 @@ class ControlServer:
         max_queue_bytes: int = 16 << 20,
         max_connections: int = 16384,
         max_strangers: int = 256,
+        max_local_strangers: int = 4096,
         max_calls: int = 4096,
         auth_s: float = AUTH_S,
     ) -> None:
@@ -86,7 +87,9 @@ class ControlServer:
         self.auth_s = auth_s
         self.limit = LineLimit()
         self.connections: set[_Connection] = set()
-        self.strangers = 0  # connections that have not proved themselves yet
+        self.max_local_strangers = max_local_strangers
+        self.waiting = {True: 0, False: 0}  # connections that have not proved themselves yet, local ones and others
+        self._accepting: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.AbstractServer] = []
 
     async def listen(self, sock: socket.socket) -> None:
@@ -98,19 +101,52 @@ class ControlServer:
         from everstep.net.tls import server_context
 
         context: ssl.SSLContext = server_context(self.secret)
-        self._servers.append(
-            await loop.create_server(
-                self._make_tls, sock=sock, backlog=1024, ssl=context, ssl_handshake_timeout=self.auth_s
-            )
-        )
+        sock.setblocking(False)
+        self._keep(loop.create_task(self._accept(sock, context)))
 
     def _make(self) -> _Connection:
         return _Connection(self)
 
-    def _make_tls(self) -> _Connection:
-        connection = _Connection(self)
-        connection.await_tls()
-        return connection
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _accept(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        """Connections over TCP, counted from here on: one that says nothing holds a place, and a descriptor, too."""
+        loop = asyncio.get_running_loop()
+        with sock:
+            while True:
+                try:
+                    conn, _ = await loop.sock_accept(sock)
+                except OSError as error:  # out of descriptors or the like: said, and tried again
+                    self.limit.warning(f"cannot take a connection over TCP: {error.strerror or error}")
+                    await asyncio.sleep(0.1)
+                    continue
+                if self.waiting[False] >= self.max_strangers or len(self.connections) >= self.max_connections:
+                    self.limit.warning("a connection over TCP refused: too many connections")
+                    conn.close()
+                    continue
+                self.waiting[False] += 1
+                self._keep(loop.create_task(self._secure(conn, context)))
+
+    async def _secure(self, conn: socket.socket, context: ssl.SSLContext) -> None:
+        connection = _Connection(self, local=False)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, conn, ssl=context, ssl_handshake_timeout=self.auth_s
+            )
+        except (OSError, asyncio.CancelledError):  # asyncio closes the connection without a word to anyone
+            self.limit.warning(
+                "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
+            )
+            conn.close()
+        finally:
+            if not connection.made:
+                self.waiting[False] -= 1
+
+    @property
+    def strangers(self) -> int:
+        return sum(self.waiting.values())
 
     @property
     def peers(self) -> list[Peer]:
@@ -120,6 +156,8 @@ class ControlServer:
         """Stop listening, send what is queued, close. Connections that do not end in time are cut."""
         for server in self._servers:
             server.close()
+        for task in list(self._accepting):
+            task.cancel()
         for connection in list(self.connections):
             connection.finish()
         end = asyncio.get_running_loop().time() + timeout_s
@@ -134,8 +172,9 @@ class ControlServer:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, server: ControlServer) -> None:
+    def __init__(self, server: ControlServer, local: bool = True) -> None:
         self.server = server
+        self.local, self.made = local, False
         self.peer: Peer | None = None
         self.closed = True
         self._decoder = FrameDecoder(AUTH_LIMITS)
@@ -156,25 +195,17 @@ class _Connection(asyncio.Protocol):
         self.closed = False
         server = self.server
         server.connections.add(self)
-        server.strangers += 1
+        self.made = True
+        server.waiting[self.local] += self.local  # (others are counted from their accept on)
         # From here on only max_queue_bytes counts; asyncio's own flow control would call us at 64 KiB.
         transport.set_write_buffer_limits(high=server.max_queue_bytes)
-        if server.strangers > server.max_strangers or len(server.connections) > server.max_connections:
+        full = self.local and server.waiting[True] > server.max_local_strangers
+        if full or len(server.connections) > server.max_connections:
             server.limit.warning(f"connection from {self._where()} refused: too many connections")
             self.abort()
             return
         self._cancel_timer()
         self._timer = self._loop.call_later(server.auth_s, self._too_slow)
-
-    def await_tls(self) -> None:
-        """asyncio closes connections whose TLS handshake fails without a word to anyone: the log shall have one."""
-        self._timer = self._loop.call_later(self.server.auth_s, self._no_tls)
-
-    def _no_tls(self) -> None:
-        self._timer = None
-        self.server.limit.warning(
-            "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
-        )
 
     def data_received(self, data: bytes) -> None:
         if self.closed:
@@ -195,7 +226,7 @@ class _Connection(asyncio.Protocol):
         self._end()
         self.server.connections.discard(self)
         if self._auth is not None:
-            self.server.strangers -= 1
+            self.server.waiting[self.local] -= 1
             if self._timer is not None:
                 self.server.limit.warning(f"{self._where()} left before it proved itself")
             self._cancel_timer()
@@ -231,7 +262,7 @@ class _Connection(asyncio.Protocol):
                 assert self._auth.client is not None
                 self.peer = Peer(self, self._auth.client)
                 self._auth = None
-                self.server.strangers -= 1
+                self.server.waiting[self.local] -= 1
                 self._cancel_timer()
                 self._decoder.limits = CONTROL_LIMITS
                 if self.server.on_connect is not None:

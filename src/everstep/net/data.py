@@ -99,11 +99,13 @@ class DataServer:
         limits: Limits = DATA_LIMITS,
         max_connections: int = 4096,
         max_strangers: int = 64,
+        max_local_strangers: int = 1024,
         auth_s: float = AUTH_S,
     ) -> None:
         self._service, self._secret, self._identity = service, secret, identity
         self._limits, self._auth_s = limits, auth_s
-        self._max_connections, self._max_strangers = max_connections, max_strangers
+        self._max_connections = max_connections
+        self._max_strangers = {True: max_local_strangers, False: max_strangers}  # local ones, and others
         self._listeners = list(listeners)
         self._context: ssl.SSLContext | None = None
         if tls and any(sock.family != socket.AF_UNIX for sock in listeners):
@@ -113,7 +115,7 @@ class DataServer:
         self._lock = threading.Lock()
         self._streams: set[FrameSocket] = set()
         self._threads: set[threading.Thread] = set()
-        self._strangers = 0
+        self._strangers = {True: 0, False: 0}
         self._closing = False
         self._limit = LineLimit()
         self._acceptors = [
@@ -138,9 +140,11 @@ class DataServer:
                 continue
             where = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a local process"
             with self._lock:
-                full = self._strangers >= self._max_strangers or len(self._streams) >= self._max_connections
+                local = listener.family == socket.AF_UNIX
+                crowded = self._strangers[local] >= self._max_strangers[local]
+                full = crowded or len(self._streams) >= self._max_connections
                 if not full:
-                    self._strangers += 1
+                    self._strangers[local] += 1
             if full:
                 self._limit.warning(f"connection from {where} refused: too many connections")
                 sock.close()
@@ -152,7 +156,7 @@ class DataServer:
 
     def _serve(self, sock: socket.socket, where: str) -> None:
         stream: FrameSocket | None = None
-        stranger = True
+        stranger, local = True, sock.family == socket.AF_UNIX
         try:
             deadline = Deadline(self._auth_s, f"the handshake with {where}")
             stream = self._wrap(sock, deadline)
@@ -160,7 +164,7 @@ class DataServer:
             where = str(client)
             with self._lock:
                 stranger = False
-                self._strangers -= 1
+                self._strangers[local] -= 1
             stream.limits = self._limits
             stream.set_ticks(0.0, 1.0)  # a worker may think as long as it likes between two requests
             self._converse(stream, client)
@@ -174,7 +178,7 @@ class DataServer:
         finally:
             with self._lock:
                 if stranger:
-                    self._strangers -= 1
+                    self._strangers[local] -= 1
                 if stream is not None:
                     self._streams.discard(stream)
                 self._threads.discard(threading.current_thread())

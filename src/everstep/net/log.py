@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
+
+from everstep.errors import escaped, escaped_lines
 
 logger = logging.getLogger("everstep.net")
 
@@ -30,3 +33,22 @@ class LineLimit:
             if self._count > self._lines:
                 return
         logger.warning("%s%s", text, f" ({left_out} more like this were not logged)" if left_out else "")
+
+
+class PlainFormatter(logging.Formatter):
+    """Control characters of a message (of a stranger's names, say) are escaped: a record is one line, and its traceback
+    has the lines that Python gave it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message, 1 << 16)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return escaped_lines(super().formatException(ei))
+
+
+def log_plainly(pattern: str, level: int = logging.WARNING) -> None:
+    """Records of this process go to stderr, by ``pattern``."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter(pattern))
+    logging.basicConfig(handlers=[handler], level=level)

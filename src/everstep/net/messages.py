@@ -12,15 +12,17 @@ from typing import Literal
 
 import msgspec
 
+from everstep.bounds import ExitStatus, Finite, HostName, Measured, Members, Places, Seconds, Whole, WholeOrNone
 from everstep.brain.events import AnswerType
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, ReplicaImage
 from everstep.model.member import Address, Role
 from everstep.model.observation import Observations
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, Plan, Token
+from everstep.model.shard import Lease, Plan, Span, Token
 from everstep.model.table import TableSpec
 from everstep.model.turn import Place, Turn
 
@@ -35,10 +37,10 @@ class HelloNode(Request, frozen=True, tag="hello_node"):
     """An agent's first word on every connection."""
 
     node: NodeId
-    host: str
-    worker_places: int
-    ps_places: int
-    running: tuple[tuple[Role, Slot, Incarnation, int], ...]
+    host: HostName
+    worker_places: Places
+    ps_places: Places
+    running: tuple[tuple[Role, Slot, Incarnation, Whole], ...]
     hardware: str = ""  # the class of this machine: members on machines of one class should be equally fast
 
 
@@ -49,7 +51,7 @@ class HelloMember(Request, frozen=True, tag="hello_member"):
     slot: Slot
     incarnation: Incarnation
     node: NodeId
-    pid: int
+    pid: Whole
     address: Address | None = None
     leases: tuple[Lease, ...] = ()
     holds: Holdings | None = None  # a ps: what it holds
@@ -61,8 +63,8 @@ class MirrorReady(Request, frozen=True, tag="mirror_ready"):
 
     slot: Slot
     incarnation: Incarnation
-    mirrors: tuple[int, ...]
-    torn: tuple[int, ...] = ()
+    mirrors: tuple[Whole, ...]
+    torn: tuple[Whole, ...] = ()
 
 
 class BucketsReady(Request, frozen=True, tag="buckets_ready"):
@@ -71,7 +73,7 @@ class BucketsReady(Request, frozen=True, tag="buckets_ready"):
 
     slot: Slot
     incarnation: Incarnation
-    version: int
+    version: Whole
     buckets: tuple[BucketId, ...]
     how: str
 
@@ -83,7 +85,7 @@ class ImagesWritten(Request, frozen=True, tag="images_written"):
 
     slot: Slot
     incarnation: Incarnation
-    checkpoint: int
+    checkpoint: Whole
     images: tuple[BucketImage, ...] = ()
     tables: tuple[TableSpec, ...] = ()
     error: str = ""
@@ -96,7 +98,7 @@ class ReplicaWritten(Request, frozen=True, tag="replica_written"):
 
     slot: Slot
     incarnation: Incarnation
-    checkpoint: int
+    checkpoint: Whole
     replica: ReplicaImage | None = None
     error: str = ""
 
@@ -112,7 +114,7 @@ class Drain(Request, frozen=True, tag="drain"):
     within ``deadline_s`` seconds. ``again``: then start another one in its slot. Answer: Ok | Refused."""
 
     target: str  # "ps:1", "worker:0" or a node
-    deadline_s: float
+    deadline_s: Seconds
     again: bool = False
 
 
@@ -121,9 +123,14 @@ class Beat(Request, frozen=True, tag="beat"):
 
     Answer: Ok | Fenced."""
 
-    progress: tuple[tuple[LeaseNo, int], ...] = ()
-    readings: dict[str, float] = {}  # samples (count so far), samples_per_s, loss, ...; see monitor/windows.py
-    values: dict[str, float] = {}  # what the script reported (job.report), newest
+    progress: tuple[tuple[LeaseNo, Whole], ...] = ()
+    readings: dict[str, Measured] = {}  # samples (count so far), samples_per_s, loss, ...; see monitor/windows.py
+    values: dict[str, Measured] = {}  # what the script reported (job.report), newest
+    idle_s: Seconds = 0.0  # of a worker: since its script last did anything; 0.0 where it waits for others
+    inside: bool = False  # its script is in the loop, and has done a step
+    runs: tuple[
+        tuple[Role, Slot, Incarnation, Seconds], ...
+    ] = ()  # of an agent: its processes that run, and their cpu_s
 
 
 class Exited(Request, frozen=True, tag="exited"):
@@ -132,9 +139,21 @@ class Exited(Request, frozen=True, tag="exited"):
     role: Role
     slot: Slot
     incarnation: Incarnation
-    status: int
+    status: ExitStatus
     error: str = ""
-    too_large: int = 0
+    too_large: Whole = 0
+    failure: Failure | None = None
+
+
+class StackTaken(Request, frozen=True, tag="stack_taken"):
+    """An agent looked where a worker's script is: ``place`` in a few words ("train.py line 31 in evaluate"; "" where it
+    could not be found out), ``stack`` its main thread's frames, innermost last. Answer: Ok."""
+
+    slot: Slot
+    incarnation: Incarnation
+    idle_s: Seconds
+    place: str
+    stack: tuple[str, ...] = ()
 
 
 class Register(Request, frozen=True, tag="register"):
@@ -144,11 +163,13 @@ class Register(Request, frozen=True, tag="register"):
 
 
 class AskShard(Request, frozen=True, tag="ask_shard"):
-    """Answer: Granted | Wait | EndOfData | Fenced."""
+    """``pending``: leases with all of which the worker is through, but has not stepped with some of it. Answer:
+    Granted | Wait | EndOfData | Fenced."""
 
-    dataset: int
-    until_epoch: int
-    ask: int
+    dataset: Whole
+    until_epoch: Whole
+    ask: Whole
+    pending: tuple[LeaseNo, ...] = ()
 
 
 class Done(Request, frozen=True, tag="done"):
@@ -158,8 +179,8 @@ class Done(Request, frozen=True, tag="done"):
     shard: ShardKey
     lease: LeaseNo
     servers: tuple[tuple[Slot, Incarnation], ...]
-    skipped: tuple[tuple[int, int], ...] = ()
-    route: int = 0
+    skipped: tuple[tuple[Whole, Whole], ...] = ()
+    route: Whole = 0
 
 
 class GiveBack(Request, frozen=True, tag="give_back"):
@@ -173,23 +194,40 @@ class GiveBack(Request, frozen=True, tag="give_back"):
 class AskGroup(Request, frozen=True, tag="ask_group"):
     """See brain.events.GroupAsked. Answer: Grouped | EndOfData | Refused | Fenced."""
 
-    dataset: int
-    until_epoch: int
-    batch_samples: int
+    dataset: Whole
+    until_epoch: Whole
+    batch_samples: Whole
     address: Address | None = None
     mark: Mark | None = None
 
 
 class Synced(Request, frozen=True, tag="synced"):
-    """A joining worker follows the group of this generation and can enter. Answer: Ok | Fenced."""
+    """A joining worker follows the group of this generation and can enter; or a member has met the others of it, and
+    the journal has all that it had committed before. Answer: Ok | Fenced."""
 
-    generation: int
+    generation: WholeOrNone
 
 
 class LeaveGroup(Request, frozen=True, tag="leave_group"):
     """Answer: Grouped (the group may still have you: go on until a later one does not) | Fenced."""
 
     reason: str
+
+
+class AskChief(Request, frozen=True, tag="ask_chief"):
+    """From a worker: am I the one to evaluate and save? Answer: Yes | Fenced."""
+
+
+class AskOnce(Request, frozen=True, tag="ask_once"):
+    """From a worker at ``job.once(key)``: am I to do it? ``done``: I have. Answer: Yes | Refused | Fenced."""
+
+    key: str
+    done: bool = False
+
+
+class MayEnd(Request, frozen=True, tag="may_end"):
+    """From a worker of a group whose script is over: is nobody in need of its state any more? Not journaled. Answer:
+    Ok | Wait | Fenced."""
 
 
 class CommitSteps(Request, frozen=True, tag="commit_steps"):
@@ -201,16 +239,16 @@ class CommitSteps(Request, frozen=True, tag="commit_steps"):
 class Stalled(Request, frozen=True, tag="stalled"):
     """See brain.events.GroupStalled. Answer: Ok | Fenced."""
 
-    generation: int
-    step: int
-    waited_s: float
+    generation: WholeOrNone
+    step: WholeOrNone
+    waited_s: Seconds
 
 
 class StoreSet(Request, frozen=True, tag="store_set"):
     """Key-value store of one attempt to connect a group (torch.distributed.Store): in the master's memory only,
     bounded, forgotten with the generation. ``attempt``: told apart by the caller. Answer: Ok | Refused."""
 
-    generation: int
+    generation: WholeOrNone
     attempt: str
     values: dict[str, bytes]
 
@@ -218,24 +256,24 @@ class StoreSet(Request, frozen=True, tag="store_set"):
 class StoreGet(Request, frozen=True, tag="store_get"):
     """Answer: StoreValues as soon as all keys are there; without those missing after ``wait_s`` seconds."""
 
-    generation: int
+    generation: WholeOrNone
     attempt: str
     keys: tuple[str, ...]
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
 
 
 class Report(Request, frozen=True, tag="report"):
     """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
 
-    values: dict[str, float]
+    values: dict[str, Measured]
 
 
 class Scale(Request, frozen=True, tag="scale"):
     """From ``everstep scale``. ``also``: more of the same plan, taken or refused as a whole. Answer: Ok | Refused."""
 
     role: Role
-    count: int
-    also: tuple[tuple[Role, int], ...] = ()
+    count: Members
+    also: tuple[tuple[Role, Members], ...] = ()
 
 
 class Stop(Request, frozen=True, tag="stop"):
@@ -262,8 +300,8 @@ class Drill(Request, frozen=True, tag="drill"):
 
     what: Literal["slow", "kill", "stop", "heal"]
     target: str = ""
-    factor: float = 1.0
-    for_s: float = 0.0
+    factor: Finite = 1.0
+    for_s: Seconds = 0.0
     burn: bool = False
 
 
@@ -307,6 +345,10 @@ RequestType = (
     | StoreSet
     | StoreGet
     | TellPlace
+    | StackTaken
+    | AskChief
+    | AskOnce
+    | MayEnd
 )
 
 
@@ -422,7 +464,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    id: int
+    id: WholeOrNone
     request: RequestType
 
 
@@ -459,11 +501,12 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(Order, frozen=True, tag="start"):
-    """To an agent: start this process unless you run it already."""
+    """To an agent: start this process unless you run it already; a worker not before ``after_s`` seconds."""
 
     role: Role
     slot: Slot
     incarnation: Incarnation
+    after_s: float = 0.0
 
 
 class End(Order, frozen=True, tag="end"):
@@ -520,6 +563,8 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
 
     checkpoint: int
     url: str
+    model: str = ""  # leave the model there too: a directory or URL
+    limit_bytes: int = 0  # if it has no more than that, 0: whatever it has
 
 
 class Slow(Order, frozen=True, tag="slow"):
@@ -539,6 +584,14 @@ class Hit(Order, frozen=True, tag="hit"):
     incarnation: Incarnation
     what: Literal["kill", "stop", "go"]
     stop_s: float = 0.0
+
+
+class TakeStack(Order, frozen=True, tag="take_stack"):
+    """To an agent: what is the script of this worker doing? Answered with ``StackTaken``."""
+
+    slot: Slot
+    incarnation: Incarnation
+    idle_s: float
 
 
 class NewGroup(Order, frozen=True, tag="new_group"):
@@ -567,6 +620,7 @@ OrderType = (
     | TakeReplica
     | Slow
     | Hit
+    | TakeStack
 )
 
 # ---------------------------------------------------------------- data plane: worker -> ps
@@ -576,7 +630,7 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """Unix sockets only: the client's memfd (sealed against shrinking) rides along as SCM_RIGHTS; offsets in later
     messages are into it. Sent again when the client's arena grew. Answer: Taken."""
 
-    size_bytes: int
+    size_bytes: Whole
 
 
 class Declare(msgspec.Struct, frozen=True, tag="declare"):
@@ -590,9 +644,9 @@ class OpenShard(msgspec.Struct, frozen=True, tag="open"):
     Answer: Opened | Closed | Moved."""
 
     shard: ShardKey
-    start: int
+    start: Whole
     lease: LeaseNo
-    version: int = 0
+    version: Whole = 0
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -602,10 +656,10 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     into the answer's body). ``rows``: float32[n, dim]: values of a pull or put, gradients of a push."""
 
     table: TableId
-    n: int
-    keys_at: int
-    rows_at: int
-    lr: float = -1.0  # push only: learning rate of this update; < 0: the table's own
+    n: Whole
+    keys_at: Whole
+    rows_at: Whole
+    lr: Finite = -1.0  # push only: learning rate of this update; < 0: the table's own
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
@@ -615,12 +669,12 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
     Answer: Pulled | Moved | Bad."""
 
-    version: int
+    version: Whole
     parts: tuple[Part, ...]
     shm: bool
     create: bool = True
     shard: ShardKey = ShardKey(0)
-    since: int = 0
+    since: Whole = 0
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -628,24 +682,29 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
     all. ``skipped``: no rows, the watermarks move, the audit says so. ``step`` (consistency sync): this is one of
     several pushes of that step, which are one optimizer step of the sum of their gradients; -1: it is one by itself.
-    Answer: Pushed | Moved | Bad."""
+    ``left_out``: it is skipped because the script left it out. ``more``: what the same optimizer step of the script
+    consumed besides, in order: a bucket takes all of it or nothing. Answer: Pushed | Moved | Bad."""
 
-    version: int
+    version: Whole
     token: Token
     parts: tuple[Part, ...]
     shm: bool
     buckets: bytes = b""
     skipped: bool = False
-    step: int = -1
+    step: WholeOrNone = -1
+    left_out: bool = False
+    more: tuple[Span, ...] = ()
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Initial rows (a dense tensor, pretrained embeddings): a key that exists keeps what it has. Answer: Taken."""
+    """Initial rows (a dense tensor, pretrained embeddings): a key that exists keeps what it has. ``replace``: its
+    values become these, its optimizer state stays. Answer: Taken."""
 
-    version: int
+    version: Whole
     part: Part
     shm: bool
     last: bool  # true with the last piece: the table counts as initialised from now on
+    replace: bool = False
 
 
 class Scan(msgspec.Struct, frozen=True, tag="scan"):
@@ -654,9 +713,9 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
     Answer: Scanned, body = keys int64[n] then values float32[n, dim] then, if ``state``, float32[n, state]."""
 
     table: TableId
-    bucket: int
-    slot: int
-    limit: int
+    bucket: Whole
+    slot: WholeOrNone
+    limit: Whole
     state: bool = False
 
 
@@ -673,10 +732,10 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     ``sweep``: of contents, the number of the Want that asked for them."""
 
     bucket: BucketId
-    seq: int
-    kind: int
-    size_bytes: int
-    sweep: int = 0
+    seq: WholeOrNone
+    kind: WholeOrNone
+    size_bytes: Whole
+    sweep: Whole = 0
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed"):
@@ -686,15 +745,15 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
     before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (bucket, seq) that all its mirrors
     have: older tails may go. Answer: Fed | Moved | Bad."""
 
-    version: int
+    version: Whole
     sender: Slot
     incarnation: Incarnation
     tables: tuple[TableSpec, ...]  # new ones since the last Feed of this connection
     entries: tuple[Entry, ...]
-    mirrors: tuple[int, ...]
-    confirmed: tuple[tuple[BucketId, int], ...] = ()
-    first: int = 0
-    stream: int = 0
+    mirrors: tuple[Whole, ...]
+    confirmed: tuple[tuple[BucketId, WholeOrNone], ...] = ()
+    first: Whole = 0
+    stream: Whole = 0
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
@@ -705,15 +764,15 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     ``table`` now, and "rest", the same of what was asked for by "other". ``sweep``: number of this wish at the sender;
     a wish with another number is another one. Idempotent. Answer: Taken | Moved | Bad."""
 
-    version: int
+    version: Whole
     sender: Slot
     incarnation: Incarnation
-    mirror: int
+    mirror: Whole
     bucket: BucketId
     purpose: str
-    sweep: int = 0
+    sweep: Whole = 0
     lost: tuple[BucketId, ...] = ()  # "other", "rest": all members that are lost
-    table: int = 0  # "rows", "rest"
+    table: Whole = 0  # "rows", "rest"
     slots: bytes = b""
 
 
@@ -722,12 +781,12 @@ class Tail(msgspec.Struct, frozen=True, tag="tail"):
     from me only
     (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
 
-    version: int
+    version: Whole
     sender: Slot
     incarnation: Incarnation
-    mirror: int
+    mirror: Whole
     bucket: BucketId
-    seq: int
+    seq: WholeOrNone
 
 
 class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
@@ -736,7 +795,7 @@ class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
     confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop it.
     Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
 
-    version: int
+    version: Whole
     bucket: BucketId
     done: bool = False
 
@@ -751,9 +810,9 @@ class AskState(msgspec.Struct, frozen=True, tag="ask_state"):
 
     slot: Slot
     incarnation: Incarnation
-    step: int = -1
+    step: WholeOrNone = -1
     follow: bool = False
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
 
 
 class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
@@ -762,9 +821,9 @@ class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
 
     slot: Slot
     incarnation: Incarnation
-    snapshot: int
-    at: int
-    size_bytes: int
+    snapshot: Whole
+    at: Whole
+    size_bytes: Whole
 
 
 class NextStep(msgspec.Struct, frozen=True, tag="next_step"):
@@ -773,8 +832,8 @@ class NextStep(msgspec.Struct, frozen=True, tag="next_step"):
 
     slot: Slot
     incarnation: Incarnation
-    step: int
-    wait_s: float = 0.0
+    step: WholeOrNone
+    wait_s: Seconds = 0.0
 
 
 class EndFollow(msgspec.Struct, frozen=True, tag="end_follow"):

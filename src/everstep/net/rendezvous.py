@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.bounds import Whole
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
@@ -29,12 +30,12 @@ def worker_socket(slot: int) -> str:
 
 
 class MasterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    pid: int
+    pid: Whole
     incarnation: Incarnation
     node: NodeId = NodeId("node0")
     unix: str = MASTER_SOCKET
     host: str = ""  # "" unless the job was bound for other nodes
-    port: int = 0
+    port: Whole = 0
 
     @property
     def address(self) -> Address:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from everstep.errors import CheckpointError, PlatformError
 from everstep.model.image import Manifest
-from everstep.model.table import OptimizerKind, TableSpec
+from everstep.model.table import OWN, OptimizerKind, TableSpec, flat_places
 from everstep.protect.imagefile import Pages
 from everstep.protect.manifest import assemble
 from everstep.storage.places import Place
@@ -85,13 +85,13 @@ def dense_state(place: Place, manifest: Manifest) -> dict[str, NDArray[np.float3
         numbers = flat.reshape(-1)
         if not spec.parameters:
             out[spec.name] = numbers
-        at = 0
-        for name, shape in spec.parameters:
+        for name, shape, at in flat_places(spec):
             n = int(np.prod(shape, dtype=np.int64))
+            if name.startswith(OWN):
+                continue
             if name in out or at + n > numbers.size:
                 raise CheckpointError(f"checkpoint {manifest.checkpoint}: {spec.name!r} does not hold {name!r}")
             out[name] = numbers[at : at + n].reshape(shape)
-            at += n
     return out
 
 

@@ -40,6 +40,7 @@ CHECKPOINTS = "checkpoints"
 
 _NAME = re.compile(r"manifest-(\d{6,})\.json")
 _IMAGE = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
+_DELETABLE = re.compile(r"images/[0-9]{6,}/\.?(?:bucket|replica)-[A-Za-z0-9._-]+")
 _SUM = b"blake2b-128 "
 
 
@@ -270,8 +271,15 @@ def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
         place.delete(manifest_name(checkpoint))
     files = unneeded_files(gone, kept) | _left_over(place, kept)
     for path in sorted(files):
-        place.delete(path)
+        _delete_image(place, path)
     return len(files)
+
+
+def _delete_image(place: Place, path: str) -> None:
+    """Delete a file of an image; whatever manifests say, nothing else of the place, and nothing outside of it."""
+    if not _DELETABLE.fullmatch(path):
+        raise StorageError(f"{place.url}: {path!r} is no file of a checkpoint: nothing is deleted", passing=False)
+    place.delete(path)
 
 
 def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
@@ -300,7 +308,7 @@ def compact(place: Place, manifest: Manifest) -> Manifest:
     except CheckpointError:
         return new  # whose files are whose cannot be told: all stay
     for path in sorted(unneeded_files([manifest], kept)):
-        place.delete(path)
+        _delete_image(place, path)
     return new
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.net.log import log_plainly
 from everstep.ps import faults
 from everstep.ps.process import PsProcess, die_with_parent
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("node")
     parser.add_argument("--host", default="", help="address by which other nodes reach this one")
     args = parser.parse_args()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn

@@ -52,6 +52,7 @@ from everstep.protect.restore import load_bucket
 from everstep.protect.sources import ImageSources
 from everstep.ps import faults
 from everstep.ps.service import PsService
+from everstep.storage.space import be_patient
 
 MASTER_GONE_S = 600.0
 LEAVE_S = 30.0  # SIGTERM from outside: so long others may take to take over what is here
@@ -81,6 +82,7 @@ class PsProcess:
         """Raises ConfigError (job.json, secret), PlatformError (sockets, audit log)."""
         self.slot, self.incarnation, self.node = slot, incarnation, node
         spec = read_spec(run_dir)
+        be_patient(spec.disk_full_s)
         secret = load_secret(run_dir / SECRET_FILE)
         self._over = threading.Event()
         self._asked_to_go = False

@@ -19,6 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
+from everstep.model.shard import Span, Token
 from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
 from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets
@@ -544,8 +547,10 @@ class PsService:
         if self.load_of.request():
             for part in request.parts:
                 self.load_of.count(part.table, _keys(part, source))
-        stripe = self._stripes[hash(token.shard) % _STRIPES]
-        with self._gate.shared(), stripe:
+        stripes = {hash(shard) % _STRIPES for shard in (token.shard, *(span.shard for span in request.more))}
+        with self._gate.shared(), ExitStack() as held:
+            for number in sorted(stripes):
+                held.enter_context(self._stripes[number])
             if self._finished:
                 return Bad("this parameter server has finished")
             if self.failure:
@@ -561,36 +566,36 @@ class PsService:
                 self._fail(f"ps:{self.slot} failed inside a push: {type(error).__name__}: {error}")
                 return Bad(self.failure)
             if done.applied:
-                self._append(
-                    lambda seq, at: Applied(
-                        seq,
-                        token.shard,
-                        token.lo,
-                        token.hi,
-                        token.lease,
-                        token.worker,
-                        token.worker_incarnation,
-                        done.applied,
-                        done.buckets,
-                        request.skipped,
-                        at,
-                    )
-                )
+                first = Span(token.shard, token.lo, token.hi, token.lease, not request.skipped)
+                spans = (first, *request.more)
+                some = request.left_out or any(span.learnt for span in spans)
+                for n, span in enumerate(spans):
+                    left_out = some and not span.learnt
+                    self._append(partial(self._applied, token, span, done, left_out, n > 0))
         if done.moved:
             return None  # what was applied answers "repeat" when it is sent again
         return Pushed(done.applied, done.repeats, done.gap, done.fenced, done.nonfinite)
 
+    def _applied(
+        self, token: Token, span: Span, done: PushResult, left_out: bool, joined: bool, seq: int, at: float
+    ) -> Applied:
+        """The record of one span of a push."""
+        who = token.worker, token.worker_incarnation
+        of = span.shard, span.lo, span.hi, span.lease
+        return Applied(seq, *of, *who, done.applied, done.buckets, not span.learnt, at, left_out, joined)
+
     def _push_in(self, request: Push, source: memoryview) -> PushResult:
         token = request.token
         of = (token.shard, token.lo, token.hi, token.lease)
+        more = [(span.shard, span.lo, span.hi, span.lease, span.learnt) for span in request.more]
         now_s = int(time.time())
         if not request.buckets:
-            return self.store.push_at(*of, request.parts, source, request.skipped, now_s, request.step)
+            return self.store.push_at(*of, request.parts, source, request.skipped, now_s, request.step, more)
         parts = [
             (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
             for part in request.parts
         ]
-        return self.store.push(*of, request.buckets, parts, request.skipped, now_s, request.step)
+        return self.store.push(*of, request.buckets, parts, request.skipped, now_s, request.step, more)
 
     def _cut_if_due(self) -> None:
         now = time.monotonic()
@@ -612,6 +617,8 @@ class PsService:
                 return Moved(self.route)
             rows = _rows(part, source, self.store.dim(part.table))
             self.store.put_absent(part.table, _keys(part, source), rows, int(time.time()))
+            if request.replace:
+                self.store.assign(part.table, _keys(part, source), rows)
             if request.last:
                 self.store.initialise(part.table)
         if not self._confirm(before, b"", request.version, deadline):

@@ -7,6 +7,7 @@ again, the agent that starts and buries processes, a ps that answers from its le
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,9 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, ShardState, Token
+from everstep.model.shard import Lease, ShardState, Span, Token
 from everstep.model.turn import Place, Turn
-from everstep.native.ledger import Ledger
+from everstep.native.ledger import Ledger, SpanTuple
 from everstep.net.messages import Pushed
 from everstep.sim.kernel import Client, Conn, Process
 from everstep.tables.gate import Gate, Late, Verdict
@@ -314,18 +315,24 @@ class Master(Process):
         self.conns[whom] = conn
         conn.greeted = True
 
-    def on_beat(self, conn: Conn, key: MemberKey | NodeId, incarnation: Incarnation, progress: Any) -> None:
+    def on_beat(
+        self, conn: Conn, key: MemberKey | NodeId, incarnation: Incarnation, progress: Any, runs: Any = ()
+    ) -> None:
         if isinstance(key, MemberKey):
             if self.brain.members.current(key.role, key.slot, incarnation) is None:
                 self.net.to_client(conn, conn.client.on_fenced, conn)  # type: ignore[attr-defined]
                 return
             self.hear(self.watch.heard(key, incarnation, self.now(), progress))
+            self.watch.moved(key, incarnation, self.now(), 0.0, True)
         else:
             node = self.brain.members.nodes.get(key)
             if node is not None and not node.alive:
                 self.net.sever(conn, 0.01)  # it joins anew with its next hello
                 return
             self.watch.node_heard(key, self.now())
+            for member, life in runs:
+                if (seat := self.brain.members.current(member.role, member.slot, life)) and seat.member.node == key:
+                    self.hear(self.watch.vouched(member, life, self.now(), 0.0))
         self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
 
     def on_call(self, conn: Conn, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
@@ -495,6 +502,7 @@ class Agent(Member):
         self.children: dict[tuple[Role, Slot], Child] = {}
         self.starting: dict[tuple[Role, Slot], Incarnation] = {}
         self.exits: dict[tuple[Role, Slot, Incarnation], int] = {}
+        self.vouches = sim.scenario.vouch
 
     def hello(self, conn: Conn) -> None:
         running = [(r, s, p.incarnation, 1) for (r, s), p in self.children.items() if p.alive]
@@ -510,7 +518,8 @@ class Agent(Member):
 
     def send_beat(self, conn: Conn) -> None:
         server: Any = conn.server
-        self.net.to_server(conn, server.on_beat, conn, self.id, 0, ())
+        runs = tuple((c.key, c.incarnation) for c in self.children.values() if c.runs) if self.vouches else ()
+        self.net.to_server(conn, server.on_beat, conn, self.id, 0, (), runs)
 
     def again(self) -> None:
         for (role, slot, incarnation), status in list(self.exits.items()):
@@ -638,30 +647,56 @@ class Ps(Child):
         buckets, marks = answer
         self.net.send(self, worker, worker.on_opened, self.key.slot, lease.no, self.incarnation, buckets, marks)
 
-    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
+    def on_push(
+        self,
+        worker: Worker,
+        token: Token,
+        bitmap: bytes,
+        skipped: bool,
+        life: int,
+        route: int,
+        more: tuple[Span, ...] = (),
+    ) -> None:
         sim, slot = self.sim, self.key.slot
-        shard, lo, hi = token.shard, token.lo, token.hi
+        spans = spans_of(token, skipped, more)
         if not self.serving:
             return
         if token.ps_incarnation != self.incarnation and not sim.parts.no_ps_incarnation:
             answer = Pushed(0, 0, fenced=True)
         else:
-            r = self.ledger.push(shard, lo, hi, token.lease, bitmap, skipped)
+            before = watermarks(self.ledger, spans)
+            r = self.ledger.push(*spans[0][:4], bitmap, skipped, spans[1:])
             answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
+            sim.truth.takes_whole(slot, spans, before, watermarks(self.ledger, spans))
             if r.applied:
                 bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
                 for bucket in self.owned:
                     if bits >> bucket & 1:
-                        sim.truth.applies(slot, BucketId(bucket), shard, lo, hi, token.lease, skipped)
-            if r.gap < 0 and not r.fenced and shard not in sim.truth.done:
+                        for shard, lo, hi, lease, learnt in spans:
+                            sim.truth.applies(slot, BucketId(bucket), shard, lo, hi, lease, not learnt)
+            if r.gap < 0 and not r.fenced:
                 bits = int.from_bytes(bitmap, "little") if bitmap else -1
                 addressed = tuple(b for b in self.owned if bits >> b & 1)
-                sim.truth.acknowledges(slot, addressed, shard, lo, hi)
+                for shard, lo, hi, _, _ in spans:
+                    if shard not in sim.truth.done:
+                        sim.truth.acknowledges(slot, addressed, shard, lo, hi)
         if self.kernel.lines is not None:
             self.kernel.say(
-                self, f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
+                self, f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer} {more}"
             )
         self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer, life)
+
+
+def spans_of(token: Token, skipped: bool, more: Sequence[Span]) -> tuple[SpanTuple, ...]:
+    """All spans of one push, as the ledger takes them."""
+    first = (token.shard, token.lo, token.hi, token.lease, not skipped)
+    return (first, *((s.shard, s.lo, s.hi, s.lease, s.learnt) for s in more))
+
+
+def watermarks(ledger: Ledger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
+    """By bucket, the watermarks of the shards that these spans are of."""
+    shards = {span[0] for span in spans}
+    return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.buckets.items()}
 
 
 # ---------------------------------------------------------------- a worker
@@ -688,6 +723,11 @@ class Worker(Child):
             set()
         )  # sync: of the part in hand, the gradient is not finite
         self.part: list[Work] = []  # sync: computed for the step under way, and not said to be ready
+        # The script's own choices: of a generator of their own, so that runs without them are what they were.
+        self.choices = random.Random(f"script {sim.seed} {sim.jobs} {slot}.{incarnation}")
+        self.holding = scenario.hold if self.gate is None else 0.0
+        self.leaves_out = not scenario.mirrors and not scenario.ps_restarts
+        self.kept: list[tuple[Work, bool]] = []  # the script is through with it, and has not stepped; learnt
         self.queue: list[Work] = []
         self.depth = rng.randint(1, 2)
         self.busy = False
@@ -827,10 +867,12 @@ class Worker(Child):
             self.pump_in_turn(gate)
         elif queue and not self.busy:
             work = queue.pop(0)
-            if queue and work.joins(queue[0]) and rng.random() < 0.2:
+            if not self.holding and queue and work.joins(queue[0]) and rng.random() < 0.2:
                 work = work.join(queue.pop(0))
             self.busy = True
             self.later(self.pace * (0.5 + rng.random()), self.computed, work)
+        elif self.kept and not self.busy and protocol.ended:
+            self.end_of_loop()
 
     def pump_in_turn(self, gate: Gate) -> None:
         """Consistency sync and bounded: compute if it is our turn."""
@@ -882,9 +924,54 @@ class Worker(Child):
                 self.dropped.add(work.key)
             if self.kernel.random() < 0.7:
                 self.ready(self.gate)
+        elif self.holding:
+            self.through(work, skipped)
         else:
             self.act(self.protocol.computed(work, skipped))
         self.pump()
+
+    # ------------------------------------------------------------ a script that steps when it likes
+
+    def through(self, work: Work, skipped: bool) -> None:
+        """The script is through with ``work``: it steps, or does not yet."""
+        choices, protocol = self.choices, self.protocol
+        if not protocol.current(work):
+            self.act(protocol.computed(work))
+            return
+        kept = [w for w, _ in self.kept]
+        if kept and not protocol.alike([*kept, work]) and choices.random() < 0.9:
+            self.step([])
+        while work.hi - work.lo > 1 and choices.random() < 0.1:
+            halves = protocol.split(work, choices.randint(work.lo + 1, work.hi - 1))
+            if halves is None:
+                break
+            first, work = halves
+            self.step([(first, True)])
+        if choices.random() >= self.holding:
+            self.step([(work, not skipped)], skipped)
+            return
+        learnt = not self.leaves_out or choices.random() < 0.8
+        self.kept.append((work, learnt))
+        if not any(learnt for _, learnt in self.kept):
+            self.step([])
+            return
+        self.sim.truth.holds_back(self.key.slot, self.incarnation, work)
+        self.act(protocol.hold_back(work))
+
+    def step(self, works: list[tuple[Work, bool]], skipped: bool = False) -> None:
+        """One step with all that is kept, and ``works``."""
+        kept, self.kept = self.kept, []
+        if self.leaves_out and self.choices.random() < 0.05:
+            kept = [(work, False) for work, _ in kept]  # their gradients were zeroed before
+        if skipped:
+            kept = [(work, False) for work, _ in kept]
+        self.act(self.protocol.step([*kept, *works], skipped=skipped))
+
+    def end_of_loop(self) -> None:
+        """The data is at its end: the script steps once more with what is left, or it is left out."""
+        if self.leaves_out and self.choices.random() < 0.5:
+            self.kept = [(work, False) for work, _ in self.kept]
+        self.step([])
 
     def ready(self, gate: Gate) -> None:
         """Sync: nothing will be added to the part in hand."""
@@ -923,7 +1010,8 @@ class Worker(Child):
                 ps = sim.server_of(a.ps, a.token.ps_incarnation)  # type: ignore[attr-defined]
                 if ps is not None:
                     route = self.protocol.route
-                    net.send(self, ps, ps.on_push, self, a.token, a.bitmap, a.skipped, a.life, route)  # type: ignore[attr-defined]
+                    what = a.token, a.bitmap, a.skipped, a.life, route, a.more  # type: ignore[attr-defined]
+                    net.send(self, ps, ps.on_push, self, *what)
             elif kind is SendOpen:
                 self.stamps[a.ps] = now  # type: ignore[attr-defined]
                 ps = sim.server_of(a.ps, self.protocol._servers[a.ps])  # type: ignore[attr-defined]
@@ -931,7 +1019,9 @@ class Worker(Child):
                     net.send(self, ps, ps.on_open, self, a.lease, self.protocol.route)  # type: ignore[attr-defined]
             elif kind is AskShard:
                 self.master_stamp = now
-                self.call(ShardAsked, self.on_answer, (a.ask,), *me, a.dataset, a.until_epoch, a.ask)  # type: ignore[attr-defined]
+                if a.pending:  # type: ignore[attr-defined]
+                    sim.truth.pends(*me, [h for h in self.protocol.held() if h.no in a.pending])  # type: ignore[attr-defined]
+                self.call(ShardAsked, self.on_answer, (a.ask,), *me, a.dataset, a.until_epoch, a.ask, a.pending)  # type: ignore[attr-defined]
             elif kind is SendDone:
                 self.master_stamp = now
                 key = (a.lease.no,)  # type: ignore[attr-defined]

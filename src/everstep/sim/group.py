@@ -17,6 +17,7 @@ from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, G
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
+    ChiefAsked,
     DrainAsked,
     EndOfData,
     Fenced,
@@ -37,6 +38,7 @@ from everstep.brain.events import (
     Reply,
     StepsCommitted,
     Welcome,
+    Yes,
 )
 from everstep.brain.replicas import replica_start
 from everstep.brain.watch import Watch
@@ -67,8 +69,10 @@ LEAVE_S = 15.0
 CLOSE_S = 60.0  # for the last reports, when the script is over
 BATCH = 2
 ALL_LOST = 0.2  # so often while a manifest is being written
+BEHIND_S = 0.5  # at most, that a script does something behind its loop
+END_LOOK_S = 0.1  # between two questions whether it may end
 UPDATE = 0.4  # of a step's time, at most, is the script's iteration after the vote
-BUSY = ("out", "computing", "updating")  # of its script, or between two steps: in no collective
+BUSY = ("out", "computing", "updating", "behind")  # of its script, or between two steps: in no collective
 
 
 class GroupScenario(Scenario, frozen=True, kw_only=True):
@@ -171,6 +175,7 @@ def group_scenario(seed: int) -> GroupScenario:
         logical=logical,
         checkpoint_s=checkpoint_s,
         straggle=0.2 if seed % 9 == 8 else 0.0,
+        vouch=seed % 4 == 3,
     )
 
 
@@ -328,7 +333,13 @@ class GroupMaster(Master):
         writing, group = self.brain.checkpoints.writing, self.brain.state.groups.group
         if writing is not None and writing.manifest is None and group is not None and group.members:
             self.images_asked_at = self.now()
-            self.order(("worker", group.members[0].slot), "save", writing.number)
+            writer = self.brain.members.workers.get(writing.writer)
+            slot = writer.member.slot if writer is not None and writer.running else group.members[0].slot
+            self.order(("worker", slot), "save", writing.number)
+
+    def on_may_end(self, conn: Conn, worker: Slot, life: Incarnation) -> None:
+        client: Any = conn.client
+        self.net.to_client(conn, client.on_may_end, conn, self.brain.may_end(worker, life))
 
     def on_stalled(
         self, conn: Conn, worker: Slot, life: Incarnation, generation: int, step: int, waited: float
@@ -360,6 +371,8 @@ class GroupWorker(Child):
     it, and of the samples that are in it, whatever the steps."""
 
     tell_s = TELL_S
+    says_met = False
+    """Members say that their group has met. Off in seeds that are recorded: they were found without it."""
 
     def __init__(self, sim: GroupSimulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, f"worker:{slot}.{incarnation}", node)
@@ -375,10 +388,13 @@ class GroupWorker(Child):
         self.building: Ring | None = None
         self.ring: Ring | None = None  # of the present group
         self.phase = "out"
+        self.met_at = self.said_met = 0
         self.resolved = self.met = self.formed = self.parted = False
         self.step: tuple[Committed, StepCut] | None = None  # whose gradients are, or are being, reduced
         self.begun = 0.0, -1  # when it began to compute last, and which step
         self.ready = self.entered = self.over = self.closing = False
+        self.chief = self.asked_chief = self.done_said = False
+        self.behind_since = 0.0
         self.leaving_since = -1.0
         self.synced = 0
         self.waits_since = self.broke_at = self.stalled_at = self.connecting_since = 0.0
@@ -461,24 +477,23 @@ class GroupWorker(Child):
         """Between two steps: what is ordered, written in the background."""
         number, self.save, self.writing = self.save, 0, self.save
         self.copies += 1
-        path = f"{self.name}-{self.copies}"
+        path = f"images/{number:06d}/replica-{self.key.slot}.{self.incarnation}-{self.copies}.rep"
         self.gsim.states[path] = self.mark, self.chain, self.print
         image = ReplicaImage(mark=self.mark, file=ImageFile(path, 1, ""), origin=self.origin or 0, parameters=1)
         self.later(0.02 + 0.3 * self.kernel.random(), self.written, number, image)
 
     def written(self, number: int, image: ReplicaImage) -> None:
         if self.settled < image.mark.step:
-            if not self.closing:
-                self.later(0.05, self.written, number, image)
+            self.later(0.05, self.written, number, image)
             return
-        self.call(ReplicaWritten, self.on_written, (number, image), *self.me, number, image)
+        if self.writing == number:  # (until it is answered)
+            self.call(ReplicaWritten, self.on_written, (number, image), *self.me, number, image)
+            self.later(1.0, self.written, number, image)
 
     def on_written(self, conn: Conn, number: int, image: ReplicaImage, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
-        elif isinstance(answer, Refused) and not self.closing:
-            self.later(0.2, self.written, number, image)
-        else:
+        elif not isinstance(answer, Refused) and self.writing == number:
             self.writing = 0
 
     def settle(self, before: int) -> None:
@@ -487,7 +502,10 @@ class GroupWorker(Child):
 
     def terminate(self) -> None:
         """SIGTERM: leave the group first; without one, end."""
-        if self.leaving_since < 0 and self.entered and not self.closing:
+        if self.phase == "behind":
+            if not self.closing:
+                self.exit(143)
+        elif self.leaving_since < 0 and self.entered and not self.closing:
             self.leaving_since = self.kernel.now
             self.call(GroupLeft, self.on_grouped, (), *self.me, "asked")
             self.pump()
@@ -568,7 +586,7 @@ class GroupWorker(Child):
 
     def fetch(self, group: Group, number: int) -> None:
         """The state of a member, as of now; what it misses meanwhile it gets when it enters."""
-        if number != self.follows or self.machine.present is not None or self.closing:
+        if number != self.follows or not self.outside or self.closing or self.phase == "behind":
             return
         for m in group.members:
             source = self.gsim.worker(m.slot, m.incarnation)
@@ -587,7 +605,13 @@ class GroupWorker(Child):
 
     def trained(self) -> bool:
         """Whether the state that it copied is that of the end."""
-        return self.has_state and self.machine.present is None and self.next_cut(1) is None
+        return self.has_state and self.outside and self.next_cut(1) is None
+
+    @property
+    def outside(self) -> bool:
+        """Whether it is in no group, or was put out of one that it had just entered."""
+        m = self.machine
+        return m.present is None or (not m.whole and not m.member_of(m.newest))
 
     def say_synced(self) -> None:
         if self.synced and self.machine.present is None and not self.closing and not self.trained():
@@ -766,6 +790,7 @@ class GroupWorker(Child):
             self.settled = 0
             self.commits.begin(self.mark.step if self.formed else 0)
         self.origin, self.met, self.synced = group.origin, True, 0
+        self.met_at = self.mark.step
         self.settle(self.mark.step)
 
     # ------------------------------------------------------------ the ends
@@ -778,8 +803,35 @@ class GroupWorker(Child):
         self.later(0.01, self.end, 143, self.kernel.now)
 
     def finish(self) -> None:
+        """The loop is over; the script goes on behind it."""
+        self.phase, self.chief = "behind", False
+        self.behind_since = self.kernel.now
+        self.ask_chief()
+        self.later(BEHIND_S * self.kernel.random(), self.behind)
+
+    def ask_chief(self) -> None:
+        if self.phase == "behind":
+            self.call(ChiefAsked, self.on_chief, (), *self.me)
+
+    def on_chief(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        elif isinstance(answer, Yes) and self.phase == "behind":
+            self.asked_chief, self.chief = True, answer.yes
+
+    def behind(self) -> None:
+        if not self.asked_chief:
+            self.ask_chief()
+            self.later(0.1, self.behind)
+            return
+        if self.chief:
+            self.gsim.saves(self)
         self.closing = True
         self.later(0.01, self.end, 0, self.kernel.now)
+
+    def on_may_end(self, conn: Conn, may: bool) -> None:
+        if may and self.done_said:
+            self.exit(0)
 
     def end(self, status: int, since: float) -> None:
         """Tell what is untold, then go."""
@@ -792,9 +844,23 @@ class GroupWorker(Child):
             self.later(0.02, self.end, status, since)
             return
         if status == 0:
-            self.call(GroupLeft, self.on_grouped, (), *self.me, "done")
-            self.gsim.finished(self)
+            if self.save:
+                self.copy()
+            if self.done_said and self.conn is not None and self.welcome:
+                server: Any = self.conn.server
+                self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
+            elif not self.done_said:
+                self.gsim.finished(self)
+                self.call(GroupLeft, self.on_done_said, (), *self.me, "done")
+            self.later(END_LOOK_S, self.end, status, since)
+            return
         self.exit(status)
+
+    def on_done_said(self, conn: Conn, answer: AnswerType) -> None:
+        if isinstance(answer, Fenced):
+            self.exit(4)
+        else:
+            self.done_said = True
 
     def exit(self, status: int) -> None:
         if self.alive:
@@ -845,8 +911,19 @@ class GroupWorker(Child):
             waited = now - since
             self.net.to_server(conn, server.on_stalled, conn, *self.me, group.generation, self.mark.step, waited)
 
+    def say_met(self) -> None:
+        """As ``allreduce.session`` does."""
+        group = self.machine.present
+        if group is None or not self.met or group.generation == self.said_met or group.size == 1:
+            return
+        if self.commits.confirmed >= self.met_at - 1:
+            self.said_met = group.generation
+            self.call(GroupSynced, self.on_grouped, (), *self.me, group.generation)
+
     def tell(self, everybody: bool) -> None:
         now = self.kernel.now
+        if self.says_met:
+            self.say_met()
         self.log += self.commits.to_log()
         steps = self.commits.to_tell()
         if not steps:
@@ -906,6 +983,7 @@ class GroupSimulation(Simulation):
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
         self.last_cut: tuple[tuple[Mark, int, Split, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
+        self.saved: list[tuple[int, int, int]] = []  # by a chief: the same
         self.ended_with: list[tuple[int, int]] = []  # origin, chain
         self.ends: list[float] = []  # when a worker ended that had not left its group
         self.blurred = False  # a fault has struck that may break a group without an end
@@ -973,6 +1051,11 @@ class GroupSimulation(Simulation):
         """A worker committed a step. (Not all who do are survived by somebody who knows.)"""
         self.applied += 1
 
+    def saves(self, worker: GroupWorker) -> None:
+        """The chief saves the result, and comes to the end of its script."""
+        assert worker.origin is not None
+        self.saved.append((worker.origin, worker.mark.step, worker.print))
+
     def finished(self, worker: GroupWorker) -> None:
         if worker.has_state and worker.origin is not None:
             self.ended_well.append((worker.origin, worker.mark.step, worker.print))
@@ -1000,7 +1083,9 @@ class GroupSimulation(Simulation):
             for w in workers:
                 w.exit(-9)
         elif fault == "stop worker" and worker is not None:
-            worker.pause(rng.choice([0.3, 1.5, 4.0, 9.0]))
+            (worker.hold if self.held() else worker.pause)(rng.choice([0.3, 1.5, 4.0, 9.0]))
+        elif fault == "hold worker" and worker is not None:
+            worker.hold(rng.choice([1.5, 4.0, 9.0]))
         elif fault == "stop master":
             self.master.pause(rng.choice([0.2, 2.0]))
         elif fault == "stop agent":
@@ -1126,6 +1211,8 @@ class GroupSimulation(Simulation):
         for step, found in ended:
             if (step, found) != (books.step, whole):
                 raise Violation(f"a script ended with the state of step {step}, not {books!r}")
+        if (books.origin, books.step, whole) not in self.saved:
+            raise Violation(f"no chief saved the result of {books!r}: {self.saved}")
 
     def where(self) -> str:
         brain = self.master.brain

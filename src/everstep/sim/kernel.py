@@ -76,6 +76,7 @@ class Process:
 
     alive = True
     paused_until = 0.0
+    held_until = 0.0
 
     def __init__(self, kernel: Kernel, name: str, node: str) -> None:
         self.kernel, self.name, self.node = kernel, name, node
@@ -101,6 +102,16 @@ class Process:
 
     def pause(self, seconds: float) -> None:
         self.paused_until = max(self.paused_until, self.kernel.now + seconds)
+
+    def hold(self, seconds: float) -> None:
+        """As ``pause``, but it runs: its script holds the interpreter."""
+        self.pause(seconds)
+        self.held_until = max(self.held_until, self.kernel.now + seconds)
+
+    @property
+    def runs(self) -> bool:
+        """As seen from outside."""
+        return self.alive and (self.paused_until <= self.kernel.now or self.held_until >= self.paused_until)
 
 
 class Client(Process):

@@ -66,9 +66,8 @@ class Lineage(Truth):
                 raise Violation(f"ps:{ps[0]} let lease {lease:x} open shard {shard:x} after the later {known:x}")
             self.fences[bucket, shard] = lease
             self.log[bucket].append(_Change(seq, shard, lease, -1, -1, known))
-        epoch = split_key(shard)[1]
-        if epoch and self.missing[epoch - 1] and not self.lenient:
-            raise Violation(f"shard {shard:x} of epoch {epoch} opened, counts of the last miss")
+        if not self.lenient:
+            self.follows(shard)
 
     def applied_by(
         self, ps: PeerKey, bucket: BucketId, seq: int, shard: ShardKey, lo: int, hi: int, lease: LeaseNo
@@ -180,6 +179,7 @@ class Lineage(Truth):
     def _loaded(self, bucket: BucketId, what: Bucket) -> None:
         """From now on what the image has is the truth; the rest is undone, and must be trained again."""
         self.restarted.add(bucket)
+        self.came_back = True
         n = self.plan.samples
         total = 0
         for epoch in range(self.epochs):

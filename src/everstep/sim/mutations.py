@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
+
 from everstep.brain import brain as brain_module
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
@@ -25,14 +27,14 @@ from everstep.brain.events import (
     ShardDone,
 )
 from everstep.brain.members import Members, Seat
-from everstep.brain.shards import Epoch
+from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.brain.watch import Watch, WatchEvent
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token, shard_key, split_key
-from everstep.native.ledger import Ledger, PushResult
+from everstep.native.ledger import Ledger, PushResult, SpanTuple
 from everstep.net.messages import Pushed
 from everstep.sim.cluster import Disk, Master
 from everstep.sim.kernel import Violation
@@ -63,12 +65,21 @@ class FenceOneBucket(Ledger):
 
 
 class PushIgnoresFence(Ledger):
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
         books = [k.shards[shard] for k in self.buckets.values() if shard in k.shards]
         fences = [book[1] for book in books]
         for book in books:
             book[1] = min(book[1], lease)
-        result = super().push(shard, lo, hi, lease, buckets, skipped)
+        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
         for book, fence in zip(books, fences, strict=True):
             book[1] = fence
         return result
@@ -91,8 +102,17 @@ class OpenStartsOver(Ledger):
 
 
 class GapMovesWatermark(Ledger):
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
-        result = super().push(shard, lo, hi, lease, buckets, skipped)
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
+        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
         if result.gap >= 0:
             for book in self.buckets.values():
                 if shard in book.shards and book.shards[shard][0] < lo:
@@ -101,26 +121,53 @@ class GapMovesWatermark(Ledger):
 
 
 class GapAcknowledged(Ledger):
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
-        return super().push(shard, lo, hi, lease, buckets, skipped)._replace(gap=-1)
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
+        return super().push(shard, lo, hi, lease, buckets, skipped, more)._replace(gap=-1)
 
 
 class RepeatApplied(Ledger):
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
         for b in self.check_push(shard, lo, hi, lease, buckets):
             mark = self.buckets[b].shards.get(shard)
             if mark is not None and mark[0] == hi and mark[1] <= lease:
                 mark[0] = lo
-        return super().push(shard, lo, hi, lease, buckets, skipped)
+        return super().push(shard, lo, hi, lease, buckets, skipped, more)
 
 
 class OverlapApplied(Ledger):
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes = b"", skipped: bool = False) -> PushResult:
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
         for b in self.check_push(shard, lo, hi, lease, buckets):
             mark = self.buckets[b].shards.get(shard)
             if mark is not None and lo < mark[0] < hi and mark[1] <= lease:
                 mark[0] = lo
-        return super().push(shard, lo, hi, lease, buckets, skipped)
+        return super().push(shard, lo, hi, lease, buckets, skipped, more)
 
 
 class ForgetsReleased(Ledger):
@@ -276,11 +323,65 @@ class NoGrace(Watch):
     def look(self, brain: Brain, at: float) -> None:
         super().look(brain, at - 10.0 if self._ticked is None else at)
 
-    def _forgive(self, at: float) -> None:
+    def _forgive(self, at: float, lost_s: float | None = None) -> None:
         pass
 
 
 # ---------------------------------------------------------------- all of them
+
+
+class StepInPart(Ledger):
+    """Where a step of several shards does not fit as a whole, what fits of it is taken."""
+
+    def push(
+        self,
+        shard: int,
+        lo: int,
+        hi: int,
+        lease: int,
+        buckets: bytes = b"",
+        skipped: bool = False,
+        more: Sequence[SpanTuple] = (),
+    ) -> PushResult:
+        result = super().push(shard, lo, hi, lease, buckets, skipped, more)
+        if result.gap >= 0:
+            for of, first, last, no, _ in more:
+                super().push(of, first, last, no, buckets, skipped=True)
+        return result
+
+
+class PendingIsDone(WorkerProtocol):
+    """ "done" is said of a shard whose rest is held back."""
+
+    def _report(self, held: _Held, out: list[Action]) -> None:
+        handed = held.handed
+        if all(batch.held_back for batch in handed):
+            held.handed = []
+        super()._report(held, out)
+        held.handed = handed
+
+
+class PendingClaimsTooMuch(WorkerProtocol):
+    """What is handed out, and still to be computed, is said to be held back."""
+
+    def _ask(self) -> AskShard:
+        pending = tuple(no for no, h in self._held.items() if h.state is _State.ACTIVE and not h.left() and not h.sent)
+        return AskShard(self._dataset, self._until, self._asked, pending)
+
+
+def _pending_of_all(self: Brain, e: ShardAsked) -> list[InstructionType]:
+    """A worker that names one lease as pending is taken to mean all that it was granted."""
+    seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    if seat is not None and e.pending:
+        e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in seat.held))
+    return _shard_asked(self, e)
+
+
+_shard_asked = Brain._shard_asked
+
+
+def _forgets_what_was_told(self: Shards, dataset: Dataset, until_epoch: int) -> None:
+    """Who was told that the data is at its end is not needed any more, whatever becomes of what was pending."""
 
 
 class Mutation(NamedTuple):
@@ -366,6 +467,21 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("never-pushes-again", "a lost push is not sent again", Parts(protocol=NeverPushesAgain)),
     Mutation("never-asks-again", "a lost ask is not sent again", Parts(protocol=NeverAsksAgain)),
     Mutation("old-life-counts", "a ps in a new life is not opened again", Parts(protocol=OldLifeCounts)),
+    Mutation("step-in-part", "a bucket takes some of a step of several shards", Parts(ledger=StepInPart)),
+    Mutation("pending-is-done", "done is said of what is held back", Parts(protocol=PendingIsDone)),
+    Mutation("pending-too-early", "what is not computed is said to be pending", Parts(protocol=PendingClaimsTooMuch)),
+    Mutation(
+        "pending-of-all",
+        "leases that a worker never heard of count as pending",
+        Parts(),
+        ((Brain, "_shard_asked", _pending_of_all),),
+    ),
+    Mutation(
+        "end-was-told",
+        "pending shards that are lost after the end was told are nobody's",
+        Parts(),
+        ((Shards, "tell_end", _forgets_what_was_told),),
+    ),
     Mutation("never-lost", "silence is never told", Parts(watch=NeverLost)),
     Mutation("no-grace", "a new master takes the silence before it for theirs", Parts(watch=NoGrace)),
 )

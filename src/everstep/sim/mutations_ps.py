@@ -226,10 +226,12 @@ class RefusalIgnored(MirrorPs):
 class ServesWhatIsFenced(MirrorPs):
     """It answers whoever asks, whatever the map says."""
 
-    def on_push(self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
+    def on_push(
+        self, worker: Any, token: Any, bitmap: bytes, skipped: bool, life: int, route: int, more: Any = ()
+    ) -> None:
         for bucket in self.store.fenced:
             self.store.ledger.buckets[bucket] = self.store.buckets[bucket].book
-        super().on_push(worker, token, bitmap, skipped, life, self.route)
+        super().on_push(worker, token, bitmap, skipped, life, self.route, more)
 
 
 # ---------------------------------------------------------------- the brain

@@ -21,7 +21,7 @@ from everstep.model.member import Role
 from everstep.sim.cluster import Agent, Disk, Master
 from everstep.sim.kernel import Conn, Violation
 from everstep.sim.run import Outcome, Parts, Simulation
-from everstep.sim.scenario import CODES, PS_FAULTS, Scenario, least_ps
+from everstep.sim.scenario import CODES, PS_FAULTS, Scenario, hold_of, least_ps
 
 STOP_S = 4.0  # so long a job that is stopped may take for its last checkpoint; then it is ended
 TRY_AGAIN_S = 0.6  # a job without any checkpoint is left alone for so long
@@ -86,6 +86,7 @@ def resume_scenario(seed: int) -> ResumeScenario:
         chaos_s=chaos_s,
         heal_s=70.0,
         faults=tuple(faults),
+        hold=hold_of(seed),
         mirrors=True,
         parity=parity,
         protect=rng.choice(["acked", "acked", "eager"]),

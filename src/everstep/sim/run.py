@@ -7,6 +7,7 @@ fresh brain and compare the states.
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import msgspec
@@ -179,6 +180,10 @@ class Simulation:
 
     # ------------------------------------------------------------ faults
 
+    def held(self) -> bool:
+        """Whether what holds a worker up now is its script, and no signal."""
+        return self.scenario.vouch and random.Random(f"held {self.seed} {self.faults}").random() < 0.5
+
     def strike(self, fault: str) -> None:
         rng, net = self.kernel.rng, self.net
         if self.over is not None:
@@ -192,7 +197,9 @@ class Simulation:
         if fault in ("kill worker", "kill worker and master") and worker is not None:
             worker.exit(-9)
         elif fault == "stop worker" and worker is not None:
-            worker.pause(rng.choice([0.3, 1.5, 4.0]))
+            (worker.hold if self.held() else worker.pause)(rng.choice([0.3, 1.5, 4.0]))
+        elif fault == "hold worker" and worker is not None:
+            worker.hold(rng.choice([1.5, 4.0, 9.0]))
         elif fault == "stop master":
             self.master.pause(rng.choice([0.2, 2.0]))
         elif fault == "stop agent":

@@ -26,6 +26,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = 0.0
     duplicate: float = 0.0
     straggle: float = 0.0  # a message that takes up to 2 s
+    vouch: bool = False  # agents look at their processes: a worker that holds its interpreter is not lost
     skip: float = 0.0  # batches whose gradients are not finite and dropped
     fsync_s: float = 0.004
     lease_s: float = 5.0  # 1000: expiry mends nothing, the protocol must
@@ -42,6 +43,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     ps_range: tuple[int, int] = (1, 1)  # to which "scale ps" goes
     consistency: str = "async"
     checkpoint_s: float = 0.0  # > 0: checkpoints so often
+    hold: float = 0.0  # async: batches with which the script does not step yet, but with those that follow
     ps_restarts: bool = False  # ps come back in a new life with all their state, as if recovered
 
     @property
@@ -68,6 +70,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     def plan(self) -> Plan:
         return Plan(name="train", samples=self.samples, shard_samples=self.shard_samples, seed=1)
+
+
+def hold_of(seed: int) -> float:
+    """``Scenario.hold`` of a seed: none in half of them. It is drawn apart, so that all else of a scenario stays what
+    it was; the number is one with which the recorded seeds of nearly all planted bugs have none."""
+    return random.Random(f"hold 13280 {seed}").choice([0.0, 0.0, 0.0, 0.2, 0.5, 0.8])
 
 
 FAULTS = {
@@ -121,7 +129,9 @@ def random_scenario(seed: int) -> Scenario:
         snapshot_every=rng.choice([10, 40, 10_000]),
         chaos_s=chaos_s,
         faults=tuple(faults),
+        hold=hold_of(seed),
         ps_restarts=ps_restarts,
+        vouch=seed % 4 == 3,
     )
 
 
@@ -205,10 +215,12 @@ def storm_scenario(seed: int) -> Scenario:
         chaos_s=chaos_s,
         heal_s=60.0,
         faults=tuple(faults),
+        hold=hold_of(seed),
         mirrors=True,
         parity=parity,
         protect=rng.choice(["acked", "acked", "acked", "eager"]),
         ps_range=(least, least + 2),
+        vouch=seed % 4 == 3,
         checkpoint_s=checkpoint_s,
     )
 

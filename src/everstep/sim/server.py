@@ -22,11 +22,12 @@ from everstep.ids import BucketId, Incarnation, NodeId, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, Token
+from everstep.model.shard import Lease, Span, Token
+from everstep.native.ledger import SpanTuple
 from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
 from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took, Whole
 from everstep.protect.streams import PeerKey, Streams
-from everstep.sim.cluster import Child
+from everstep.sim.cluster import Child, spans_of, watermarks
 from everstep.sim.kernel import Conn, Violation
 from everstep.sim.store import SimStore
 
@@ -59,6 +60,7 @@ class _Waiting(NamedTuple):
     after: int
     answer: Pushed | Opening
     until: float = 0.0
+    spans: tuple[SpanTuple, ...] = ()
 
 
 class MirrorPs(Child):
@@ -348,33 +350,47 @@ class MirrorPs(Child):
             return self.machine.answering and bool(self.store.ledger.buckets)
         return all(b in self.store.ledger.buckets for b in range(bits.bit_length()) if bits >> b & 1)
 
-    def on_push(self, worker: Worker, token: Token, bitmap: bytes, skipped: bool, life: int, route: int) -> None:
+    def on_push(
+        self,
+        worker: Worker,
+        token: Token,
+        bitmap: bytes,
+        skipped: bool,
+        life: int,
+        route: int,
+        more: tuple[Span, ...] = (),
+    ) -> None:
         if token.ps_incarnation != self.incarnation:
             self.net.send(self, worker, worker.on_pushed, self.key.slot, token, Pushed(0, 0, fenced=True), life)
             return
         if route != self.route or not self.serves(bitmap):
             self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
             return
-        store, truth = self.store, self.sim.truth
-        if store.lacks(bitmap, token.shard, token.lo, token.hi):  # as at the end of the real ps's patience
+        store, truth, spans = self.store, self.sim.truth, spans_of(token, skipped, more)
+        if any(
+            store.lacks(bitmap, shard, lo, hi) for shard, lo, hi, _, _ in spans
+        ):  # as at the end of the real ps's patience
             self.net.send(self, worker, worker.on_moved, self.key.slot, self.route)
             return
         before = store.ticket()
-        r = store.push(token.shard, token.lo, token.hi, token.lease, bitmap, skipped)
+        marks = watermarks(store.ledger, spans)
+        r = store.push(spans, bitmap)
+        truth.takes_whole(self.key.slot, spans, marks, watermarks(store.ledger, spans))
         answer = Pushed(r.applied, r.repeats, r.gap, r.fenced)
         if r.applied:
             bits = int.from_bytes(r.buckets, "little") if r.buckets else -1
             for b in list(store.ledger.buckets):
                 if bits >> b & 1:
                     bucket = BucketId(b)
-                    truth.applied_by(self.me, bucket, store.seq(bucket), token.shard, token.lo, token.hi, token.lease)
+                    for shard, lo, hi, lease, _ in spans:
+                        truth.applied_by(self.me, bucket, store.seq(bucket), shard, lo, hi, lease)
         if self.kernel.lines is not None:
-            what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer}"
+            what = f"push {token.shard:x} [{token.lo},{token.hi}) lease {token.lease:x} of {worker}: {answer} {more}"
             self.kernel.say(self, what)
         if not (r.applied or r.repeats):
             self.net.send(self, worker, worker.on_pushed, self.key.slot, token, answer, life)
             return
-        self.wait(_Waiting(worker, token, bitmap, life, route, before, store.ticket(), answer))
+        self.wait(_Waiting(worker, token, bitmap, life, route, before, store.ticket(), answer, spans=spans))
 
     def wait(self, waiting: _Waiting) -> None:
         self.waiting.append(waiting._replace(until=self.kernel.now + CONFIRM_S))
@@ -405,7 +421,8 @@ class MirrorPs(Child):
                 if push.answer.gap < 0 and not push.answer.fenced:
                     bits = int.from_bytes(push.bitmap, "little") if push.bitmap else -1
                     addressed = tuple(BucketId(b) for b in self.store.ledger.buckets if bits >> b & 1)
-                    self.sim.truth.acknowledged(self.me, addressed, token.shard, token.lo, token.hi)
+                    for shard, lo, hi, _, _ in push.spans:
+                        self.sim.truth.acknowledged(self.me, addressed, ShardKey(shard), lo, hi)
                 self.net.send(self, worker, worker.on_pushed, slot, token, push.answer, push.life)
         self.waiting = left
 
@@ -417,7 +434,7 @@ class MirrorPs(Child):
         for b in self.machine.serving:
             bucket = self.store.buckets[b]
             self.images += 1
-            path = f"job {self.sim.jobs}/{self.name}-{self.images}"
+            path = f"images/{self.sim.jobs:06}/bucket-{self.name.replace(':', '-')}-{self.images}"
             self.sim.files[path] = bucket.copy()
             marks = tuple((ShardKey(s), m[0]) for s, m in sorted(bucket.book.shards.items()))
             images.append(

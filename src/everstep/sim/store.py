@@ -8,11 +8,11 @@ what ``everstep.protect.machine.Port`` asks for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from everstep.ids import BucketId
-from everstep.native.ledger import BucketLedger, Ledger, PushResult, bitmap_buckets
+from everstep.native.ledger import BucketLedger, Ledger, PushResult, SpanTuple, bitmap_buckets
 from everstep.protect.streams import Code, Kind, Outgoing
 from everstep.sim.kernel import Violation
 
@@ -150,13 +150,24 @@ class SimStore:
         self._changed(shard, before)
         return answer
 
-    def push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes, skipped: bool) -> PushResult:
+    def push(self, spans: Sequence[SpanTuple], buckets: bytes) -> PushResult:
         """KeyError: a bucket is not served here."""
-        before = self._marks_of(shard)
-        result = self.ledger.push(shard, lo, hi, lease, buckets, skipped)
-        bits = self._bits(shard, lo, hi)
+        shard, lo, hi, lease, learnt = spans[0]
+        shards = list(dict.fromkeys(span[0] for span in spans))
+        before = {s: self._marks_of(s) for s in shards}
+        result = self.ledger.push(shard, lo, hi, lease, buckets, not learnt, spans[1:])
+        bits = 0
+        for s, first, last, _, _ in spans:
+            bits ^= self._bits(s, first, last)
         applied = bitmap_buckets(result.buckets) if result.buckets else list(self.ledger.buckets)
-        self._changed(shard, before, bits if result.applied else 0, set(map(BucketId, applied)))
+        flips = set(map(BucketId, applied)) if result.applied else set()
+        for b, book in self.ledger.buckets.items():
+            if (key := BucketId(b)) not in flips:
+                continue
+            now = {s: (mark[0], mark[1]) for s in shards if (mark := book.shards.get(s))}
+            self._change(key, {s: mark for s, mark in now.items() if mark != before[s][b]}, bits)
+        for s in shards:
+            self._changed(s, before[s], flips)
         return result
 
     def release(self, shards: Iterable[int]) -> None:
@@ -173,21 +184,20 @@ class SimStore:
         self,
         shard: int,
         before: dict[int, tuple[int, ...] | None],
-        bits: int = 0,
-        flips: set[BucketId] | None = None,
+        told: Collection[BucketId] = (),
     ) -> None:
+        """Tell of the marks of ``shard`` that are not as ``before``. ``told``: buckets that were told of."""
         for b, book in self.ledger.buckets.items():
-            key = BucketId(b)
             mark = book.shards.get(shard)
-            flipped = bits if flips and key in flips else 0
-            if not flipped and (tuple(mark) if mark else None) == before[b]:
-                continue
-            bucket = self.buckets[key]
-            bucket.seq += 1
-            bucket.content ^= flipped
-            if key in self._protected:
-                now = (mark[0], mark[1]) if mark else None
-                self._out(Blob(Kind.CHANGE, key, bucket.seq, book.fingerprint, {shard: now}, (flipped, 0)))
+            if BucketId(b) not in told and (tuple(mark) if mark else None) != before[b]:
+                self._change(BucketId(b), {shard: (mark[0], mark[1]) if mark else None})
+
+    def _change(self, key: BucketId, marks: Marks, flipped: int = 0) -> None:
+        bucket = self.buckets[key]
+        bucket.seq += 1
+        bucket.content ^= flipped
+        if key in self._protected:
+            self._out(Blob(Kind.CHANGE, key, bucket.seq, bucket.book.fingerprint, marks, (flipped, 0)))
 
     def _out(self, blob: Blob) -> None:
         self.outbox.append(Outgoing(blob.bucket, blob.seq, blob.kind, blob, 1))

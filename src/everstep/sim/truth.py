@@ -6,12 +6,17 @@ wrong is told at the moment it happens, so that the trace ends at the cause.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Lease, Plan, split_key
-from everstep.native.ledger import batch_fingerprint
+from everstep.model.shard import Lease, Plan, shard_key, split_key
+from everstep.native.ledger import SpanTuple, batch_fingerprint, by_shard
 from everstep.sim.kernel import Violation
+
+if TYPE_CHECKING:
+    from everstep.tables.protocol import Work
 
 _MASK = (1 << 64) - 1
 
@@ -34,6 +39,12 @@ class Truth:
         self.granted: dict[tuple[Slot, Incarnation, int], Lease] = {}
         self.applied = 0
         self.skipped = [0] * buckets  # fingerprints of what moved the watermark without gradients
+        self.held_back: dict[
+            tuple[Slot, Incarnation], set[tuple[ShardKey, int]]
+        ] = {}  # positions that scripts held back
+        self.pending: set[ShardKey] = set()  # all that a bucket lacked of it was held back, at some time
+        self.came_back = False  # a bucket came back without something that was acknowledged
+        self.shared = 0  # pushes with spans of several shards that were applied
 
     # ------------------------------------------------------------ at the ps
 
@@ -43,11 +54,40 @@ class Truth:
         if lease < known:
             raise Violation(f"ps:{ps} let lease {lease:x} open shard {shard:x} after the later {known:x}")
         self.fence[ps, shard] = lease
-        epoch = split_key(shard)[1]
-        if epoch and self.missing[epoch - 1]:
-            raise Violation(
-                f"shard {shard:x} of epoch {epoch} opened, {self.missing[epoch - 1]} counts of the last miss"
-            )
+        self.follows(shard)
+
+    def follows(self, shard: ShardKey) -> None:
+        """``shard`` was opened: what its epoch's predecessors miss must have been held back by a worker's script."""
+        dataset, epoch, _ = split_key(shard)
+        for before in range(epoch):
+            if not self.missing[before]:
+                continue
+            for index in range(self.plan.shards):
+                start, stop = self.plan.bounds(index)
+                key = shard_key(dataset, before, index)
+                if key not in self.pending and not all(all(c[start:stop]) for c in self.counts[before]):
+                    raise Violation(f"shard {shard:x} of epoch {epoch} opened, shard {key:x} misses something")
+
+    def takes_whole(
+        self,
+        ps: Slot,
+        spans: Sequence[SpanTuple],
+        before: Mapping[int, Mapping[int, int]],
+        after: Mapping[int, Mapping[int, int]],
+    ) -> None:
+        """``ps`` was pushed one step of ``spans``: each of its buckets took all of it, or nothing."""
+        wholes = by_shard(spans)
+        for bucket, marks in after.items():
+            if marks == before[bucket]:
+                continue
+            for shard, lo, hi, _ in wholes:
+                was, now = before[bucket].get(ShardKey(shard)), marks.get(ShardKey(shard))
+                if (was, now) != (lo, hi):
+                    raise Violation(
+                        f"ps:{ps}, bucket {bucket}: a step of {len(wholes)} shards was taken in part: [{lo}, {hi}) of "
+                        f"shard {shard:x} moved the watermark from {was} to {now}"
+                    )
+            self.shared += len(wholes) > 1
 
     def applies(
         self, ps: Slot, bucket: BucketId, shard: ShardKey, lo: int, hi: int, lease: LeaseNo, skipped: bool = False
@@ -70,6 +110,7 @@ class Truth:
 
     def undoes(self, bucket: int, shard: ShardKey, lo: int, hi: int) -> None:
         """``bucket`` came back from an image that lacks ``[lo, hi)``."""
+        self.came_back = True
         epoch = split_key(shard)[1]
         self.counts[epoch][bucket][lo:hi] = bytes(hi - lo)
         self.missing[epoch] += hi - lo
@@ -88,6 +129,30 @@ class Truth:
         for shard in shards:
             if shard not in self.done:
                 raise Violation(f"shard {shard:x} released before it was done")
+
+    # ------------------------------------------------------------ at a worker
+
+    def holds_back(self, worker: Slot, incarnation: Incarnation, work: Work) -> None:
+        """The worker's script is through with ``work``, and has not stepped."""
+        kept = self.held_back.setdefault((worker, incarnation), set())
+        kept |= {(work.lease.shard, position) for position in range(work.lo, work.hi)}
+
+    def pends(self, worker: Slot, incarnation: Incarnation, leases: Iterable[Lease]) -> None:
+        """The worker says that what is left of these leases is held back: what buckets lack of them must be."""
+        kept = self.held_back.get((worker, incarnation), set())
+        for lease in leases:
+            if lease.shard in self.done:
+                continue
+            self.pending.add(lease.shard)
+            if self.came_back:
+                continue
+            for bucket, counts in enumerate(self.counts[split_key(lease.shard)[1]]):
+                for position in range(lease.start, lease.stop):
+                    if not counts[position] and (lease.shard, position) not in kept:
+                        raise Violation(
+                            f"worker:{worker} says that the rest of shard {lease.shard:x} is held back, bucket "
+                            f"{bucket} lacks position {position}, which was not computed"
+                        )
 
     # ------------------------------------------------------------ at the master
 

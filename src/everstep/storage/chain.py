@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import InternalError, PlatformError
+from everstep.storage.space import with_space
 
 MAGIC = b"everstep-chain-1\n"
 RECORD_MAX_BYTES = 1 << 20
@@ -53,13 +54,14 @@ class ChainWriter:
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._seq = 0
+        self._seq = self._size = 0
         self._failed = ""
         payload = msgspec.msgpack.encode(header)
         self._chain = _link(MAGIC, payload)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._fd = with_space(lambda: os.open(path, flags, 0o644))
         except FileExistsError:
             raise InternalError(f"{path} exists already: an audit log has one writer for its whole life") from None
         except OSError as error:
@@ -90,12 +92,17 @@ class ChainWriter:
 
     def _write(self, data: bytes) -> None:
         try:
-            written = os.write(self._fd, data)
-            if written != len(data):  # a short write to a file: the disk is full, or a limit is reached
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with_space(lambda: self._try_to_write(data))
         except OSError as error:
             self._failed = f"cannot write {self.path}: {error.strerror}; free some space and start the job anew"
             raise PlatformError(self._failed) from error
+
+    def _try_to_write(self, data: bytes) -> None:
+        written = os.write(self._fd, data)
+        if written != len(data):  # a short write to a file: the disk is full, or a limit is reached
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
 
     def close(self) -> None:
         """Make all records durable (fsync) and give the file up. May be called twice."""

@@ -24,6 +24,7 @@ import hashlib
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, InstructionType
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
+from everstep.storage.space import is_full, with_space
 from everstep.storage.wal import WalFile
 
 VERSION = 2
@@ -115,9 +117,11 @@ class Journal:
         self.path = path
         self.snapshot_every = snapshot_every
         self._on_durable, self._on_error = on_durable, on_error
-        self._db = _open(path)
+        lived = path.exists() and path.stat().st_size > 0  # (a new job's full disk is told at once)
+        full: Callable[[BaseException], bool] = _is_full if lived else lambda error: False
+        self._db = with_space(lambda: _open(path), full)
         try:
-            self.incarnation = self._take_over(incarnation)
+            self.incarnation = with_space(lambda: self._take_over(incarnation), full)
             row = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
             snap = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM snapshots").fetchone()
         except sqlite3.Error as error:
@@ -166,10 +170,11 @@ class Journal:
 
     # ------------------------------------------------------------ reading, before the first append
 
-    def restore(self) -> Restored:
-        """The brain that the journal's events make: newest readable snapshot plus the events behind it."""
+    def restore(self, check: bool = True) -> Restored:
+        """The brain that the journal's events make: newest readable snapshot plus the events behind it. Of a journal
+        that is being written: call ``flush`` before. ``check``: have SQLite look at all of its pages."""
         try:
-            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
             if found != "ok":
                 raise PlatformError(f"{self.path} is damaged: {' '.join(str(found).split())}")
             brain, seq = Brain(), 0
@@ -271,6 +276,9 @@ class Journal:
 
     # ------------------------------------------------------------ the writer thread
 
+    def _waits_for(self, error: BaseException) -> bool:
+        return not self._closing and _is_full(error)
+
     def _write_loop(self) -> None:
         while True:
             with self._lock:
@@ -284,7 +292,7 @@ class Journal:
                     return
             error: EverstepError | None = None
             try:
-                self._commit(events, snapshots)
+                with_space(partial(self._commit, events, snapshots), self._waits_for)
             except sqlite3.Error as failure:
                 error = _failure(self.path, failure)
             except EverstepError as failure:
@@ -367,6 +375,13 @@ def _open(path: Path) -> sqlite3.Connection:
         return db
     except sqlite3.Error as error:
         raise _failure(path, error) from error
+
+
+def _is_full(error: BaseException) -> bool:
+    """A transaction that did not fit was rolled back as a whole."""
+    code = getattr(error, "sqlite_errorcode", None)
+    cause = error.__cause__
+    return code == sqlite3.SQLITE_FULL or is_full(error) or (cause is not None and _is_full(cause))
 
 
 def _failure(path: Path, error: sqlite3.Error) -> PlatformError:

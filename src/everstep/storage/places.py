@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-from everstep.errors import ConfigError, StorageError
+from everstep.errors import ConfigError, StorageError, escaped
 
 _HOPELESS = {
     errno.ENOSPC,
@@ -107,6 +107,14 @@ class Place(abc.ABC):
             raise StorageError(f"cannot read {self.url}/{path}: {error.strerror or error}") from error
 
 
+def bare(path: str) -> str:
+    """``path`` if it is below its place: relative, without ``..`` or control characters. Raises StorageError."""
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in path or not path.isprintable():
+        raise StorageError(f"{escaped(path)!r} is no path within a place of checkpoints", passing=False)
+    return path
+
+
 def open_place(where: str | Path) -> Place:
     """The place at a directory (it need not exist) or URL. Raises ConfigError: no such protocol, or its package is
     not installed."""
@@ -129,11 +137,11 @@ class LocalPlace(Place):
         self.url = str(root)
 
     def create(self, path: str) -> NewFile:
-        return _LocalFile(self.root / path)
+        return _LocalFile(self.root / bare(path))
 
     def open(self, path: str) -> BinaryIO:
         try:
-            return (self.root / path).open("rb")
+            return (self.root / bare(path)).open("rb")
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -158,7 +166,7 @@ class LocalPlace(Place):
             raise StorageError(f"cannot list {self.url}: {error.strerror}") from error
 
     def delete(self, path: str) -> None:
-        target = self.root / path
+        target = self.root / bare(path)
         try:
             target.unlink(missing_ok=True)
             if target.parent != self.root:
@@ -231,6 +239,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_STORES = ("s3", "gs", "az", "oss")
+_NOT_AT_ONCE = frozenset(
+    {"ftp", "sftp", "ssh", "smb", "http", "https", "webhdfs", "zip", "tar", "git", "github", "data"}
+)
+
+
 class RemotePlace(Place):
     """An object store: a put under a name is atomic there. Credentials and endpoints come from the environment, as
     the protocol's package reads them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ...)."""
@@ -240,6 +254,12 @@ class RemotePlace(Place):
 
         self.url = url.rstrip("/")
         protocol = url.partition("://")[0]
+        if protocol in _NOT_AT_ONCE:
+            raise ConfigError(
+                f"{url}: {protocol}:// has no way to make a file appear completely or not at all; use a directory "
+                "(also "
+                f"file://), or an object store: {', '.join(f'{name}://' for name in _STORES)}"
+            )
         try:
             kind = fsspec.get_filesystem_class(protocol)
             options = {**_OPTIONS.get(protocol, {}), "use_listings_cache": False}
@@ -248,20 +268,21 @@ class RemotePlace(Place):
         except ImportError as error:
             raise ConfigError(f"{url}: {' '.join(str(error).split())} (pip install 'everstep[s3]' for s3://)") from None
         except ValueError as error:
-            raise ConfigError(f"{url}: {' '.join(str(error).split())}") from None
+            known = ", ".join(f"{name}://" for name in ("file", *_STORES))
+            raise ConfigError(f"{url}: {' '.join(str(error).split())}; these work: {known}") from None
 
     def create(self, path: str) -> NewFile:
         with self._asking("write", path):
-            file = self._fs.open(f"{self._root}/{path}", "wb", block_size=_BLOCK_BYTES)
+            file = self._fs.open(f"{self._root}/{bare(path)}", "wb", block_size=_BLOCK_BYTES)
         return _RemoteFile(self, path, file)
 
     def put(self, path: str, data: bytes) -> None:
         with self._asking("write", path):
-            self._fs.pipe_file(f"{self._root}/{path}", data)
+            self._fs.pipe_file(f"{self._root}/{bare(path)}", data)
 
     def open(self, path: str) -> BinaryIO:
         with self._asking("read", path):
-            file = self._fs.open(f"{self._root}/{path}", "rb", block_size=_BLOCK_BYTES, cache_type="readahead")
+            file = self._fs.open(f"{self._root}/{bare(path)}", "rb", block_size=_BLOCK_BYTES, cache_type="readahead")
         return cast(BinaryIO, io.BufferedReader(_Raising(self, path, file), 1 << 20))
 
     def sizes(self) -> dict[str, int]:
@@ -282,7 +303,7 @@ class RemotePlace(Place):
 
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._asking("delete", path):
-            self._fs.rm_file(f"{self._root}/{path}")
+            self._fs.rm_file(f"{self._root}/{bare(path)}")
 
     def _relative(self, name: str) -> str:
         return str(name).removeprefix(self._root).lstrip("/")

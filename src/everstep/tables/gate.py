@@ -158,6 +158,11 @@ class Gate:
             assert self._turn is not None
             self._step, self._stage = self._turn.step, "busy"
 
+    def cut(self, work: Work, at: int) -> None:
+        """What is before ``at`` of a work that was begun is pushed by itself, and counts with the rest."""
+        begun = (work.lease.no, work.lo, work.hi)
+        self._begun = [(b[0], at, b[2]) if b == begun else b for b in self._begun]
+
     def ready(self, works: tuple[Work, ...], dropped: Collection[Work] = ()) -> Verdict | None:
         """Sync: the part is computed. ``dropped``: of it, what does not count (a gradient that is not finite)."""
         self._part, self._stage = works, "ready"

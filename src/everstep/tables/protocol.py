@@ -37,8 +37,11 @@ Every input returns a list of actions for the driver. The driver owns sockets, t
     begin -> AskShard -> answered -> SendOpen* -> opened* -> next_work -> computed -> SendPush* -> pushed* -> SendDone
           -> done_answered -> AskShard ... -> answered(EndOfData) -> Finished
 
-* ``next_work`` hands out batches in order; compute them in that order and call ``computed`` (also for those that turn
-  out stale, see ``current``). Neighbours may be merged before (``Work.join``: gradient accumulation).
+* ``next_work`` hands out batches in order; compute them in that order and call ``step`` with those that one optimizer
+  step consumes (also with those that turn out stale, see ``current``). They may be of several shards: a bucket takes
+  the step whole or not at all. Until then they are *held back*: ``hold_back`` says that the script is through with
+  one. Each request for a shard names the leases of which nothing else is left (``pending``). When that is so of all
+  shards that are not done, it counts as the end of the data.
 * Keep a batch's gradients until its ``Settled``: they may be needed again, routed by another map.
 * A connection that was lost and works again, or an answer that took too long: ``lost(ps)`` or ``master_lost()``; what
   is still owed is said again. Any answer may come twice or late; one that nothing waits for is ignored.
@@ -56,7 +59,7 @@ import msgspec
 from everstep.brain.events import Answer, EndOfData, Fenced, Granted, Ok, Refused, Wait
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, Token
+from everstep.model.shard import Lease, Span, Token
 from everstep.model.turn import LATE
 from everstep.net.messages import Opened, Pushed
 
@@ -111,6 +114,7 @@ class AskShard(Action, frozen=True, gc=False):
     dataset: int
     until_epoch: int
     ask: int
+    pending: tuple[LeaseNo, ...] = ()
 
 
 class AskLater(Action, frozen=True, gc=False):
@@ -130,7 +134,8 @@ class SendOpen(Action, frozen=True, gc=False):
 class SendPush(Action, frozen=True):
     """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.buckets = bitmap``; answer to ``pushed``.
 
-    ``skipped``: no gradients, only the watermarks move. ``life``: to be given to ``pushed`` with the answer."""
+    ``skipped``: no gradients, only the watermarks move; ``left_out``: because the script left them out. ``more``: what
+    the step consumed besides the token's range, in order. ``life``: to be given to ``pushed`` with the answer."""
 
     ps: Slot
     work: Work
@@ -138,6 +143,8 @@ class SendPush(Action, frozen=True):
     bitmap: bytes
     skipped: bool = False
     life: int = 0
+    left_out: bool = False
+    more: tuple[Span, ...] = ()
 
 
 class SendDone(Action, frozen=True):
@@ -157,10 +164,12 @@ class SendGiveBack(Action, frozen=True, gc=False):
 
 
 class Settled(Action, frozen=True):
-    """The gradients of ``work`` are not needed any more. ``applied``: by every ps addressed; else it was given up."""
+    """The gradients of ``work`` are not needed any more. ``applied``: by every ps addressed; else it was given up.
+    ``others``: what the same step consumed besides."""
 
     work: Work
     applied: bool
+    others: tuple[Work, ...] = ()
 
 
 class Drop(Action, frozen=True, gc=False):
@@ -190,13 +199,36 @@ class _State(IntEnum):
 
 
 class _Batch:
-    """A work handed out; once computed, the ps that have not acknowledged it. ``buckets``: as in Work, by this map."""
+    """A work handed out. ``buckets``: as in Work, by this map. ``held_back``: the script is through with it."""
 
-    __slots__ = ("buckets", "skipped", "waiting", "work")
+    __slots__ = ("buckets", "held_back", "work")
 
-    def __init__(self, work: Work, skipped: bool = False) -> None:
-        self.work, self.buckets, self.skipped = work, work.buckets, skipped
+    def __init__(self, work: Work) -> None:
+        self.work, self.buckets, self.held_back = work, work.buckets, False
+
+
+class _Step:
+    """A computed step, pushed to ``buckets``; ``waiting``: the ps that have not acknowledged it.
+
+    ``wholes``: what it consumed of each lease, as one work each. ``spans``: the same in order, with what was learnt of;
+    adjacent ones are one. ``left_out``: nothing was, by the script's own doing."""
+
+    __slots__ = ("buckets", "left_out", "spans", "waiting", "wholes")
+
+    def __init__(
+        self, wholes: tuple[Work, ...], spans: tuple[Span, ...], buckets: dict[Slot, bytes], left_out: bool
+    ) -> None:
+        self.wholes, self.spans, self.buckets, self.left_out = wholes, spans, buckets, left_out
         self.waiting: dict[Slot, Token] = {}
+
+    @property
+    def work(self) -> Work:
+        return self.wholes[0]
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is of several leases."""
+        return len(self.wholes) > 1
 
 
 class _Held:
@@ -228,12 +260,19 @@ class _Held:
         self.position = lease.start  # next to hand out once nothing is ragged
         self.furthest = lease.start  # computed up to here before, by anyone
         self.handed: list[_Batch] = []  # handed out, not yet computed, in order
-        self.sent: dict[tuple[int, int], _Batch] = {}  # computed, in order of their ranges, all before those handed
+        self.sent: dict[tuple[int, int], _Step] = {}  # computed, in order of their ranges, all before those handed
         self.skipped: list[tuple[int, int]] = []
 
     def left(self) -> int:
         """Samples not handed out yet."""
         return self.lease.stop - self.position + sum(hi - lo for lo, hi, _ in self.ragged)
+
+    @property
+    def pending(self) -> bool:
+        """Whether all that its shard lacks is held back."""
+        if self.state is not _State.ACTIVE or self.sent or self.left():
+            return False
+        return bool(self.handed) and all(batch.held_back for batch in self.handed)
 
 
 class WorkerProtocol:
@@ -293,6 +332,17 @@ class WorkerProtocol:
                 at = held.position
             out.append((no, at))
         return tuple(out)
+
+    @property
+    def pending(self) -> bool:
+        """Whether all that is in hand is held back: the script is through with it, and has not stepped."""
+        helds = [h for h in self._held.values() if h.state is not _State.REPORTED]
+        return bool(helds) and all(h.pending for h in helds)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be handed out: the data is at its end, or all that is left of it is pending."""
+        return self._finished or (self._ended and self.pending)
 
     @property
     def unacknowledged(self) -> int:
@@ -372,7 +422,7 @@ class WorkerProtocol:
         if not (self._asking and self._waiting and ask == self._asked):
             return []
         self._waiting = False
-        return [AskShard(self._dataset, self._until, self._asked)]
+        return [self._ask()]
 
     def answered(self, ask: int, answer: Answer) -> list[Action]:
         """The answer to an ``AskShard``: Granted, Wait, EndOfData, Fenced, or Refused (nobody registered the plan)."""
@@ -461,7 +511,7 @@ class WorkerProtocol:
         """The connection to the master works again, or an answer is overdue: says again what it owes us."""
         out: list[Action] = []
         if self._asking and not self._waiting:
-            out.append(AskShard(self._dataset, self._until, self._asked))
+            out.append(self._ask())
         out += [self._done(h) for h in self._held.values() if h.state is _State.REPORTED]
         out += [SendGiveBack(lease, reason) for lease, reason in self._returning.values()]
         return out
@@ -511,10 +561,12 @@ class WorkerProtocol:
         """The answer of ``ps`` to the push with ``token``. ``life``: of its ``SendPush``; -1: answers of one ps come in
         the order of what it was sent."""
         held = self._held.get(token.lease)
-        sent = held.sent.get((token.lo, token.hi)) if held is not None else None
+        sent = self._sent(held, token) if held is not None else None
         # A late answer from before a reopening may match a token of now (same range, same life of the ps), though the
         # ps owns other buckets now: it does not count for them.
-        if held is None or sent is None or sent.waiting.get(ps) != token or life not in (-1, held.life):
+        if held is None or sent is None or ps not in sent.waiting or life not in (-1, held.life):
+            return []
+        if sent.waiting[ps].ps_incarnation != token.ps_incarnation:
             return []
         if answer.nonfinite >= 0:
             return [Halt(f"the gradient of samples {token.lo}..{token.hi} holds NaN or Inf (table {answer.nonfinite})")]
@@ -522,15 +574,20 @@ class WorkerProtocol:
             return self._over(token.lease, f"ps:{ps} says that the lease is over")
         out: list[Action] = []
         if answer.gap >= 0:
-            self._open(held, out)
+            if sent.shared:
+                self._dissolve(sent, out)
+            else:
+                self._open(held, out)
             return out
         del sent.waiting[ps]
         if not sent.waiting:
-            del held.sent[token.lo, token.hi]
             self._unacknowledged -= 1
-            out.append(Settled(sent.work, True))
-            if not held.sent:
-                self._report(held, out)
+            out.append(Settled(sent.work, True, sent.wholes[1:]))
+            for whole in sent.wholes:
+                of = self._held[whole.lease.no]
+                del of.sent[whole.lo, whole.hi]
+                if not of.sent:
+                    self._report(of, out)
         return out
 
     def lost(self, ps: Slot) -> list[Action]:
@@ -542,8 +599,7 @@ class WorkerProtocol:
                     out.append(SendOpen(ps, held.lease))
                 continue
             for sent in held.sent.values():
-                token = sent.waiting.get(ps)
-                if token is not None:
+                if ps in sent.waiting and sent.work.lease.no == held.lease.no:
                     out.append(self._push(held, sent, ps))
         return out
 
@@ -598,30 +654,103 @@ class WorkerProtocol:
             held.ragged.append((work.lo, work.hi, buckets))
         return True
 
+    def alike(self, works: Sequence[Work]) -> bool:
+        """Whether all of ``works`` are still wanted, and by the same buckets: then one step can consume them."""
+        found = []
+        for work in works:
+            held = self._held.get(work.lease.no)
+            found.append(next((b for b in held.handed if b.work == work), None) if held is not None else None)
+        return all(b is not None and found[0] is not None and b.buckets == found[0].buckets for b in found)
+
+    def split(self, work: Work, at: int) -> tuple[Work, Work] | None:
+        """Two works of one that is handed out, cut at ``at``; None: it is not wanted any more."""
+        held = self._held.get(work.lease.no)
+        for i, batch in enumerate(held.handed if held is not None else ()):
+            if batch.work == work and held is not None:
+                first, rest = msgspec.structs.replace(work, hi=at), msgspec.structs.replace(work, lo=at)
+                pair = _Batch(first), _Batch(rest)
+                for half in pair:
+                    half.buckets = batch.buckets
+                held.handed[i : i + 1] = pair
+                return first, rest
+        return None
+
+    def hold_back(self, work: Work) -> list[Action]:
+        """The script is through with ``work``, and no step has consumed it: one to come will."""
+        held = self._held.get(work.lease.no)
+        batch = next((b for b in held.handed if b.work == work), None) if held is not None else None
+        if batch is None:
+            return []
+        batch.held_back = True
+        return self._more()
+
     def computed(self, work: Work, skipped: bool = False) -> list[Action]:
         """``work`` (possibly joined of several) is computed; ``skipped``: its gradients are not finite and dropped."""
-        held = self._held.get(work.lease.no)
-        if held is None or held.state is _State.REPORTED:
-            return [Settled(work, False)]
-        mine = [b for b in held.handed if b.work.life == work.life and work.lo <= b.work.lo and b.work.hi <= work.hi]
-        if not mine:
-            return [Settled(work, False)]
-        held.handed = [b for b in held.handed if b not in mine]
-        held.furthest = max(held.furthest, work.hi)
-        whole = mine[0].work.lo == work.lo and mine[-1].work.hi == work.hi
-        if not (whole and all(a.work.hi == b.work.lo and a.buckets == b.buckets for a, b in pairwise(mine))):
-            # Joined before a reopening that kept only some of it: no bucket takes the sum.
-            out: list[Action] = [Settled(work, False)]
-            if held.state is _State.ACTIVE:
-                self._open(held, out)
+        return self.step([(work, not skipped)], skipped=skipped)
+
+    def step(self, works: Sequence[tuple[Work, bool]], *, skipped: bool = False) -> list[Action]:
+        """One optimizer step consumes ``works``, in the order in which they were handed out.
+
+        With each: whether something was learnt from it. ``skipped``: its gradients are not finite, and dropped; else a
+        step that learnt nothing was left out by the script."""
+        wholes = wholes_of(work for work, _ in works)
+        spans: list[Span] = []
+        for work, learnt in works:
+            if spans and (spans[-1].lease, spans[-1].hi, spans[-1].learnt) == (work.lease.no, work.lo, learnt):
+                spans[-1] = msgspec.structs.replace(spans[-1], hi=work.hi)
+            else:
+                spans.append(Span(work.lease.shard, work.lo, work.hi, work.lease.no, learnt))
+        step = _Step(tuple(wholes), tuple(spans), {}, not skipped and not any(learnt for _, learnt in works))
+        mine = self._take(wholes, works)
+        helds = [self._held[no] for no in mine if no in self._held]
+        fits = len(helds) == len(wholes) and self._fit(wholes, mine)
+        if step.shared and any(held.state is not _State.ACTIVE for held in helds):
+            fits = False
+        if not fits:
+            # Handed out before a reopening that kept only some of it: no bucket takes the sum.
+            out: list[Action] = [Settled(step.work, False, step.wholes[1:])]
+            for held in helds:
+                if held.state is _State.ACTIVE and mine[held.lease.no]:
+                    self._open(held, out)
             return out
-        if skipped and (work.lo, work.hi) not in held.skipped:
-            held.skipped.append((work.lo, work.hi))
-        batch = _Batch(work, skipped)
-        batch.buckets = mine[0].buckets
-        held.sent[work.lo, work.hi] = batch
+        step.buckets = mine[wholes[0].lease.no][0].buckets
+        for held, whole in zip(helds, wholes, strict=True):
+            held.furthest = max(held.furthest, whole.hi)
+            held.sent[whole.lo, whole.hi] = step
+            if skipped and (whole.lo, whole.hi) not in held.skipped:
+                held.skipped.append((whole.lo, whole.hi))
         self._unacknowledged += 1
-        return self._send(held, batch) if held.state is _State.ACTIVE else []  # else: once it is open again
+        if all(held.state is _State.ACTIVE for held in helds):
+            return self._send(step)
+        return []  # once it is open again
+
+    def _take(self, wholes: Sequence[Work], works: Sequence[tuple[Work, bool]]) -> dict[LeaseNo, list[_Batch]]:
+        """Take the batches that ``works`` are made of out of what is handed out. Those still wanted, by lease."""
+        mine: dict[LeaseNo, list[_Batch]] = {whole.lease.no: [] for whole in wholes}
+        for no, found in mine.items():
+            held = self._held.get(no)
+            if held is None or held.state is _State.REPORTED:
+                continue
+            ours = [work for work, _ in works if work.lease.no == no]
+            found += [
+                b
+                for b in held.handed
+                if any(b.work.life == w.life and w.lo <= b.work.lo and b.work.hi <= w.hi for w in ours)
+            ]
+            held.handed = [b for b in held.handed if b not in found]
+        return mine
+
+    def _fit(self, wholes: Sequence[Work], mine: dict[LeaseNo, list[_Batch]]) -> bool:
+        """Whether all of a step is wanted still, by the same buckets."""
+        batches = [b for found in mine.values() for b in found]
+        if not all(mine.values()) or any(b.buckets != batches[0].buckets for b in batches):
+            return False
+        return all(
+            found[0].work.lo == whole.lo
+            and found[-1].work.hi == whole.hi
+            and all(a.work.hi == b.work.lo for a, b in pairwise(found))
+            for whole, found in zip(wholes, mine.values(), strict=True)
+        )
 
     def late(self, work: Work) -> list[Action]:
         """``work`` is computed, but its step went on without it: none of it is pushed. Its lease goes back, so that
@@ -631,16 +760,49 @@ class WorkerProtocol:
 
     # ------------------------------------------------------------ inside
 
+    def _sent(self, held: _Held, token: Token) -> _Step | None:
+        """The step whose push had this token."""
+        return next(
+            (
+                s
+                for (lo, _), s in held.sent.items()
+                if lo == token.lo and s.spans[0].hi == token.hi and s.work.lease.no == token.lease
+            ),
+            None,
+        )
+
+    def _dissolve(self, step: _Step, out: list[Action]) -> None:
+        """Give up a step of several leases: buckets differ in what they have of them. Each lease is opened again, and
+        what its buckets lack is computed anew."""
+        self._unacknowledged -= 1
+        out.append(Settled(step.work, False, step.wholes[1:]))
+        helds = [self._held[whole.lease.no] for whole in step.wholes if whole.lease.no in self._held]
+        for held in helds:
+            held.sent = {at: s for at, s in held.sent.items() if s is not step}
+        for held in helds:
+            if held.state is _State.ACTIVE:
+                self._open(held, out)
+
     def _token(self, work: Work, ps_incarnation: Incarnation) -> Token:
         return Token(work.lease.shard, work.lo, work.hi, work.lease.no, ps_incarnation, self.worker, self.incarnation)
 
-    def _send(self, held: _Held, batch: _Batch) -> list[Action]:
-        """Push a computed batch to all its buckets."""
-        batch.waiting = {ps: self._token(batch.work, held.opened[ps][0]) for ps in batch.buckets}
-        return [self._push(held, batch, ps) for ps in batch.waiting]
+    def _send(self, step: _Step) -> list[Action]:
+        """Push a computed step to all its buckets."""
+        held = self._held[step.work.lease.no]
+        step.waiting = {ps: self._token(step.work, held.opened[ps][0]) for ps in step.buckets}
+        return [self._push(held, step, ps) for ps in step.waiting]
 
-    def _push(self, held: _Held, batch: _Batch, ps: Slot) -> SendPush:
-        return SendPush(ps, batch.work, batch.waiting[ps], batch.buckets[ps], batch.skipped, held.life)
+    def _push(self, held: _Held, step: _Step, ps: Slot) -> SendPush:
+        first, *more = step.spans
+        token = step.waiting[ps]
+        if more:
+            token = msgspec.structs.replace(token, lo=first.lo, hi=first.hi)
+        skipped, nothing = not first.learnt, not any(span.learnt for span in step.spans)
+        left_out = skipped and (step.left_out or not nothing)
+        return SendPush(ps, step.work, token, step.buckets[ps], skipped, self._life(step), left_out, tuple(more))
+
+    def _life(self, step: _Step) -> int:
+        return self._held[step.work.lease.no].life
 
     def _more(self) -> list[Action]:
         """Ask for a shard if there is too little left to do."""
@@ -655,7 +817,11 @@ class WorkerProtocol:
             return []
         self._asked += 1
         self._asking, self._waiting = True, False
-        return [AskShard(self._dataset, self._until, self._asked)]
+        return [self._ask()]
+
+    def _ask(self) -> AskShard:
+        pending = tuple(no for no, held in self._held.items() if held.pending)
+        return AskShard(self._dataset, self._until, self._asked, pending)
 
     def _open(self, held: _Held, out: list[Action]) -> None:
         """Forget all positions of this lease and open it (again) everywhere; ``_keep`` will see what still fits."""
@@ -664,14 +830,20 @@ class WorkerProtocol:
         held.life += 1
         held.opened.clear()
         held.ragged = []
-        for batch in held.sent.values():
-            batch.waiting = {}
+        for step in held.sent.values():
+            step.waiting = {}
         out += [SendOpen(ps, held.lease) for ps in self._servers]
+        for step in [s for s in held.sent.values() if s.shared]:
+            self._dissolve(step, out)
 
     def _forget(self, held: _Held, out: list[Action]) -> None:
-        self._unacknowledged -= len(held.sent)
-        out += [Settled(sent.work, False) for sent in held.sent.values()]
+        alone = [step for step in held.sent.values() if not step.shared]
+        shared = [step for step in held.sent.values() if step.shared]
+        self._unacknowledged -= len(alone)
+        out += [Settled(step.work, False) for step in alone]
         held.sent = {}
+        for step in shared:
+            self._dissolve(step, out)
 
     def _reconcile(self, held: _Held) -> None:
         """Turn the watermarks of all buckets into ragged intervals and a common position."""
@@ -693,22 +865,22 @@ class WorkerProtocol:
 
     def _keep(self, held: _Held, out: list[Action]) -> None:
         """Of the batches in hand, keep those that the buckets still need as they are (see the top of this file)."""
-        computed, waiting = list(held.sent.values()), held.handed
+        in_hand: list[_Step | _Batch] = [*held.sent.values(), *held.handed]
         held.sent, held.handed = {}, []
         at = lowest = held.ragged[-1][0] if held.ragged else held.position
-        for batch in computed + waiting:
+        for batch in in_hand:
             work = batch.work
             buckets = self._cut(held, work.lo, work.hi) if work.lo == at else None
             if buckets is not None:
                 at, batch.buckets = work.hi, buckets
-                if batch in computed:
+                if isinstance(batch, _Step):
                     held.sent[work.lo, work.hi] = batch
-                    out += self._send(held, batch)
+                    out += self._send(batch)
                 else:
                     held.handed.append(batch)
             else:
                 at = at if work.hi <= lowest else -1  # nothing after it fits
-                if batch in computed:
+                if isinstance(batch, _Step):
                     self._unacknowledged -= 1
                     out.append(Settled(work, work.hi <= lowest))
 
@@ -749,8 +921,8 @@ class WorkerProtocol:
         return out
 
     def _drop(self, held: _Held, reason: str, out: list[Action]) -> None:
-        self._forget(held, out)
         del self._held[held.lease.no]
+        self._forget(held, out)
         out.append(Drop(held.lease, reason))
 
     def _give_back(self, lease: Lease, reason: str, out: list[Action]) -> None:
@@ -765,6 +937,17 @@ class WorkerProtocol:
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def wholes_of(works: Iterable[Work]) -> list[Work]:
+    """What a step of these works consumes of each lease, as one work each."""
+    wholes: dict[LeaseNo, Work] = {}
+    for work in works:
+        known = wholes.get(work.lease.no)
+        if known is not None:
+            work = msgspec.structs.replace(known, hi=work.hi, retried=known.retried or work.retried)
+        wholes[work.lease.no] = work
+    return list(wholes.values())
 
 
 def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:

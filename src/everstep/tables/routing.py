@@ -21,6 +21,7 @@ from everstep.native import unique_route
 from everstep.net.messages import Part
 
 _ALIGN = 64
+_NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 class Memory(Protocol):
@@ -31,6 +32,10 @@ class Memory(Protocol):
     def free(self, offset: int) -> None: ...
 
     def array(self, offset: int, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
+
+    def lend(self, n: int) -> tuple[int, Any]:
+        """Offset of ``n`` bytes and a buffer of them; they are free again once nothing refers to it any more."""
+        ...
 
 
 class Router:
@@ -126,7 +131,8 @@ def _up(n: int) -> int:
 
 
 class BatchRows:
-    """All tables' rows of one batch in regions of memory; freed by ``close`` (harmless when repeated).
+    """All tables' rows of one batch in regions of memory, freed by ``close`` (harmless when repeated); gradients are
+    freed when nothing refers to them any more.
 
     ``router``: by which the keys of the next ``add`` are grouped."""
 
@@ -135,6 +141,7 @@ class BatchRows:
         self.router = router
         self.tables: list[TableRows] = []
         self.closed = False
+        self._users = 1
         self._region: list[int] = []  # of each ``add``
 
     def __repr__(self) -> str:
@@ -149,15 +156,17 @@ class BatchRows:
     ) -> list[TableRows]:
         """Make room for ``(spec, keys grouped by ps and bucket, counts per ps)`` and copy the keys in."""
         added = [TableRows(spec, len(keys), counts) for spec, keys, counts in found]
-        size = 0
+        size = of_grads = 0
         for rows in added:
             rows.keys_at, size = size, size + _up(8 * rows.u)
-        for wanted, name in ((values, "values_at"), (grads, "grads_at")):
-            if wanted:
-                for rows in added:
-                    setattr(rows, name, size)
-                    size += _up(4 * rows.dim * rows.u)
+            rows.grads_at, of_grads = of_grads, of_grads + _up(4 * rows.dim * rows.u)
+        for rows in added:
+            if values:
+                rows.values_at = size
+                size += _up(4 * rows.dim * rows.u)
         base = self.memory.alloc(size)
+        if grads:  # the script may keep what it is shown of them
+            grads_base, lent = self.memory.lend(max(1, of_grads))
         self._region.append(base)
         view = self.memory.array
         for rows, (_, keys, _) in zip(added, found, strict=True):
@@ -169,8 +178,10 @@ class BatchRows:
                 rows.values_at += base
                 rows.values = view(rows.values_at, (rows.u, rows.dim), np.float32)
             if grads:
-                rows.grads_at += base
-                rows.grads = view(rows.grads_at, (rows.u, rows.dim), np.float32)
+                count = rows.u * rows.dim
+                flat = np.frombuffer(lent, np.float32, count, rows.grads_at) if count else np.empty(0, np.float32)
+                rows.grads = flat.reshape(rows.u, rows.dim)
+                rows.grads_at += grads_base
             rows.batch = self
         self.tables += added
         return added
@@ -188,8 +199,18 @@ class BatchRows:
         self.closed = True
         self._region = []
 
+    def retain(self) -> BatchRows:
+        """One more ``close`` is needed to free it."""
+        self._users += 1
+        return self
+
     def close(self) -> None:
+        self._users -= 1
+        if self._users > 0:
+            return
         self.closed = True
+        for rows in self.tables:
+            rows.grads = _NOTHING  # freed now, unless the script holds what it was shown
         regions, self._region = self._region, []
         for base in regions:
             self.memory.free(base)

@@ -34,13 +34,15 @@ def table_shard(dataset: int, epoch: int) -> ShardKey:
 
 @dataclass(frozen=True)
 class Owed:
-    """One committed step. ``skipped``: its gradients were not finite; the watermarks move, nothing else does."""
+    """One committed step. ``skipped``: its gradients were not finite, or (``left_out``) the script has not stepped; the
+    watermarks move, nothing else does."""
 
     step: int
     shard: ShardKey
     lo: int
     hi: int
     skipped: bool = False
+    left_out: bool = False
 
 
 @dataclass(frozen=True)

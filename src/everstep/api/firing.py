@@ -1,0 +1,88 @@
+"""Which ``step()`` fires which table: that of the optimizer that holds its parameter, else that of the only one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep.api.optim import table_twin_of
+from everstep.api.rows import BatchTable, TableParameter
+from everstep.api.tables import TableSet
+from everstep.model.table import OptimizerSpec
+
+
+class HeldTable(NamedTuple):
+    """A table that an optimizer fires. ``group``: of the optimizer, whose learning rate it goes by.
+
+    ``own``: the table's optimizer was given to job.sparse; then the group's rate counts in relation to ``base_lr``."""
+
+    table: BatchTable
+    group: dict[str, Any]
+    own: OptimizerSpec | None
+    base_lr: float
+    optimizer: Any
+
+    def lr(self) -> float:
+        """The rate of a step now."""
+        now = float(self.group["lr"])
+        if self.own is None:
+            return now
+        base = float(self.group.get("initial_lr", self.base_lr))
+        return self.own.lr if base == 0.0 else self.own.lr * (now / base)
+
+
+class TableFiring:
+    """See the top of this file. ``optimizers``: that the script gave to the job, so far."""
+
+    def __init__(self, tables: TableSet) -> None:
+        self._tables = tables
+        self._held: list[HeldTable] = []
+        self._base_lrs: dict[int, float] = {}  # of an optimizer that tables follow
+        self.optimizers = 0
+
+    def __repr__(self) -> str:
+        return f"<TableFiring {self.optimizers} optimizers, {len(self._held)} tables held, {len(self.free)} free>"
+
+    @property
+    def names(self) -> set[str]:
+        """Tables whose parameter some optimizer holds."""
+        return {held.table.name for held in self._held}
+
+    @property
+    def free(self) -> list[str]:
+        """Tables that no optimizer holds."""
+        names = self.names
+        return [name for name in self._tables.batches if name not in names]
+
+    def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
+        """``optimizer`` (as the script has it) fires the tables whose parameters ``of_torch`` holds. Raises ScriptError
+        where its formula has no twin on the ps."""
+        for group in of_torch.param_groups:
+            for p in group["params"]:
+                if not isinstance(p, TableParameter):
+                    continue
+                name = p.everstep_table
+                info = self._tables.infos[name]
+                if not info.own:
+                    self._tables.set_optimizer(name, table_twin_of(of_torch, group))
+                own = info.spec.optimizer if info.own else None
+                base = float(group.get("initial_lr", group["lr"]))
+                self._held.append(HeldTable(self._tables.batches[name], group, own, base, optimizer))
+        self.optimizers += 1
+
+    def fired(self, optimizer: Any) -> list[HeldTable]:
+        """The tables that a step of ``optimizer`` fires. One that no optimizer holds follows the only one, by the
+        factor of its first group's rate; without any (``optimizer`` None) it goes by its own rate."""
+        found = [held for held in self._held if held.optimizer is optimizer]
+        if self.optimizers > 1:
+            return found
+        for name in self.free:
+            table, spec = self._tables.batches[name], self._tables.infos[name].spec.optimizer
+            if optimizer is None:
+                found.append(HeldTable(table, {"lr": spec.lr}, None, spec.lr, None))
+                continue
+            group = optimizer.param_groups[0]
+            base = self._base_lrs.setdefault(id(optimizer), float(group["lr"]))
+            found.append(HeldTable(table, group, spec, base, optimizer))
+        return found

@@ -1,0 +1,465 @@
+"""The rows of one table that the batch in hand has, as a parameter of the script's model.
+
+``module.weight`` of a table is a real ``nn.Parameter`` of the shape ``[rows of the batch, dim]``. Clipping, scaling,
+hooks, penalties and ``requires_grad`` see it, and an optimizer may hold it. Its rows change with every batch.
+A gradient that the script has not zeroed is *carried*, by key, and is part of ``weight.grad`` when the script looks:
+gradients add up over batches as in plain PyTorch.
+
+A gradient usually lies in memory that the ps reads, and is pushed without a copy. If the script has looked at it, the
+script may change it later, so a copy is pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from everstep.errors import ScriptError
+from everstep.native import bag_backward, sum_bits
+from everstep.tables.routing import TableRows
+
+_GRAD: Any = torch._C.TensorBase.grad
+_DATA: Any = torch._C.TensorBase.data
+_OTHER_TYPE = torch.empty(0, dtype=torch.float64)
+
+_WHOLE = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "einsum", "tensordot"),
+        *("embedding", "embedding_bag", "__getitem__", "index_select", "gather", "take", "cdist", "cosine_similarity"),
+        *("t", "transpose", "permute", "T.__get__", "mT.__get__", "normalize", "softmax", "log_softmax", "inner"),
+    }
+)
+"""Operations that mean the whole table. For the others (norms, sums, powers) a batch's rows are a meaningful part."""
+
+_READS = frozenset(
+    {
+        *(
+            "numpy",
+            "tolist",
+            "clone",
+            "norm",
+            "sum",
+            "mean",
+            "std",
+            "var",
+            "max",
+            "min",
+            "abs",
+            "pow",
+            "square",
+            "item",
+        ),
+        *("mul", "add", "sub", "div", "__mul__", "__add__", "__sub__", "__truediv__", "__pow__", "cpu", "to", "float"),
+        *("allclose", "equal", "isnan", "isfinite", "all", "any", "stack", "cat", "copysign", "dist", "histc"),
+    }
+)
+_ABOUT = frozenset(
+    {"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "stride"}
+)
+_HARMLESS = frozenset({"requires_grad_", "detach_", "retain_grad_", "is_shared_"})
+_WRITES = frozenset({"__setitem__", "index_copy_", "scatter_", "index_fill_"})
+
+
+class TableParameter(nn.Parameter):
+    """``weight`` of a table. ``everstep_table``: the table's name. See the top of this file."""
+
+    everstep_table: str
+    _table: BatchTable
+
+    @property
+    def grad(self) -> Tensor | None:
+        """float32 [rows, dim]; of carried rows alone before this batch's first backward."""
+        return self._table.look()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._table.set_grad(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._table.set_grad(None)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<rows of table {self.everstep_table!r} in the batch in hand: {tuple(self.shape)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        raise ScriptError(
+            f"table {self.everstep_table!r} lives on the ps and can not be copied: copy the model before job.sparse"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name == "__set__":
+            name = f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+        if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
+            table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
+            if table is not None and not table._table.in_hand:
+                raise ScriptError(
+                    f"{name}() on the weight of table {table.everstep_table!r} outside of a batch: its rows are on the "
+                    "ps; give it its values before job.sparse(), or job.sparse(model, init=...)"
+                )
+        if name in ("detach", "data.__get__") and len(args) == 1 and not args[0]._table.in_hand:
+            with torch._C.DisableTorchFunctionSubclass():
+                empty = torch.empty((0, args[0]._table.dim)).as_subclass(_NotHere)
+            empty.everstep_table = args[0].everstep_table
+            return empty
+        if name in _READS:
+            table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
+            if table is not None and not table._table.in_hand:
+                raise ScriptError(
+                    f"the weight of table {table.everstep_table!r} is read ({name}) outside of a batch: its rows are "
+                    "on the ps; model.state_dict() pulls them all"
+                )
+        if name in _WHOLE or name in _WRITES:
+            table = next((a for a in _flat(args, kwargs) if isinstance(a, TableParameter)), None)
+            if table is not None:
+                word = name.removesuffix(".__get__")
+                raise ScriptError(
+                    f"the weight of table {table.everstep_table!r} is used as a whole ({word}): its rows are on the "
+                    "ps, and here are those of the batch only; keep the embedding in the dense part, "
+                    "job.sparse(model, only=...), or look ids up through the module"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _flat(args: Any, kwargs: Any) -> list[Any]:
+    out: list[Any] = []
+    for a in (*args, *kwargs.values()):
+        out += a if isinstance(a, list | tuple) else [a]
+    return out
+
+
+def is_table(p: object) -> bool:
+    """Whether a parameter is that of a table."""
+    return isinstance(p, TableParameter)
+
+
+class _NotHere(Tensor):
+    """What a table's weight shows outside of a batch: it may be asked about, and not used."""
+
+    everstep_table: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _ABOUT:
+            table = next((a.everstep_table for a in _flat(args, kwargs or {}) if isinstance(a, _NotHere)), "")
+            raise ScriptError(
+                f"the weight of table {table!r} is used ({name}) outside of a batch: its rows are on the ps; "
+                "model.state_dict() pulls them all, and values are given before job.sparse()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Carried(NamedTuple):
+    """A gradient from before: ``keys`` int64 [n], ``grads`` float32 [n, dim]. ``lent``: a push under way reads it.
+
+    ``values`` float32 [n, dim]: the rows then; None: a step has changed them since."""
+
+    keys: NDArray[np.int64]
+    grads: Tensor
+    lent: bool
+    values: NDArray[np.float32] | None = None
+
+
+class Gradient(NamedTuple):
+    """What a step takes of a table. ``rows``: it lies there already, where it can be pushed from."""
+
+    keys: NDArray[np.int64]
+    grads: NDArray[np.float32]
+    rows: TableRows | None
+
+
+class BatchTable:
+    """Behind a ``TableParameter``. ``keys`` int64 [u] and ``values`` float32 [u, dim]: what the parameter shows."""
+
+    def __init__(
+        self, name: str, dim: int, padding: int | None, read: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+    ) -> None:
+        """``read``: values of rows as they are now, float32 [n, dim], by their keys."""
+        self.name, self.dim, self.padding, self._read = name, dim, padding, read
+        self.keys: NDArray[np.int64] = np.empty(0, np.int64)
+        self.values: NDArray[np.float32] = np.empty((0, dim), np.float32)
+        self.batch = 0  # grows with every ``show``
+        self.layout = 0  # grows whenever the rows are others, or more
+        self.backwards = 0  # gradients that have come
+        self._rows: TableRows | None = None  # of the first ``u`` keys: as they were pulled
+        self._carried: Carried | None = None
+        self._exposed = False  # somebody has looked at the gradient
+        self._lent = False  # the memory for gradients that came with the rows is in use
+        self._handed = False  # the script has seen what is carried
+        self._stepped = False  # since the last backward
+        self.hidden = False  # torch's optimizer, which holds the parameter, is not to step it
+        self._arrived: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # see ``arrive``
+        self._digest = 0
+        self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the keys, and their order
+        self.param = TableParameter(torch.empty((0, dim)))
+        self.param.everstep_table = name
+        self.param._table = self
+
+    def __repr__(self) -> str:
+        return f"<BatchTable {self.name!r} {len(self.keys)} rows{' +carried' if self._carried else ''}>"
+
+    # ------------------------------------------------------------ the rows of a batch
+
+    def show(self, rows: TableRows | None) -> None:
+        """From now on the rows of another batch; None: of none."""
+        self.stash()
+        self.batch += 1
+        self._rows = rows
+        self._lent = self._handed = False
+        if rows is None:
+            self._set(np.empty(0, np.int64), np.empty((0, self.dim), np.float32))
+        else:
+            self._set(rows.keys, rows.values)
+
+    def extend(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """More rows of the same batch, behind those that are there. ``keys``: none of them known."""
+        if not len(keys):
+            return
+        grad, edited = self._grad(), self.changed()
+        old = len(self.keys)
+        self._set(np.concatenate([self.keys, keys]), np.concatenate([self.values, values]))
+        if not edited:
+            self.seen()
+        if grad is not None:
+            grown = torch.zeros((len(self.keys), self.dim))
+            grown[:old] = grad
+            self._put_grad(grown)
+
+    def place(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each key stands, int64; -1: nowhere."""
+        if self._sorted is None:
+            order = np.argsort(self.keys, kind="stable")
+            self._sorted = self.keys[order], order
+        known, order = self._sorted
+        at = np.searchsorted(known, keys)
+        at_most = np.minimum(at, max(0, len(known) - 1))
+        if not len(known):
+            return np.full(len(keys), -1, np.int64)
+        return np.where(known[at_most] == keys, order[at_most], -1)
+
+    def renew(self, values: NDArray[np.float32]) -> None:
+        """The same rows, with newer values."""
+        np.copyto(self.values, values)
+
+    def _set(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        self.keys, self.values = keys, values
+        self.layout += 1
+        self._sorted = None
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self.param, None)
+            # An accumulator of a graph that still lives would want the gradient in the old shape: another type ends it.
+            _DATA.__set__(self.param, _OTHER_TYPE)
+            _DATA.__set__(self.param, torch.from_numpy(values))
+
+    # ------------------------------------------------------------ gradients
+
+    def _grad(self) -> Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found: Tensor | None = _GRAD.__get__(self.param)
+        return found
+
+    def _put_grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self.param, value)
+
+    def target(self, n_rows: int) -> NDArray[np.float32]:
+        """Where a backward pass may write the gradient of ``n_rows`` rows."""
+        rows = self._rows
+        self.backwards += 1
+        self._stepped = False
+        plain = self.param._backward_hooks is None and not self.param._post_accumulate_grad_hooks
+        if rows is None or self._lent or n_rows != rows.u or not hasattr(rows, "grads") or not plain:
+            return np.empty((n_rows, self.dim), np.float32)
+        self._lent = True
+        return rows.grads
+
+    def add(self, grads: Tensor) -> None:
+        """Add the gradient of the first rows by hand: they were looked up before others came behind them."""
+        whole = torch.zeros((len(self.keys), self.dim))
+        whole[: len(grads)] = grads
+        for hook in (self.param._backward_hooks or {}).values():
+            whole = whole if (changed := hook(whole)) is None else changed
+        now = self._grad()
+        self._put_grad(whole if now is None else now + whole)
+        for hook in (self.param._post_accumulate_grad_hooks or {}).values():
+            hook(self.param)
+
+    def arrive(self, keys: NDArray[np.int64], grads: NDArray[np.float32]) -> None:
+        """A gradient from elsewhere, added to what is carried (mode allreduce: of all members). Keys may repeat."""
+        self.backwards += 1
+        self._stepped = False
+        self._arrived.append((keys, grads))
+
+    def _take_in(self) -> bool:
+        """What has arrived is carried. Whether anything had."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return False
+        if self._carried is not None:
+            arrived.insert(0, (self._carried.keys, _numbers(self._carried.grads)))
+        all_keys = np.concatenate([keys for keys, _ in arrived])
+        keys, inverse = np.unique(all_keys, return_inverse=True)
+        grads = np.empty((len(keys), self.dim), np.float32)
+        whole = np.concatenate([g for _, g in arrived])
+        bag_backward(whole, inverse.astype(np.int32).reshape(-1), None, "sum", None, len(keys), grads)
+        # Their values are not known here: whoever computes with them shall see it.
+        values = np.full((len(keys), self.dim), np.nan, np.float32)
+        self._carried = Carried(keys, torch.from_numpy(grads), False, values)
+        return True
+
+    def save(self) -> Any:
+        """The gradient from before this iteration, to go back to (mode allreduce)."""
+        return self._carried, list(self._arrived)
+
+    def restore(self, saved: Any) -> None:
+        self._put_grad(None)
+        self._carried, self._arrived = saved[0], list(saved[1])
+
+    def take_local(self) -> Gradient | None:
+        """What backward has brought here, without what is carried; it is gone from here."""
+        now = self._grad()
+        if now is None:
+            return None
+        keys, numbers = self.keys, _numbers(now)
+        if self.padding is not None and not (keep := keys != self.padding).all():
+            keys, numbers = keys[keep], numbers[keep]
+        found = Gradient(keys.copy(), numbers.copy(), None)
+        self._put_grad(None)
+        self._lent = self._exposed = False
+        return found
+
+    def look(self) -> Tensor | None:
+        """The gradient for somebody who may keep or change it."""
+        if self.hidden:
+            return None
+        if self._take_in() and self.in_hand:
+            self._combine()
+        now, carried = self._grad(), self._carried
+        if carried is not None:
+            if carried.lent:
+                self._carried = carried = Carried(carried.keys, carried.grads.clone(), False)
+            if now is None:
+                self._handed = True
+                return carried.grads
+            self._combine()
+            now = self._grad()
+        self._exposed = now is not None
+        return now
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """The script assigns it."""
+        if value is None:
+            self._carried = None
+            self._arrived = []
+            self._put_grad(None)
+            self._exposed = False
+            return
+        carried = self._carried
+        alike = carried is not None and self._grad() is None and value.shape == carried.grads.shape
+        if carried is not None and alike and (self._handed or value.shape != self.values.shape):
+            self._carried = Carried(carried.keys, value, False, carried.values)  # it is made of what is carried
+            return
+        self._carried = None
+        self.backwards += 1
+        self._put_grad(value)
+        self._exposed = True
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether a batch is, and has rows of this table."""
+        return self._rows is not None or len(self.keys) > 0
+
+    @property
+    def has_grad(self) -> bool:
+        return self._carried is not None or bool(self._arrived) or self._grad() is not None
+
+    def zero(self) -> None:
+        """Drop the gradient, without looking at it."""
+        self.set_grad(None)
+
+    def _combine(self) -> None:
+        """What is carried and what has come: one gradient, of the rows of both."""
+        carried, now = self._carried, self._grad()
+        if carried is None:
+            return
+        at = self.place(carried.keys)
+        new = at < 0
+        self._carried = None
+        if new.any():
+            n = int(new.sum())
+            at[new] = np.arange(len(self.keys), len(self.keys) + n)
+            old = carried.values[new] if carried.values is not None else self._read(carried.keys[new])
+            self.extend(carried.keys[new], old)
+            now = self._grad()
+        whole = torch.zeros((len(self.keys), self.dim)) if now is None else now
+        whole.index_add_(0, torch.from_numpy(at), carried.grads.reshape(len(at), self.dim).to(whole.dtype))
+        self._put_grad(whole)
+
+    def stash(self) -> None:
+        """The rows are about to go: keep their gradient, by key."""
+        if self._grad() is None:
+            return
+        self._combine()
+        now = self._grad()
+        assert now is not None
+        values = None if self._stepped else self.values.copy()
+        self._carried = Carried(self.keys.copy(), now, False, values)
+        self._put_grad(None)
+        self._exposed = False
+
+    def take(self) -> Gradient | None:
+        """The gradient for a step; it stays what the script sees. None: there is none."""
+        self._stepped = True
+        self._take_in()
+        if self._carried is None or self._grad() is not None or len(self.keys):
+            self._combine()
+            keys, now = self.keys, self._grad()
+        else:  # no batch is in hand
+            keys, now = self._carried.keys, self._carried.grads
+        if now is None:
+            return None
+        rows, numbers = self._rows, _numbers(now)
+        if self.padding is not None and not (keep := keys != self.padding).all():
+            return Gradient(keys[keep], numbers[keep], None)
+        lies = rows is not None and self._lent and numbers.ctypes.data == rows.grads.ctypes.data
+        if rows is None or not lies or self._exposed or numbers.shape != rows.grads.shape:
+            return Gradient(keys, numbers, None)
+        self._carried = Carried(self.keys.copy(), now, True)
+        self._put_grad(None)
+        return Gradient(self.keys, rows.grads, rows)
+
+    # ------------------------------------------------------------ edits
+
+    def seen(self) -> None:
+        """The values are those of the ps now."""
+        self._digest = sum_bits(self.values, "float32")[0] if len(self.keys) else 0
+
+    def changed(self) -> bool:
+        """Whether the script has changed values since ``seen``; if by assigning another tensor, it is taken in."""
+        with torch._C.DisableTorchFunctionSubclass():
+            data: Tensor = _DATA.__get__(self.param)
+            if data.data_ptr() != self.values.ctypes.data and tuple(data.shape) == self.values.shape:
+                np.copyto(self.values, data.numpy())
+                _DATA.__set__(self.param, torch.from_numpy(self.values))
+        return bool(len(self.keys)) and sum_bits(self.values, "float32")[0] != self._digest
+
+
+def _numbers(grads: Tensor) -> NDArray[np.float32]:
+    """float32 [n, dim], C order; a sparse gradient as a dense one."""
+    if grads.is_sparse:
+        grads = grads.to_dense()
+    if grads.dtype != torch.float32:
+        grads = grads.float()
+    out: NDArray[np.float32] = grads.detach().contiguous().numpy()
+    return out

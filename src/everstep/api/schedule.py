@@ -1,0 +1,67 @@
+"""One schedule for the job: schedulers that the script steps in the loop count the job's steps, whoever does them.
+
+The number of steps is a buffer of the job (``api/buffers.py``): each worker adds its own, and sees those of all with
+the next batch. A scheduler that the script has stepped in an iteration is brought up to that number before the next
+one; so is that of a worker that took another one's place. Schedulers that are stepped behind a loop (once an epoch)
+are left alone: every worker runs every loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class StepCount(nn.Module):
+    """``steps`` float32 [1]: optimizer steps of the job."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+
+class JobSchedule:
+    """The schedulers that were given to ``job.track``, driven by the job's steps."""
+
+    def __init__(self) -> None:
+        self.count = StepCount()
+        self._schedulers: list[Any] = []
+        self._by_step: set[int] = set()  # of ``_schedulers``: stepped in the loop
+        self._begun: list[int] = []
+
+    @property
+    def used(self) -> bool:
+        return bool(self._schedulers)
+
+    def track(self, scheduler: Any) -> None:
+        """Plateau schedulers go by a metric and not by a count: they are not driven."""
+        counted = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(
+            scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+        )
+        if counted and not any(s is scheduler for s in self._schedulers):
+            self._schedulers.append(scheduler)
+
+    def stepped(self) -> None:
+        """An optimizer step of this worker is about to be pushed."""
+        if self.used:
+            self.count.steps += 1
+
+    def begin(self) -> None:
+        """A batch is in hand: bring schedulers up to the job's steps."""
+        steps = round(float(self.count.steps))
+        for i in self._by_step:
+            scheduler = self._schedulers[i]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch counts the calls of opt.step() in this process
+                while scheduler.last_epoch < steps:
+                    scheduler.step()
+        self._begun = [s.last_epoch for s in self._schedulers]
+
+    def end(self) -> None:
+        """The script is through with the batch."""
+        self._by_step |= {i for i, was in enumerate(self._begun) if self._schedulers[i].last_epoch != was}

@@ -1,0 +1,46 @@
+"""Ranges of numbers, and forms of names, that come from outside: over the wire, or out of a file. The decoder refuses
+what lies beyond.
+
+A number without a range is one with which a stranger, or a mistake, makes a process count to it. ``tests/net/
+test_bounds.py`` walks all messages and files and asks for the range of each number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MEMBERS_MAX = 10_000
+"""Slots of a role: more than this release has been tried with."""
+PLACES_MAX = 1024
+"""Processes of one role on one node."""
+INT63 = (1 << 63) - 1
+IMAGE_PATH = r"\Aimages/[0-9]{6,18}/(?:bucket|replica)-[A-Za-z0-9._-]{1,200}\Z"
+
+Whole = Annotated[int, Meta(ge=0, le=1 << 56)]
+"""A count, a size, a position: sums of many fit into 64 bits."""
+WholeOrNone = Annotated[int, Meta(ge=-1, le=1 << 56)]
+"""The same, with -1 for none."""
+Whole63 = Annotated[int, Meta(ge=0, le=INT63)]
+Places = Annotated[int, Meta(ge=0, le=PLACES_MAX)]
+"""Of one node."""
+Members = Annotated[int, Meta(ge=0, le=MEMBERS_MAX)]
+Bits64 = Annotated[int, Meta(ge=0, extra={"bits": 64})]
+"""A hash. The decoder of the wire has no larger numbers than 64 bits."""
+ExitStatus = Annotated[int, Meta(ge=-(1 << 16), le=1 << 32)]
+"""An exit code, or minus a signal's number."""
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""Neither NaN nor infinite."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
+Measured = Annotated[float, Meta(extra={"any": "shown, or judged where it is used"})]
+"""What a script or a process measured of itself: a loss may be NaN."""
+
+NameOfNode = Annotated[str, Meta(pattern=r"\A(?!\.\.?\Z)[^\x00-\x1f\x7f-\x9f/\\]{0,255}\Z")]
+"""Bare: no separator, not ``.`` or ``..``, no control characters."""
+SocketPath = Annotated[str, Meta(pattern=r"\A(?!/)(?!.*\.\.)[^\x00-\x1f\x7f-\x9f\\]{0,255}\Z")]
+"""Below the run directory."""
+HostName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:%\[\]-]{0,255}\Z")]
+ImagePath = Annotated[str, Meta(pattern=IMAGE_PATH)]
+"""Of a file of a checkpoint, in its place; nothing else of a place is read or deleted by name."""
+Checksum = Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,128}\Z")]

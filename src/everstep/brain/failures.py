@@ -1,0 +1,42 @@
+"""Whether a worker whose script raised is tried again: by what the error may come from, within ``script_retries``."""
+
+from __future__ import annotations
+
+from everstep.brain.members import Members, Seat
+from everstep.model.failure import Failure
+from everstep.model.member import Role
+
+
+def judge(failure: Failure | None, seat: Seat, members: Members, retries: int, progress: int) -> str:
+    """Count it. ``progress``: what the job has trained so far, a number that grows. Returns why
+    there is no other try, "" where there is one."""
+    if failure is None or failure.cause == "script":
+        return "it would raise again"
+    if failure.steps and progress > seat.failed_at:  # it got on, and the job too: beyond where it failed last
+        seat.failures, seat.failed = 0, ""
+    before, seat.failed, seat.failed_at = seat.failed, failure.where, max(progress, seat.failed_at)
+    seat.failures += 1
+    here = seat.member.node
+    if failure.cause == "node":
+        if not any(room.node != here and room.free for room in members.rooms(Role.WORKER)):
+            return "no other node has a place, and here it would raise again"
+        seat.avoid = here
+    if failure.cause in ("memory", "device"):
+        if before == failure.where:
+            return "it raised the same at the same place again"
+        for other in members.workers.values():
+            if other is not seat and (other.failed, other.failed_at) == (failure.where, progress):
+                return f"{other.member.key} raised the same at the same place"
+        seat.avoid = here if failure.cause == "device" else seat.avoid  # (if there is another)
+    if seat.failures > retries:
+        return f"it failed {seat.failures} times in a row without a step between; script_retries={retries}"
+    return ""
+
+
+WORDS = {
+    "data": "what it reads may be there again",
+    "memory": "memory may be free again in a new process",
+    "device": "a new process, on another node if there is one, may not meet it",
+    "node": "another node may have what is missing here",
+}
+"""Why another try is made."""

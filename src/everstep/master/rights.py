@@ -1,0 +1,336 @@
+"""Who may ask the master for what: by role, for whom, and about what exists.
+
+``RIGHTS`` has an entry for every request. ``refused`` is asked before a request becomes an event: what speaks for
+another member, names what is not there, or counts to more than there is, is refused in one line and never journaled.
+All members have the same secret, so a role is what a connection says of itself: this keeps a member that is wrong, or
+taken over through its script, from speaking for others by its own connection; it is no wall against who has the secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from everstep.bounds import MEMBERS_MAX
+from everstep.brain.brain import Brain
+from everstep.brain.events import AnswerType, Fenced, Refused
+from everstep.ids import BucketId, ShardKey, Slot
+from everstep.model.image import ImageFile
+from everstep.model.member import Role
+from everstep.model.shard import split_key
+from everstep.net import messages as wire
+from everstep.net.auth import Identity
+
+DATASETS_MAX: Final = 1 << 10  # what a shard key has bits for
+EPOCHS_MAX: Final = 1 << 20
+SHARDS_MAX: Final = 1 << 32
+NODES_MAX: Final = 4096
+
+Check = Callable[[Brain, Identity, Any], str]
+"""What is wrong with a request, in words; "": nothing."""
+
+
+class Right(NamedTuple):
+    """Of one kind of request: the roles that may send it, for whom, and what it may name."""
+
+    roles: frozenset[str]
+    speaks: Check  # whether the sender is the one that it speaks of
+    exists: Check  # whether what it names is there
+
+
+# ------------------------------------------------------------ for whom
+
+
+def _anyone(brain: Brain, who: Identity, r: Any) -> str:
+    return ""
+
+
+def _itself(brain: Brain, who: Identity, r: Any) -> str:
+    """The request names slot and incarnation (and perhaps a role): its sender's own."""
+    role = str(getattr(r, "role", who.role))
+    if (role, r.slot, r.incarnation) != (who.role, who.slot, who.incarnation):
+        return f"it speaks of {role}:{r.slot} #{r.incarnation}"
+    return ""
+
+
+def _own_node(brain: Brain, who: Identity, r: wire.HelloNode) -> str:
+    return "" if r.node == who.node else f"it speaks of node {r.node!r}"
+
+
+def _on_its_node(brain: Brain, who: Identity, r: Any) -> str:
+    """An agent's word of a process: one that runs on its node, or none that is current."""
+    role = getattr(r, "role", Role.WORKER)
+    if role is Role.MASTER:
+        return f"{role}:{r.slot} is no member"
+    seat = brain.members.of(role).get(r.slot)
+    if seat is not None and r.incarnation >= seat.member.incarnation and seat.member.node != who.node:
+        return f"{role}:{r.slot} is on {seat.member.node}"
+    return ""
+
+
+def _may_drain(brain: Brain, who: Identity, r: wire.Drain) -> str:
+    if who.role == "agent" and r.target != who.node:
+        return f"it speaks of {r.target!r}"
+    if who.role == "ps" and r.target != f"ps:{who.slot}":
+        return f"it speaks of {r.target!r}"
+    return ""
+
+
+# ------------------------------------------------------------ what is there
+
+
+def _shard(brain: Brain, key: ShardKey) -> str:
+    return "" if brain.shards.epoch_of(key) is not None else f"there is no shard {key}"
+
+
+def _datasets(brain: Brain, number: int) -> str:
+    return "" if 0 <= number < len(brain.shards.datasets) else f"dataset {number} is not registered"
+
+
+def _ranges(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> str:
+    """Ascending ranges, apart, within ``[lo, hi)``."""
+    at = lo
+    for a, b in ranges:
+        if not at <= a < b <= hi:
+            return f"[{a}, {b}) is no part of [{lo}, {hi}), or not in order"
+        at = b
+    return ""
+
+
+def _buckets(brain: Brain, buckets: Iterable[BucketId]) -> str:
+    n = brain.job.spec.buckets
+    bad = next((b for b in buckets if not 0 <= b < n), None)
+    return "" if bad is None else f"there is no bucket {bad}: the job has {n}"
+
+
+def _mirrors(brain: Brain, mirrors: Iterable[int]) -> str:
+    last = brain.state.protection.mirrors
+    bad = next((m for m in mirrors if not 0 <= m <= last), None)
+    return "" if bad is None else f"there is no mirror {bad}"
+
+
+def _hello_node(brain: Brain, who: Identity, r: wire.HelloNode) -> str:
+    if any(role is Role.MASTER for role, *_ in r.running):
+        return "a master is no member"
+    if r.node in brain.members.nodes:
+        return ""
+    if len(brain.members.nodes) >= NODES_MAX:
+        return f"the job has {NODES_MAX} nodes already"
+    if brain.job.workers_wanted + r.worker_places > MEMBERS_MAX:
+        return f"its {r.worker_places} places would make more than {MEMBERS_MAX} workers"
+    return ""
+
+
+def _hello_member(brain: Brain, who: Identity, r: wire.HelloMember) -> str:
+    for lease in r.leases:
+        number, _, index = split_key(lease.shard)
+        if number < len(brain.shards.datasets):
+            plan = brain.shards.datasets[number].plan
+            if index < plan.shards and (lease.start, lease.stop) != plan.bounds(index):
+                return f"shard {lease.shard} is not [{lease.start}, {lease.stop})"
+    if r.holds is not None:
+        return _buckets(brain, r.holds.buckets) or _mirrors(brain, r.holds.mirrors)
+    return ""
+
+
+def _register(brain: Brain, who: Identity, r: wire.Register) -> str:
+    plan = r.plan
+    if not plan.name or len(plan.name) > 255 or len(plan.fingerprint) > 255:
+        return "the name of a dataset has 1 to 255 characters"
+    if plan.samples < 1 or plan.shard_samples < 1 or plan.shards > SHARDS_MAX:
+        return f"{plan.samples} samples in shards of {plan.shard_samples}: there must be 1 to {SHARDS_MAX} shards"
+    if brain.shards.find(plan.name) is None and len(brain.shards.datasets) >= DATASETS_MAX:
+        return f"the job has {DATASETS_MAX} datasets already"
+    return ""
+
+
+def _ask_shard(brain: Brain, who: Identity, r: wire.AskShard) -> str:
+    if brain.replicated:
+        return "there are no leases in mode allreduce"
+    return _datasets(brain, r.dataset) or _epochs(r.until_epoch)
+
+
+def _epochs(until: int) -> str:
+    return "" if 0 <= until < EPOCHS_MAX else f"until_epoch={until}: a job has at most {EPOCHS_MAX - 1} epochs"
+
+
+def _done(brain: Brain, who: Identity, r: wire.Done) -> str:
+    if wrong := _shard(brain, r.shard):
+        return wrong
+    if (stranger := next((s for s, _ in r.servers if s not in brain.members.servers), None)) is not None:
+        return f"there is no ps:{stranger}"
+    number, _, index = split_key(r.shard)
+    return _ranges(r.skipped, *brain.shards.datasets[number].plan.bounds(index))
+
+
+def _give_back(brain: Brain, who: Identity, r: wire.GiveBack) -> str:
+    return _shard(brain, r.shard)
+
+
+def _mirror_ready(brain: Brain, who: Identity, r: wire.MirrorReady) -> str:
+    return _mirrors(brain, (*r.mirrors, *r.torn))
+
+
+def _buckets_ready(brain: Brain, who: Identity, r: wire.BucketsReady) -> str:
+    newest = brain.placement.version if brain.placement is not None else 0
+    if r.version > newest:
+        return f"placement {r.version} is later than the newest, {newest}"
+    return _buckets(brain, r.buckets)
+
+
+def _files(files: Iterable[ImageFile], checkpoint: int) -> str:
+    """Files of an image are named after the checkpoint that they were written for, or an earlier one."""
+    for file in files:
+        if int(file.path.split("/")[1]) > checkpoint:  # (the form of a path is checked where it is decoded)
+            return f"{file.path!r} is no file of checkpoint {checkpoint}"
+    return ""
+
+
+def _checkpoint(brain: Brain, number: int) -> str:
+    return "" if 0 < number <= brain.checkpoints.numbers else f"checkpoint {number} was not ordered"
+
+
+def _marked(brain: Brain, key: ShardKey) -> str:
+    """As ``_shard``, of a watermark. In mode allreduce the tables count an epoch as one shard, from its first step on,
+    which the master hears of later."""
+    number, epoch, index = split_key(key)
+    if brain.replicated and number < len(brain.shards.datasets) and epoch < EPOCHS_MAX and index == 0:
+        return ""
+    return _shard(brain, key)
+
+
+def _images_written(brain: Brain, who: Identity, r: wire.ImagesWritten) -> str:
+    wrong = _checkpoint(brain, r.checkpoint) or _buckets(brain, (image.bucket for image in r.images))
+    for image in r.images:
+        wrong = wrong or _files(image.files, r.checkpoint)
+        unknown = next((key for key, _ in image.watermarks if _marked(brain, key)), None)
+        if not wrong and unknown is not None:
+            wrong = f"there is no shard {unknown}"
+    return wrong
+
+
+def _mark(brain: Brain, mark: Any) -> str:
+    if mark is None or (not mark.step and not mark.epoch and not mark.position):
+        return ""
+    if wrong := _datasets(brain, mark.dataset):
+        return wrong
+    samples = brain.shards.datasets[mark.dataset].plan.samples
+    return "" if mark.position <= samples and mark.epoch < EPOCHS_MAX else f"there is no place {mark}"
+
+
+def _replica_written(brain: Brain, who: Identity, r: wire.ReplicaWritten) -> str:
+    wrong = _grouped(brain) or _checkpoint(brain, r.checkpoint)
+    if wrong or r.replica is None:
+        return wrong
+    return _files((r.replica.file,), r.checkpoint) or _mark(brain, r.replica.mark)
+
+
+def _grouped(brain: Brain) -> str:
+    return "" if brain.replicated else "there is no group in mode ps"
+
+
+def _ask_group(brain: Brain, who: Identity, r: wire.AskGroup) -> str:
+    if not brain.replicated:
+        return ""  # (the brain's own answer says what to do)
+    if r.batch_samples < 1:
+        return "batch_samples must be at least 1"
+    return _datasets(brain, r.dataset) or _epochs(r.until_epoch) or _mark(brain, r.mark)
+
+
+def _generation(brain: Brain, who: Identity, r: Any) -> str:
+    newest = brain.state.groups.generations
+    return _grouped(brain) or ("" if 0 <= r.generation <= newest else f"there is no generation {r.generation}")
+
+
+def _commit_steps(brain: Brain, who: Identity, r: wire.CommitSteps) -> str:
+    if wrong := _grouped(brain):
+        return wrong
+    for c in r.steps:
+        if wrong := _datasets(brain, c.dataset):
+            return wrong
+        samples = brain.shards.datasets[c.dataset].plan.samples
+        if not (c.first <= c.last and c.lo < c.hi <= samples and c.epoch < EPOCHS_MAX):
+            return f"steps {c.first}..{c.last} at [{c.lo}, {c.hi}) of {samples} are none"
+        if c.generation > brain.state.groups.generations:
+            return f"there is no generation {c.generation}"
+        if wrong := _ranges(c.skipped, c.lo, c.hi):
+            return wrong
+    return ""
+
+
+def _scale(brain: Brain, who: Identity, r: wire.Scale) -> str:
+    if any(role is Role.MASTER for role in (r.role, *(role for role, _ in r.also))):
+        return "there is one master"
+    return ""
+
+
+def _place(brain: Brain, who: Identity, r: wire.TellPlace) -> str:
+    bad = next((p.slot for p in r.place.parts if p.slot not in brain.members.workers), None)
+    return "" if bad is None else f"there is no worker:{bad}"
+
+
+def _exited(brain: Brain, who: Identity, r: wire.Exited) -> str:
+    return ""
+
+
+_WORKER, _PS, _AGENT, _COMMAND = (frozenset({role}) for role in ("worker", "ps", "agent", "command"))
+
+RIGHTS: Final[dict[type, Right]] = {
+    wire.HelloNode: Right(_AGENT, _own_node, _hello_node),
+    wire.HelloMember: Right(_WORKER | _PS, _itself, _hello_member),
+    wire.Beat: Right(_WORKER | _PS | _AGENT, _anyone, _anyone),
+    wire.Exited: Right(_AGENT, _on_its_node, _exited),
+    wire.StackTaken: Right(_AGENT, _on_its_node, _anyone),
+    wire.Register: Right(_WORKER, _anyone, _register),
+    wire.AskShard: Right(_WORKER, _anyone, _ask_shard),
+    wire.Done: Right(_WORKER, _anyone, _done),
+    wire.GiveBack: Right(_WORKER, _anyone, _give_back),
+    wire.TellPlace: Right(_WORKER, _anyone, _place),
+    wire.Report: Right(_WORKER, _anyone, _anyone),
+    wire.AskChief: Right(_WORKER, _anyone, _anyone),
+    wire.AskOnce: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),
+    wire.MayEnd: Right(_WORKER, _anyone, _anyone),
+    wire.AskGroup: Right(_WORKER, _anyone, _ask_group),
+    wire.Synced: Right(_WORKER, _anyone, _generation),
+    wire.LeaveGroup: Right(_WORKER, _anyone, lambda brain, who, r: _grouped(brain)),
+    wire.CommitSteps: Right(_WORKER, _anyone, _commit_steps),
+    wire.Stalled: Right(_WORKER, _anyone, _generation),
+    wire.StoreSet: Right(_WORKER, _anyone, _generation),
+    wire.StoreGet: Right(_WORKER, _anyone, _generation),
+    wire.ReplicaWritten: Right(_WORKER, _itself, _replica_written),
+    wire.MirrorReady: Right(_PS, _itself, _mirror_ready),
+    wire.BucketsReady: Right(_PS, _itself, _buckets_ready),
+    wire.ImagesWritten: Right(_PS, _itself, _images_written),
+    wire.Drain: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
+    wire.AskCheckpoint: Right(_COMMAND | _WORKER, _anyone, _anyone),
+    wire.Scale: Right(_COMMAND, _anyone, _scale),
+    wire.Stop: Right(_COMMAND | _AGENT, _anyone, _anyone),
+    wire.Drill: Right(_COMMAND, _anyone, _anyone),
+    wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
+    wire.GetSeen: Right(_COMMAND, _anyone, _anyone),
+    wire.GetSpec: Right(_COMMAND | _AGENT, _anyone, _anyone),
+}
+"""A worker's requests of which the check is ``_anyone`` name nobody: they are about their connection's own slot."""
+
+
+def refused(brain: Brain, who: Identity, request: wire.RequestType) -> AnswerType | None:
+    """The answer to a request that must not become an event; None: it may. ``who``: as its connection proved to be."""
+    right = RIGHTS[type(request)]
+    name = type(request).__name__
+    if who.role not in right.roles:
+        return Refused(f"{who} must not send {name}: that is for {' or '.join(sorted(right.roles))}")
+    if wrong := right.speaks(brain, who, request):
+        return Refused(f"{name} of {who}: {wrong}")
+    if who.role in ("worker", "ps") and (later := _never_given(brain, who)):
+        return Fenced(later)
+    if wrong := right.exists(brain, who, request):
+        return Refused(f"{name} of {who}: {wrong}")
+    return None
+
+
+def _never_given(brain: Brain, who: Identity) -> str:
+    """An incarnation is what the master gave: a later one than it knows is nobody's."""
+    seat = brain.members.of(Role(who.role)).get(Slot(who.slot))
+    if seat is not None and who.incarnation > seat.member.incarnation:
+        return f"{who} was never started: {who.role}:{who.slot} is at #{seat.member.incarnation}"
+    return ""

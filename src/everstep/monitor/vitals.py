@@ -1,0 +1,57 @@
+"""Whether a process of this machine runs, seen from outside: it need not answer, so it may hold its interpreter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+STOPPED: Final = "Tt"  # by a signal, or by a debugger
+_GONE: Final = "ZXx"
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+class Vitals(NamedTuple):
+    """``state`` as in ``ps``: R runs, S sleeps, D waits for a disk, T is stopped. ``cpu_s``: on a processor so far."""
+
+    state: str
+    cpu_s: float
+
+    @property
+    def runs(self) -> bool:
+        return self.state not in STOPPED
+
+
+def read_vitals(pid: int, proc: Path = Path("/proc")) -> Vitals | None:
+    """None: there is no such process, or it has ended."""
+    try:
+        fields = (proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        state = fields[0].decode()
+        if state in _GONE:
+            return None
+        return Vitals(state, (int(fields[11]) + int(fields[12])) / _TICKS)
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def catches(pid: int, signo: int, proc: Path = Path("/proc")) -> bool:
+    """Whether that process has a handler for this signal: one without would be ended by it."""
+    try:
+        status = (proc / str(pid) / "status").read_text()
+    except (OSError, ValueError):
+        return False
+    for line in status.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signo - 1) & 1)
+    return False
+
+
+def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
+    """Processes that this one has forked and that still are."""
+    found: list[int] = []
+    try:
+        for task in (proc / str(pid) / "task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    except (OSError, ValueError):
+        return found
+    return found

@@ -1,0 +1,1 @@
+"""The rows, one file a topic. A row is a function that gets a module in the place of ``everstep`` and trains."""

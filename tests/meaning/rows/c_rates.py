@@ -1,0 +1,286 @@
+"""Optimizers, parameter groups, schedules of learning rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler as sched
+
+from meaning.kit import Script
+from meaning.table import Result, row, topic
+
+RATES = topic("Optimizers and learning rates")
+LAZY = {
+    "alone async bounded sync hybrid hybrid-2": "A table's row is moved by the steps whose batches look it up, as with "
+    "`torch.optim.SparseAdam`: PyTorch's dense optimizer also moves rows that no batch of the step has. "
+    "Adam counts the steps of each row."
+}
+
+
+def train(s: Script, opt: Any, after: Any = lambda: None) -> Result:
+    for batch in s.batches():
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+        after()
+    return s.end()
+
+
+@row(RATES, "one SGD for dense part and tables, `job.sparse` without an optimizer")
+def one_sgd(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.sgd())
+
+
+@row(RATES, "one Adagrad for dense part and tables")
+def one_adagrad(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.of(torch.optim.Adagrad(s.model.parameters(), lr=0.1)))
+
+
+@row(RATES, "one Adam for dense part and tables", stated=LAZY, lazy=True)
+def one_adam(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.of(torch.optim.Adam(s.model.parameters(), lr=0.01)))
+
+
+@row(RATES, "one AdamW for dense part and tables", stated=LAZY, lazy=True)
+def one_adamw(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.of(torch.optim.AdamW(s.model.parameters(), lr=0.01, weight_decay=0.1)))
+
+
+@row(RATES, "one SGD with momentum for dense part and tables", stated=LAZY, lazy=True)
+def one_momentum(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.sgd(0.03, momentum=0.9))
+
+
+@row(RATES, "one SGD with weight decay for dense part and tables", stated=LAZY, lazy=True)
+def one_decay(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.sgd(weight_decay=0.1))
+
+
+@row(RATES, "Adam for the dense part, es.Adagrad for tables")
+def adam_and_adagrad(es: Any) -> Result:
+    s = Script(es, table=es.Adagrad(lr=0.1))
+    if not s.job.spec.ps:
+        return train(s, s.of(torch.optim.Adam(s.model.parameters(), lr=0.01)))
+    return train(s, s.of(torch.optim.Adam(s.model.dense(), lr=0.01)))
+
+
+@row(RATES, "`job.optimizer` of the dense parameters alone, es.SGD for tables")
+def dense_alone(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.sgd(params=s.model.dense() if s.job.spec.ps else None))
+
+
+@row(RATES, "AdamW with decoupled weight decay for the dense part")
+def adamw(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.AdamW(s.model.dense(), lr=0.01, weight_decay=0.1)))
+
+
+@row(RATES, "SGD with Nesterov momentum for the dense part")
+def nesterov(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.sgd(0.03, s.model.dense(), momentum=0.9, nesterov=True))
+
+
+@row(RATES, "Adagrad with `lr_decay` and an initial accumulator")
+def adagrad_decay(es: Any) -> Result:
+    s = Script(es)
+    opt = torch.optim.Adagrad(s.model.dense(), lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1)
+    return train(s, s.of(opt))
+
+
+@row(RATES, "RMSprop")
+def rmsprop(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.RMSprop(s.model.dense(), lr=0.003)))
+
+
+@row(RATES, "Adam with `amsgrad`")
+def amsgrad(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.Adam(s.model.dense(), lr=0.01, amsgrad=True)))
+
+
+@row(RATES, "SGD with `maximize=True`")
+def maximize(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd(0.1, s.model.dense(), maximize=True)
+    for batch in s.batches():
+        opt.zero_grad()
+        (-s.loss(batch)).backward()
+        opt.step()
+    return s.end()
+
+
+@row(RATES, "an optimizer class of the script's own")
+def own_optimizer(es: Any) -> Result:
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad.sign(), alpha=-group["lr"])
+
+    s = Script(es)
+    return train(s, s.of(Signs(s.model.dense(), 0.003)))
+
+
+@row(RATES, "two parameter groups with rates of their own")
+def two_groups(es: Any) -> Result:
+    s = Script(es)
+    head = list(s.model.last.parameters())
+    body = [p for p in s.model.parameters() if not any(p is h for h in head)]
+    return train(s, s.of(torch.optim.SGD([{"params": body}, {"params": head, "lr": 0.02}], lr=0.1)))
+
+
+@row(RATES, "weight decay for weights, none for biases")
+def decay_groups(es: Any) -> Result:
+    s = Script(es)
+    weights = [p for p in s.model.dense() if p.dim() > 1]
+    biases = [p for p in s.model.dense() if p.dim() == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    return train(s, s.of(torch.optim.SGD(groups, lr=0.1)))
+
+
+@row(RATES, "a group of tables with a rate of its own, in one torch optimizer")
+def table_group(es: Any) -> Result:
+    s = Script(es, table=None)
+    tables = [s.model.emb.weight, s.model.bag.weight]
+    return train(s, s.of(torch.optim.SGD([{"params": s.model.dense()}, {"params": tables, "lr": 0.5}], lr=0.1)))
+
+
+@row(RATES, "a schedule per step (StepLR), for tables too")
+def step_lr(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd()
+    schedule = sched.StepLR(opt, 5, 0.5)
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "the same with es.SGD given to `job.sparse`")
+def step_lr_given(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    schedule = sched.StepLR(opt, 5, 0.5)
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "a schedule made of the torch optimizer before `job.optimizer`")
+def schedule_first(es: Any) -> Result:
+    s = Script(es)
+    inner = torch.optim.SGD(s.model.parameters(), lr=0.1)
+    schedule = sched.ExponentialLR(inner, 0.9)
+    s.job.track(schedule=schedule)
+    return train(s, s.of(inner), schedule.step)
+
+
+@row(RATES, "a schedule per epoch, one `job.steps` each")
+def epoch_lr(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd()
+    schedule = sched.ExponentialLR(opt, 0.5)
+    s.job.track(schedule=schedule)
+    for _ in range(3):
+        for batch in s.batches(epochs=1):
+            opt.zero_grad()
+            s.loss(batch).backward()
+            opt.step()
+        schedule.step()
+    s.note("lr", opt.param_groups[0]["lr"])
+    return s.end()
+
+
+@row(RATES, "ReduceLROnPlateau of a validation loss")
+def plateau(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd(0.2)
+    schedule = sched.ReduceLROnPlateau(opt, factor=0.1, patience=0, threshold=0.5)
+    s.job.track(schedule=schedule)
+    whole = {k: torch.as_tensor(v) for k, v in s.data.items()}
+    for _ in range(4):
+        for batch in s.batches(epochs=1):
+            opt.zero_grad()
+            s.loss(batch).backward()
+            opt.step()
+        with s.job.eval(s.model):
+            loss = torch.nn.functional.mse_loss(s.model(whole), whole["y"])
+        schedule.step(loss)
+    s.note("lr", opt.param_groups[0]["lr"])
+    return s.end()
+
+
+@row(RATES, "OneCycleLR, which cycles the momentum too")
+def one_cycle(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd(0.01, s.model.dense(), momentum=0.9)
+    schedule = sched.OneCycleLR(opt, max_lr=0.05, total_steps=40)
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "linear warm-up, then cosine (SequentialLR)")
+def warm_up(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd()
+    warm, cosine = sched.LinearLR(opt, 0.1, total_iters=5), sched.CosineAnnealingLR(opt, 20)
+    schedule = sched.SequentialLR(opt, [warm, cosine], [5])
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "LambdaLR of `job.step`, without state")
+def lr_by_step(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd()
+    for batch in s.batches():
+        for group in opt.param_groups:
+            group["lr"] = 0.1 / (1 + s.job.step)
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+    return s.end()
+
+
+@row(RATES, "the rate of one group set by hand in the middle")
+def lr_by_hand(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd()
+    for batch in s.batches():
+        if s.job.step == 6:
+            opt.param_groups[0]["lr"] = 0.01
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+    return s.end()
+
+
+@row(RATES, "`opt.state_dict()` read after training: step counts and rates")
+def optimizer_state(es: Any) -> Result:
+    s = Script(es)
+    opt = s.of(torch.optim.Adam(s.model.dense(), lr=0.01))
+    out = train(s, opt)
+    state = opt.state_dict()
+    out["steps"] = torch.stack([torch.as_tensor(float(f["step"])) for f in state["state"].values()]).numpy()
+    out["lr"] = torch.tensor(state["param_groups"][0]["lr"]).numpy()
+    return out
+
+
+@row(RATES, "`opt.add_param_group` before the loop")
+def group_added(es: Any) -> Result:
+    s = Script(es)
+    opt = torch.optim.SGD(s.model.first.parameters(), lr=0.1)
+    opt.add_param_group({"params": list(s.model.last.parameters()), "lr": 0.05})
+    return train(s, s.of(opt))

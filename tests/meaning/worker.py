@@ -1,0 +1,31 @@
+"""The script of a job of real processes: one row. ``worker.py ROW MODE OUT``"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from everstep.errors import UserError
+from meaning.cells import Everstep
+from meaning.composed import note_parts
+from meaning.table import MODES, load
+
+torch.set_num_threads(1)
+name, mode, out = sys.argv[1:]
+es = Everstep(MODES[mode])
+if MODES[mode].composed:
+    note_parts(f"{out}.parts-{os.getpid()}")
+try:
+    result = load()[name].script(es)
+except UserError as error:
+    Path(out).with_suffix(".refused").write_text(str(error))
+    raise
+job = es.join()
+if job.chief and getattr(job, "shard", 0) == 0:
+    with Path(f"{out}.part").open("wb") as file:
+        np.savez(file, **result)
+    Path(f"{out}.part").rename(out)

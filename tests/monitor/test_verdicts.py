@@ -1,0 +1,103 @@
+"""The audit's verdict is about the job: samples that are exact are not enough."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from everstep.brain.events import (
+    BrainEvent,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
+    PlanRegistered,
+    ProcessExited,
+    ShardAsked,
+    ShardDone,
+    StopAsked,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.failure import Failure
+from everstep.model.member import Address, Role
+from everstep.model.shard import Plan, lease_no, shard_key
+from everstep.monitor.audit import judged
+from everstep.monitor.facts import JobFacts
+from everstep.monitor.report import EXIT_CODES, AuditReport, Offence, Verdict
+
+W, ONE, NODE = Slot(0), Incarnation(1), NodeId("node0")
+
+
+def job() -> JobFacts:
+    """A job of one worker and one ps that is about to train a dataset of one shard."""
+    facts = JobFacts()
+    events: list[BrainEvent] = [
+        MasterStarted(0.0, ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0)),
+        NodeJoined(1.0, NODE, "", 0, 0),
+        MemberJoined(2.0, Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock")),
+        MemberJoined(3.0, Role.WORKER, W, ONE, NODE, 8),
+        PlanRegistered(4.0, W, ONE, Plan(name="train", samples=30, shard_samples=30, seed=0)),
+        ShardAsked(5.0, W, ONE, 0, 1, 1),
+    ]
+    for event in events:
+        facts.take(event)
+    return facts
+
+
+def trained() -> JobFacts:
+    facts = job()
+    lease = lease_no(Incarnation(1), 1)
+    facts.take(ShardDone(6.0, W, ONE, shard_key(0, 0, 0), lease, ((W, ONE),)))
+    assert facts.brain.shards.samples_done == 30
+    return facts
+
+
+def end(facts: JobFacts, status: int, error: str = "", exit_code: int = 1) -> JobFacts:
+    failure = Failure("script", "", 0, exit_code) if error else None
+    facts.take(ProcessExited(9.0, Role.WORKER, W, ONE, status, error, failure=failure))
+    return facts
+
+
+def stopped() -> JobFacts:
+    facts = trained()
+    facts.take(StopAsked(8.0, "Ctrl-C"))
+    return facts
+
+
+CASES = {
+    "well": (lambda: end(trained(), 0), Verdict.EXACT),
+    "running": (trained, Verdict.OPEN),
+    "stopped": (stopped, Verdict.OPEN),
+    "raised": (lambda: end(trained(), 1, "ValueError: no"), Verdict.FAILED),
+    "drifted": (lambda: end(trained(), 6, "in step 3 the members differ", 6), Verdict.REPLICAS),
+    "lost behind the loop": (lambda: end(trained(), -9), Verdict.LOST),
+    "lost before the end": (lambda: end(job(), -9), Verdict.FAILED),
+    "nothing": (lambda: end(job(), 0), Verdict.NOTHING),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_end_has_a_verdict_of_its_own(case: str) -> None:
+    build, verdict = CASES[case]
+    report = judged(AuditReport("runs/x", counts={"shards_done": 0}), build())
+    assert report.verdict is verdict, report.why
+    assert (report.exit_code == 0) == (verdict is Verdict.EXACT)
+    said = msgspec.json.decode(report.json())
+    assert said["verdict"] == str(verdict) and said["exit_code"] == EXIT_CODES[verdict]
+
+
+def test_exactly_once_alone_is_said_of_nothing_else() -> None:
+    for case, (build, verdict) in CASES.items():
+        report = AuditReport("runs/x", counts={"steps": 1, "void": 0, "samples": 1, "logs": 0, "generations": 1})
+        report.counts["skipped_samples"] = 0
+        first = judged(report, build()).text().splitlines()[0]
+        assert first.endswith("exactly once") == (verdict is Verdict.EXACT), (case, first)
+
+
+def test_an_offence_comes_before_everything_else() -> None:
+    report = AuditReport("runs/x", offenders=[Offence("twice", "ps:0")])
+    assert judged(report, end(trained(), -9)).verdict is Verdict.OFFENCES
+
+
+def test_exit_codes_can_be_told_apart() -> None:
+    assert len(set(EXIT_CODES.values())) == len(Verdict)
