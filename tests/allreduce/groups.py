@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -209,30 +210,49 @@ def run_group(n: int, spec: JobSpec, script: Callable[[Member], Any], redo: froz
     that failed."""
     with tempfile.TemporaryDirectory() as folder:
         pids = [_fork(rank, n, spec, script, redo, Path(folder)) for rank in range(n)]
-        for pid in pids:
-            os.waitpid(pid, 0)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         outs = [Path(folder) / f"{rank}.out" for rank in range(n)]
-        results = [pickle.loads(o.read_bytes()) if o.exists() else (False, _stuck(o)) for o in outs]
+        results = [
+            pickle.loads(o.read_bytes()) if o.exists() else (False, _stuck(o, end))
+            for o, end in zip(outs, ends, strict=True)
+        ]
     bad = [text for ok, text in results if not ok]
     assert not bad, "\n".join(bad)
     return [value for _, value in results]
 
 
-def _stuck(out: Path) -> str:
-    """Where a member was that did not come to its end."""
-    return f"{out.stem} hangs:\n{out.with_suffix('.stack').read_text()}"
+def _stuck(out: Path, end: int) -> str:
+    """Where a member was that left no result. ``end``: its exit status, negative for a signal."""
+    stack = out.with_suffix(".stack")
+    return f"{out.stem} left no result, ended with {end}:\n{stack.read_text() if stack.exists() else 'no stack'}"
 
 
 def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], folder: Path) -> int:
+    stack = (folder / f"{rank}.stack").open("w")
     pid = os.fork()
     if pid:
+        stack.close()
         return pid
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    signal.alarm(2 * int(WAIT.total_seconds()))  # nothing hangs for ever
+    status = 1
     try:
-        stack = (folder / f"{rank}.stack").open("w")
+        # What the tests before have left belongs to the parent: a finalizer that joins one of its threads would wait
+        # here for ever.
+        gc.freeze()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(2 * int(WAIT.total_seconds()))  # nothing hangs for ever
+        faulthandler.enable(stack)
         faulthandler.dump_traceback_later(1.5 * WAIT.total_seconds(), file=stack)
+        _member(rank, n, spec, script, redo, folder)
+        status = 0
+    except BaseException:
+        stack.write(traceback.format_exc())
+        stack.flush()
+    finally:
+        os._exit(status)  # nothing of the parent's runs here, least of all what removes the folder
+
+
+def _member(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], folder: Path) -> None:
+    try:
         torch.set_num_threads(1)
         torch.manual_seed(spec.seed)
         member = Member(spec, Gloo(rank, n, folder / "store"), redo)
@@ -244,4 +264,3 @@ def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], f
     until = time.monotonic() + WAIT.total_seconds()
     while time.monotonic() < until and not all((folder / f"{r}.out").exists() for r in range(n)):
         time.sleep(0.002)
-    os._exit(0)
