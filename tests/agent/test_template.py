@@ -73,9 +73,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     made = Bench(tmp_path_factory.mktemp("template"))
     yield made
     made.template.close()
-    if not made.template.process.wait(10):
+    if not made.template.process.wait(60):
         made.template.process.signal(signal.SIGKILL)
-    made.template.process.wait(10)
+    made.template.process.wait(60)
     made.template.process.reap()
     made.template.process.close()
 

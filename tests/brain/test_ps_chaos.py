@@ -60,6 +60,7 @@ class World:
         self.code = parse_code(parity)
         self.spec = JobSpec(workers=1, ps=ps, parity=parity, buckets=self.rng.choice((12, 17, 24)), max_restarts=10**6)
         self.brain = Brain()
+        self.steady = Brain()  # the same events, never restored
         self.at = 0.0
         self.master = 1
         self.ps: dict[Slot, Ps] = {}
@@ -72,7 +73,9 @@ class World:
 
     def say(self, event: BrainEvent) -> None:
         self.said.append(event)
-        for instruction in self.brain.handle(event):
+        instructions = self.brain.handle(event)
+        assert instructions == self.steady.handle(event), "the restored brain wants something else"
+        for instruction in instructions:
             match instruction:
                 case StartProcess(_, Role.PS, slot, incarnation):
                     self.starting.append(Ps(slot, incarnation))

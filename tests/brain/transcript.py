@@ -7,7 +7,8 @@
     reply granted d e0 #0 [0, 30) lease 1.1
 
 Each command is one event (a second after the last); after each one the invariants are checked and the brain is
-replaced by its own snapshot restored. ``EVERSTEP_REWRITE=1 pytest tests/brain`` writes the answers anew: read the diff.
+replaced by its own snapshot restored; a second brain never is, and wants the same. ``EVERSTEP_REWRITE=1 pytest
+tests/brain`` writes the answers anew: read the diff.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class Story:
 
     def __init__(self) -> None:
         self.brain = Brain()
+        self.steady = Brain()  # the same events, never restored
         self.at = 0.0
         self.manifests: dict[int, Manifest] = {}  # ordered, by number, also of the story before a "resume"
 
@@ -132,7 +134,7 @@ class Story:
         if words[0] == "state":
             return list(self._state())
         if words[0] == "new-job":
-            self.brain = Brain()
+            self.brain, self.steady = Brain(), Brain()
             return ["nothing"]
         self.at += 1.0
         event = self._event(words[0], plain, named)
@@ -142,6 +144,8 @@ class Story:
             (i.manifest.checkpoint, i.manifest) for i in instructions if isinstance(i, CommitManifest)
         )
         assert instructions == Brain.restore(before).handle(event), "the restored brain wants something else"
+        assert instructions == self.steady.handle(event), "the brain that was never restored wants something else"
+        assert self.steady.snapshot() == self.brain.snapshot(), "a decision reads what is not in the state"
         self.brain.validate()
         self.brain = Brain.restore(self.brain.snapshot())
         return [self._words(i) for i in instructions] or ["nothing"]

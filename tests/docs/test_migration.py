@@ -42,7 +42,7 @@ def run(name: str, folder: Path, launcher: list[str]) -> float:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(folder / name)],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=150, check=False,
+        cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = re.findall(r"accuracy ([\d.]+)", done.stdout)

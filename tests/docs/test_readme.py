@@ -146,7 +146,7 @@ class Job:
 
     def status(self) -> StatusReport | None:
         try:
-            answer = ask_master(self.folder / self.run_dir, GetStatus(), timeout_s=5.0)
+            answer = ask_master(self.folder / self.run_dir, GetStatus(), timeout_s=20.0)
         except (EverstepError, OSError):
             return None
         assert isinstance(answer, StatusReport)
@@ -179,7 +179,7 @@ class Job:
             assert victim is not None
             os.kill(victim.pid, signal.SIGKILL)
             return ""
-        shown = everstep(*line.split()[1:], cwd=self.folder, timeout_s=150.0)
+        shown = everstep(*line.split()[1:], cwd=self.folder, timeout_s=280.0)
         assert shown.returncode == 0, f"{line}: {shown.stdout}{shown.stderr}"
         return shown.stdout
 
@@ -192,7 +192,7 @@ class Job:
     def close(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 @pytest.mark.processes
@@ -265,7 +265,7 @@ def test_the_whole_model_on_every_worker(tmp_path: Path) -> None:
         job.close()
 
 
-def until(holds: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 90.0) -> None:
+def until(holds: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 240.0) -> None:
     """Wait for ``holds()``; fails when the job ends first or it takes too long."""
     end = time.monotonic() + timeout_s
     while not holds():

@@ -72,7 +72,7 @@ def output(script: str, folder: Path, *args: str) -> str:
     """Run one example alone; what it says."""
     done = subprocess.run(
         [sys.executable, "-X", "fork", str(EXAMPLES / script), *args],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=110,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -140,6 +140,6 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
     ]:
         done = subprocess.run(
             [sys.executable, "-X", "fork", str(EXAMPLES / "01_flights_dlrm.py"), *args],
-            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr

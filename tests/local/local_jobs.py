@@ -62,7 +62,7 @@ def processes_of(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def until(what: Callable[[], object], timeout_s: float = 100.0, why: Callable[[], str] = lambda: "") -> None:
+def until(what: Callable[[], object], timeout_s: float = 240.0, why: Callable[[], str] = lambda: "") -> None:
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
@@ -102,7 +102,7 @@ class Run:
             )
         return self
 
-    def everstep(self, *args: str, timeout_s: float = 60.0) -> tuple[int, str]:
+    def everstep(self, *args: str, timeout_s: float = 240.0) -> tuple[int, str]:
         """Another command: exit code, output."""
         argv = [sys.executable, "-m", "everstep.cli", *args]
         done = subprocess.run(argv, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s)
@@ -169,14 +169,14 @@ class Run:
         status = self.status()
         return status.samples_done if status is not None else 0
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 240.0) -> int:
         assert self.popen is not None
         try:
             return self.popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job did not end within {timeout_s} s\n{self.story()}") from None
 
-    def ended_well(self, timeout_s: float = 90.0) -> None:
+    def ended_well(self, timeout_s: float = 240.0) -> None:
         """It ends by itself, every sample counts exactly once, and nothing is left of it."""
         assert self.wait(timeout_s) == 0, self.story()
         assert self.leftovers() == {}
@@ -218,7 +218,7 @@ class Run:
     def join_text(self, node: str) -> str:
         return (self.folder / f"{node}.txt").read_text(errors="replace")
 
-    def wait_join(self, node: str, timeout_s: float = 60.0) -> int:
+    def wait_join(self, node: str, timeout_s: float = 240.0) -> int:
         return self.joined[node].wait(timeout_s)
 
     def kill_join(self, node: str) -> None:

@@ -29,7 +29,7 @@ def change(run: ReplicaRun, old: str, new: str) -> None:
 
 def ends_with(run: ReplicaRun, code: int, *words: str) -> str:
     """The job ended with this code, and one line says all of ``words``."""
-    assert run.wait(150.0) == code, run.story()
+    assert run.wait(280.0) == code, run.story()
     lines = [line for line in run.text().splitlines() if all(word in line for word in words)]
     assert lines, run.story()
     assert run.leftovers() == {}

@@ -123,7 +123,7 @@ def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: Hybri
     run.hurry()
     code, out = run.everstep(
         *("resume", str(run.run_dir), "--run-dir", str(run.folder / "on"), "--ps", "3", "--workers", "2"),
-        timeout_s=150.0,
+        timeout_s=280.0,
     )
     assert code == 0 and "counted right" in (run.folder / "on" / "logs" / "worker-0.log").read_text(), out
     report = audit(run.folder / "on")

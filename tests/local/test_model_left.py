@@ -122,7 +122,7 @@ def test_ctrl_c_leaves_the_model_and_the_job_goes_on_from_it(run: ModelRun, mode
     about = json.loads((run.model / "model.json").read_text())
     assert about["samples"] > 0 and about["checkpoint"] > 0
     run.write(epochs=1 + about["samples"] // 640)
-    code, text = run.everstep("resume", str(run.run_dir), "--no-display", "--workers", "1", timeout_s=100.0)
+    code, text = run.everstep("resume", str(run.run_dir), "--no-display", "--workers", "1", timeout_s=240.0)
     assert code == 0, text
     assert f"{about['samples']:,} samples are done" in text
 

@@ -33,7 +33,7 @@ def test_a_worker_and_a_ps_killed_in_the_middle_of_a_step_cost_nothing(run: Run)
     for role in (Role.WORKER, Role.PS):
         os.kill(run.alive(role, 1).pid, signal.SIGKILL)
         run.alive(role, 1, at_least=2)
-    assert run.wait(180) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     run.check_audit()
 
 
@@ -69,5 +69,5 @@ def test_a_stopped_worker_holds_the_others_only_so_long(run: Run) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(stopped, signal.SIGCONT)
     assert done and done[-1] - done[0] <= 2 * 4 * 100, "two workers, each up to two batches ahead, told by beats"
-    assert run.wait(180) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     run.check_audit()

@@ -55,7 +55,7 @@ def check(run: Run) -> AuditReport:
     """All happened that should; now the job ends well and leaves nothing, every row counts right, and the audit says
     exactly once."""
     run.hurry()
-    assert run.wait(150) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     assert "counted right" in run.text(), run.story()
     assert run.leftovers() == {}
     report = audit(run.run_dir)
@@ -93,7 +93,7 @@ def test_a_ps_a_worker_and_the_master_are_lost_at_once(run: Run) -> None:
     run.trained(9000)
     kill(run, "ps:0", "worker:0")
     run.hurry()
-    assert run.wait(150) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     assert "counted right" in run.text(), run.story()
     report = audit(run.run_dir)
     assert report.ok and report.finished, report.text()
@@ -114,7 +114,7 @@ def test_eager_protection_may_undo_a_little_and_says_it(run: Run) -> None:
         run.trained(life * 3000)
         kill(run, "ps:1", at_least=life)
     run.hurry()
-    assert run.wait(150) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     assert "counted right" in run.text(), run.story()
     report = audit(run.run_dir)
     assert report.ok and report.finished, report.text()
@@ -171,7 +171,7 @@ def test_a_ps_that_is_lost_before_its_mirrors_are_whole_begins_empty(run: Run, m
     )  # in its first life alone: each further one costs a move
     run.script.write_text(FIRST_ROWS)
     run.start("--workers", "2", "--ps", "3", "--parity", "2+1")
-    assert run.wait(150) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     assert "counted right" in run.text(), run.story()
     report = audit(run.run_dir)
     assert report.ok and report.finished, report.text()
@@ -241,7 +241,7 @@ def test_a_ps_dies_at_a_named_step_in_every_life(run: Run, monkeypatch: pytest.M
     if middle:
         run.trained(1000)
         kill(run, "ps:2")
-    assert run.wait(150) == 0, run.story()
+    assert run.wait(280) == 0, run.story()
     assert "counted right" in run.text(), run.story()
     report = audit(run.run_dir)
     assert report.ok and report.finished, report.text()

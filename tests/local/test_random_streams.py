@@ -67,9 +67,12 @@ for number, (index, x, drawn) in enumerate(job.steps(job.loader(Augmented(), 40)
         for i, *values in zip(index.tolist(), *(d.tolist() for d in drawn)):
             out.write(f"{os.getpid()} {i} {values}\\n")
     opt.zero_grad(); model(x).sum().backward()
-    if number == 3 and job.slot == 0 and not os.path.exists("killed"):
-        open("killed", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:  # one of the two comes that far
+        try:
+            open("killed", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        except FileExistsError:
+            pass
     opt.step()
 """
 

@@ -97,7 +97,7 @@ class ShardedRun(Run):
 
     def finished(self, states: int) -> None:
         """Well: all samples exactly once, the same state on all workers, and that of one process of plain PyTorch."""
-        assert self.wait(120) == 0, self.story() + self.logs()
+        assert self.wait(240) == 0, self.story() + self.logs()
         code, out = self.everstep("audit", str(self.run_dir))
         assert code == 0 and "exactly once" in out, out
         found = re.findall(r"state ([0-9a-f]{16})", self.logs())

@@ -44,7 +44,7 @@ def test_slow_members_are_seen_healed_killed_and_told(run: Run, monkeypatch: pyt
 
     match = re.search(r"metrics: (http://127.0.0.1:\d+/metrics)", run.text())
     assert match is not None
-    with urllib.request.urlopen(match[1], timeout=30) as page:
+    with urllib.request.urlopen(match[1], timeout=120) as page:
         text = page.read().decode()
     assert "everstep_drills 2\n" in text and 'everstep_ps_service_seconds{slot="0"}' in text
 

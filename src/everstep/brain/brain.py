@@ -228,7 +228,7 @@ class Brain:
         self._tell_groups()
         grouped = self.replicated and type(event) is not StepsCommitted
         left = grouped and self.groups.last_ones_leave()
-        self.keeper.went_back = False
+        self.state.protection.went_back = False
         out = self._handlers[type(event)](event)
         if grouped:
             out += self._save_for_leavers(left, event.at)
@@ -238,7 +238,7 @@ class Brain:
                 out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
-        if self.replicated and self.keeper.went_back and not self.job.over:
+        if self.replicated and self.state.protection.went_back and not self.job.over:
             out += self._not_the_end(event.at)
         if grouped and not self.job.over:
             out += self._nobody_saves(event.at)
@@ -560,8 +560,8 @@ class Brain:
         """The next map, if anything calls for one; the end of the job, if something is lost for good; the end of ps
         that have given everything away."""
         out = self.keeper.settle(why, trusted)
-        if self.keeper.lost and not self.job.over:
-            spec, lost = self.job.spec, len(self.keeper.lost)
+        if self.state.protection.lost and not self.job.over:
+            spec, lost = self.job.spec, len(self.state.protection.lost)
             what = (
                 "which nothing protects" if spec.parity in ("", "0") else f"more than parity {spec.parity} can rebuild"
             )

@@ -66,6 +66,9 @@ class Protection(msgspec.Struct, kw_only=True):
     gone: list[BucketId] = []
     ending: list[tuple[Slot, Incarnation]] = []
     torn: list[int] = []
+    lost: list[BucketId] = []
+    stuck: list[BucketId] = []
+    went_back: bool = False
 
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0
@@ -73,18 +76,13 @@ class Protection(msgspec.Struct, kw_only=True):
 
 
 class Keeper:
-    """Changes :class:`Protection`; a thin hand of the brain. ``lost``: after :meth:`settle`, buckets of which nothing
-    is left; the job cannot go on then. ``stuck``: to be dealt with by the next :meth:`settle`. ``went_back``: since it
-    was reset, buckets were found that go back to an older state, or have to once the workers have ended."""
+    """Changes :class:`Protection`; a thin hand of the brain, without a state of its own."""
 
-    __slots__ = ("books", "checkpoints", "job", "lost", "members", "shards", "stuck", "went_back")
+    __slots__ = ("books", "checkpoints", "job", "members", "shards")
 
     def __init__(self, job: Job, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection) -> None:
         self.job, self.members, self.shards = job, members, shards
         self.checkpoints, self.books = checkpoints, books
-        self.lost: list[BucketId] = []
-        self.stuck: frozenset[BucketId] = frozenset()
-        self.went_back = False
 
     @property
     def code(self) -> Code:
@@ -204,17 +202,17 @@ class Keeper:
         placement, missing = self.books.placement, self.books.missing
         if placement is None:
             return []
-        self.stuck = frozenset(
+        stuck = self.books.stuck = sorted(
             b
-            for b in e.buckets
+            for b in set(e.buckets)
             if 0 <= b < placement.buckets
             and placement.owner[b] == e.slot
             and e.placement >= (missing[b].version if b in missing else placement.version)
         )
-        if not self.stuck:
+        if not stuck:
             return []
-        words = f"it has no way to get {len(self.stuck)} buckets that placement {e.placement} gave it"
-        why = Decision("buckets stuck", words, {"buckets": len(self.stuck)}, ("wait: nothing more would come",))
+        words = f"it has no way to get {len(stuck)} buckets that placement {e.placement} gave it"
+        why = Decision("buckets stuck", words, {"buckets": len(stuck)}, ("wait: nothing more would come",))
         return [Note(f"ps:{e.slot}", why)]
 
     # ------------------------------------------------------------ the next map
@@ -244,7 +242,7 @@ class Keeper:
             missing=dict(books.missing),
             images=dict(placement.images),
             next_id=books.mirrors + 1,
-            stuck=self.stuck | cut,
+            stuck=frozenset(books.stuck) | cut,
         )
 
     def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
@@ -255,7 +253,7 @@ class Keeper:
         nothing is changed and ``lost`` says what.
         """
         books, placement = self.books, self.books.placement
-        self.lost = []
+        books.lost = []
         if placement is None or self.job.over:
             return []
         joined = {(m.slot, m.incarnation) for m in self.servers()}
@@ -271,11 +269,11 @@ class Keeper:
         draft.living -= reborn  # what they had is gone; first everybody else is asked for it
         cut_off = any(p.how is How.HAND_OVER and p.source in dead for p in draft.missing.values())
         recovered = recover(draft, self._image_of)
-        self.stuck = frozenset()
-        self.went_back |= bool(recovered.lost or recovered.behind)
+        books.stuck = []
+        books.went_back |= bool(recovered.lost or recovered.behind)
         if recovered.lost:
             if not self._may_begin_again():
-                self.lost = recovered.lost
+                books.lost = recovered.lost
                 return []
             if self._workers_end(recovered.lost):
                 return []
