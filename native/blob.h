@@ -21,6 +21,7 @@ constexpr uint32_t kLast = 1;               // flag of a part: contents up to th
 constexpr uint32_t kGradients = 2;          // flag of a part of a change: float64 rate, gradients; not what they made
 constexpr int kSome = 5;                    // of an outbox entry: bodies of single slots, for one peer alone
 constexpr uint32_t kNoBucket = 0xffffffff;  // contents of several buckets folded into one
+constexpr int64_t kMostCount = int64_t(1) << 62;  // of a seq, clock or watermark: they go on being counted
 
 enum Kind : uint16_t {
   kChange = 1,  // a difference: XOR of what was and what is
@@ -190,7 +191,7 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
   if (head.magic != kMagic || head.version != kVersion) wrong("does not begin as one of this version");
   if (!checked) check_seal(data, size);
   if (head.kind < kChange || head.kind > kMarks) wrong("is of no known kind");
-  if (head.seq < 0) wrong("has a negative seq");
+  if (head.seq < 0 || head.seq > kMostCount) wrong("has a seq that cannot be");
   const Kind kind = Kind(head.kind);
   if (kind == kMarks && head.n_parts) wrong("of marks has parts");
 
@@ -200,12 +201,13 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
   out.marks.clock = Part::read<int64_t>(m + 8);
   const uint64_t n_shards = Part::read<uint32_t>(m + 16), n_initialised = Part::read<uint32_t>(m + 20);
   if (head.marks_bytes != 24 + n_shards * sizeof(Mark) + n_initialised * 4) wrong("has marks of another size");
-  if (out.marks.clock < 0) wrong("has a negative clock");
+  if (out.marks.clock < 0 || out.marks.clock > kMostCount) wrong("has a clock that cannot be");
   out.marks.shards.resize(n_shards);
   if (n_shards) std::memcpy(out.marks.shards.data(), m + 24, n_shards * sizeof(Mark));
   for (const Mark& mark : out.marks.shards) {
     const bool gone = kind == kChange && mark.watermark == -1;
     if (mark.shard < 0 || mark.fence < 0 || (mark.watermark < 0 && !gone)) wrong("has a mark with a negative number");
+    if (mark.watermark > kMostCount) wrong("has a mark that cannot be");
   }
   out.marks.initialised.resize(n_initialised);
   if (n_initialised)
@@ -216,6 +218,7 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
     std::memcpy(&part.head, take(sizeof(PartHeader)), sizeof(PartHeader));
     const PartHeader& h = part.head;
     part.table = table_of(h.table);
+    if (!part.table) wrong("has a part where none can be");
     const bool by_gradients = kind == kChange && h.flags == kGradients;
     if (h.flags & ~kLast && !by_gradients) wrong("has unknown flags");
     part.slots = take(size_t(h.n) * 4);
@@ -259,6 +262,15 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
   }
   if (left) wrong("goes on after its end");
   return out;
+}
+
+// The marks alone; of a blob of any other kind nothing is looked at. Throws Malformed.
+inline Blob parse_marks(const uint8_t* data, size_t size) {
+  Header head;
+  if (size < sizeof(head)) throw Malformed("a blob ends too early");
+  std::memcpy(&head, data, sizeof(head));
+  if (head.kind != kMarks) throw Malformed("these are not the marks of a bucket: a blob of kind " + std::to_string(head.kind));
+  return parse(data, size, [](uint32_t) -> const Table* { return nullptr; });
 }
 
 }  // namespace blob

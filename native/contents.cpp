@@ -9,6 +9,7 @@ namespace everstep {
 namespace {
 
 constexpr int64_t kMaxPages = int64_t(1) << 24;  // of one table in one bucket: a wrong image must not cost gigabytes
+constexpr uint64_t kMaxSlots = 0xff000000u;
 
 // A blob with one part, in the outbox.
 struct Contents {
@@ -233,7 +234,9 @@ void Store::load_pages(int64_t b, uint32_t table, const int64_t* page_nos, size_
   const Table& t = table_of(table);
   Bucket& bucket = bucket_at(b);
   for (size_t i = 0; i < n; ++i) {
-    if (page_nos[i] < 0 || page_nos[i] >= kMaxPages) throw Malformed("page " + std::to_string(page_nos[i]) + " cannot be");
+    // (every slot of it has a number below that of no slot)
+    if (page_nos[i] < 0 || page_nos[i] >= kMaxPages || uint64_t(page_nos[i] + 1) << t.page_bits > kMaxSlots)
+      throw Malformed("page " + std::to_string(page_nos[i]) + " of table " + std::to_string(table) + " cannot be");
   }
   std::lock_guard<std::mutex> hold(bucket.mutex);
   if (bucket.phase != Phase::kLoading) throw Malformed("bucket " + std::to_string(b) + " is not being loaded");
@@ -260,8 +263,8 @@ void Store::load_end(int64_t b, const uint8_t* marks, size_t marks_bytes) {
     std::lock_guard<std::mutex> hold(bucket.mutex);
     if (bucket.phase != Phase::kLoading) throw Malformed("bucket " + std::to_string(b) + " is not being loaded");
     try {
-      const blob::Blob blob = blob::parse(marks, marks_bytes, [](uint32_t) -> const Table* { return nullptr; });
-      if (blob.head.kind != blob::kMarks || blob.head.bucket != uint32_t(b))
+      const blob::Blob blob = blob::parse_marks(marks, marks_bytes);
+      if (blob.head.bucket != uint32_t(b))
         throw Malformed("these are not the marks of bucket " + std::to_string(b));
       pages.swap(bucket.incoming);
       adopt_locked(uint32_t(b), bucket, std::move(pages), blob.marks, blob.head.seq, false);

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "protect"))
 
+from crafted_images import craft, of_bodies
 from image_stores import BUCKETS, ITEMS, checkpoint, new_store, train, writer_of
 
 from everstep.cli.main import main
@@ -182,3 +183,17 @@ def test_compact(where: Path, tmp_path: Path) -> None:
     assert len(list((copy / "images").rglob("*.img"))) == 8, "increments are gone, the base is checkpoint 1's"
     code, out, _ = run("compact", copy)
     assert code == 0 and "4 files are now 4" in out
+
+
+def test_verify_takes_what_it_reads_as_a_ps_would(where: Path, tmp_path: Path) -> None:
+    """Every byte is as the checksums say, and no ps could load it."""
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(where, copy)
+    manifest = read_manifest(open_place(copy), 2)
+    craft(copy, manifest, 1, of_bodies)
+    code, out, err = run("verify", copy)
+    assert code == 2
+    assert "1 of" in err
+    assert "bucket 1: these are not the marks of a bucket: a blob of kind 3" in out

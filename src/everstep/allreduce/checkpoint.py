@@ -228,6 +228,14 @@ def state_dicts(packed: Packed, what: str) -> dict[str, Any]:
     """As plain dicts, with torch.distributed.checkpoint's convention for optimizers (parameters by their fully
     qualified names): {"model": ..., "optimizers": [...], "tracked": {...}, "step": ..., "epoch": ..., "position": ...}.
     Raises CheckpointError."""
+    try:
+        return _state_dicts(packed, what)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{what} is not built as a state is: {type(error).__name__}: {why}") from None
+
+
+def _state_dicts(packed: Packed, what: str) -> dict[str, Any]:
     unpacker = Unpacker(packed, what)
     header = unpacker.header
     optimizers: list[Any] = []

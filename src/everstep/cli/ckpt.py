@@ -21,6 +21,7 @@ from everstep.protect.manifest import (
     problems,
     read_manifest,
 )
+from everstep.protect.restore import unloadable
 from everstep.storage.places import Place
 from everstep.units import human_bytes
 
@@ -79,7 +80,8 @@ def show(where: str, number: int | None, as_json: bool) -> None:
 @WHERE
 @NUMBER
 def verify(where: str, number: int | None) -> None:
-    """Read every byte of all checkpoints (or of one) and compare the checksums; exit code 2 names each offender."""
+    """Read every byte of all checkpoints (or of one), compare the checksums, and take each part as a ps or a worker
+    would that loads it; exit code 2 names each offender."""
     place = checkpoint_place(where)
     sizes = place.sizes()
     known: dict[ImageFile, str] = {}
@@ -89,7 +91,7 @@ def verify(where: str, number: int | None) -> None:
     for one in numbers:
         try:
             manifest = read_manifest(place, one)
-            wrong = list(problems(place, manifest, sizes=sizes, known=known))
+            wrong = list(problems(place, manifest, sizes=sizes, known=known)) or _unreadable(place, manifest)
         except CheckpointError as error:
             wrong = [str(error)]
         else:
@@ -235,6 +237,19 @@ def _choose(place: Place, number: int | None, deep: bool) -> Manifest:
     if deep:
         return latest_intact(place, tell=lambda line: click.echo(line, err=True))
     return read_manifest(place, need_checkpoints(place)[-1])
+
+
+def _unreadable(place: Place, manifest: Manifest) -> list[str]:
+    """What would be refused where it is loaded, though every byte is right."""
+    wrong = list(unloadable(place, manifest)) if manifest.images else []
+    if manifest.replica is not None:
+        from everstep.allreduce.checkpoint import read_replica, state_dicts
+
+        try:
+            state_dicts(read_replica(place, manifest), f"{place.url}/{manifest.replica.file.path}")
+        except CheckpointError as error:
+            wrong.append(str(error))
+    return wrong
 
 
 def _line(place: Place, number: int, sizes: dict[str, int]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ VERSION = 2
 LAST = 1  # flag of a part: contents up to the table's end
 GRADIENTS = 2  # flag of a part of a change: a rate and gradients, not what they made of the rows
 NO_BUCKET = 0xFFFFFFFF
+MOST_COUNT = 1 << 62  # of a seq, clock or watermark: they go on being counted
+MOST_SLOTS = 0xFF000000
 
 _HEADER = struct.Struct("<IHHIIqII")
 _MARKS = struct.Struct("<QqII")
@@ -103,6 +105,10 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         if magic != MAGIC or version != VERSION:
             raise ValueError("a blob does not begin as one of this version")
         kind, at = Kind(kind_no), _HEADER.size
+        if not 0 <= seq <= MOST_COUNT:
+            raise ValueError("a blob has a seq that cannot be")
+        if kind is Kind.MARKS and n_parts:
+            raise ValueError("a blob of marks has parts")
         fingerprint, clock, n_shards, n_initialised = _MARKS.unpack_from(data, at)
         if marks_bytes != _MARKS.size + n_shards * _MARK.size + n_initialised * 4:
             raise ValueError("a blob has marks of another size")
@@ -110,6 +116,7 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         shards = [_MARK.unpack_from(data, at + i * _MARK.size) for i in range(n_shards)]
         at += n_shards * _MARK.size
         tables = struct.unpack_from(f"<{n_initialised}I", data, at)
+        _check_marks(kind, clock, shards)
         out = Blob(kind, bucket, seq, Marks(fingerprint, clock, shards, list(tables)))
         at += n_initialised * 4
 
@@ -137,12 +144,57 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
                     raise ValueError("a blob of marks has records")
                 width = record_bytes(table)
                 part.records = take(n * width, "u1").astype(np.uint8).reshape(n, width)
+            _check_part(kind, part, n_toggled)
             out.parts.append(part)
     except struct.error as error:
         raise ValueError(f"a blob ends too early: {error}") from None
     if at != len(data):
         raise ValueError("a blob goes on after its end")
     return out
+
+
+def parse_marks(data: bytes) -> Blob:
+    """The blob of a bucket's marks. ValueError: it is none."""
+    if len(data) < _HEADER.size:
+        raise ValueError("a blob ends too early")
+    if (kind := _HEADER.unpack_from(data)[2]) != Kind.MARKS:
+        raise ValueError(f"these are not the marks of a bucket: a blob of kind {kind}")
+    return parse(data)
+
+
+def _check_marks(kind: Kind, clock: int, shards: list[tuple[int, int, int]]) -> None:
+    if not 0 <= clock <= MOST_COUNT:
+        raise ValueError("a blob has a clock that cannot be")
+    for shard, watermark, fence in shards:
+        gone = kind is Kind.CHANGE and watermark == -1
+        if shard < 0 or fence < 0 or (watermark < 0 and not gone):
+            raise ValueError("a blob has a mark with a negative number")
+        if watermark > MOST_COUNT:
+            raise ValueError("a blob has a mark that cannot be")
+
+
+def _check_part(kind: Kind, part: Part, n_toggled: int) -> None:
+    by_gradients = kind is Kind.CHANGE and part.flags == GRADIENTS
+    if part.flags & ~LAST and not by_gradients:
+        raise ValueError("a blob has unknown flags")
+    slots = part.slots.astype(np.int64)
+    if (slots >= MOST_SLOTS).any():
+        raise ValueError("a blob has a slot that cannot be")
+    if kind is Kind.CHANGE:
+        assert part.toggled is not None
+        if part.lo or part.hi or (part.flags and (not by_gradients or n_toggled)):
+            raise ValueError("a blob of a change has a wrong part")
+        if int(part.toggled.sum()) != n_toggled:
+            raise ValueError("a blob toggles another number of rows than it says")
+        return
+    if n_toggled or part.lo > part.hi:
+        raise ValueError("a blob of contents has a wrong part")
+    if kind is Kind.BODIES and part.lo == 0 and part.hi == 0:
+        return  # of listed slots
+    if (slots < part.lo).any() or (not part.flags & LAST and (slots >= part.hi).any()):
+        raise ValueError("a blob has a slot outside of what it covers")
+    if (np.diff(slots) <= 0).any():
+        raise ValueError("a blob has slots that do not ascend")
 
 
 def _crc(data: bytes) -> int:

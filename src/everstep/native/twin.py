@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_spec
-from everstep.native.blob import Blob, Kind, Marks, Part, build
+from everstep.native.blob import MOST_SLOTS, Blob, Kind, Marks, Part, build, check_seal, parse_marks
 from everstep.native.ledger import Ledger, PushResult, SpanTuple, bitmap_buckets, by_shard
 from everstep.native.ledger import mix64 as mix64_int
 
@@ -302,6 +302,46 @@ class TwinRows:
             out[page] = image.tobytes()
         return out
 
+    def adopt(self, pages: dict[int, NDArray[np.uint8]], bucket: int, n_buckets: int) -> None:
+        """Take pages of an image; this is empty. ValueError: no store has made them."""
+        layout, n = self.layout, 1 << self.layout.page_bits
+        where = f"table {self.table} of bucket {bucket}: "
+        found: dict[int, _Row] = {}
+        for number, page in sorted(pages.items()):
+            used = np.unpackbits(page[: n // 8], bitorder="little").astype(bool)
+            keys = page[layout.keys_at : layout.head_bytes].view("<i8")
+            tail = layout.head_bytes + n * layout.record_bytes
+            records = page[layout.head_bytes : tail].reshape(n, layout.record_bytes)
+            for i in range(n):
+                if not used[i]:
+                    if keys[i] or records[i].any():
+                        raise ValueError(f"{where}a slot that is not used is not zero")
+                    continue
+                if bucket_of(keys[i : i + 1], self.salted, n_buckets)[0] != bucket:
+                    raise ValueError(f"{where}key {keys[i]} belongs to another bucket")
+                words, dim, state = records[i].tobytes(), 4 * layout.dim, 4 * layout.state
+                found[number * n + i] = _Row(
+                    int(keys[i]),
+                    np.frombuffer(words[:dim], np.float32).copy(),
+                    np.frombuffer(words[dim : dim + state], np.float32).copy(),
+                    np.frombuffer(words[dim + state :], np.uint32).copy(),
+                )
+            if page[n // 8 : layout.keys_at].any() or page[tail:].any():
+                raise ValueError(f"{where}a page's padding is not zero")
+        if len({row.key for row in found.values()}) != len(found):
+            raise ValueError(f"{where}a key stands twice")
+        if pages:
+            self.slots = [found.get(slot) for slot in range((max(pages) + 1) * n)]
+        self.index = {row.key: slot for slot, row in found.items()}
+        self.index_size = 16 if found else 0
+        while len(found) * 10 > self.index_size * 7:
+            self.index_size *= 2
+
+    @property
+    def salted(self) -> int:
+        """The table whose hash says the bucket of a key: candidates lie with the rows that they may become."""
+        return self.spec.id
+
 
 @dataclass
 class _Bucket:
@@ -329,6 +369,7 @@ class TwinStore:
         self.outbox: list[bytes] = []
         self._specs: dict[int, TableSpec] = {}
         self._held = {b: _Bucket() for b in range(n_buckets)}
+        self._incoming: dict[int, dict[int, dict[int, NDArray[np.uint8]]]] = {}  # pages by bucket, table and number
         self._pushes = self._pulls = 0
         self._limit, self._evict = 0, False
 
@@ -453,8 +494,51 @@ class TwinStore:
 
     def drop(self, bucket: int) -> None:
         self.ledger.buckets.pop(bucket, None)
+        self._incoming.pop(bucket, None)
         rows = {table: r.empty() for table, r in self._held[bucket].rows.items()}
         self._held[bucket] = _Bucket(rows=rows)
+
+    def load_begin(self, bucket: int) -> None:
+        if bucket in self.ledger.buckets:
+            raise ValueError(f"bucket {bucket} is here already: drop it first")
+        self.drop(bucket)
+        self._incoming[bucket] = {}
+
+    def load_pages(self, bucket: int, table: int, page_nos: Sequence[int], pages: NDArray[np.uint8]) -> None:
+        layout = self._held[bucket].rows[table].layout if table in self._held[bucket].rows else None
+        if layout is None:
+            raise ValueError(f"table {table} was not declared")
+        if pages.size != len(page_nos) * layout.page_bytes:
+            raise ValueError(f"pages must be {len(page_nos)} x {layout.page_bytes} bytes")
+        for number in page_nos:
+            if not 0 <= number < 1 << 24 or (number + 1) << layout.page_bits > MOST_SLOTS:
+                raise ValueError(f"page {number} of table {table} cannot be")
+        if bucket not in self._incoming:
+            raise ValueError(f"bucket {bucket} is not being loaded")
+        of_table = self._incoming[bucket].setdefault(table, {})
+        of_table.update(zip(page_nos, pages.reshape(len(page_nos), -1).copy(), strict=True))
+
+    def load_end(self, bucket: int, marks: bytes) -> None:
+        if bucket not in self._incoming:
+            raise ValueError(f"bucket {bucket} is not being loaded")
+        incoming = self._incoming.pop(bucket)
+        check_seal(marks)
+        blob = parse_marks(marks)
+        if blob.bucket != bucket:
+            raise ValueError(f"these are not the marks of bucket {bucket}")
+        held = self._held[bucket]
+        try:
+            for table, pages in incoming.items():
+                held.rows[table].adopt(pages, bucket, self.n_buckets)
+        except ValueError:
+            self.drop(bucket)
+            raise
+        self.ledger.own([bucket])
+        ledger = self.ledger.buckets[bucket]
+        ledger.fingerprint = blob.marks.fingerprint
+        ledger.shards = {shard: [watermark, fence] for shard, watermark, fence in blob.marks.shards}
+        held.seq, held.clock = blob.seq, blob.marks.clock
+        held.initialised = sorted(set(blob.marks.initialised))
 
     def digest(self, bucket: int, by_key: bool = False) -> bytes:
         """As the native one: sums over hashed items, so that their order does not matter."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +23,7 @@ from everstep.errors import EverstepError, InternalError, StorageError
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.table import TableSpec
-from everstep.native.blob import MAGIC, VERSION, Kind
+from everstep.native.blob import parse_marks
 from everstep.net.messages import ImagesWritten
 from everstep.net.retry import backoff
 from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
@@ -63,16 +62,9 @@ class MarksFacts(NamedTuple):
 
 def marks_facts(blob: bytes) -> MarksFacts:
     """Reads a blob of kind MARKS (see native/blob.h). ValueError: it is none."""
-    try:
-        magic, version, kind, _, _, seq, _, _ = struct.unpack_from("<IHHIIqII", blob)
-        fingerprint, _, n_shards, _ = struct.unpack_from("<QqII", blob, 32)
-        if (magic, version, kind) != (MAGIC, VERSION, Kind.MARKS):
-            raise ValueError("these are not a bucket's marks")
-        shards = np.frombuffer(blob, "<i8", 3 * n_shards, 56).reshape(n_shards, 3)
-    except struct.error:
-        raise ValueError("a bucket's marks end too early") from None
-    marks = sorted((ShardKey(s), w) for s, w, _ in shards.tolist() if w >= 0)
-    return MarksFacts(seq, fingerprint, tuple(marks))
+    found = parse_marks(blob)
+    marks = sorted((ShardKey(shard), watermark) for shard, watermark, _ in found.marks.shards)
+    return MarksFacts(found.seq, found.marks.fingerprint, tuple(marks))
 
 
 def _only(pages: Pages, which: NDArray[np.bool_]) -> Pages:

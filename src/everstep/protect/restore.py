@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everstep.errors import CheckpointError
-from everstep.model.image import BucketImage
+from everstep.model.image import BucketImage, Manifest
 from everstep.model.table import TableSpec, difference
+from everstep.native import Store
+from everstep.protect.images import marks_facts
 from everstep.protect.manifest import assemble
 from everstep.storage.places import Place, open_place
 
@@ -55,12 +57,15 @@ def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> 
         raise CheckpointError(f"{where}: of a job with {head.buckets} buckets, this one has {store.n_buckets}")
     check_tables(head.tables, store.specs(), where)
     try:
+        facts = marks_facts(whole.marks)
+        if (facts.seq, facts.fingerprint, facts.watermarks) != (image.seq, image.fingerprint, image.watermarks):
+            raise ValueError("its marks are not those that the manifest says")
         for spec in head.tables:
             store.declare(spec)
         for table, layout in whole.layouts.items():
             here = (*store.layout(table), store.page_bytes(table))
             if tuple(layout) != here:
-                raise CheckpointError(f"{where}: pages of table {table} are {tuple(layout)}, here {here}")
+                raise ValueError(f"pages of table {table} are {tuple(layout)}, here {here}")
         store.load_begin(image.bucket)
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -72,6 +77,28 @@ def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> 
     except (ValueError, KeyError) as error:
         store.drop(image.bucket)
         raise CheckpointError(f"{where}: {error}") from error
+    except MemoryError:
+        store.drop(image.bucket)
+        raise CheckpointError(f"{where}: there is no memory for it here") from None
     except BaseException:
         store.drop(image.bucket)
         raise
+
+
+def unloadable(place: Place, manifest: Manifest) -> Iterator[str]:
+    """What a ps would refuse of a checkpoint whose every byte is right, a line for each bucket. One bucket is in memory
+    at a time. Raises StorageError: the place cannot be read."""
+    try:
+        store = Store(manifest.buckets, manifest.seed)
+        for spec in manifest.tables:
+            store.declare(spec)
+    except ValueError as error:
+        yield f"checkpoint {manifest.checkpoint} of {place.url}: {error}"
+        return
+    for image in manifest.images:
+        try:
+            load_bucket(store, place, image)
+        except CheckpointError as error:
+            yield str(error)
+        else:
+            store.drop(image.bucket)
