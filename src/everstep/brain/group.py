@@ -41,7 +41,15 @@ from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.member import Address, Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
 from everstep.model.shard import lease_no
-from everstep.policies.groups import BLAME_APART_S, admitted, hold_words, quiet_s, ready_to_form
+from everstep.policies.groups import (
+    BLAME_APART_S,
+    FORM_GRACE_S,
+    absent_words,
+    admitted,
+    hold_words,
+    quiet_s,
+    ready_to_form,
+)
 from everstep.policies.stragglers.shares import even
 
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
@@ -119,7 +127,8 @@ class Groups(msgspec.Struct, kw_only=True):
     ``cursors``: (epoch, position) by dataset. ``boundaries``: of the last committed ranges: step -> where it begins.
     ``confirmed``: the newest generation that has met, or of which a step was told.
     ``due_at``: when those who wait for a first group begin without the others, or a change waits to be published with
-    others (not before ``quiet_until``); 0: nothing waits. ``force``: why to publish even if the members stay the same.
+    others (not before ``quiet_until``), or when it is said for whom ``too_few`` workers wait; 0: nothing waits.
+    ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
     ``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
@@ -145,6 +154,7 @@ class Groups(msgspec.Struct, kw_only=True):
     voids: list[Void] = []
     confirmed: int = 0
     due_at: float = 0.0
+    too_few: bool = False
     quiet_until: float = 0.0
     force: str = ""
     blamed: int = 0
@@ -749,9 +759,18 @@ class GroupKeeper:
         if self.data_done() and any(self.living(slot, life) is not None for slot, life in books.passed.items()):
             return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
         seats = self.members.workers.values()
-        expected = sum(s.running and not s.stopping and not self._has_left(s) for s in seats)
-        now, books.due_at = ready_to_form(len(there), expected, job.spec.min_workers, at, books.due_at)
+        expected = [s.member.slot for s in seats if s.running and not s.stopping and not self._has_left(s)]
+        least = job.spec.min_workers
+        if books.too_few != (too_few := len(there) < max(1, least)):
+            books.too_few, books.due_at = too_few, 0.0
+        due_at = books.due_at
+        now, books.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
+        absent = absent_words(set(expected) - {m.slot for m in there})
         if not now:
+            if too_few and 0 < due_at <= at:
+                words = f"{len(there)} of at least {least} workers are there"
+                words += f"; they wait for {absent}" if absent else "; nobody else has been started yet"
+                out.append(Note("job", Decision("group waits", words, {"there": len(there), "least": least})))
             return out
         first = books.group is None
         self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
@@ -769,6 +788,8 @@ class GroupKeeper:
         group = self._next(tuple(members), hold, begin, restore, books.origin)
         place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
         words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"
+        if absent:
+            words += f", without {absent}: not there within {FORM_GRACE_S:g} s"
         if not first:
             words = f"nobody of the last group is left: {words}"
         return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
