@@ -229,15 +229,18 @@ def _stuck(out: Path, end: int) -> str:
 
 def _fork(rank: int, n: int, spec: JobSpec, script: Any, redo: frozenset[int], folder: Path) -> int:
     stack = (folder / f"{rank}.stack").open("w")
+    # What the tests before have left belongs to the parent: a finalizer that joins one of its threads would wait in the
+    # child for ever.
+    gc.disable()
     pid = os.fork()
     if pid:
+        gc.enable()
         stack.close()
         return pid
     status = 1
     try:
-        # What the tests before have left belongs to the parent: a finalizer that joins one of its threads would wait
-        # here for ever.
         gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(2 * int(WAIT.total_seconds()))  # nothing hangs for ever
         faulthandler.enable(stack)

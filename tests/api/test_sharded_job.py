@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -23,8 +24,11 @@ from everstep.errors import ScriptError
 
 def forked(body: Callable[[Path], None], folder: Path) -> None:
     """In a process of its own: torch's process group and its threads stay out of this one, from which others fork."""
+    gc.disable()  # (what other tests have left is the parent's: no finalizer of it may run in the child)
     pid = os.fork()
     if not pid:
+        gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(100)
         status = 1
@@ -36,6 +40,7 @@ def forked(body: Callable[[Path], None], folder: Path) -> None:
         finally:
             sys.stderr.flush()
             os._exit(status)
+    gc.enable()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
