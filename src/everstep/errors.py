@@ -50,6 +50,10 @@ class CheckpointError(UserError):
     """A checkpoint that was asked for is not there, not whole, or of another job or version."""
 
 
+class UntrustedError(CheckpointError):
+    """A checkpoint that nobody who has the job's key has written."""
+
+
 class StorageError(PlatformError):
     """A place for checkpoints does not take or give a file. ``passing``: trying again later may help."""
 

@@ -12,13 +12,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from local_jobs import Run, until
 
 from everstep.model.member import Role
+from everstep.net.auth import load_secret
 from everstep.protect.export import find_table, table_rows
-from everstep.protect.manifest import checkpoint_place, latest_intact, list_checkpoints
+from everstep.protect.manifest import (
+    Trust,
+    checkpoint_place,
+    latest_intact,
+    list_checkpoints,
+    manifest_name,
+    read_bytes,
+    read_manifest,
+    write_manifest,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -211,10 +222,44 @@ def test_what_cannot_be_gone_on_from(counting: Counting, tmp_path: Path) -> None
     code, out = run.everstep("run", "--checkpoint-to", str(old / "checkpoints"), str(run.script))
     assert code == 2 and "of another job" in out, out
 
+    # The place alone does not say who wrote it; the run directory has the key, and what has no code is not loaded.
+    place = checkpoint_place(old)
+    code, out = run.everstep("resume", str(old / "checkpoints"))
+    assert code == 2 and "was not written with this job's key" in out and "--trust-checkpoint" in out, out
+    newest = latest_intact(place)
+    write_manifest(place, msgspec.structs.replace(newest, checkpoint=900))
+    code, out = run.everstep("resume", str(old), "--checkpoint", "900")
+    assert code == 2 and "manifest-000900.json has no code" in out and "--trust-checkpoint" in out, out
+    place.delete(manifest_name(900))
+
     run.write(rows=SAMPLES + 1)
     run.resume(old, "--ps", "1")
     assert run.wait() != 0
     assert f"samples is {SAMPLES + 1} in worker:0, but {SAMPLES} in the checkpoint that it goes on from" in run.text()
+
+
+@pytest.mark.slow
+def test_checkpoints_of_before_there_was_a_key(counting: Counting) -> None:
+    """They are loaded if the user says so, and the run says it, too. What it writes then has its key."""
+    run = counting.start("--workers", "1", "--ps", "2", "--checkpoint-every", "1s")
+    run.trained(300)
+    run.committed()
+    run.kill_everything()
+    old, place = run.run_dir, checkpoint_place(run.run_dir)
+    for number in list_checkpoints(place):
+        write_manifest(place, read_manifest(place, number))
+    code, out = run.everstep("resume", str(old))
+    assert code == 2 and "has no code" in out and "--trust-checkpoint" in out, out
+    run.hurry()
+    run.resume(old, "--ps", "1", "--trust-checkpoint")
+    assert run.wait() == 0, run.story()
+    text = run.text()
+    assert "loaded because of --trust-checkpoint" in text and "which has no code of this job" in text, text
+    assert (run.counts() == EPOCHS).all(), np.unique(run.counts(), return_counts=True)
+    run.check_audit()
+    key = load_secret(run.run_dir / "secret").checkpoint_key
+    mine = checkpoint_place(run.run_dir)
+    assert all(Trust(key=key).authentic(read_bytes(mine, number)) for number in list_checkpoints(mine))
 
 
 def test_a_table_that_is_another_one_now(counting: Counting) -> None:

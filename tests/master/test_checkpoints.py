@@ -34,6 +34,7 @@ from everstep.protect.sources import ImageSources, Origin, write_origin
 from everstep.storage.places import open_place
 
 ONE = Incarnation(1)
+KEY = bytes(range(32))
 
 
 class Shell:
@@ -45,7 +46,7 @@ class Shell:
         self.told: list[BrainEvent] = []
         self.sent: list[tuple[int, OrderType]] = []
         self.keeper = CheckpointKeeper(
-            self.brain, spec, run_dir, Readings(run_dir), lambda: self.at, self.tell, self.send
+            self.brain, spec, run_dir, Readings(run_dir), lambda: self.at, self.tell, self.send, key=KEY
         )
 
     def tell(self, event: BrainEvent) -> None:
@@ -131,7 +132,7 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         manifest = latest_intact(open_place(shell.place), deep=False)
         assert manifest.checkpoint == 1 and manifest.values == {"loss": 0.25} and manifest.everstep
         assert manifest.spec == spec and [image.bucket for image in manifest.images] == [0, 1, 2, 3]
-        assert ImageSources(spec, tmp_path).image(BucketId(2), 1) == (shell.place, manifest.images[2])
+        assert ImageSources(spec, tmp_path, KEY).image(BucketId(2), 1) == (shell.place, manifest.images[2])
 
         # The next one replaces it: retention deletes what nobody needs.
         shell.at += 31.0
@@ -213,7 +214,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         assert any(isinstance(event, JobResumed) for event in resumed.told)
         placement = resumed.brain.placement
         assert placement is not None and placement.images == ((0, 1), (1, 1)) and placement.owner == (0, 1)
-        found = ImageSources(new, run_dir).image(BucketId(1), 1)
+        found = ImageSources(new, run_dir, KEY).image(BucketId(1), 1)
         assert found == (shell.place, manifest.images[1])
         resumed.tell(CheckpointAsked(resumed.at, "asked"))
         assert resumed.sent[-1] == (1, TakeImages(8, 0, resumed.place))

@@ -29,7 +29,7 @@ from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import ReplicaWritten, TakeReplica
 from everstep.net.retry import Deadline, backoff
-from everstep.protect.manifest import list_checkpoints, read_manifest, reading
+from everstep.protect.manifest import Trust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
@@ -186,14 +186,15 @@ class ReplicaWriter:
 # ---------------------------------------------------------------- back
 
 
-def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int) -> tuple[Place, Manifest]:
-    """This job's own checkpoint, or that of the one it goes on from (numbers are never used twice). Raises
-    CheckpointError, StorageError."""
+def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[Place, Manifest]:
+    """This job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
+    ``protect.sources.ImageSources``. Raises CheckpointError, StorageError."""
+    trust = Trust(key=key, digests=spec.trusted)
     urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
     for url in urls:
         place = open_place(url)
         if checkpoint in list_checkpoints(place):
-            return place, read_manifest(place, checkpoint)
+            return place, read_manifest(place, checkpoint, trust)
     raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(urls)}")
 
 

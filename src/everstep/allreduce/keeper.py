@@ -355,7 +355,9 @@ class ReplicaKeeper:
         self.source.reset()
 
     def _restore(self, checkpoint: int) -> None:
-        place, manifest = find_replica(self._seat.spec, self._seat.run_dir, checkpoint)
+        seat = self._seat
+        key = self._secret.checkpoint_key if self._secret is not None else b""
+        place, manifest = find_replica(seat.spec, seat.run_dir, checkpoint, key)
         self._state.load(read_replica(place, manifest), f"checkpoint {checkpoint} of {place.url}")
         logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.mark.step)
 

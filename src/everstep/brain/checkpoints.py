@@ -396,7 +396,7 @@ class Checkpoints(msgspec.Struct):
         shards.resume(manifest.datasets, manifest.images)
         inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "job": manifest.job}
         words = f"checkpoint {manifest.checkpoint} of {url}: {shards.samples_done} samples are in all of its images"
-        return [Note("", Decision("resume", words, inputs))]
+        return [Note("", Decision("resume", words + by_word(job), inputs))]
 
     def validate(self, job: Job) -> None:
         """Assert what must always hold."""
@@ -407,6 +407,13 @@ class Checkpoints(msgspec.Struct):
             assert self.writing.number == self.numbers and self.writing.since < self.numbers
             whole = len(self.writing.images) == job.spec.buckets or job.spec.mode == "allreduce"
             assert (self.writing.manifest is not None) <= whole
+
+
+def by_word(job: Job) -> str:
+    """What is said of a checkpoint that the user said to trust; "" of any other."""
+    if not job.spec.trusted:
+        return ""
+    return "; it was not written with the job's key, and is trusted by --trust-checkpoint"
 
 
 def lacks(draft: Manifest, image: BucketImage) -> str:

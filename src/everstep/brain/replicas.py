@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, has_checkpoints
+from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, by_word, has_checkpoints
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
 from everstep.brain.job import Job
@@ -120,7 +120,7 @@ def resume_replica(
     keeper.fall_back(begin)
     inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}
     words = f"checkpoint {manifest.checkpoint} of {url}: {mark.step} steps, {shards.samples_done} samples are in it"
-    return [Note("", Decision("resume", words, inputs))]
+    return [Note("", Decision("resume", words + by_word(job), inputs))]
 
 
 def _turned(mark: Mark, manifest: Manifest) -> Mark:

@@ -12,13 +12,18 @@ import msgspec
 from everstep.agent.rundir import in_use
 from everstep.errors import CheckpointError, ConfigError
 from everstep.model.image import ImageFile, Manifest
+from everstep.net.auth import load_secret
+from everstep.net.rendezvous import SECRET_FILE
 from everstep.protect.manifest import (
+    Trust,
     checkpoint_place,
     compact,
+    is_coded,
     latest_intact,
     manifest_name,
     need_checkpoints,
     problems,
+    read_bytes,
     read_manifest,
 )
 from everstep.protect.restore import unloadable
@@ -27,6 +32,8 @@ from everstep.units import human_bytes
 
 WHERE = click.argument("where", metavar="DIR_OR_URL")
 NUMBER = click.option("--checkpoint", "number", type=int, help="Its number (default: the newest).")
+_NOT_OURS = "not written with the key of this run"
+_NO_KEY = "who wrote it is not known here (name the run directory)"
 JSON = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 
@@ -83,6 +90,7 @@ def verify(where: str, number: int | None) -> None:
     """Read every byte of all checkpoints (or of one), compare the checksums, and take each part as a ps or a worker
     would that loads it; exit code 2 names each offender."""
     place = checkpoint_place(where)
+    trust = Trust(key=_key_of(where))
     sizes = place.sizes()
     known: dict[ImageFile, str] = {}
     said: set[str] = set()
@@ -98,7 +106,8 @@ def verify(where: str, number: int | None) -> None:
             if not wrong:
                 files = set(manifest.files())
                 size = sum(file.size_bytes for file in files)
-                click.echo(f"checkpoint {one}: intact, {len(files)} files, {human_bytes(size)}")
+                whose = "" if trust.authentic(read_bytes(place, one)) else f"; {_NOT_OURS if trust.key else _NO_KEY}"
+                click.echo(f"checkpoint {one}: intact, {len(files)} files, {human_bytes(size)}{whose}")
         if wrong:
             bad += 1
             click.echo(f"checkpoint {one}: NOT intact")
@@ -123,8 +132,14 @@ def compact_one(where: str, number: int | None) -> None:
         raise ConfigError(
             f"{where}: checkpoint {manifest.checkpoint} is of mode allreduce: there are no increments in it"
         )
+    key = _key_of(where)
+    data = read_bytes(place, manifest.checkpoint)
+    if is_coded(data) and not Trust(key=key).authentic(data):
+        raise ConfigError(
+            f"{where}: checkpoint {manifest.checkpoint} was written with the key of a run: name the run's directory"
+        )
     before = sum(place.sizes().values())
-    new = compact(place, manifest)
+    new = compact(place, manifest, key if is_coded(data) else b"")
     files = sum(len(image.files) for image in manifest.images)
     after = sum(place.sizes().values())
     click.echo(
@@ -154,6 +169,9 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
 
     place = checkpoint_place(where)
     manifest = _choose(place, number, deep=True)
+    trust = Trust(key=_key_of(where))
+    if trust.key and not trust.authentic(read_bytes(place, manifest.checkpoint)):
+        click.echo(f"everstep: checkpoint {manifest.checkpoint}: {_NOT_OURS}", err=True)
     if manifest.replica is not None:
         if tables and not manifest.tables:
             raise ConfigError(f"--table: checkpoint {manifest.checkpoint} is of mode allreduce and has no tables")
@@ -237,6 +255,14 @@ def _choose(place: Place, number: int | None, deep: bool) -> Manifest:
     if deep:
         return latest_intact(place, tell=lambda line: click.echo(line, err=True))
     return read_manifest(place, need_checkpoints(place)[-1])
+
+
+def _key_of(where: str) -> bytes:
+    """Of the run whose directory this is; empty: it is none, or has no secret any more."""
+    secret = Path(where) / SECRET_FILE
+    if "://" in where or not (Path(where) / "job.json").exists() or not secret.exists():
+        return b""
+    return load_secret(secret).checkpoint_key
 
 
 def _unreadable(place: Place, manifest: Manifest) -> list[str]:

@@ -405,6 +405,7 @@ class Summary(msgspec.Struct):
     generations: int = 0
     steps_void: int = 0
     checkpoint: int = 0
+    trusted: int = 0
 
 
 def read_summary(run_dir: Path) -> Summary | None:
@@ -427,5 +428,7 @@ def summary_lines(summary: Summary, run_dir: Path) -> list[str]:
     lines.append(f"failures survived: {failures or 'none'}; batches retried: {summary.batches_retried}")
     if summary.values:
         lines.append("reported: " + values_text(summary.values))
+    if summary.trusted:
+        lines.append(f"began with checkpoint {summary.trusted}, which has no code of this job: --trust-checkpoint")
     lines.append(f"run directory: {run_dir} (everstep audit {run_dir})")
     return lines

@@ -196,9 +196,26 @@ def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
 @click.option("--model-to", help="As of everstep run (default: in the new run directory).")
 @click.option("--parity", help="As of everstep run (default: as before).")
 @click.option("--protect", help="As of everstep run (default: as before).")
+@click.option(
+    "--secret", default="", help="The secret file of the run that wrote the checkpoints, where SOURCE is a URL."
+)
+@click.option(
+    "--trust-checkpoint",
+    is_flag=True,
+    envvar="EVERSTEP_TRUST_CHECKPOINT",
+    help="Also a checkpoint that was not written with the job's key: whoever wrote it says what is run and trained.",
+)
 @click.option("--no-display", is_flag=True, help="Plain lines even on a terminal.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[str, ...], **flags: Any) -> None:
+def resume(
+    source: str,
+    checkpoint: int | None,
+    secret: str,
+    trust_checkpoint: bool,
+    no_display: bool,
+    args: tuple[str, ...],
+    **flags: Any,
+) -> None:
     """Go on from the newest intact checkpoint of a run, or of a directory or URL of checkpoints; ARGS replace those
     of the script. What the checkpoint has is not trained again, what it lacks is: exactly once over both runs."""
     from everstep.cli.resume import resume_job
@@ -206,7 +223,9 @@ def resume(source: str, checkpoint: int | None, no_display: bool, args: tuple[st
     given = {name: value for name, value in flags.items() if value is not None}
     if args:
         given["args"] = args
-    raise SystemExit(resume_job(source, checkpoint, given, live=not no_display))
+    raise SystemExit(
+        resume_job(source, checkpoint, given, live=not no_display, secret=secret, trusted=trust_checkpoint)
+    )
 
 
 @cli.command()

@@ -12,7 +12,9 @@ from everstep.brain.checkpoints import leaves_model
 from everstep.cli.display import read_summary
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
-from everstep.protect.manifest import read_manifest
+from everstep.net.auth import load_secret
+from everstep.net.rendezvous import SECRET_FILE
+from everstep.protect.manifest import Trust, read_manifest
 from everstep.protect.model import (
     IN_RUN_DIR,
     MODEL_LIMIT_BYTES,
@@ -42,7 +44,8 @@ def leave_model(spec: JobSpec, run_dir: Path, outcome: Outcome) -> tuple[Outcome
         if not summary.checkpoint:
             return outcome, [f"model: not left at {url}: {_why_not(run_dir)}"]
         place = open_place(own_url(spec, run_dir))
-        manifest = read_manifest(place, summary.checkpoint)
+        key = load_secret(run_dir / SECRET_FILE).checkpoint_key
+        manifest = read_manifest(place, summary.checkpoint, Trust(key=key, digests=spec.trusted))
         size_bytes = sum(file.size_bytes for file in manifest.files())
         if spec.model_to == IN_RUN_DIR and size_bytes > MODEL_LIMIT_BYTES:
             return outcome, [f"model: not left: {too_large(size_bytes)}"]

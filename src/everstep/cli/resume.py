@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,19 @@ from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import Incarnation
 from everstep.model.image import Manifest
-from everstep.protect.manifest import checkpoint_place, latest_intact, list_checkpoints, problems, read_manifest
+from everstep.net.auth import load_secret
+from everstep.net.rendezvous import SECRET_FILE
+from everstep.protect.manifest import (
+    Trust,
+    checkpoint_place,
+    digest_of,
+    latest_intact,
+    list_checkpoints,
+    problems,
+    read_bytes,
+    read_manifest,
+)
+from everstep.protect.restore import unloadable
 from everstep.protect.sources import Origin, own_url, write_origin
 from everstep.storage.journal import Journal
 from everstep.storage.places import Place, open_place
@@ -29,14 +42,27 @@ from everstep.storage.places import Place, open_place
 KEPT = ("buckets", "seed")  # a row's bucket and first value, and the order of the data, depend on them
 
 
-def resume_job(source: str, checkpoint: int | None, flags: Mapping[str, Any], live: bool) -> int:
-    """Run on until the job's end; the exit code of ``everstep``. Raises ConfigError, CheckpointError, StorageError."""
+def resume_job(
+    source: str, checkpoint: int | None, flags: Mapping[str, Any], live: bool, secret: str = "", trusted: bool = False
+) -> int:
+    """Run on until the job's end; the exit code of ``everstep``. ``secret``: a copy of the secret file of the run that
+    wrote the checkpoints; ``trusted``: the user trusts whoever wrote them. Raises ConfigError, CheckpointError,
+    StorageError."""
     old_dir = Path(absolute(source)) if is_run_dir(source) else None
     if old_dir is not None and in_use(old_dir):
         raise ConfigError(f"run directory {source}: this job is running; end it first (everstep stop {source})")
     place = checkpoint_place(old_dir if old_dir is not None else absolute(source))
-    manifest = choose(place, checkpoint)
-    spec, origins = resumed_spec(manifest, place, old_dir, flags)
+    key = lineage(old_dir, secret)
+    anything = trusted or (old_dir is not None and read_spec(old_dir).trust_checkpoint)
+    manifest = choose(place, checkpoint, Trust(key=key, anything=anything))
+    by_word = not Trust(key=key).authentic(read_bytes(place, manifest.checkpoint))
+    if by_word:
+        sys.stderr.write(
+            f"everstep: checkpoint {manifest.checkpoint} of {place.url} was not written with this job's key: loaded "
+            "because of --trust-checkpoint, with the script and the settings that it names\n"
+        )
+    digests = digests_until(place, manifest.checkpoint) if by_word else ()
+    spec, origins = resumed_spec(manifest, place, old_dir, {**flags, "trust_checkpoint": anything, "trusted": digests})
     run_dir = new_dir(spec, old_dir)
     spec = msgspec.structs.replace(spec, run_dir=str(run_dir))
     with RunDirLock.take(run_dir):
@@ -47,19 +73,42 @@ def resume_job(source: str, checkpoint: int | None, flags: Mapping[str, Any], li
             f"everstep: resume from checkpoint {manifest.checkpoint} of {place.url}, {age_s:,.0f} s old: "
             f"{manifest.samples_done:,} samples are done\n"
         )
-        return run_here(spec, origins, run_dir, live)
+        return run_here(spec, origins, run_dir, live, key)
 
 
 def is_run_dir(source: str) -> bool:
     return "://" not in source and (Path(source) / "job.json").exists()
 
 
-def choose(place: Place, checkpoint: int | None) -> Manifest:
-    """The newest checkpoint that is whole, or the one asked for if it is. Raises CheckpointError, StorageError."""
+def lineage(old_dir: Path | None, secret: str) -> bytes:
+    """The key of the checkpoints: out of the old run directory, or of the file that was named; empty: not known. Raises
+    ConfigError: the file is damaged, or open to others."""
+    if secret:
+        return load_secret(Path(absolute(secret))).checkpoint_key
+    if old_dir is None or not (old_dir / SECRET_FILE).exists():
+        return b""
+    return load_secret(old_dir / SECRET_FILE).checkpoint_key
+
+
+def digests_until(place: Place, checkpoint: int) -> tuple[str, ...]:
+    """Of the manifests that the user said to trust: this one, and older ones that may have to stand in for it."""
+    return tuple(digest_of(read_bytes(place, n)) for n in list_checkpoints(place) if n <= checkpoint)
+
+
+def choose(place: Place, checkpoint: int | None, trust: Trust) -> Manifest:
+    """The newest checkpoint that is whole and may be loaded, or the one asked for if it is. Of one that was not written
+    with the job's key every part is tried, too. Raises CheckpointError, UntrustedError, StorageError."""
+
+    def also(manifest: Manifest) -> Iterator[str]:
+        if not trust.authentic(read_bytes(place, manifest.checkpoint)):
+            yield from unloadable(place, manifest)
+
     if checkpoint is None:
-        return latest_intact(place, tell=lambda line: print(f"everstep: {line}", file=sys.stderr))
-    manifest = read_manifest(place, checkpoint)
-    for problem in problems(place, manifest):
+        return latest_intact(
+            place, tell=lambda line: print(f"everstep: {line}", file=sys.stderr), trust=trust, also=also
+        )
+    manifest = read_manifest(place, checkpoint, trust)
+    for problem in chain(problems(place, manifest), also(manifest)):
         raise CheckpointError(f"checkpoint {checkpoint}: {problem}; everstep ckpt ls {place.url} shows the others")
     return manifest
 

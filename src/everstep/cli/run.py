@@ -97,20 +97,20 @@ def refuse_foreign(url: str) -> None:
             )
 
 
-def run_here(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
-    """Run this job in a locked run directory until its end."""
+def run_here(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, lineage: bytes = b"") -> int:
+    """Run this job in a locked run directory until its end. ``lineage``: see ``create_secret``."""
     remove_sockets(run_dir)
-    return _run(spec, origins, run_dir, live)
+    return _run(spec, origins, run_dir, live, lineage)
 
 
-def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool) -> int:
+def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, lineage: bytes = b"") -> int:
     from everstep.cli.link import connect_agent, reachable_host
     from everstep.net.auth import create_secret, load_secret
     from everstep.net.rendezvous import master_address
 
     def prepare() -> None:
         try:
-            create_secret(run_dir / "secret")
+            create_secret(run_dir / "secret", lineage)
             save_spec(run_dir, spec, origins)
         except OSError as error:
             raise disk_error(run_dir, error) from None

@@ -59,3 +59,5 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
     policy: str = "none"  # about stragglers: none, nondedicated, dedicated, or one's own, module:callable
     resume_from: str = ""  # directory or URL of checkpoints this job began from
+    trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
+    trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)

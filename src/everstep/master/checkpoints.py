@@ -61,7 +61,10 @@ class CheckpointKeeper:
         tell: Callable[[BrainEvent], object],
         send: Callable[[Slot, OrderType], None],
         send_worker: Callable[[Slot, OrderType], None] = lambda slot, order: None,
+        key: bytes = b"",
     ) -> None:
+        """``key``: what manifests are written with, see ``Secret.checkpoint_key``."""
+        self._key = key
         self._brain, self._spec, self._run_dir = brain, spec, run_dir
         self._readings, self._now, self._tell, self._send = readings, now, tell, send
         self._send_worker = send_worker
@@ -202,7 +205,7 @@ class CheckpointKeeper:
                 return "the master ends"
             try:
                 self._step("before_manifest")
-                write_manifest(open_place(self._url), manifest)
+                write_manifest(open_place(self._url), manifest, self._key)
                 self._step("after_manifest")
                 return ""
             except StorageError as error:

@@ -181,7 +181,15 @@ class Master:
         self.watch = Watch(spec)
         self.readings = Readings(run_dir)
         self.checkpoints = CheckpointKeeper(
-            self.brain, spec, run_dir, self.readings, self.clock.now, self._tell, self._order_ps, self._order_worker
+            self.brain,
+            spec,
+            run_dir,
+            self.readings,
+            self.clock.now,
+            self._tell,
+            self._order_ps,
+            self._order_worker,
+            secret.checkpoint_key,
         )
         self.confirmations = Confirmations(self.brain, spec, self._tell)
         self.store = GroupStore()

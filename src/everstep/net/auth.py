@@ -62,15 +62,22 @@ class Secret(msgspec.Struct, frozen=True):
     key: bytes  # 32 random bytes
     cert_pem: str = ""  # TLS between nodes; empty: this job never leaves its machine
     key_pem: str = ""
+    lineage: bytes = b""  # of the job that this one goes on from: whose checkpoints these are; empty: its own
 
     def __repr__(self) -> str:
         return "<Secret>"  # never in a log
+
+    @property
+    def checkpoint_key(self) -> bytes:
+        """Authenticates the checkpoints of this job, and of all that go on from each other."""
+        return self.lineage or hmac.digest(self.key, b"everstep: manifests of checkpoints", hashlib.sha256)
 
 
 class _SecretFile(msgspec.Struct, frozen=True):
     secret: str
     cert_pem: str = ""
     key_pem: str = ""
+    lineage: str = ""
 
 
 def _certificate() -> tuple[str, str]:
@@ -108,13 +115,14 @@ def _certificate() -> tuple[str, str]:
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), key_pem.decode()
 
 
-def create_secret(path: Path) -> Secret:
+def create_secret(path: Path, lineage: bytes = b"") -> Secret:
     """Make a job's secret and write it to ``path``, readable by the user only; a file there is replaced, never half.
+    ``lineage``: the ``checkpoint_key`` of the job that this one goes on from.
 
     Raises PlatformError when it cannot be written."""
     cert_pem, key_pem = _certificate()
-    made = Secret(secrets.token_bytes(_SECRET_BYTES), cert_pem, key_pem)
-    text = msgspec.json.encode(_SecretFile(made.key.hex(), cert_pem, key_pem))
+    made = Secret(secrets.token_bytes(_SECRET_BYTES), cert_pem, key_pem, lineage)
+    text = msgspec.json.encode(_SecretFile(made.key.hex(), cert_pem, key_pem, lineage.hex()))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)
@@ -144,14 +152,14 @@ def load_secret(path: Path) -> Secret:
         raise ConfigError(f"the secret file {path} is open to others (mode {mode:04o}): chmod 600 {path}")
     try:
         raw = msgspec.json.decode(text, type=_SecretFile)
-        key = bytes.fromhex(raw.secret)
+        key, lineage = bytes.fromhex(raw.secret), bytes.fromhex(raw.lineage)
     except (msgspec.MsgspecError, ValueError):
         raise ConfigError(
             f"{path} is not a secret file of a job: copy RUN_DIR/secret of its first node again"
         ) from None
-    if len(key) != _SECRET_BYTES:
+    if len(key) != _SECRET_BYTES or len(lineage) not in (0, _SECRET_BYTES):
         raise ConfigError(f"the secret in {path} has {len(key)} bytes instead of {_SECRET_BYTES}: copy it again")
-    return Secret(key, raw.cert_pem, raw.key_pem)
+    return Secret(key, raw.cert_pem, raw.key_pem, lineage)
 
 
 # ---------------------------------------------------------------- the handshake

@@ -3,10 +3,15 @@
 ``manifest-000012.json`` in a place is the JSON of a ``Manifest`` and a last line with the checksum of all before it. It
 is written last and at once, after every file that it names is durable. The newest one that is intact, and whose files
 are, wins.
+
+The JSON ends with a code (HMAC-SHA256) by the key of the job: whoever cannot read the job's secret cannot write a
+manifest that this job, or one that goes on from it, takes for its own; nor other files, whose digests are in it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.config.load import read_spec
-from everstep.errors import CheckpointError, StorageError
+from everstep.errors import CheckpointError, StorageError, UntrustedError
 from everstep.model.image import MANIFEST_VERSION, REPLICA_VERSION, BucketImage, ImageFile, Manifest
 from everstep.policies.retention import unneeded_files
 from everstep.protect.imagefile import (
@@ -42,6 +47,7 @@ _NAME = re.compile(r"manifest-(\d{6,})\.json")
 _IMAGE = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
 _DELETABLE = re.compile(r"images/[0-9]{6,}/\.?(?:bucket|replica)-[A-Za-z0-9._-]+")
 _SUM = b"blake2b-128 "
+_CODE = re.compile(rb',"code":"([0-9a-f]{64})"\}\n\Z')
 
 
 class _Version(msgspec.Struct):
@@ -68,8 +74,57 @@ def checkpoints_of(run_dir: Path) -> str:
 # ---------------------------------------------------------------- bytes
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+class Trust(msgspec.Struct, frozen=True, kw_only=True):
+    """Which manifests may be loaded: those with a code by ``key`` (empty: there is none), and those whose bytes have
+    one of these ``digests`` (see ``digest_of``): what a user said to trust. ``anything``: the user says so now."""
+
+    key: bytes = b""
+    digests: tuple[str, ...] = ()
+    anything: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Trust {'a key' if self.key else 'no key'}, {len(self.digests)} digests>"  # never in a log
+
+    def authentic(self, data: bytes) -> bool:
+        """Whether these bytes of a manifest were written by who has the key."""
+        body = data[:-45]  # (without the line of the checksum)
+        found = _CODE.search(body)
+        if not self.key or found is None:
+            return False
+        return hmac.compare_digest(found[1], _code(body[: found.start()], self.key))
+
+    def check(self, data: bytes, name: str) -> None:
+        """UntrustedError, one line that begins with ``name``: it may not be loaded."""
+        if self.anything or self.authentic(data) or digest_of(data) in self.digests:
+            return
+        what = "has no code: an older everstep, or a stranger, wrote it"
+        if is_coded(data):
+            what = "was not written with this job's key: name the run directory it comes from, or that one's --secret"
+        raise UntrustedError(
+            f"{name} {what}; --trust-checkpoint loads it all the same, if you trust whoever can write there"
+        )
+
+
+def is_coded(data: bytes) -> bool:
+    """Whether these bytes of a manifest have a code, by whichever key."""
+    return _CODE.search(data[:-45]) is not None
+
+
+def digest_of(data: bytes) -> str:
+    """Of a manifest's bytes: by it one says exactly which one is meant."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _code(text: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, b"everstep manifest\n" + text, hashlib.sha256).hex().encode()
+
+
+def encode_manifest(manifest: Manifest, key: bytes = b"") -> bytes:
+    """``key``: of the job that writes it, see ``Secret.checkpoint_key``; empty: without a code."""
     data = msgspec.json.encode(manifest) + b"\n"
+    if key:
+        text = data[:-2]  # (without the last brace)
+        data = text + b',"code":"' + _code(text, key) + b'"}\n'
     hashed = checksum()
     hashed.update(data)
     return data + _SUM + hashed.hexdigest().encode() + b"\n"
@@ -98,9 +153,9 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 # ---------------------------------------------------------------- in a place
 
 
-def write_manifest(place: Place, manifest: Manifest) -> None:
-    """Durable on return: from here on the checkpoint exists. Raises StorageError."""
-    place.put(manifest_name(manifest.checkpoint), encode_manifest(manifest))
+def write_manifest(place: Place, manifest: Manifest, key: bytes = b"") -> None:
+    """Durable on return: from here on the checkpoint exists. ``key``: see ``encode_manifest``. Raises StorageError."""
+    place.put(manifest_name(manifest.checkpoint), encode_manifest(manifest, key))
 
 
 def list_checkpoints(place: Place) -> list[int]:
@@ -116,13 +171,23 @@ def need_checkpoints(place: Place) -> list[int]:
     return found
 
 
-def read_manifest(place: Place, checkpoint: int) -> Manifest:
-    """Raises CheckpointError (not there, not intact), StorageError (cannot be read)."""
+def read_bytes(place: Place, checkpoint: int) -> bytes:
+    """Of the manifest, as they are. Raises CheckpointError (not there), StorageError (cannot be read)."""
     name = manifest_name(checkpoint)
     try:
-        manifest = decode_manifest(place.read(name, MANIFEST_MAX_BYTES), f"{place.url}/{name}")
+        return place.read(name, MANIFEST_MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{place.url} has no checkpoint {checkpoint}: {name} is not there") from None
+
+
+def read_manifest(place: Place, checkpoint: int, trust: Trust | None = None) -> Manifest:
+    """``trust``: what may be loaded; None: it is only looked at. Raises CheckpointError (not there, not intact),
+    UntrustedError, StorageError (cannot be read)."""
+    name = manifest_name(checkpoint)
+    data = read_bytes(place, checkpoint)
+    manifest = decode_manifest(data, f"{place.url}/{name}")
+    if trust is not None:
+        trust.check(data, f"{place.url}/{name}")
     if manifest.checkpoint != checkpoint:
         raise CheckpointError(f"{place.url}/{name} is the manifest of checkpoint {manifest.checkpoint}")
     return manifest
@@ -231,19 +296,28 @@ def _file_problem(
     return ""
 
 
-def latest_intact(place: Place, *, deep: bool = True, tell: Callable[[str], None] | None = None) -> Manifest:
+def latest_intact(
+    place: Place,
+    *,
+    deep: bool = True,
+    tell: Callable[[str], None] | None = None,
+    trust: Trust | None = None,
+    also: Callable[[Manifest], Iterator[str]] | None = None,
+) -> Manifest:
     """The newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
 
-    ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. Raises
-    CheckpointError: there is none. StorageError: the place cannot be read.
+    ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. ``trust``: what
+    may be loaded. ``also``: more that may be wrong with one. Raises CheckpointError: there is none. StorageError: the
+    place cannot be read.
     """
     first = ""
     sizes = place.sizes()
     known: dict[ImageFile, str] = {}
     for checkpoint in reversed(need_checkpoints(place)):
         try:
-            manifest = read_manifest(place, checkpoint)
+            manifest = read_manifest(place, checkpoint, trust)
             wrong = next(problems(place, manifest, deep=deep, sizes=sizes, known=known), "")
+            wrong = wrong or (next(also(manifest), "") if also is not None else "")
         except CheckpointError as error:
             wrong = str(error)
         if not wrong:
@@ -293,16 +367,16 @@ def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
 # ---------------------------------------------------------------- compaction
 
 
-def compact(place: Place, manifest: Manifest) -> Manifest:
+def compact(place: Place, manifest: Manifest, key: bytes = b"") -> Manifest:
     """Merges each bucket's base and increments into one new base, without any ps, writes the manifest anew under its
-    number, then deletes the files that no checkpoint needs any more. Not for the newest checkpoint of a running job:
-    its ps go on from the old files. Raises CheckpointError, StorageError.
+    number (``key``: see ``encode_manifest``), then deletes the files that no checkpoint needs any more. Not for the
+    newest checkpoint of a running job: its ps go on from the old files. Raises CheckpointError, StorageError.
     """
     images = tuple(i if len(i.files) == 1 else _merged(place, manifest, i) for i in manifest.images)
     if images == manifest.images:
         return manifest
     new = msgspec.structs.replace(manifest, images=images, base=0)
-    write_manifest(place, new)
+    write_manifest(place, new, key)
     try:
         kept = [read_manifest(place, number) for number in list_checkpoints(place)]
     except CheckpointError:

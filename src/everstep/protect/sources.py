@@ -11,7 +11,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import BucketId
 from everstep.model.image import BucketImage, Manifest
-from everstep.protect.manifest import CHECKPOINTS, list_checkpoints, read_manifest
+from everstep.protect.manifest import CHECKPOINTS, Trust, list_checkpoints, read_manifest
 from everstep.storage.atomic import write_atomic
 from everstep.storage.places import open_place
 
@@ -49,9 +49,11 @@ def own_url(spec: JobSpec, run_dir: Path) -> str:
 
 class ImageSources:
     """Finds images by checkpoint number. A job never uses a number of the one that it goes on from again, so a number
-    means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept."""
+    means one checkpoint, wherever it lies. Thread-safe; the manifest asked for last is kept. ``key``: what this job's
+    manifests are written with; another one is refused, but for those that the user said to trust."""
 
-    def __init__(self, spec: JobSpec, run_dir: Path) -> None:
+    def __init__(self, spec: JobSpec, run_dir: Path, key: bytes) -> None:
+        self._trust = Trust(key=key, digests=spec.trusted)
         self.urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
         self._lock = threading.Lock()
         self._kept: tuple[str, Manifest] | None = None
@@ -61,7 +63,7 @@ class ImageSources:
 
     def image(self, bucket: BucketId, checkpoint: int) -> tuple[str, BucketImage]:
         """The place (directory or URL) and the image, for ``restore.load_bucket``. Raises CheckpointError: there is no
-        such checkpoint, or it is not intact; StorageError: the place cannot be read, try again."""
+        such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try again."""
         with self._lock:
             if self._kept is None or self._kept[1].checkpoint != checkpoint:
                 self._kept = self._find(checkpoint)
@@ -75,5 +77,5 @@ class ImageSources:
         for url in self.urls:
             place = open_place(url)
             if checkpoint in list_checkpoints(place):
-                return url, read_manifest(place, checkpoint)
+                return url, read_manifest(place, checkpoint, self._trust)
         raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(self.urls)}")

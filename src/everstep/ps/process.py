@@ -101,7 +101,7 @@ class PsProcess:
         if spec.ps_limit_bytes:
             self.service.store.set_limit(spec.ps_limit_bytes, spec.on_full)
         self.images = ImageWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
-        self._sources = ImageSources(spec, run_dir)
+        self._sources = ImageSources(spec, run_dir, secret.checkpoint_key)
         self.service.load = self._load
         self._news = threading.Event()  # something is whole here that was not
         self._again = False  # all of it is to be told, not only what is new
