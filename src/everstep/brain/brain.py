@@ -110,7 +110,7 @@ from everstep.model.plan import (
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.model.turn import LATE
 from everstep.policies.hot import HotMove
-from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
+from everstep.policies.places import HOME_NODE
 from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
@@ -456,14 +456,9 @@ class Brain:
         """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
         take, where many slots are started at once."""
         members = self.members
-        rooms = members.rooms(role) if counted is None else counted.now()
         home = members.homes.get(slot) if role is Role.WORKER else None
         seat = members.of(role).get(slot)
-        node = None
-        if seat is not None and seat.avoid is not None:  # (a home may be left for good reason)
-            others = [room for room in rooms if room.node != seat.avoid]
-            node = choose_worker_node(others, None) if role is Role.WORKER else choose_ps_node(others)
-        node = node or (choose_worker_node(rooms, home) if role is Role.WORKER else choose_ps_node(rooms))
+        node = (counted or Rooms(members, role)).choose(home, seat.avoid if seat is not None else None)
         quiet = node is not None and bool(members.nodes[node].quiet_since)
         if node is None or quiet:
             if seat is None or seat.waiting:
@@ -1390,6 +1385,7 @@ class Brain:
             why = Decision("stop", f"scaled in to {count} workers; the highest slots leave", {"to": count})
             out.append(self._send_away(seat, why, 0.0))
         drained = [slot for slot, seat in workers.items() if seat.drained and slot < old]
+        rooms = Rooms(self.members, Role.WORKER)
         for slot in sorted({*map(Slot, range(old, count)), *drained} & set(map(Slot, range(count)))):
             seat = workers.get(slot)
             if seat is not None:
@@ -1398,7 +1394,7 @@ class Brain:
                 if seat is not None:
                     seat.waiting = True
                 why = Decision("start", f"scaled out to {count} workers", {"to": count})
-                out += self._start(Role.WORKER, slot, at, why)
+                out += self._start(Role.WORKER, slot, at, why, rooms)
         return out
 
     def _scale_ps(self, count: int, at: float) -> list[InstructionType]:
@@ -1418,11 +1414,12 @@ class Brain:
                     m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
                     out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
         wave = []
+        rooms = Rooms(self.members, Role.PS)
         for slot in map(Slot, range(count)):
             known = servers.get(slot)
             if known is None or not known.running:
                 why = Decision("start", f"scaled out to {count} ps", {"to": count})
-                out += self._start(Role.PS, slot, at, why)
+                out += self._start(Role.PS, slot, at, why, rooms)
                 wave.append(slot)
         self.state.protection.wave = wave
         return out + self._settle(f"scaled from {old} to {count} ps")

@@ -18,6 +18,8 @@ ahead of the journal; where it alone is left, nobody can say what was committed,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from everstep.brain.duty import Duty
@@ -184,12 +186,13 @@ class GroupKeeper:
     so that it is about to be the newest: nobody begins from an older one any more; ``void``: buckets of its tables go
     back to what is older than the group's state, as soon as all who have that have ended: nobody may copy it."""
 
-    __slots__ = ("books", "committing", "duty", "job", "members", "saving", "shards", "start", "void")
+    __slots__ = ("_leaving", "books", "committing", "duty", "job", "members", "saving", "shards", "start", "void")
 
     def __init__(self, job: Job, members: Members, shards: Shards, books: Groups, duty: Duty) -> None:
         self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
         self.start: tuple[Mark, int] = (Mark(), 0)
         self.saving = self.committing = self.void = False
+        self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # of the books, by process; None: changed
 
     # ------------------------------------------------------------ views
 
@@ -204,14 +207,22 @@ class GroupKeeper:
     def trains(self, seat: Seat) -> bool:
         """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
         m = seat.member
-        if m.role is not Role.WORKER or [m.slot, m.incarnation] in self.books.dismissed:
+        if m.role is not Role.WORKER or (self._leaver(seat) is None and not self.member(seat)):
             return False
-        return self._leaver(seat) is not None or self.member(seat)
+        return [m.slot, m.incarnation] not in self.books.dismissed
 
     def _leaver(self, seat: Seat) -> Leaver | None:
         """What is noted of this process while it is on its way out of the group."""
-        m = seat.member
-        return next((x for x in self.books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)), None)
+        return self._leaving_now().get((seat.member.slot, seat.member.incarnation))
+
+    def _leaving_now(self) -> dict[tuple[Slot, Incarnation], Leaver]:
+        """Asked for every member after most events: a search each time would cost the square of their number."""
+        if self._leaving is None:
+            self._leaving = {(x.slot, x.incarnation): x for x in self.books.leavers}
+        return self._leaving
+
+    def _set_leavers(self, leavers: list[Leaver]) -> None:
+        self.books.leavers, self._leaving = leavers, None
 
     def left_to_wait(self, seat: Seat) -> bool:
         """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
@@ -229,14 +240,15 @@ class GroupKeeper:
 
     def _goes_on(self, members: tuple[GroupMember, ...]) -> bool:
         """Whether the line does: somebody has the state that the journal tells of, and somebody each step behind it."""
-        return any(map(self.holds, members)) or any(self._leads_on(x, members) for x in self.books.leavers)
+        return any(map(self.holds, members)) or self._leads_on(members)
 
-    def _leads_on(self, x: Leaver, members: tuple[GroupMember, ...]) -> bool:
-        """Whether nobody is beyond the state of this one by steps that nobody left can tell of: those who only copied
-        theirs may be, where all of them came after it had left."""
+    def _leads_on(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether nobody is beyond the state of one on its way out by steps that nobody left can tell of: those who
+        only copied theirs may be, where all of them came after it had left."""
         entered = self.books.entered
-        staying = [m for m in members if self.living(m.slot, m.incarnation) is not None]
-        return self.holds(x.member) and (not staying or any(entered[m.slot][1] <= x.generation for m in staying))
+        staying = [m.slot for m in members if self.living(m.slot, m.incarnation) is not None]
+        first = min((entered[slot][1] for slot in staying if slot in entered), default=0)
+        return any(self.holds(x.member) and first <= x.generation for x in self.books.leavers)
 
     def joining(self) -> tuple[GroupMember, ...]:
         """Living workers that asked and are not in the group, by slot."""
@@ -387,10 +399,11 @@ class GroupKeeper:
     def has_state(self, seat: Seat) -> bool:
         """Whether this process has the state of all committed steps for certain."""
         group, m = self.books.group, seat.member
-        members = (*(group.members if group is not None else ()), *(x.member for x in self.books.leavers))
-        return not self.void and any(
-            x.slot == m.slot and x.incarnation == m.incarnation and self.holds(x) for x in members
-        )
+        life = (m.slot, m.incarnation)
+        known = [group.members[rank]] if group is not None and (rank := group.rank(*life)) >= 0 else []
+        if (leaver := self._leaving_now().get(life)) is not None:
+            known.append(leaver.member)
+        return not self.void and any(map(self.holds, known))
 
     def ended_well(self, seat: Seat) -> bool:
         """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
@@ -405,9 +418,8 @@ class GroupKeeper:
         """Somebody waits in a collective of ``generation``: whoever left it early is a loss to it."""
         books = self.books
         gone = [x for x in books.leavers if self.living(x.slot, x.incarnation) is None]
-        for x in gone:
-            books.leavers.remove(x)
-            self._lose(x.slot, x.incarnation)
+        self._set_leavers([x for x in books.leavers if self.living(x.slot, x.incarnation) is not None])
+        self._lose((x.slot, x.incarnation) for x in gone)
         if any(self.living(m.slot, m.incarnation) is None for m in (books.group.members if books.group else ())):
             self.books.force = "a member waits for one that has ended"
         elif gone:
@@ -454,7 +466,8 @@ class GroupKeeper:
     def _in(self, m: GroupMember, generation: int) -> bool:
         """Whether this process, of the newest group or on its way out of one, is in the group of ``generation``."""
         life, entered = self.books.entered.get(m.slot, (Incarnation(0), 0))
-        left = next((x.generation for x in self.books.leavers if x.member == m), generation + 1)
+        leaver = self._leaving_now().get((m.slot, m.incarnation))
+        left = leaver.generation if leaver is not None and leaver.member == m else generation + 1
         return life == m.incarnation and entered <= generation < left
 
     def ended(self, seat: Seat, clean: bool) -> None:
@@ -465,16 +478,20 @@ class GroupKeeper:
         ask = books.asked.get(m.slot)
         if ask is not None and ask.incarnation == m.incarnation:
             del books.asked[m.slot]
-        for x in [x for x in books.leavers if (x.slot, x.incarnation) == (m.slot, m.incarnation)]:
-            books.leavers.remove(x)
-            if not clean:
-                self._lose(x.slot, x.incarnation)
-                self.books.force = f"{m.key} was lost before it had left"
+        if self._leaver(seat) is None:
+            return
+        self._set_leavers([x for x in books.leavers if (x.slot, x.incarnation) != (m.slot, m.incarnation)])
+        if not clean:
+            self._lose([(m.slot, m.incarnation)])
+            books.force = f"{m.key} was lost before it had left"
 
-    def _lose(self, slot: Slot, incarnation: Incarnation) -> None:
+    def _lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
         books = self.books
-        if not any((g.slot, g.incarnation) == (slot, incarnation) for g in books.gone):
-            books.gone.append(Gone(slot, incarnation, books.generations + 1))
+        known = {(g.slot, g.incarnation) for g in books.gone}
+        for slot, incarnation in lives:
+            if (slot, incarnation) not in known:
+                known.add((slot, incarnation))
+                books.gone.append(Gone(slot, incarnation, books.generations + 1))
 
     def blame(self, seat: Seat, at: float, reason: str) -> str:
         """A member was lost: the error if the group gets nowhere, else ""."""
@@ -508,7 +525,7 @@ class GroupKeeper:
         if self.data_done() and any(map(self._has_the_end, members)):
             # Members are behind their last loop: who is not in it with them for certain copies what they end with.
             synced, copies = [], [m for m in staying if not self.holds(m)]
-            staying = [m for m in staying if m not in copies]
+            staying = [m for m in staying if self.holds(m)]
             if copies:
                 books.broken = books.generations
                 force = force or "the others have come to the end of their scripts"
@@ -517,15 +534,15 @@ class GroupKeeper:
                 return []
             if self.duty.done:
                 return [*self._dismiss(), *self._send_home()]
-        for m in lost:
-            self._lose(m.slot, m.incarnation)
+        self._lose((m.slot, m.incarnation) for m in lost)
         leavers = [x.member for x in books.leavers]
         self._keep_the_last([m for m in (*staying, *leavers) if self.holds(m)])
         if not self._goes_on(members):
             return [] if self.void else self._form(at)
         if not any(map(self.holds, staying)) and not synced:
             staying += [m for m in leavers if self.holds(m)]  # they have the only state
-        synced = [m for m in synced if m not in staying]
+        here = set(staying)
+        synced = [m for m in synced if m not in here]
         wanted = [m for m in staying if not self._leaves(m)]
         handed_on = bool(wanted or synced or self._awaited() or self.saving) and not self.void
         if handed_on and not any(map(self.holds, wanted)):
@@ -598,17 +615,19 @@ class GroupKeeper:
             books.entered.pop(m.slot, None)
             if (ask := books.asked.get(m.slot)) is not None:
                 ask.synced = 0
-        left = [m for m in old.members if m not in new and m not in lost and m not in copies]
+        gone = {*lost, *copies}
+        left = [m for m in old.members if m not in new and m not in gone]
         generation = books.generations + 1
-        returned = [x.member for x in books.leavers if x.member in new]
-        books.leavers = [x for x in books.leavers if x.member not in new]
+        returned = {x.member for x in books.leavers if x.member in new}
+        leavers = [x for x in books.leavers if x.member not in new]
         for m in came:
             if m not in returned:
                 books.entered[m.slot] = (m.incarnation, generation)
         for m in left:
-            books.leavers.append(Leaver(m.slot, m.incarnation, generation, m))
+            leavers.append(Leaver(m.slot, m.incarnation, generation, m))
             if (ask := books.asked.get(m.slot)) is not None:
                 ask.synced = 0  # should it want to come back
+        self._set_leavers(leavers)
         group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
         books.quiet_until = at + quiet_s(len(wanted))
         words = [f"lost {_names(lost)}"] if lost else []
@@ -663,7 +682,8 @@ class GroupKeeper:
         group = self.view()
         if group is None or group.hold:
             return "there is no group that trains"
-        missing = [slot for slot in batch if not any(m.slot == slot for m in group.members)]
+        inside = {m.slot for m in group.members}
+        missing = [slot for slot in batch if slot not in inside]
         if missing:
             return f"worker:{missing[0]} is not in the group"
         if len(batch) == group.size and sum(batch.values()) != self.samples():
@@ -797,11 +817,12 @@ class GroupKeeper:
     def _dismiss(self) -> list[InstructionType]:
         """Whoever was to leave the last group has nothing to leave any more."""
         books = self.books
-        books.leavers.clear()
+        self._set_leavers([])
+        told = {(slot, incarnation) for slot, incarnation in books.dismissed}
         going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
         out: list[InstructionType] = []
         for m in going:
-            if [m.slot, m.incarnation] not in books.dismissed:
+            if (m.slot, m.incarnation) not in told:
                 why = Decision("stop", "the group that it was to leave is no more")
                 out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
         books.dismissed = [[m.slot, m.incarnation] for m in going]
@@ -954,8 +975,9 @@ class GroupKeeper:
         books = self.books
         books.confirmed = generation
         out: list[InstructionType] = []
-        for x in [x for x in books.leavers if x.generation <= generation]:
-            books.leavers.remove(x)
+        changed = [x for x in books.leavers if x.generation <= generation]
+        self._set_leavers([x for x in books.leavers if x.generation > generation])
+        for x in changed:
             seat = self.living(x.slot, x.incarnation)
             if seat is not None and seat.stopping:
                 why = Decision("stop", f"group {generation} goes on without it")

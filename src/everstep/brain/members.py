@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Member, MemberState, Role
-from everstep.policies.places import Room
+from everstep.policies.places import HOME_NODE, Room, choose_ps_node, choose_worker_node
 
 RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 
@@ -140,22 +141,60 @@ class Members(msgspec.Struct):
 
 
 class Rooms:
-    """``Members.rooms``, counted once for many processes that are started in one go."""
+    """Where processes of a role are started, counted once for all that one event starts: each further one costs
+    little, however many nodes and members there are. What it chooses is what ``policies.places`` says."""
 
     def __init__(self, members: Members, role: Role) -> None:
         self._members, self._role = members, role
         self._rooms: dict[NodeId, Room] | None = None
+        self._order: dict[NodeId, int] = {}
+        self._counted: list[tuple[int, int, NodeId]] = []  # heap: most free places first; old entries are left in
+        self._open: list[NodeId] = []  # the home node, and those that take any number
 
-    def now(self) -> list[Room]:
-        if self._rooms is None:
-            self._rooms = {room.node: room for room in self._members.rooms(self._role)}
-        return list(self._rooms.values())
+    def choose(self, home: NodeId | None, avoid: NodeId | None) -> NodeId | None:
+        """The node of the next process, None: it waits. ``home``: of its slot; ``avoid``: only if there is no other."""
+        rooms, worker = self._now(), self._role is Role.WORKER
+        node = None
+        if avoid is not None:  # (a home may be left for good reason)
+            others = [room for room in rooms.values() if room.node != avoid]
+            node = choose_worker_node(others, None) if worker else choose_ps_node(others)
+        if node is None and worker and home is not None:
+            return home if home in rooms and rooms[home].free else self._emptiest()
+        if node is None:
+            of = (rooms[name] for name in self._open)
+            node = next((room.node for room in of if (room.free if worker else room.node == HOME_NODE)), None)
+        return node if node is not None else self._emptiest()
 
     def taken(self, node: NodeId) -> None:
         """A process was started on ``node``."""
         if self._rooms is not None and node in self._rooms:
             room = self._rooms[node]
             self._rooms[node] = Room(room.node, room.places, room.used + 1)
+            self._offer(self._rooms[node])
+
+    def _now(self) -> dict[NodeId, Room]:
+        if self._rooms is None:
+            self._rooms = {room.node: room for room in self._members.rooms(self._role)}
+            for number, room in enumerate(self._rooms.values()):
+                self._order[room.node] = number
+                if room.node == HOME_NODE or room.places == 0:
+                    self._open.append(room.node)
+                self._offer(room)
+        return self._rooms
+
+    def _offer(self, room: Room) -> None:
+        if room.places > 0 and room.free:
+            heapq.heappush(self._counted, (room.used - room.places, self._order[room.node], room.node))
+
+    def _emptiest(self) -> NodeId | None:
+        """Of the nodes with counted places, the first one that has most of them free."""
+        rooms = self._now()
+        while self._counted:
+            free, _, node = self._counted[0]
+            if rooms[node].used - rooms[node].places == free:
+                return node
+            heapq.heappop(self._counted)
+        return None
 
 
 def set_state(seat: Seat, state: MemberState, at: float) -> None:

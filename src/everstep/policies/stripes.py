@@ -12,6 +12,7 @@ out of the present one: what is well placed stays, so the cost of a change is ne
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -123,6 +124,9 @@ class _Work:
 
     def fill(self) -> None:
         """A place for every unit that has none: not beside another one of its stripe, where the load is least."""
+        least = {mirror: [self._load(mirror, slot) for slot in self.slots] for mirror in (False, True)}
+        for heap in least.values():
+            heapq.heapify(heap)
         for stripe in range(len(self.sites)):
             width = self._width(stripe)
             for unit in [*range(width, width + self.code.m), *range(width)]:
@@ -130,14 +134,35 @@ class _Work:
                 if units[unit] != NOWHERE:
                     continue
                 mirror = unit >= width
-                of, other = (self.mirrors, self.data) if mirror else (self.data, self.mirrors)
-                beside = {slot: units.count(slot) for slot in self.slots}
+                slot = self._least(least[mirror], mirror, set(units))
+                if slot is None:  # every ps has one already
+                    slot = min(self.slots, key=lambda s: (units.count(s), *self._load(mirror, s)))
+                self._set(stripe, unit, slot)
+                for kind, heap in least.items():
+                    heapq.heappush(heap, self._load(kind, slot))
 
-                def cost(slot: Slot) -> tuple[int, int, int, Slot]:
-                    # Mirrors go first, to the ps with most buckets: it takes no bucket of this stripe then.
-                    return beside[slot], of[slot], -other[slot] if mirror else other[slot], slot  # noqa: B023
+    def _load(self, mirror: bool, slot: Slot) -> tuple[int, int, Slot]:
+        """What a ps has to do already, for a mirror that needs a place, or a bucket."""
+        # Mirrors go first, to the ps with most buckets: it takes no bucket of this stripe then.
+        if mirror:
+            return self.mirrors[slot], -self.data[slot], slot
+        return self.data[slot], self.mirrors[slot], slot
 
-                self._set(stripe, unit, min(self.slots, key=cost))
+    def _least(self, heap: list[tuple[int, int, Slot]], mirror: bool, beside: set[Slot]) -> Slot | None:
+        """The ps with the least load that has nothing of the stripe; ``heap`` has everybody's load, and older ones."""
+        aside: list[tuple[int, int, Slot]] = []
+        found = None
+        while heap and found is None:
+            slot = heap[0][2]
+            if heap[0] != self._load(mirror, slot):
+                heapq.heappop(heap)
+            elif slot in beside:
+                aside.append(heapq.heappop(heap))
+            else:
+                found = slot
+        for load in aside:
+            heapq.heappush(heap, load)
+        return found
 
     def balance(self) -> None:
         """Even out buckets, then mirrors, then both again: each step is a chain of moves from a ps that has more to

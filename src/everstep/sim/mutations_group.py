@@ -8,6 +8,7 @@ have the newer state, which all take), a leaver whose death is not told (who wai
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from everstep.allreduce.commits import Commits
@@ -31,7 +32,7 @@ _tell_groups, _fall_back = Brain._tell_groups, GroupKeeper.fall_back
 # ---------------------------------------------------------------- the brain
 
 
-def _loss_not_told(self: GroupKeeper, slot: Slot, incarnation: Incarnation) -> None: ...
+def _loss_not_told(self: GroupKeeper, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
 
 
 def _copies_count(self: GroupKeeper, m: GroupMember) -> bool:
@@ -50,8 +51,7 @@ def _one_line(
 def _leavers_are_lost(
     self: GroupKeeper, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
 ) -> Group:
-    for x in self.books.leavers:
-        self._lose(x.slot, x.incarnation)
+    self._lose((x.slot, x.incarnation) for x in self.books.leavers)
     return _next(self, members, hold, begin, restore, origin)
 
 
