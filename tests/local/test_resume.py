@@ -17,6 +17,10 @@ import numpy as np
 import pytest
 from local_jobs import Run, until
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "protect"))
+
+from crafted_images import craft, of_bodies
+
 from everstep.model.member import Role
 from everstep.net.auth import load_secret
 from everstep.protect.export import find_table, table_rows
@@ -260,6 +264,38 @@ def test_checkpoints_of_before_there_was_a_key(counting: Counting) -> None:
     key = load_secret(run.run_dir / "secret").checkpoint_key
     mine = checkpoint_place(run.run_dir)
     assert all(Trust(key=key).authentic(read_bytes(mine, number)) for number in list_checkpoints(mine))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_no_ps_can_load(counting: Counting) -> None:
+    """It has the job's code, and two ps cannot load it: it is set aside by name, and the next older one is taken."""
+    run = counting.start("--workers", "1", "--ps", "2", "--checkpoint-every", "1s")
+    run.trained(300)
+    run.committed()
+    run.kill_everything()
+    old, place = run.run_dir, checkpoint_place(run.run_dir)
+    *_, older, newest = list_checkpoints(place)
+    key = load_secret(old / "secret").checkpoint_key
+    craft(place.url, read_manifest(place, newest), 1, of_bodies)
+    write_manifest(place, read_manifest(place, newest), key)
+    code, out = run.everstep("ckpt", "verify", str(old))
+    assert code == 2 and f"checkpoint {newest}: NOT intact" in out and "a blob of kind 3" in out, out
+
+    code, out = run.everstep("resume", str(old), "--run-dir", str(run.folder / "named"), "--checkpoint", str(newest))
+    assert code == 4 and f"checkpoint {newest} is set aside, it could not be loaded 2 times: ps:" in out, out
+    code, out = run.everstep("explain", str(run.folder / "named"))
+    assert code == 0 and "set a checkpoint aside" in out, out
+
+    run.hurry()
+    run.resume(old)
+    assert run.wait() == 0, run.story()
+    text = run.text()
+    assert f"checkpoint {newest} is set aside; going on from the next older one" in text, text
+    assert f"resume from checkpoint {older}" in text, text
+    run.run_dir = Path(f"{run.run_dir}-2")
+    assert (run.counts() == EPOCHS).all(), np.unique(run.counts(), return_counts=True)
+    run.check_audit()
+    assert run.leftovers() == {}
 
 
 def test_a_table_that_is_another_one_now(counting: Counting) -> None:

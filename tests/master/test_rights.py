@@ -225,6 +225,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     wire.ReplicaWritten: "worker",
     wire.MirrorReady: "ps",
     wire.BucketsReady: "ps",
+    wire.LoadFailed: "ps",
     wire.ImagesWritten: "ps",
     wire.Drain: "command agent ps",
     wire.AskCheckpoint: "command worker",

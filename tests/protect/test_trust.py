@@ -10,7 +10,7 @@ import pytest
 from crafted_images import craft, of_bodies
 from image_stores import checkpoint, empty_store, new_store, train, writer_of
 
-from everstep.cli.resume import choose, digests_until, lineage
+from everstep.cli.resume import choose, lineage
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, UntrustedError
 from everstep.ids import BucketId
@@ -107,14 +107,16 @@ def test_older_checkpoints_are_loaded_if_the_user_says_so(place: Place) -> None:
     with pytest.raises(UntrustedError, match="--trust-checkpoint"):
         choose(place, 2, OURS)
     assert choose(place, None, Trust(anything=True)).checkpoint == 2
+    assert choose(place, None, Trust(anything=True), below=2).checkpoint == 1
+    with pytest.raises(CheckpointError, match="no checkpoint older than 1"):
+        choose(place, None, Trust(anything=True), below=1)
 
 
 def test_what_was_trusted_is_that_one_and_no_other(place: Place, tmp_path: Path) -> None:
     """The processes of the job load the very bytes that the user was told about."""
     for number in (1, 2):
         write_manifest(place, read_manifest(place, number))
-    spec = JobSpec(resume_from=place.url, trusted=digests_until(place, 2))
-    assert spec.trusted == (digest_of(read_bytes(place, 1)), digest_of(read_bytes(place, 2)))
+    spec = JobSpec(resume_from=place.url, trusted=(digest_of(read_bytes(place, 2)),))
     sources = ImageSources(spec, tmp_path / "run", KEY)
     assert sources.image(BucketId(1), 2)[1].bucket == 1
     write_manifest(place, msgspec.structs.replace(read_manifest(place, 2), samples_done=1))

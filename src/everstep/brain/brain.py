@@ -49,6 +49,7 @@ from everstep.brain.events import (
     InstructionType,
     JobResumed,
     LeaseExpired,
+    LoadFailed,
     MasterStarted,
     MemberHeard,
     MemberJoined,
@@ -198,6 +199,7 @@ class Brain:
             PolicyDisabled: self._policy_disabled,
             MirrorsReady: self._ps_told,
             BucketsReady: self._ps_told,
+            LoadFailed: self._load_failed,
             CheckpointAsked: self._checkpoint_asked,
             ImagesWritten: self._images_written,
             ReplicaWritten: self._replica_written,
@@ -592,6 +594,27 @@ class Brain:
         seat.streak = 0  # it got somewhere
         return [_OK, *out, *self._settle()]
 
+    def _load_failed(self, e: LoadFailed) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+        if self.job.over:
+            return [_OK]
+        out = self.keeper.load_failed(e)
+        if self.checkpoints.aside:
+            return [_OK, *out, self._fail(4, self.checkpoints.aside_words)]
+        return [_OK, *out, *self._settle(f"ps:{e.slot} cannot load bucket {e.bucket}")]
+
+    def _died_loading(self, seat: Seat, reason: str, status: int) -> list[InstructionType]:
+        """A ps crashed: if it was loading, that may have been why."""
+        if status not in _CRASHES:
+            return []
+        slot = seat.member.slot
+        out: list[InstructionType] = []
+        for checkpoint in sorted({c for _, c in self.keeper.loading(slot)}):
+            out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
+        return out
+
     def _member_silent(self, e: MemberSilent) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None or self.job.over:
@@ -649,7 +672,11 @@ class Brain:
         if e.error:
             inputs["error"] = e.error
         if e.role is Role.PS:
-            return [_OK, *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs)]
+            refused = self._died_loading(seat, reason, e.status)
+            if self.checkpoints.aside:
+                set_state(seat, MemberState.LOST, e.at)
+                return [_OK, *refused, self._fail(4, self.checkpoints.aside_words)]
+            return [_OK, *refused, *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs)]
         if finished:
             out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
             set_state(seat, MemberState.LEFT, e.at)
@@ -909,6 +936,12 @@ class Brain:
         if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
             return out
         if not may_restart(seat.streak, job.spec.max_restarts):
+            if not any(other.running for other in self.members.servers.values()):
+                error = (
+                    f"no ps is left that could serve: {member.key} was lost {seat.streak} times in a row (last: "
+                    f"{reason}); gave up after max_restarts={job.spec.max_restarts}: see logs/ps-{member.slot}.log"
+                )
+                return [*out, self._fail(4, error)]
             words = f"it was lost {seat.streak} times in a row (last: {reason}); the others go on without it"
             return [*out, Note(str(member.key), Decision("not started again", words, inputs))]
         why = Decision(
@@ -1685,6 +1718,9 @@ class Brain:
 def _fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: Seat) -> Reply:
     now = seat.member
     return Reply(Fenced(f"{role}:{slot} #{incarnation} was replaced (the slot is #{now.incarnation}, {now.state})"))
+
+
+_CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its own doing
 
 
 def exit_words(status: int) -> str:

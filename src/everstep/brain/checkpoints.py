@@ -40,6 +40,7 @@ from everstep.units import seconds
 TRIES = 3  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
 GIVE_UP_FINAL_S = 60.0  # so long a job waits at its end for a place that has never taken a checkpoint of it, or to stop
+LOAD_TRIES = 2  # so often a checkpoint may kill or fail who loads it
 FINAL = "final"  # the reason of the one that a job with checkpoints ends with
 STOP = "stop"  # of the one that it is stopped with
 
@@ -104,7 +105,8 @@ class Checkpoints(msgspec.Struct):
     shards that came back. ``usable``: a bucket may fall back to its image in ``newest``, since no shard was released
     that the images lack. ``confirmed``: see :meth:`confirm`; ``covered``: see
     :meth:`cover`. ``stopping``: why the job ends once it has a last checkpoint; ``stopped``: it has, or gave that up.
-    ``last``: the checkpoint that has all that the job ends with, 0: there is none.
+    ``last``: the checkpoint that has all that the job ends with, 0: there is none. ``refused``: by checkpoint, whom it
+    killed or failed while it was loaded; ``aside``: the one that was set aside for it, 0: none.
     """
 
     numbers: int = 0
@@ -127,6 +129,8 @@ class Checkpoints(msgspec.Struct):
     stopping: str = ""
     stopped: bool = False
     last: int = 0
+    refused: dict[int, list[str]] = {}
+    aside: int = 0
 
     def __repr__(self) -> str:
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
@@ -145,6 +149,27 @@ class Checkpoints(msgspec.Struct):
     def first_images(self, buckets: int) -> tuple[tuple[BucketId, int], ...]:
         """What the first placement of a resumed job has its ps load: every bucket."""
         return tuple((BucketId(b), self.resumed) for b in range(buckets)) if self.resumed else ()
+
+    def load_failed(self, checkpoint: int, who: str, why: str) -> list[InstructionType]:
+        """``who`` could not load its part of it, or died of that. The second time it is set aside: whoever loads it
+        next would fare no better."""
+        found = self.refused.setdefault(checkpoint, [])
+        found.append(f"{who}: {why}")
+        inputs: Inputs = {"checkpoint": checkpoint, "failures": len(found)}
+        if len(found) < LOAD_TRIES:
+            words = f"checkpoint {checkpoint}: {why}"
+            return [Note(who, Decision("load failed", words, inputs, ("set it aside: another ps may load it",)))]
+        self.aside = checkpoint
+        return [Note("", Decision("set a checkpoint aside", self.aside_words, inputs))]
+
+    @property
+    def aside_words(self) -> str:
+        """Why there is no going on."""
+        found = self.refused.get(self.aside, [])
+        return (
+            f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
+            f"go on from an older one: everstep resume --checkpoint N (everstep ckpt ls shows them)"
+        )
 
     # ------------------------------------------------------------ shards that may be forgotten
 

@@ -93,6 +93,17 @@ class BucketsReady(Event, frozen=True, tag="buckets_ready"):
     how: str
 
 
+class LoadFailed(Event, frozen=True, tag="load_failed"):
+    """A ps cannot load the image of a bucket that a placement gave it (``error``, one line)."""
+
+    slot: Slot
+    incarnation: Incarnation
+    placement: int  # version
+    bucket: BucketId
+    checkpoint: int
+    error: str
+
+
 class ImagesWritten(Event, frozen=True, tag="images_written"):
     """A ps wrote its part of a checkpoint durably, or could not (``error``, one line)."""
 
@@ -364,6 +375,7 @@ BrainEvent = (
     | StopAsked
     | MirrorsReady
     | BucketsReady
+    | LoadFailed
     | ImagesWritten
     | ReplicaWritten
     | CheckpointCommitted

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import msgspec
 
 from everstep.brain.checkpoints import Checkpoints, has_checkpoints
-from everstep.brain.events import BucketsReady, InstructionType, MirrorsReady, Note, PublishPlacement
+from everstep.brain.events import BucketsReady, InstructionType, LoadFailed, MirrorsReady, Note, PublishPlacement
 from everstep.brain.job import Job
 from everstep.brain.members import Members
 from everstep.brain.placement import Acks, places_of
@@ -214,6 +214,28 @@ class Keeper:
         words = f"it has no way to get {len(stuck)} buckets that placement {e.placement} gave it"
         why = Decision("buckets stuck", words, {"buckets": len(stuck)}, ("wait: nothing more would come",))
         return [Note(f"ps:{e.slot}", why)]
+
+    def loading(self, slot: Slot, placement: int = 0) -> list[tuple[BucketId, int]]:
+        """Buckets that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
+        found = self.books.placement
+        if found is None:
+            return []
+        images = dict(found.images)
+        return [
+            (bucket, images[bucket])
+            for bucket, pending in self.books.missing.items()
+            if pending.how is How.LOAD
+            and found.owner[bucket] == slot
+            and images.get(bucket)
+            and (not placement or pending.version <= placement)
+        ]
+
+    def load_failed(self, e: LoadFailed) -> list[InstructionType]:
+        """A ps could not load a bucket: it is taken for lost there, if that is about what was last ordered."""
+        if (e.bucket, e.checkpoint) not in self.loading(e.slot, e.placement):
+            return []
+        self.books.stuck = sorted({*self.books.stuck, e.bucket})
+        return self.checkpoints.load_failed(e.checkpoint, f"ps:{e.slot}", e.error)
 
     # ------------------------------------------------------------ the next map
 

@@ -406,6 +406,7 @@ class Summary(msgspec.Struct):
     steps_void: int = 0
     checkpoint: int = 0
     trusted: int = 0
+    set_aside: int = 0
 
 
 def read_summary(run_dir: Path) -> Summary | None:

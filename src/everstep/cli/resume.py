@@ -6,6 +6,7 @@ in its ``resume.json``, and the first event of its journal but one is that check
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from everstep.agent.rundir import RunDirLock, in_use
+from everstep.cli.display import read_summary
 from everstep.cli.run import absolute, model_place, refuse_used, run_here, settled
 from everstep.config.load import check_script, load_spec, new_run_dir, read_origins, read_spec
 from everstep.config.spec import JobSpec
@@ -53,16 +55,41 @@ def resume_job(
         raise ConfigError(f"run directory {source}: this job is running; end it first (everstep stop {source})")
     place = checkpoint_place(old_dir if old_dir is not None else absolute(source))
     key = lineage(old_dir, secret)
-    anything = trusted or (old_dir is not None and read_spec(old_dir).trust_checkpoint)
-    manifest = choose(place, checkpoint, Trust(key=key, anything=anything))
-    by_word = not Trust(key=key).authentic(read_bytes(place, manifest.checkpoint))
+    trust = Trust(key=key, anything=trusted or (old_dir is not None and read_spec(old_dir).trust_checkpoint))
+    below = 0
+    while True:
+        manifest = choose(place, checkpoint, trust, below)
+        code, run_dir = _resume(place, manifest, trust, old_dir, flags, live)
+        ended = read_summary(run_dir)
+        if checkpoint is not None or ended is None or ended.set_aside != manifest.checkpoint:
+            return code
+        if ended.samples_done > manifest.samples_done:
+            return code  # it was loaded once, and trained on: no older one has that
+        below = manifest.checkpoint
+        sys.stderr.write(f"everstep: checkpoint {below} is set aside; going on from the next older one\n")
+        if flags.get("run_dir"):
+            flags = {**flags, "run_dir": _beside(run_dir)}
+
+
+def _beside(run_dir: Path) -> str:
+    """A run directory that is not there yet, for the next attempt."""
+    stem = re.sub(r"-\d+\Z", "", str(run_dir))
+    return next(name for number in range(2, 1000) if not Path(name := f"{stem}-{number}").exists())
+
+
+def _resume(
+    place: Place, manifest: Manifest, trust: Trust, old_dir: Path | None, flags: Mapping[str, Any], live: bool
+) -> tuple[int, Path]:
+    """Run on from this one; the exit code, and the run directory."""
+    by_word = not trust.authentic(read_bytes(place, manifest.checkpoint))
     if by_word:
         sys.stderr.write(
             f"everstep: checkpoint {manifest.checkpoint} of {place.url} was not written with this job's key: loaded "
             "because of --trust-checkpoint, with the script and the settings that it names\n"
         )
-    digests = digests_until(place, manifest.checkpoint) if by_word else ()
-    spec, origins = resumed_spec(manifest, place, old_dir, {**flags, "trust_checkpoint": anything, "trusted": digests})
+    digests = (digest_of(read_bytes(place, manifest.checkpoint)),) if by_word else ()
+    given = {**flags, "trust_checkpoint": trust.anything, "trusted": digests}
+    spec, origins = resumed_spec(manifest, place, old_dir, given)
     run_dir = new_dir(spec, old_dir)
     spec = msgspec.structs.replace(spec, run_dir=str(run_dir))
     with RunDirLock.take(run_dir):
@@ -73,7 +100,7 @@ def resume_job(
             f"everstep: resume from checkpoint {manifest.checkpoint} of {place.url}, {age_s:,.0f} s old: "
             f"{manifest.samples_done:,} samples are done\n"
         )
-        return run_here(spec, origins, run_dir, live, key)
+        return run_here(spec, origins, run_dir, live, trust.key), run_dir
 
 
 def is_run_dir(source: str) -> bool:
@@ -90,14 +117,10 @@ def lineage(old_dir: Path | None, secret: str) -> bytes:
     return load_secret(old_dir / SECRET_FILE).checkpoint_key
 
 
-def digests_until(place: Place, checkpoint: int) -> tuple[str, ...]:
-    """Of the manifests that the user said to trust: this one, and older ones that may have to stand in for it."""
-    return tuple(digest_of(read_bytes(place, n)) for n in list_checkpoints(place) if n <= checkpoint)
-
-
-def choose(place: Place, checkpoint: int | None, trust: Trust) -> Manifest:
-    """The newest checkpoint that is whole and may be loaded, or the one asked for if it is. Of one that was not written
-    with the job's key every part is tried, too. Raises CheckpointError, UntrustedError, StorageError."""
+def choose(place: Place, checkpoint: int | None, trust: Trust, below: int = 0) -> Manifest:
+    """The newest checkpoint that is whole and may be loaded (``below``: an older one), or the one asked for if it is.
+    Of one that was not written with the job's key every part is tried, too. Raises CheckpointError, UntrustedError,
+    StorageError."""
 
     def also(manifest: Manifest) -> Iterator[str]:
         if not trust.authentic(read_bytes(place, manifest.checkpoint)):
@@ -105,7 +128,7 @@ def choose(place: Place, checkpoint: int | None, trust: Trust) -> Manifest:
 
     if checkpoint is None:
         return latest_intact(
-            place, tell=lambda line: print(f"everstep: {line}", file=sys.stderr), trust=trust, also=also
+            place, tell=lambda line: print(f"everstep: {line}", file=sys.stderr), trust=trust, also=also, below=below
         )
     manifest = read_manifest(place, checkpoint, trust)
     for problem in chain(problems(place, manifest), also(manifest)):

@@ -72,6 +72,7 @@ class Summary(msgspec.Struct, kw_only=True):
     steps_void: int = 0  # committed once, and done again after every state was lost
     checkpoint: int = 0  # that has all that the job ended with, 0: there is none
     trusted: int = 0  # the checkpoint that it began with by the user's word (--trust-checkpoint), 0: none
+    set_aside: int = 0  # a checkpoint that could not be loaded, for which the job ended; 0: none
 
 
 class Progress:
@@ -326,6 +327,7 @@ class Readings:
             generations=brain.state.groups.generations,
             steps_void=sum(v.last + 1 - v.first for v in brain.state.groups.voids),
             checkpoint=brain.checkpoints.last,
+            set_aside=brain.checkpoints.aside,
             trusted=brain.checkpoints.resumed if job.spec.trusted else 0,
         )
 

@@ -178,6 +178,13 @@ def _buckets_ready(brain: Brain, who: Identity, r: wire.BucketsReady) -> str:
     return _buckets(brain, r.buckets)
 
 
+def _load_failed(brain: Brain, who: Identity, r: wire.LoadFailed) -> str:
+    newest = brain.placement.version if brain.placement is not None else 0
+    if r.version > newest:
+        return f"placement {r.version} is later than the newest, {newest}"
+    return _buckets(brain, (r.bucket,)) or _checkpoint(brain, r.checkpoint)
+
+
 def _files(files: Iterable[ImageFile], checkpoint: int) -> str:
     """Files of an image are named after the checkpoint that they were written for, or an earlier one."""
     for file in files:
@@ -300,6 +307,7 @@ RIGHTS: Final[dict[type, Right]] = {
     wire.ReplicaWritten: Right(_WORKER, _itself, _replica_written),
     wire.MirrorReady: Right(_PS, _itself, _mirror_ready),
     wire.BucketsReady: Right(_PS, _itself, _buckets_ready),
+    wire.LoadFailed: Right(_PS, _itself, _load_failed),
     wire.ImagesWritten: Right(_PS, _itself, _images_written),
     wire.Drain: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
     wire.AskCheckpoint: Right(_COMMAND | _WORKER, _anyone, _anyone),

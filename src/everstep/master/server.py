@@ -42,6 +42,7 @@ from everstep.brain.events import (
     ImagesWritten,
     InstructionType,
     LeaseExpired,
+    LoadFailed,
     MasterStarted,
     MemberJoined,
     MemberSilent,
@@ -236,6 +237,7 @@ class Master:
             wire.StackTaken: self._stack_taken,
             wire.MirrorReady: self._mirror_ready,
             wire.BucketsReady: self._buckets_ready,
+            wire.LoadFailed: self._load_failed,
             wire.Report: self._report,
             wire.TellPlace: self._tell_place,
             wire.AskGroup: self._ask_group,
@@ -687,6 +689,12 @@ class Master:
         if (refused := _other(peer, r.slot, r.incarnation)) is not None:
             return refused
         return self._submit(BucketsReady(self.clock.now(), r.slot, r.incarnation, r.version, r.buckets, r.how))
+
+    def _load_failed(self, peer: Peer, r: wire.LoadFailed) -> Any:
+        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
+            return refused
+        at = self.clock.now()
+        return self._submit(LoadFailed(at, r.slot, r.incarnation, r.version, r.bucket, r.checkpoint, r.error[:2000]))
 
     def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
         """What the process in this slot last told of its leases."""

@@ -78,6 +78,18 @@ class BucketsReady(Request, frozen=True, tag="buckets_ready"):
     how: str
 
 
+class LoadFailed(Request, frozen=True, tag="load_failed"):
+    """A ps: it cannot load the image of ``bucket``, which the placement ``version`` gave it, out of ``checkpoint``.
+    ``error``: why, one line. Answer: Ok | Fenced."""
+
+    slot: Slot
+    incarnation: Incarnation
+    version: Whole
+    bucket: BucketId
+    checkpoint: Whole
+    error: str
+
+
 class ImagesWritten(Request, frozen=True, tag="images_written"):
     """A ps: its part of checkpoint ``checkpoint`` is durable. ``images``: see everstep.protect.manifest.
     ``error``: it is not,
@@ -333,6 +345,7 @@ RequestType = (
     | Drill
     | MirrorReady
     | BucketsReady
+    | LoadFailed
     | ImagesWritten
     | ReplicaWritten
     | AskCheckpoint

@@ -991,8 +991,9 @@ class Machine:
                 self._level_with(request.bucket, gain, request.mirror, answer, blobs)
                 self.settle()
 
-    def loaded(self, bucket: BucketId, checkpoint: int, there: bool = True) -> None:
-        """A ``Load`` has ended. ``there``: the image is in the store, and the store owns the bucket; else nothing."""
+    def loaded(self, bucket: BucketId, checkpoint: int, there: bool = True, failed: bool = False) -> None:
+        """A ``Load`` has ended. ``there``: the image is in the store, and the store owns the bucket; else nothing.
+        ``failed``: nor will it be, if it is tried again under this map."""
         self._loads.discard(bucket)
         gain = self._gains.get(bucket)
         wanted = gain is not None and self._image(bucket) == checkpoint and self._way(bucket) is None
@@ -1003,6 +1004,7 @@ class Machine:
             self._got(bucket, "loaded")
         if gain is not None:
             gain.loading = False
+            gain.stuck = gain.stuck or (failed and wanted)
         self.settle()
 
     # ------------------------------------------------------------ buckets on their way here
@@ -1092,7 +1094,7 @@ class Machine:
         assert self.placement is not None
         image = self._image(bucket)
         if image:
-            if not gain.loading:
+            if not gain.loading and not gain.stuck:
                 gain.loading = True
                 self._loads.add(bucket)
                 self._actions.append(Load(bucket, image))

@@ -303,17 +303,20 @@ def latest_intact(
     tell: Callable[[str], None] | None = None,
     trust: Trust | None = None,
     also: Callable[[Manifest], Iterator[str]] | None = None,
+    below: int = 0,
 ) -> Manifest:
     """The newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
 
     ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. ``trust``: what
-    may be loaded. ``also``: more that may be wrong with one. Raises CheckpointError: there is none. StorageError: the
-    place cannot be read.
+    may be loaded. ``also``: more that may be wrong with one. ``below``: only those with a smaller number (0: all).
+    Raises CheckpointError: there is none. StorageError: the place cannot be read.
     """
     first = ""
     sizes = place.sizes()
     known: dict[ImageFile, str] = {}
     for checkpoint in reversed(need_checkpoints(place)):
+        if below and checkpoint >= below:
+            continue
         try:
             manifest = read_manifest(place, checkpoint, trust)
             wrong = next(problems(place, manifest, deep=deep, sizes=sizes, known=known), "")
@@ -325,6 +328,8 @@ def latest_intact(
         first = first or wrong
         if tell is not None:
             tell(f"checkpoint {checkpoint} is left out: {wrong}")
+    if not first:
+        raise CheckpointError(f"{place.url} has no checkpoint older than {below}")
     raise CheckpointError(f"{place.url} has no checkpoint that is complete and intact; of the newest: {first}")
 
 

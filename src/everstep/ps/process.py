@@ -38,6 +38,7 @@ from everstep.net.messages import (
     Finish,
     HelloMember,
     ImagesWritten,
+    LoadFailed,
     MirrorReady,
     NewPlacement,
     OrderType,
@@ -46,6 +47,7 @@ from everstep.net.messages import (
     TakeImages,
 )
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
+from everstep.net.retry import backoff
 from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.images import ImageWriter
 from everstep.protect.restore import load_bucket
@@ -103,6 +105,7 @@ class PsProcess:
         self.images = ImageWriter(self.service.store, run_dir, slot=slot, incarnation=incarnation)
         self._sources = ImageSources(spec, run_dir, secret.checkpoint_key)
         self.service.load = self._load
+        self.service.on_load_failed = self._load_failed
         self._news = threading.Event()  # something is whole here that was not
         self._again = False  # all of it is to be told, not only what is new
         self.service.on_report = self._news.set
@@ -291,6 +294,16 @@ class PsProcess:
         faults.step(self.slot, "mid_image")
         for piece in in_pieces(written):
             self._tell(piece)
+
+    def _load_failed(self, version: int, bucket: BucketId, checkpoint: int, error: str) -> None:
+        """Until somebody has heard it: nothing else says why this bucket does not come."""
+        request = LoadFailed(self.slot, self.incarnation, version, bucket, checkpoint, error)
+        for wait_s in backoff(0.2, 5.0):
+            if self._over.wait(wait_s):
+                return
+            with contextlib.suppress(EverstepError):
+                self.control.call(request, _TELL_S)
+                return
 
     def _tell(self, request: MirrorReady | BucketsReady | ImagesWritten) -> None:
         """Without waiting; what is lost is said again after the next hello."""

@@ -123,6 +123,7 @@ class PsService:
         self.failure = ""
         self.on_failure = on_failure
         self.load: Callable[[BucketId, int], None] | None = None
+        self.on_load_failed: Callable[[int, BucketId, int, str], None] | None = None
         self.on_report: Callable[[], None] | None = None
         self.on_gave: Callable[[BucketId], None] | None = None
         self._audit_path = audit
@@ -261,12 +262,23 @@ class PsService:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 5.0)
                 continue
-            except EverstepError as error:
-                self._fail(f"ps:{self.slot} cannot load bucket {bucket} of checkpoint {checkpoint}: {error}")
+            except Exception as error:  # also ours: the master decides who tries it next, if anybody
+                if not isinstance(error, EverstepError):
+                    logger.exception("bucket %s of checkpoint %s", bucket, checkpoint)
+                text = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
+                self._not_loaded(bucket, checkpoint, text)
                 return
             with self.keeper.transition() as m:
                 m.loaded(bucket, checkpoint)
             return
+
+    def _not_loaded(self, bucket: BucketId, checkpoint: int, error: str) -> None:
+        logger.error("bucket %s of checkpoint %s cannot be loaded: %s", bucket, checkpoint, error)
+        with self.keeper.transition() as m:
+            version = m.version
+            m.loaded(bucket, checkpoint, there=False, failed=True)
+        if self.on_load_failed is not None:
+            self.on_load_failed(version, bucket, checkpoint, error)
 
     def expire(self) -> None:
         """Free rows that nobody pushed for longer than their table says: a bounded piece of every bucket."""
