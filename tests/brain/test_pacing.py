@@ -346,3 +346,75 @@ def go_through(text: str, seed: int) -> None:
     assert not any(world.left.values()), f"stuck: {world.pacing!r} {list(world.gates.values())} {world.now}"
     if text == "sync" and not world.masters:
         assert all(abs(sum(parts) - 1.0) < 1e-9 for parts in world.weights.values())
+
+
+# ---------------------------------------------------------------- iterations of the script
+
+
+def test_iterations_of_the_job_are_the_most_that_a_part_of_a_closed_step_has() -> None:
+    p = pacing("sync", 2)
+    p.told(A, ONE, Place("busy", 0, number=1))
+    p.told(B, ONE, Place("busy", 0, number=1))
+    p.told(A, ONE, Place("ready", 0, 30, number=2, iterations=4))
+    assert p.turn.iterations == 0
+    p.told(B, ONE, Place("ready", 0, 10, number=2, iterations=3))
+    assert p.turn.iterations == 4
+    gate = Gate(parse_consistency("sync"), C, ONE)  # one that comes later
+    for slot in (A, B):
+        p.told(slot, ONE, Place("pushed", 0, 10, p.turn.parts, 3, 4))
+    gate.turn(p.turn)
+    gate.begin(work(2, 0))
+    gate.iterate()
+    assert gate.iteration == 4
+
+
+def test_who_waits_with_batches_that_are_kept_goes_on_to_count_where_the_others_are() -> None:
+    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate.turn(Turn(ONE, 1, 0))
+    for number in (0, 1):
+        gate.begin(work(0, number))
+        gate.iterate()
+    gate.leave(keeps=True)
+    gate.turn(Turn(ONE, 2, 2, iterations=8))  # the others have made steps of four iterations
+    gate.begin(work(0, 2))
+    gate.iterate()
+    assert gate.iteration == 8 + 2
+
+
+def test_nobody_begins_in_the_middle_of_an_iteration_that_has_stepped() -> None:
+    p = pacing("sync", 2)
+    p.told(A, ONE, Place("busy", 0, number=1))
+    p.told(A, ONE, Place("ready", 0, 1, number=2, more=True))
+    p.told(A, ONE, Place("pushed", 0, 1, p.turn.parts, 3, more=True))
+    assert (p.turn.step, p.turn.inside) == (1, True)
+    newcomer = Gate(parse_consistency("sync"), B, ONE)
+    newcomer.turn(p.turn)
+    newcomer.work()
+    assert not newcomer.may_begin() and newcomer.may_begin(goes_on=True)
+    p.told(B, ONE, newcomer.place())
+    p.told(A, ONE, Place("ready", 1, 7, number=4))
+    assert [s.slot for s in p.turn.parts] == [A], "the newcomer is not waited for"
+    p.told(A, ONE, Place("pushed", 1, 7, p.turn.parts, 5))
+    newcomer.turn(p.turn)
+    assert not p.turn.inside and newcomer.may_begin()
+
+
+def test_an_iteration_that_is_lost_in_its_middle_holds_up_nobody() -> None:
+    p = pacing("sync", 2)
+    p.told(A, ONE, Place("busy", 0, number=1))
+    p.told(A, ONE, Place("ready", 0, 1, number=2, more=True))
+    p.told(A, ONE, Place("pushed", 0, 1, p.turn.parts, 3, more=True))
+    assert p.turn.inside
+    p.told(B, ONE, Place("new", 0, number=1))
+    p.look({B: ONE}, {B}, 2)
+    assert not p.turn.inside
+
+
+def test_a_part_counts_for_the_samples_that_it_has_learnt_from() -> None:
+    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate.turn(Turn(ONE, 1, 0))
+    parts = work(0, 0), work(0, 1)
+    for part in parts:
+        gate.begin(part)
+    gate.ready(parts, (), 4)  # the other four were left out by the script
+    assert gate.place().samples == 4

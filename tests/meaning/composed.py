@@ -1,39 +1,92 @@
 """Which samples made up each step of a job of consistency sync: the order of shards among workers is not fixed there.
 
-Each worker notes what it took for which step; plain PyTorch then takes batches of just these samples.
+Each worker notes which batches its script took, and what it computed for which step. Plain PyTorch then takes batches
+of just these samples: the last iteration of each worker for a step is one, so are those before, and so on. Batches that
+no step has consumed are not taken. The workers begin together: a script's own counters would differ otherwise.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+from everstep.api.engine import Engine
 from everstep.model.shard import split_key
+from everstep.net.messages import TellPlace
 from everstep.tables.gate import Gate
 from everstep.tables.protocol import Work
+
+_TOGETHER_S = 20.0
 
 Part = tuple[int, int, int, int]  # dataset, epoch, lo, hi
 Steps = tuple[tuple[Part, ...], ...]
 
 
 def note_parts(path: str) -> None:
-    """From now on this worker writes a line for each batch that it begins."""
-    begin = Gate.begin
+    """From now on this worker writes a line for each batch that its script takes, and for each range of a step."""
+    following, ready = Engine._next, Gate.ready
 
-    def noted(self: Gate, work: Work) -> None:
-        begin(self, work)
+    def note(step: int, work: Work) -> None:
         dataset, epoch, _ = split_key(work.lease.shard)
         with Path(path).open("a") as file:
-            file.write(f"{self._step} {dataset} {epoch} {work.lo} {work.hi}\n")
+            file.write(f"{step} {dataset} {epoch} {work.lo} {work.hi}\n")
 
-    Gate.begin = noted  # type: ignore[method-assign]
+    def noted_next(self: Engine, *args: Any) -> Any:
+        item = following(self, *args)
+        if item is not None and item.work is not None:
+            note(-1, item.work)
+        return item
+
+    def noted_ready(self: Gate, works: tuple[Work, ...], *args: Any) -> Any:
+        for work in works:
+            note(self._step, work)
+        return ready(self, works, *args)
+
+    Engine._next = noted_next  # type: ignore[method-assign]
+    Gate.ready = noted_ready  # type: ignore[method-assign]
+
+
+def begin_together(folder: Path, slot: int, workers: int) -> None:
+    """This worker's first batch is begun once all have one in hand and the master knows it, or after a while."""
+    await_turn = Engine._await_turn
+
+    def together(self: Engine, *args: Any) -> bool:
+        begun = await_turn(self, *args)
+        if begun and self.gate is not None:
+            Engine._await_turn = await_turn  # type: ignore[method-assign]
+            with self._lock:
+                place = self.gate.due(again=True)
+            if place is not None:
+                self.seat.call(TellPlace(place), _TOGETHER_S)
+            (folder / f"begins-{slot}").touch()
+            limit = time.monotonic() + _TOGETHER_S
+            while len(list(folder.glob("begins-*"))) < workers and time.monotonic() < limit:
+                time.sleep(0.01)
+        return begun
+
+    Engine._await_turn = together  # type: ignore[method-assign]
 
 
 def steps_of(folder: Path) -> Steps:
-    """All steps of the job, from what its workers noted."""
-    found: dict[int, list[Part]] = defaultdict(list)
+    """All iterations of the job, from what its workers noted."""
+    found: dict[tuple[int, int], list[Part]] = defaultdict(list)
     for path in folder.glob("*.parts-*"):
-        for line in path.read_text().splitlines():
-            step, *part = map(int, line.split())
-            found[step].append((part[0], part[1], part[2], part[3]))
-    return tuple(tuple(sorted(found[step])) for step in sorted(found))
+        lines = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
+        by_step: dict[int, list[Part]] = defaultdict(list)
+        for _, *part in (line for line in lines if line[0] < 0):
+            step = _step_of(part, lines)
+            if step >= 0:
+                by_step[step].append((part[0], part[1], part[2], part[3]))
+        for step, parts in by_step.items():
+            for back, part in enumerate(reversed(parts)):
+                found[step, -back].append(part)
+    return tuple(tuple(sorted(found[key])) for key in sorted(found))
+
+
+def _step_of(part: list[int], lines: list[tuple[int, ...]]) -> int:
+    """The step that consumed the first sample of ``part``; -1: none."""
+    dataset, epoch, lo, _ = part
+    steps = (s for s, *of in lines if s >= 0 and of[:2] == [dataset, epoch] and of[2] <= lo < of[3])
+    return next(steps, -1)

@@ -11,7 +11,7 @@ import torch
 
 from everstep.errors import UserError
 from meaning.cells import Everstep
-from meaning.composed import note_parts
+from meaning.composed import begin_together, note_parts
 from meaning.table import MODES, load
 
 torch.set_num_threads(1)
@@ -19,6 +19,7 @@ name, mode, out = sys.argv[1:]
 es = Everstep(MODES[mode])
 if MODES[mode].composed:
     note_parts(f"{out}.parts-{os.getpid()}")
+    begin_together(Path(out).parent, int(os.environ["EVERSTEP_SLOT"]), MODES[mode].scale)
 try:
     result = load()[name].script(es)
 except UserError as error:

@@ -7,7 +7,7 @@ parameter whose ``grad`` is None is not stepped, as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from everstep.api.optim import fixed_options, twin_of, twin_of_kind
-from everstep.api.rows import TableParameter, is_table
+from everstep.api.rows import BatchTable, TableParameter, asks_for_values, flat_arguments, is_table
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import gather_rows, sum_bits
@@ -103,6 +103,65 @@ class FlatGroup:
     def _rows(self, flat: Tensor) -> NDArray[np.float32]:
         out: NDArray[np.float32] = flat.numpy().reshape(self.n_rows, self.dim)
         return out
+
+
+class StaleParameter(nn.Parameter):
+    """A dense parameter between the script's ``step`` and the end of its iteration: the ps has newer values, or will
+    have. Whatever reads or writes it gets those first (``StaleValues.freshen``)."""
+
+    everstep_values: StaleValues
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asks_for_values(func):
+            for a in flat_arguments(args, kwargs or {}):
+                if isinstance(a, StaleParameter):
+                    a.everstep_values.freshen()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.everstep_values.freshen()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.everstep_values.freshen()
+        return self.__reduce_ex__(protocol)
+
+
+class StaleValues:
+    """Notices that the script uses values that its own ``step`` has changed. ``freshen``: brings the new ones, and
+    calls ``clear``."""
+
+    def __init__(self, freshen: Callable[[], None]) -> None:
+        self.freshen = freshen
+        self._params: list[nn.Parameter] = []
+        self._tables: list[BatchTable] = []
+
+    def __repr__(self) -> str:
+        return f"<StaleValues {len(self._params)} parameters, {len(self._tables)} tables>"
+
+    def watch(self, groups: Sequence[FlatGroup], tables: Iterable[BatchTable]) -> None:
+        """From now on whoever uses these gets the new values first."""
+        self._tables = list(tables)
+        for table in self._tables:
+            table.stale = self.freshen
+        for group in groups:
+            for p in group.tensors:
+                if type(p) is nn.Parameter:
+                    p.__class__ = StaleParameter
+                    p.everstep_values = self  # type: ignore[attr-defined]
+                    self._params.append(p)
+
+    def clear(self) -> None:
+        """The values are new, or nobody needs them any more."""
+        params, self._params = self._params, []
+        for p in params:
+            p.__class__ = nn.Parameter
+            del p.everstep_values  # type: ignore[attr-defined]
+        for table in self._tables:
+            table.stale = None
+        self._tables = []
 
 
 class DenseGradient(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from everstep.api.buffers import BufferGroup, Constant, find_buffers
-from everstep.api.dense import DenseGroup, FlatGroup, PsOptimizer
+from everstep.api.dense import DenseGroup, FlatGroup, PsOptimizer, StaleValues
 from everstep.api.firing import TableFiring
 from everstep.api.rows import TableParameter, is_table
 from everstep.api.schedule import JobSchedule
@@ -74,8 +74,8 @@ _MASTER_S = 300.0  # a master may be away so long
 _MASTER_AWAY_S = 1.0  # a killed master grants again after 0.3 to 0.6 s
 _OPEN_AGAIN_S = 0.05  # a ps that has not heard of the newest map does so soon; then twice as long each time
 _OPEN_AGAIN_MAX_S = 1.0
+_PATIENCE_S = 0.15  # three times as long as the master lets a worker wait before it asks again
 _SAY_AGAIN_S = 1.0  # where we are, while we wait for the others: a word may have been lost
-_LOOK_EVERY = 16  # batches: rows of tables are checked for edits that would be lost
 _AHEAD_BATCHES_MAX = 500  # of tiny batches: what a lost worker gives back stays small
 
 
@@ -98,10 +98,12 @@ class _Kept:
 
 
 class _StepInHand(NamedTuple):
-    """A computed step. ``payload``: None where there is nothing to apply."""
+    """A computed step. ``payload``: None where there is nothing to apply. ``counted``: samples that it has learnt from
+    (sync: workers' steps are weighed by them)."""
 
     works: tuple[tuple[Work, bool], ...]
     payload: _Payload | None
+    counted: int = 0
     skipped: bool = False
 
     @property
@@ -116,7 +118,7 @@ class _StepInHand(NamedTuple):
 class _Payload(HeldRows):
     """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("bad", "lrs", "parts", "router", "step", "tables")
+    __slots__ = ("bad", "lrs", "parts", "router", "seen", "step", "tables")
 
     def __init__(
         self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
@@ -126,11 +128,21 @@ class _Payload(HeldRows):
         self.parts: list[list[Part]] = []
         self.step = -1  # sync: of which this is one push of several
         self.bad = ""  # the table whose gradient is not finite
+        self.seen: list[TableRows] = []  # of ``tables``: lie where the script sees its gradient
 
     def weigh(self, weight: float) -> None:
-        """Scale the gradients, in place. Before they are sent."""
-        for rows in self.tables:
-            np.multiply(rows.grads, np.float32(weight), out=rows.grads)
+        """Scale the gradients, before they are sent. What the script sees stays as it is: it may step with it again."""
+        for i, rows in enumerate(self.tables):
+            own = rows
+            if any(rows is seen for seen in self.seen):
+                batch = BatchRows(rows.batch.memory, rows.router)
+                self.hold(batch)
+                (own,) = batch.add([(rows.spec, rows.keys, rows.counts)], values=False)
+                own.touched = True
+                self.tables[i] = own
+                self.parts = []
+            np.multiply(rows.grads, np.float32(weight), out=own.grads)
+        self.seen = []
 
 
 class _Portion(NamedTuple):
@@ -198,6 +210,8 @@ class Engine:
         self._looping = False
         self._exit_status = 0
         consistency = parse_consistency(seat.spec.consistency)
+        if consistency.kind == "sync":
+            self.protocol.ask_ahead = 0  # all take the same number of batches, and none goes on without the master
         self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
         self._sync = self.gate is not None and self.gate.sync
         self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
@@ -208,13 +222,23 @@ class Engine:
         self.registered = 0  # loops begun
         self.loader_batch = self._largest_batch = 0  # samples; the latter fit into this worker at once, 0: unknown
         self.in_hand = 0  # samples of the batch that the script is at, or raised in
-        tables.before_refresh = self._keep_edits
+        self._stale = StaleValues(self._freshen)
+        tables.before_refresh = self._before_refresh
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
     @property
     def in_loop(self) -> bool:
         return self.tables.current is not None
+
+    @property
+    def step_number(self) -> int:
+        """Of the iteration in hand, from 0; behind the loop, how many there were. Sync: of the job, else of this
+        worker."""
+        behind = 0 if self.in_loop else 1
+        if self.gate is not None and self._sync:
+            return self.gate.iteration + behind
+        return self.batches - 1 + behind
 
     # ------------------------------------------------------------ Listener: what the master orders
 
@@ -419,7 +443,7 @@ class Engine:
         if verdict is None:
             return
         part, self._judged = self._judged, []
-        counted = sum(step.samples for step in part if not step.skipped)
+        counted = sum(step.counted for step in part)
         for step in part:
             if isinstance(verdict, Late):
                 for work, _ in step.works:
@@ -442,8 +466,8 @@ class Engine:
         """To the machine, which pushes it. With the lock held."""
         self.feed(partial(self.protocol.step, step.works, skipped=step.skipped))
 
-    def _ready(self, step: _StepInHand) -> None:
-        """A step is computed. With the lock held."""
+    def _ready(self, step: _StepInHand, more: bool = False) -> None:
+        """A step is computed. ``more``: its iteration goes on. With the lock held."""
         if step.payload is not None:
             self._payloads[step.key] = step.payload
             self._route(step.payload, self.tables.client.router)
@@ -452,15 +476,16 @@ class Engine:
             return
         self._part.append(step)
         if self._done() >= self._portion.samples:
-            self._close_part()
+            self._close_part(more)
 
     def _done(self) -> int:
         """Sync: samples of the step that are computed, or in hand."""
         in_hand = [k.work for k in self._kept] + ([self._left] if self._left is not None else [])
         return sum(step.samples for step in self._part) + sum(w.hi - w.lo for w in in_hand)
 
-    def _close_part(self) -> None:
-        """Sync: nothing will be added to this part. With the lock held."""
+    def _close_part(self, more: bool = False) -> None:
+        """Sync: nothing will be added to this part. ``more``: its iteration goes on with the next step. With the lock
+        held."""
         part, self._part = self._part, []
         if part:
             assert self.gate is not None
@@ -469,7 +494,7 @@ class Engine:
             works = tuple(work for found in wholes for work in found)
             nothing = (step.skipped or step.payload is None for step in part)
             dropped = [work for found, none in zip(wholes, nothing, strict=True) if none for work in found]
-            self._judge(self.gate.ready(works, dropped))
+            self._judge(self.gate.ready(works, dropped, sum(step.counted for step in part), more))
             self._say_place()
 
     def _fits(self, work: Work) -> bool:
@@ -568,10 +593,34 @@ class Engine:
             if self._immediate or not self.in_loop:
                 self._push_piece(payload)
                 self._settle()
+                if self.gate is not None and not self.in_loop:
+                    with self._lock:
+                        self.gate.leave()
+                        self._say_place()
                 self.tables.renew()
             else:
                 self._captured = payload
+                self._stale.watch(self.tables.dense, self.tables.batches.values())
         self.clock.switch(stepclock.UPDATE)
+
+    def _freshen(self) -> None:
+        """The script uses values that its own step of this iteration has changed: the step is pushed now, and the new
+        values are pulled."""
+        self._stale.clear()
+        captured, self._captured = self._captured, None
+        if captured is None or not self.in_loop:
+            return
+        phase = self.clock.switch(stepclock.PUSH)
+        self._push_piece(captured)
+        self._settle()
+        self.tables.renew()
+        self.clock.switch(phase)
+
+    def _before_refresh(self) -> None:
+        """The newest values are about to be brought: first what the script has stepped with, or changed."""
+        if self._captured is not None and self.in_loop:
+            self._freshen()
+        self._keep_edits()
 
     def hold(self, optimizer: PsOptimizer, of_torch: torch.optim.Optimizer) -> None:
         tables = (p.everstep_table for g in of_torch.param_groups for p in g["params"] if isinstance(p, TableParameter))
@@ -593,6 +642,7 @@ class Engine:
         router = self.tables.client.router
         out: list[TableRows] = []
         holders: list[BatchRows] = []
+        seen: list[TableRows] = []
         lrs: dict[TableId, float] = {}
         try:
             for optimizer in optimizers:
@@ -613,6 +663,7 @@ class Engine:
                         holders.append(found.rows.batch.retain())
                         found.rows.touched = True
                         out.append(found.rows)
+                        seen.append(found.rows)
                     else:
                         out.append(self._rows_of(spec, found.keys, found.grads, None, router, holders))
             if out:
@@ -627,6 +678,7 @@ class Engine:
         if not out:
             return None
         payload = _Payload(out, holders, router, lrs)
+        payload.seen = seen
         bad = next((rows for rows in out if not isfinite_all(rows.grads)), None)
         payload.bad = bad.spec.name if bad is not None else ""
         return payload
@@ -767,7 +819,7 @@ class Engine:
         self._buffered = found
         kept, self._constant = find_buffers(self.models)
         if counts:
-            kept.append((f"{OWN}steps", self.schedule.count, "steps"))
+            kept += [(f"{OWN}{key}", self.schedule.count, key) for key in ("steps", "by_step")]
         known = {(id(module), key) for group in self._buffers for _, module, key in group.places}
         new = [place for place in kept if (id(place[1]), place[2]) not in known]
         if new:
@@ -785,7 +837,7 @@ class Engine:
 
     def _look_ahead(self, spent_s: float) -> None:
         """Hold leases for ``_MASTER_AWAY_S`` of work, so that a restart of the master finds nobody without one."""
-        if self.seat.embedded:
+        if self.seat.embedded or self._sync:
             return
         self._batch_s = 0.8 * self._batch_s + 0.2 * spent_s if self._batch_s else spent_s
         batches = int(_MASTER_AWAY_S / max(self._batch_s, 1e-4))
@@ -816,11 +868,13 @@ class Engine:
                 continue
             if self._kept and not self._goes_on(item.work):
                 self._cut_step()
-            self.tables.look = self.seat.embedded or (self.batches + 1) % _LOOK_EVERY == 0
             self.tables.take(item)
             run.permits.release()
             self._left = item.work
             self._steps_here = 0
+            if self.gate is not None and self._sync and not (self._portion.samples and self._part):
+                with self._lock:
+                    self.gate.iterate()
             self._begin_schedule()
             self._grads_before = self._grad_marks()
             self.batches += 1
@@ -851,6 +905,7 @@ class Engine:
         return None
 
     def _await_work(self, run: _Run) -> Work | None:
+        nothing_at = time.monotonic()
         with self._lock:
             while True:
                 self._check()
@@ -868,19 +923,26 @@ class Engine:
                 over = self.protocol.waiting or self.protocol.finished
                 if self._part and over and not self._kept:
                     self._close_part()  # it stays smaller
-                if self._sync and over and self._kept and self.protocol.pending and self.gate is not None:
-                    self.gate.leave()  # the others need not wait for a step that we may never make
+                waits = self._sync and over and self._kept and self.protocol.pending
+                if waits and self._rests(nothing_at) and self.gate is not None:
+                    self.gate.leave(keeps=True)  # the others need not wait for a step that we may never make
                     self._say_place()
                 if (
                     self.gate is not None
                     and not self.gate.pending
                     and (self.protocol.waiting or self.protocol.finished)
+                    and self._rests(nothing_at)
                 ):
                     self.gate.rest()
                     self._say_place()
                 if self.protocol.finished or self.protocol.ended:
                     return None
-                self._changed.wait(0.2)
+                self._changed.wait(_PATIENCE_S if self._sync else 0.2)
+
+    def _rests(self, since: float) -> bool:
+        """Sync: whether a worker that has had nothing to do ``since`` is not to be waited for any more: the next epoch
+        begins as soon as all are through with this one, and shall not begin without it."""
+        return not self._sync or self.protocol.ended or time.monotonic() > since + _PATIENCE_S
 
     def _read_ahead(self, run: _Run) -> None:
         try:
@@ -912,6 +974,7 @@ class Engine:
         return got
 
     def _end_of_iteration(self, item: Item) -> None:
+        self._stale.clear()
         self._check()
         self._keep_edits()
         self._end_schedule()
@@ -924,8 +987,10 @@ class Engine:
         self.tables.release(item)
         if self._captured is not None:
             captured, self._captured = self._captured, None
-            assert left is not None
-            self._push([*self._take_kept(), (left, True)], captured)
+            assert left is not None and item.work is not None
+            kept = self._take_kept()
+            counted = sum(w.hi - w.lo for w, learnt in kept if learnt) + item.work.hi - item.work.lo
+            self._push([*kept, (left, True)], captured, counted)
         elif self._steps_here:
             if left is not None:
                 self._push([(left, True)], None)
@@ -1016,8 +1081,9 @@ class Engine:
         self._push(kept, payload)
 
     def _keep_edits(self) -> None:
-        """Values that the script changed by itself: alone they are kept, as in plain PyTorch. Else they are refused, as
-        the next batch would bring those of the ps. Raises ScriptError."""
+        """Values that the script changed by itself are stored on the ps, as plain PyTorch keeps them, where no other
+        worker's steps can be lost by that: alone, as the only worker, and in consistency sync, where all workers make
+        the change between the same two steps. Else they are refused. Raises ScriptError."""
         if self._ending():
             return
         for constant in self._constant:
@@ -1030,42 +1096,47 @@ class Engine:
             if isinstance(group, BufferGroup):
                 self.tables.put(group.spec, None, group.store(), replace=True)
                 continue
-            if not self.seat.embedded:
+            if not self._edits_are_kept:
                 if not self.in_loop:
                     raise ScriptError(
                         "the script changed parameters outside of the loop (an average, say, was copied into the "
                         "model), and job.eval, job.steps or state_dict would overwrite them with those of the ps: "
                         "evaluate with model.eval() and torch.no_grad() instead of job.eval, and put the old values "
-                        "back afterwards"
+                        "back afterwards, or run with --consistency sync"
                     )
                 item = self.tables.current
                 names = group.changed_names(item.dense.get(group.spec.id)) if item is not None else []
                 raise ScriptError(
                     f"the script changed parameter {names[0] if names else group.spec.name!r} in place (not through an "
-                    "optimizer): in a job with ps its value lives on the ps, and the change would be lost; train with "
-                    "--mode allreduce, or put it into the loss"
+                    "optimizer): with several workers and no common step, steps of the others would be lost by that; "
+                    "run with --consistency sync or --mode allreduce, or put the change into the loss"
                 )
             self._settle()
             self.tables.put(group.spec, None, group.initial(), replace=True)
             group.seen()
         for name, table in self.tables.batches.items():
-            if not self.in_loop or not len(table.keys) or (not self.seat.embedded and self.batches % _LOOK_EVERY):
+            if not self.in_loop or not len(table.keys) or not table.changed():
                 continue
-            if not table.changed():
-                continue
-            if not self.seat.embedded:
+            if not self._edits_are_kept:
                 raise ScriptError(
-                    f"the script changed rows of table {name!r} in place (not through an optimizer): they live on the "
-                    "ps, and the change would be lost; train with --mode allreduce without ps, or put it into the loss"
+                    f"the script changed rows of table {name!r} in place (not through an optimizer): with several "
+                    "workers and no common step, steps of the others would be lost by that; run with --consistency "
+                    "sync, with --mode allreduce without ps, or put the change into the loss"
                 )
             spec = self.tables.infos[name].spec
             self._settle()
             self.tables.put(spec, table.keys, table.values, replace=True)
             table.seen()
 
+    @property
+    def _edits_are_kept(self) -> bool:
+        spec = self.seat.spec
+        return self.seat.embedded or self._sync or (spec.workers == 1 and self.seat.slot == 0)
+
     def _end_of_loop(self, run: _Run, complete: bool) -> None:
         """Let pushes arrive; when the loop ended early, give back what is not finished."""
         run.stop.set()
+        self._stale.clear()
         failed = self.failure is not None
         item, left = self.tables.current, self._left
         self._left = None
@@ -1098,7 +1169,7 @@ class Engine:
         if complete:
             if self.gate is not None and self._kept:
                 with self._lock:
-                    self.gate.leave()
+                    self.gate.leave(keeps=True)
                     self._say_place()
             self._settle()
             self.tables.refresh_dense()
@@ -1111,9 +1182,13 @@ class Engine:
         limit = time.monotonic() + _LEAVE_S
         if self._kept and not self._ending():
             self._leave_out()
-            self._push(self._take_kept(), None)
+            kept = self._take_kept()
+            self.left_out += sum(w.hi - w.lo for w, _ in kept)
             with self._lock:
                 self._close_part()
+                while self._judged and not self._ending() and time.monotonic() < limit:
+                    self._changed.wait(0.1)
+                self._hand_over(_StepInHand(tuple(kept), None))  # nothing is applied, so it is nobody's turn
         with self._lock:
             while (self.protocol.unacknowledged or self._payloads) and not self._ending() and time.monotonic() < limit:
                 self._changed.wait(0.1)
@@ -1131,8 +1206,11 @@ class Engine:
 
     # ------------------------------------------------------------ pushing
 
-    def _push(self, works: Sequence[tuple[Work, bool]], payload: _Payload | None) -> None:
+    def _push(
+        self, works: Sequence[tuple[Work, bool]], payload: _Payload | None, counted: int = -1, more: bool = False
+    ) -> None:
         """Consume ``works`` (with each, whether something was learnt from it) with one optimizer step of ``payload``.
+        ``counted``: samples that it has learnt from; -1: those of ``works``. ``more``: the iteration goes on.
 
         Raises NonFiniteGradientError (policy raise)."""
         skipped = False
@@ -1148,14 +1226,19 @@ class Engine:
         if payload is not None and self._portion.samples:
             payload.weigh(sum(w.hi - w.lo for w, _ in works) / self._portion.samples)
         self.left_out += 0 if skipped else sum(w.hi - w.lo for w, learnt in works if not learnt)
+        if payload is None or counted < 0:
+            counted = sum(w.hi - w.lo for w, learnt in works if learnt) if payload is not None else 0
         with self._lock:
-            self._ready(_StepInHand(tuple(works), payload, skipped))
+            self._ready(_StepInHand(tuple(works), payload, counted, skipped), more)
 
     def _push_piece(self, payload: _Payload) -> None:
         """Consume the kept batches, and one sample of the batch in hand: what is left of it goes with what follows in
         the iteration. Raises ScriptError where nothing is left."""
         works = self._take_kept()
         left = self._left
+        counted = sum(w.hi - w.lo for w, learnt in works if learnt) + self.in_hand
+        if self._sync and not self.in_loop and works:
+            self._begin_behind(works[0][0])
         if left is not None:
             first, rest = left, None
             if left.hi - left.lo > 1:
@@ -1172,21 +1255,37 @@ class Engine:
                 "opt.step() was called more often in one iteration than its batch has samples: use larger batches, or "
                 "drop_last=True"
             )
-        self._push(works, payload)
+        self._push(works, payload, counted, more=self._left is not None)
         if self._sync and self.in_loop:
             self._next_turn()
+        elif self._sync:
+            with self._lock:
+                self._close_part()
+
+    def _begin_behind(self, work: Work) -> None:
+        """Sync: a step behind the loop belongs to the next step of the job, too."""
+        gate = self.gate
+        assert gate is not None
+        with self._lock:
+            while True:
+                self._check()
+                if self._stopping or gate.may_begin():
+                    gate.begin(work)
+                    return
+                self._say_place(again=True)
+                self._changed.wait(0.2)
 
     def _next_turn(self) -> None:
         """Sync: what follows in the iteration belongs to the next step of the job; wait until that may begin."""
         gate, left = self.gate, self._left
         assert gate is not None
         with self._lock:
-            self._close_part()
+            self._close_part(more=left is not None)
             while left is not None:
                 self._check()
                 if self._stopping or not self.protocol.current(left):
                     return
-                if gate.may_begin():
+                if gate.may_begin(goes_on=True):
                     gate.begin(left)
                     return
                 self._say_place(again=True)

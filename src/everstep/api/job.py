@@ -156,9 +156,10 @@ class Job:
     @property
     def step(self) -> int:
         """Mode allreduce: the number of the step in hand, the same on all workers; count with it, not with a counter of
-        your own (a new worker's would begin at 0). Mode ps: the number of the batch in hand, from 0, of those that this
-        process has taken; behind the loop, how many these are."""
-        return self._engine.batches - (1 if self._engine.in_loop else 0)
+        your own (a new worker's would begin at 0). Mode ps with consistency sync: the number of the iteration in hand,
+        the same on all workers. Else in mode ps: the number of the batch in hand, from 0, of those that this process
+        has taken; behind the loop, how many these are."""
+        return self._engine.step_number
 
     @property
     def seed(self) -> int:
@@ -332,9 +333,9 @@ class Job:
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
         """Evaluation: newest dense values, rows read only (none are created), modules in eval mode, no gradients."""
+        self._tables.refresh_dense()
         current, self._tables.current = self._tables.current, None
         self._tables.forget_asides()
-        self._tables.refresh_dense()
         try:
             with self._evaluating(model):
                 yield

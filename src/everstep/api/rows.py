@@ -62,6 +62,19 @@ _ABOUT = frozenset(
     {"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "stride"}
 )
 _HARMLESS = frozenset({"requires_grad_", "detach_", "retain_grad_", "is_shared_"})
+_VALUELESS = _HARMLESS | {
+    *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "ndimension", "element_size", "__len__"),
+    *("register_hook", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "get_device", "__hash__"),
+    *("storage_offset", "is_inference", "nelement"),
+}
+_VALUELESS_ATTRIBUTES = frozenset(
+    {
+        *("grad", "_grad", "requires_grad", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_version"),
+        *("shape", "ndim", "dtype", "device", "layout", "nbytes", "itemsize", "names", "name", "_backward_hooks"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_mps", "is_quantized", "is_mkldnn", "is_nested"),
+        "_post_accumulate_grad_hooks",
+    }
+)
 _WRITES = frozenset({"__setitem__", "index_copy_", "scatter_", "index_fill_"})
 
 
@@ -96,6 +109,10 @@ class TableParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if asks_for_values(func):
+            for a in flat_arguments(args, kwargs):
+                if isinstance(a, TableParameter):
+                    a._table.used()
         if name == "__get__" or name == "__set__":
             name = f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
         if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
@@ -118,7 +135,7 @@ class TableParameter(nn.Parameter):
                     "on the ps; model.state_dict() pulls them all"
                 )
         if name in _WHOLE or name in _WRITES:
-            table = next((a for a in _flat(args, kwargs) if isinstance(a, TableParameter)), None)
+            table = next((a for a in flat_arguments(args, kwargs) if isinstance(a, TableParameter)), None)
             if table is not None:
                 word = name.removesuffix(".__get__")
                 raise ScriptError(
@@ -130,7 +147,16 @@ class TableParameter(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def _flat(args: Any, kwargs: Any) -> list[Any]:
+def asks_for_values(func: Any) -> bool:
+    """Whether a function of torch may read or write the values of a tensor, and not only its gradient or its shape."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUELESS_ATTRIBUTES
+    return name not in _VALUELESS
+
+
+def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a function of torch; those in lists, too."""
     out: list[Any] = []
     for a in (*args, *kwargs.values()):
         out += a if isinstance(a, list | tuple) else [a]
@@ -151,7 +177,7 @@ class _NotHere(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name not in _ABOUT:
-            table = next((a.everstep_table for a in _flat(args, kwargs or {}) if isinstance(a, _NotHere)), "")
+            table = next((a.everstep_table for a in flat_arguments(args, kwargs or {}) if isinstance(a, _NotHere)), "")
             raise ScriptError(
                 f"the weight of table {table!r} is used ({name}) outside of a batch: its rows are on the ps; "
                 "model.state_dict() pulls them all, and values are given before job.sparse()"
@@ -198,9 +224,11 @@ class BatchTable:
         self._lent = False  # the memory for gradients that came with the rows is in use
         self._handed = False  # the script has seen what is carried
         self._stepped = False  # since the last backward
+        self.stale: Callable[[], None] | None = None  # brings the values of a step of this iteration
         self.hidden = False  # torch's optimizer, which holds the parameter, is not to step it
         self._arrived: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # see ``arrive``
         self._digest = 0
+        self._used = False  # of this batch: the script has the parameter in hand, and may change its values
         self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the keys, and their order
         self.param = TableParameter(torch.empty((0, dim)))
         self.param.everstep_table = name
@@ -216,7 +244,7 @@ class BatchTable:
         self.stash()
         self.batch += 1
         self._rows = rows
-        self._lent = self._handed = False
+        self._lent = self._handed = self._used = False
         if rows is None:
             self._set(np.empty(0, np.int64), np.empty((0, self.dim), np.float32))
         else:
@@ -441,12 +469,23 @@ class BatchTable:
 
     # ------------------------------------------------------------ edits
 
+    def used(self) -> None:
+        """The script is about to use the values, perhaps to change them."""
+        if self.stale is not None:
+            self.stale()
+        if not self._used and self.in_hand:
+            self._used = True
+            self.seen()
+
     def seen(self) -> None:
         """The values are those of the ps now."""
-        self._digest = sum_bits(self.values, "float32")[0] if len(self.keys) else 0
+        if self._used:
+            self._digest = sum_bits(self.values, "float32")[0] if len(self.keys) else 0
 
     def changed(self) -> bool:
         """Whether the script has changed values since ``seen``; if by assigning another tensor, it is taken in."""
+        if not self._used:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             data: Tensor = _DATA.__get__(self.param)
             if data.data_ptr() != self.values.ctypes.data and tuple(data.shape) == self.values.shape:

@@ -1,9 +1,9 @@
 """One schedule for the job: schedulers that the script steps in the loop count the job's steps, whoever does them.
 
 The number of steps is a buffer of the job (``api/buffers.py``): each worker adds its own, and sees those of all with
-the next batch. A scheduler that the script has stepped in an iteration is brought up to that number before the next
-one; so is that of a worker that took another one's place. Schedulers that are stepped behind a loop (once an epoch)
-are left alone: every worker runs every loop.
+the next batch. A scheduler that a worker's script has stepped in an iteration is brought up to that number before the
+next one; so is that of a worker that comes later, before its first iteration. Schedulers that are stepped behind a loop
+(once an epoch) are left alone: every worker runs every loop.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 
 class StepCount(nn.Module):
-    """``steps`` float32 [1]: optimizer steps of the job."""
+    """``steps`` float32 [1]: optimizer steps of the job. ``by_step`` float32 [16]: more than 0 for each of the first
+    schedulers that some worker's script has stepped in the loop."""
 
     steps: Tensor
+    by_step: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("by_step", torch.zeros(16))
 
 
 class JobSchedule:
@@ -54,6 +57,7 @@ class JobSchedule:
     def begin(self) -> None:
         """A batch is in hand: bring schedulers up to the job's steps."""
         steps = round(float(self.count.steps))
+        self._by_step |= {int(i) for i in self.count.by_step.nonzero() if i < len(self._schedulers)}
         for i in self._by_step:
             scheduler = self._schedulers[i]
             with warnings.catch_warnings():
@@ -64,4 +68,8 @@ class JobSchedule:
 
     def end(self) -> None:
         """The script is through with the batch."""
-        self._by_step |= {i for i, was in enumerate(self._begun) if self._schedulers[i].last_epoch != was}
+        new = {i for i, was in enumerate(self._begun) if self._schedulers[i].last_epoch != was} - self._by_step
+        self._by_step |= new
+        for i in new:
+            if i < len(self.count.by_step):
+                self.count.by_step[i] += 1

@@ -99,7 +99,6 @@ class TableSet:
         self.hits = 0
         self.wait_s = 0.0  # seconds the main thread waited for rows
         self.clock = StepClock()  # of the main thread
-        self.look = True  # the next batch's rows are checked for edits by the script
         self.before_refresh: Callable[[], None] | None = None  # what the script has changed is about to be overwritten
         self.since = (ShardKey(0), 0)  # rows to train with: as they are with all positions of this shard below that
         self._declared: set[str] = set()
@@ -279,8 +278,6 @@ class TableSet:
                 found = item.found.get(name)
                 if found is not None or table.in_hand:
                     table.show(found)
-                if self.look:
-                    table.seen()
         self.current = item
 
     def _arrive(self, item: Item) -> None:
@@ -323,6 +320,8 @@ class TableSet:
             raise ScriptError(
                 f"ids of table {table!r} must be int64 or int32 on the CPU, not {ids.dtype} on {ids.device}"
             )
+        if (freshen := self.batches[table].stale) is not None:
+            freshen()
         item = self.current
         if item is None:
             return self._aside(table, ids)

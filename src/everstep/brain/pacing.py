@@ -47,6 +47,7 @@ class Pacing:
     __slots__ = (
         "_backup_next",
         "_closed",
+        "_going",
         "_here",
         "_number",
         "_portions",
@@ -55,6 +56,7 @@ class Pacing:
         "_unheard",
         "backup",
         "consistency",
+        "iterations",
         "master",
         "step",
         "wanted",
@@ -67,7 +69,9 @@ class Pacing:
         self._portions_next: tuple[Portion, ...] = ()
         self.wanted = 0  # workers
         self.step = 0 if master == 1 else -1
+        self.iterations = 0  # of the job's scripts, in all closed steps: the most that a worker has told of
         self._closed: dict[Slot, Share] = {}
+        self._going: set[Slot] = set()  # in the middle of an iteration, which goes on with the step under way
         self._seen: dict[Slot, _Seen] = {}
         self._here: dict[Slot, Incarnation] = {}
         self._unheard: set[Slot] | None = set() if master == 1 else None  # None: not looked yet
@@ -81,7 +85,7 @@ class Pacing:
     def turn(self) -> Turn:
         parts = tuple(share for _, share in sorted(self._closed.items()))
         step = -1 if self._unheard or self._unheard is None else self.step
-        return Turn(self.master, self._number, step, parts, self._portions)
+        return Turn(self.master, self._number, step, parts, self._portions, self.iterations, bool(self._going))
 
     @property
     def quorum(self) -> int:
@@ -142,6 +146,8 @@ class Pacing:
         if self.consistency.kind == "sync":
             if place.step > self.step:
                 self.step, self._closed = place.step, {}
+            if place.state != "ready":
+                self.iterations = max(self.iterations, place.iterations)
             if place.step == self.step and place.parts and not self._closed:
                 self._closed = {part.slot: part for part in place.parts}
         return self._settle(before)
@@ -157,10 +163,11 @@ class Pacing:
 
     def _state(self) -> tuple[object, ...]:
         turn = self.turn
-        return turn.step, turn.parts, turn.portions
+        return turn.step, turn.parts, turn.portions, turn.inside
 
     def _active(self) -> dict[Slot, _Seen]:
-        return {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}
+        active = {s: seen for s, seen in self._seen.items() if not seen.out and seen.place.state != "idle"}
+        return {s: seen for s, seen in active.items() if s in self._going} if self._going else active
 
     def _settle(self, before: tuple[object, ...]) -> bool:
         if not self._unheard and self._unheard is not None:
@@ -168,6 +175,10 @@ class Pacing:
                 self.step = max(self.step, 0)
                 while self._advance():
                     pass
+                if not self._active():
+                    self._going = set()  # they are lost, or left the loop
+                    while self._advance():
+                        pass
             else:
                 active = self._active().values()
                 told = [seen.place.step for seen in active if seen.place.state != "new"]
@@ -184,7 +195,8 @@ class Pacing:
         if self._closed:
             if any(self._owes(share) for share in self._closed.values()):
                 return False
-            self.step, self._closed = self.step + 1, {}
+            more = {slot for slot in self._closed if slot in self._seen and self._seen[slot].place.more}
+            self.step, self._closed, self._going = self.step + 1, {}, more
             self.backup, self._portions = self._backup_next, self._portions_next
             return True
         active = self._active()
@@ -196,6 +208,7 @@ class Pacing:
         if not ready or len(ready) < self.quorum:
             return False
         self._closed = ready
+        self.iterations = max(self.iterations, *(active[slot].place.iterations for slot in ready))
         return True
 
     def _owes(self, share: Share) -> bool:

@@ -40,7 +40,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
     it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
     slowest worker has finished. -1: not known yet (a new master asks around). ``portions``: of this step; who is not
-    named takes a batch of its loader.
+    named takes a batch of its loader. ``iterations``: of the job's scripts, in all closed steps.
+    ``inside``: the step under way goes on with an iteration that has stepped before; nobody begins with it.
     """
 
     master: Incarnation
@@ -48,6 +49,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     step: int = -1
     parts: tuple[Share, ...] = ()
     portions: tuple[Portion, ...] = ()
+    iterations: Whole = 0
+    inside: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -70,7 +73,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     Sync: ``step`` is the one it takes part in; ``samples`` of its part; ``parts``: of the closed step, where it has
     heard of them (so that a new master keeps to what the one before has decided). Bounded: ``step`` is how many batches
     it has finished. Idle and new: ``step`` is the last one heard of. ``number``: larger for each new place, so that
-    one which comes late does not count.
+    one which comes late does not count. ``iterations``: of the job's scripts, with those of this part where it is
+    computed. ``more``: the iteration of this part goes on in the next step.
     """
 
     state: State
@@ -78,3 +82,5 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     samples: Whole = 0
     parts: tuple[Share, ...] = ()
     number: Whole = 0
+    iterations: Whole = 0
+    more: bool = False

@@ -45,11 +45,15 @@ class Gate:
     """See the top of this file. Not thread-safe: the caller has a lock."""
 
     __slots__ = (
+        "_before",
         "_begun",
+        "_counted",
         "_finished",
+        "_here",
         "_known",
         "_left",
         "_me",
+        "_more",
         "_part",
         "_parts",
         "_resting",
@@ -68,6 +72,10 @@ class Gate:
         self._turn: Turn | None = None
         self._begun: list[_Begun] = []  # batches begun and not settled
         self._finished = 0  # bounded
+        self._before = 0  # sync: iterations of the job's scripts before this step
+        self._here = 0  # sync: those of the script here in this step
+        self._counted = 0  # sync: samples that the computed part has learnt from
+        self._more = False  # sync: the iteration of the computed part goes on in the next step
         self._known = -1  # the last step heard of: a new master may not know it
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
         self._part: tuple[Work, ...] = ()  # sync: computed
@@ -91,15 +99,21 @@ class Gate:
         """Whether something is computed, waits for its verdict, or is being pushed."""
         return bool(self._begun)
 
-    def may_begin(self) -> bool:
-        """Whether the rows of another batch may be pulled now."""
+    @property
+    def iteration(self) -> int:
+        """Sync: the number of the iteration in hand, from 0, which is the same for all workers; -1: none yet."""
+        return self._before + self._here - 1
+
+    def may_begin(self, goes_on: bool = False) -> bool:
+        """Whether the rows of another batch may be pulled now. ``goes_on``: sync, of the batch in hand, in which there
+        was a step already."""
         turn = self._turn
         if turn is None or turn.step < 0:
             return False
         if not self.sync:
             return self._finished + len(self._begun) - turn.step <= self.consistency.ahead
         if self._step < 0:
-            return not turn.parts
+            return not turn.parts and (goes_on or not turn.inside)
         return self._stage == "busy"
 
     def portion(self) -> Portion | None:
@@ -117,8 +131,9 @@ class Gate:
             return Place("busy" if known else "new", self._finished if known else -1)
         if self._step < 0:
             return Place("busy" if known else "new", self._known)
-        samples = self._samples() if self._stage != "busy" else 0
-        return Place(self._stage, self._step, samples, self._parts)
+        computed = self._stage != "busy"
+        samples, iterations = (self._counted, self._before + self._here) if computed else (0, self._before)
+        return Place(self._stage, self._step, samples, self._parts, iterations=iterations, more=computed and self._more)
 
     def due(self, again: bool = False) -> Place | None:
         """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
@@ -145,10 +160,14 @@ class Gate:
         """There is nothing to compute."""
         self._resting = True
 
-    def leave(self) -> None:
-        """The loop is over; nothing that is in hand will be pushed."""
+    def leave(self, keeps: bool = False) -> None:
+        """The loop is over; nothing that is in hand will be pushed. ``keeps``: a later step will have it, together with
+        what comes, and the iterations go on to count."""
         self._resting, self._begun, self._part, self._left = True, [], (), set()
-        self._step, self._stage, self._parts = -1, "busy", ()
+        here = self._here if keeps else 0
+        self._here -= here
+        self._end_step()
+        self._here = here
 
     def begin(self, work: Work) -> None:
         """The rows for ``work`` are asked for. Only after ``may_begin``."""
@@ -157,17 +176,26 @@ class Gate:
         if self.sync and self._step < 0:
             assert self._turn is not None
             self._step, self._stage = self._turn.step, "busy"
+            self._before = max(self._before, self._turn.iterations)
+
+    def iterate(self) -> None:
+        """Sync: the script begins an iteration with what was begun last. (A further pass of a step is none.)"""
+        self._here += 1
 
     def cut(self, work: Work, at: int) -> None:
         """What is before ``at`` of a work that was begun is pushed by itself, and counts with the rest."""
         begun = (work.lease.no, work.lo, work.hi)
         self._begun = [(b[0], at, b[2]) if b == begun else b for b in self._begun]
 
-    def ready(self, works: tuple[Work, ...], dropped: Collection[Work] = ()) -> Verdict | None:
-        """Sync: the part is computed. ``dropped``: of it, what does not count (a gradient that is not finite)."""
-        self._part, self._stage = works, "ready"
+    def ready(
+        self, works: tuple[Work, ...], dropped: Collection[Work] = (), samples: int = -1, more: bool = False
+    ) -> Verdict | None:
+        """Sync: the part is computed. ``dropped``: of it, what does not count (a gradient that is not finite).
+        ``samples``: that it counts for; -1: all that are not dropped. ``more``: the iteration goes on."""
+        self._part, self._stage, self._more = works, "ready", more
         self._left = {work.key for work in works}
         self._begun = [(w.lease.no, w.lo, w.lo if w in dropped else w.hi) for w in works]
+        self._counted = sum(hi - lo for _, lo, hi in self._begun) if samples < 0 else samples
         return self._judge()
 
     def settled(self, work: Work) -> None:
@@ -183,7 +211,7 @@ class Gate:
                 self._part, self._stage, self._begun = (), "pushed", []
                 self._over()
         elif gone and not left and not self._part:
-            self._step = -1  # nothing has come of it
+            self._end_step()  # nothing has come of it
 
     def turn(self, turn: Turn) -> Verdict | None:
         """A word of the master."""
@@ -199,13 +227,15 @@ class Gate:
 
     # ------------------------------------------------------------ inside
 
-    def _samples(self) -> int:
-        return sum(hi - lo for _, lo, hi in self._begun)
-
     def _over(self) -> None:
         """The step of what was pushed is over."""
         if self._stage == "pushed" and self._turn is not None and self._turn.step > self._step >= 0:
-            self._step, self._stage, self._parts = -1, "busy", ()
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """What comes is of another step."""
+        self._step, self._stage, self._parts = -1, "busy", ()
+        self._before, self._here = self._before + self._here, 0
 
     def _judge(self) -> Verdict | None:
         works, turn = self._part, self._turn
@@ -220,6 +250,6 @@ class Gate:
                 several = len(turn.parts) > 1 or len(works) > 1
                 return Pushing(works, mine.samples / max(1, turn.samples), turn.step if several else -1)
         self.late += 1
-        self._part, self._step, self._stage, self._begun = (), -1, "busy", []
-        self._left = set()
+        self._part, self._begun, self._left = (), [], set()
+        self._end_step()
         return Late(works)

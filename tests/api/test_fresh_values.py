@@ -1,0 +1,91 @@
+"""Values that a step of the same iteration has changed: whoever uses them gets the new ones first."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep as es
+from everstep.api.dense import DenseGroup, StaleValues
+from everstep.api.optim import SGD
+
+
+class Watched:
+    """A layer whose values are stale, and how often they were freshened."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(3, 2)
+        self.times = 0
+        group = DenseGroup("dense/0/0", {"params": list(self.layer.parameters()), "lr": 0.1}, SGD(0.1))
+        self.stale = StaleValues(self._freshen)
+        self.stale.watch([group], [])
+
+    def _freshen(self) -> None:
+        self.stale.clear()
+        self.times += 1
+        with torch.no_grad():
+            self.layer.weight.fill_(7.0)
+
+
+USES: dict[str, Callable[[nn.Linear], Any]] = {
+    "forward": lambda layer: layer(torch.ones(1, 3)),
+    "data": lambda layer: layer.weight.data,
+    "detach": lambda layer: layer.weight.detach(),
+    "state_dict": lambda layer: layer.state_dict(),
+    "foreach": lambda layer: torch._foreach_norm(list(layer.parameters())),
+    "vector": lambda layer: nn.utils.parameters_to_vector(layer.parameters()),
+    "item": lambda layer: layer.weight[0, 0].item(),
+    "transposed": lambda layer: layer.weight.T,
+    "in place": lambda layer: layer.weight.data.mul_(1.0),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whatever_uses_a_value_gets_the_new_one_once(use: str) -> None:
+    watched = Watched()
+    USES[use](watched.layer)
+    USES[use](watched.layer)
+    assert watched.times == 1 and float(watched.layer.weight[1, 1].detach()) == 7.0
+    assert {type(p) for p in watched.layer.parameters()} == {nn.Parameter}
+    pickle.dumps(watched.layer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layer: layer.zero_grad(),
+        lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
+        lambda layer: [(p.shape, p.numel(), p.dtype, p.requires_grad, p.grad) for p in layer.parameters()],
+        lambda layer: layer.requires_grad_(True),
+        repr,
+    ],
+)
+def test_what_needs_no_value_costs_nothing(use: Callable[[nn.Linear], Any]) -> None:
+    watched = Watched()
+    layer = watched.layer
+    layer.weight.grad = torch.ones(2, 3)
+    use(layer)
+    assert watched.times == 0
+
+
+def test_alone_an_edit_of_a_tables_rows_is_seen_without_looking_at_every_batch(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Embedding(8, 2), nn.Flatten(), nn.Linear(2, 1))
+    job = es.join(run_dir=str(tmp_path / "run"))
+    model = job.replicate(job.sparse(model, optimizer=es.SGD(lr=0.0)))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in job.steps(job.loader({"i": torch.arange(8).reshape(8, 1)}, 4)):
+        model(batch["i"]).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            model[0].weight.fill_(2.0)
+    assert bool((job.state_dict()["models"][0]["0.weight"] == 2.0).all())
+    job.close()
