@@ -155,3 +155,29 @@ def test_over_a_real_socket_and_requests_are_bounded(tmp_path: Path) -> None:
             await there.close()
 
     asyncio.run(story())
+
+
+def test_idle_connections_keep_no_scrape_out(tmp_path: Path) -> None:
+    """40 that say nothing, and come again when they are dropped."""
+
+    async def story() -> None:
+        there = server("127.0.0.1:0", tmp_path)
+        there.start()
+        while not there.port:
+            await asyncio.sleep(0.001)
+        idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        try:
+            for _ in range(15):
+                while len(idle) < 40:
+                    idle.append(await asyncio.open_connection("127.0.0.1", there.port))
+                reader, writer = await asyncio.open_connection("127.0.0.1", there.port)
+                writer.write(GET)
+                assert (await asyncio.wait_for(reader.read(), 30)).split()[1] == b"200"
+                writer.close()
+                idle = [(r, w) for r, w in idle if not r.at_eof()]
+        finally:
+            for _, writer in idle:
+                writer.close()
+            await there.close()
+
+    asyncio.run(story())

@@ -24,13 +24,14 @@ from everstep.monitor.slowness import judge
 from everstep.monitor.windows import MemberWindows
 from everstep.net.messages import SeenReport, StatusReport
 from everstep.net.sockets import parse_host_port
+from everstep.net.strangers import SPEAK_S, Strangers, address_of
 
 logger = logging.getLogger("everstep.master")
 
 TOKEN_FILE = "metrics.token"
 REQUEST_MAX_BYTES = 8192
-REQUEST_S = 5.0
 CONNECTIONS_MAX = 16
+_BACKLOG = 128
 _AGAIN_S = 10.0  # a port that is taken is tried again
 
 
@@ -40,7 +41,7 @@ class MetricsServer:
     def __init__(self, where: str, run_dir: Path, page: Callable[[], str]) -> None:
         self._host, self._port = parse_host_port(where)
         self._page = page
-        self._open = 0
+        self._open = Strangers(CONNECTIONS_MAX)
         self._token = "" if is_loopback(self._host) else _token(run_dir / TOKEN_FILE)
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -62,7 +63,7 @@ class MetricsServer:
         while True:
             try:
                 self._server = await asyncio.start_server(
-                    self._serve, self._host, self._port, limit=REQUEST_MAX_BYTES, backlog=CONNECTIONS_MAX
+                    self._serve, self._host, self._port, limit=REQUEST_MAX_BYTES, backlog=_BACKLOG
                 )
                 return
             except OSError as error:
@@ -78,12 +79,9 @@ class MetricsServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= CONNECTIONS_MAX:
-            writer.close()
-            return
-        self._open += 1
+        place = self._open.enter(address_of(writer.get_extra_info("peername")), writer.transport.abort)
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(SPEAK_S):
                 try:
                     head = await reader.readuntil(b"\r\n\r\n")
                 except (asyncio.LimitOverrunError, asyncio.IncompleteReadError):
@@ -97,7 +95,7 @@ class MetricsServer:
         except Exception:
             logger.exception("the metrics could not be told")
         finally:
-            self._open -= 1
+            self._open.leave(place)
             with contextlib.suppress(OSError):
                 writer.close()
 

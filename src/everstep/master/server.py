@@ -99,6 +99,7 @@ from everstep.net.control_server import ControlServer, Peer
 from everstep.net.log import log_plainly
 from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
+from everstep.net.strangers import allow_many_descriptors
 from everstep.storage.atomic import write_atomic
 from everstep.storage.journal import Journal
 from everstep.storage.space import be_patient, with_space
@@ -825,6 +826,7 @@ def serve(run_dir: Path) -> int:
     """Be the master of ``run_dir`` until the job is over; returns the exit status."""
     import uvloop
 
+    allow_many_descriptors()
     sys.setswitchinterval(0.0005)  # the journal's writer must not wait 5 ms for its turn
     log_plainly("%(asctime)s %(name)s %(levelname)s %(message)s", logging.INFO)
     try:

@@ -20,6 +20,7 @@ from everstep.net.auth import AUTH_S, Identity, Secret, ServerAuth
 from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, Kind, decode_header, preamble
 from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Answered, Call, OrderType, RequestType, Return
+from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
 
 Handler = Callable[["Peer", RequestType], "Answered | Awaitable[Answered | None] | None"]
 
@@ -83,12 +84,11 @@ class ControlServer:
         self.secret, self.identity, self.handler = secret, identity, handler
         self.on_connect, self.on_disconnect = on_connect, on_disconnect
         self.max_queue_bytes, self.max_connections = max_queue_bytes, max_connections
-        self.max_strangers, self.max_calls = max_strangers, max_calls
-        self.auth_s = auth_s
+        self.max_calls, self.auth_s = max_calls, auth_s
         self.limit = LineLimit()
         self.connections: set[_Connection] = set()
-        self.max_local_strangers = max_local_strangers
-        self.waiting = {True: 0, False: 0}  # connections that have not proved themselves yet, local ones and others
+        # Connections that have not proved themselves yet, local ones and others.
+        self.waiting = {True: Strangers(max_local_strangers), False: Strangers(max_strangers)}
         self._accepting: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.AbstractServer] = []
 
@@ -117,36 +117,38 @@ class ControlServer:
         with sock:
             while True:
                 try:
-                    conn, _ = await loop.sock_accept(sock)
+                    conn, peer = await loop.sock_accept(sock)
                 except OSError as error:  # out of descriptors or the like: said, and tried again
                     self.limit.warning(f"cannot take a connection over TCP: {error.strerror or error}")
                     await asyncio.sleep(0.1)
                     continue
-                if self.waiting[False] >= self.max_strangers or len(self.connections) >= self.max_connections:
+                if scarce(conn) or len(self.connections) >= self.max_connections:
                     self.limit.warning("a connection over TCP refused: too many connections")
                     conn.close()
                     continue
-                self.waiting[False] += 1
-                self._keep(loop.create_task(self._secure(conn, context)))
+                connection = _Connection(self, local=False)
+                securing = loop.create_task(self._secure(connection, conn, context))
+                self._keep(securing)
+                connection.enter(address_of(peer), securing)
 
-    async def _secure(self, conn: socket.socket, context: ssl.SSLContext) -> None:
-        connection = _Connection(self, local=False)
+    async def _secure(self, connection: _Connection, conn: socket.socket, context: ssl.SSLContext) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, conn, ssl=context, ssl_handshake_timeout=self.auth_s
+                lambda: connection, conn, ssl=context, ssl_handshake_timeout=min(SPEAK_S, self.auth_s)
             )
         except (OSError, asyncio.CancelledError):  # asyncio closes the connection without a word to anyone
-            self.limit.warning(
-                "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
-            )
+            if not connection.dropped:
+                self.limit.warning(
+                    "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
+                )
             conn.close()
         finally:
             if not connection.made:
-                self.waiting[False] -= 1
+                connection.left()
 
     @property
     def strangers(self) -> int:
-        return sum(self.waiting.values())
+        return sum(map(len, self.waiting.values()))
 
     @property
     def peers(self) -> list[Peer]:
@@ -174,7 +176,9 @@ class ControlServer:
 class _Connection(asyncio.Protocol):
     def __init__(self, server: ControlServer, local: bool = True) -> None:
         self.server = server
-        self.local, self.made = local, False
+        self.local, self.made, self.dropped = local, False, False
+        self._place, self._address = 0, ""  # among the strangers
+        self._securing: asyncio.Task[None] | None = None
         self.peer: Peer | None = None
         self.closed = True
         self._decoder = FrameDecoder(AUTH_LIMITS)
@@ -187,6 +191,25 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._tasks: set[asyncio.Future[Answered | None]] = set()
 
+    # ------------------------------------------------------------ before it has proved itself
+
+    def enter(self, address: str, securing: asyncio.Task[None] | None = None) -> None:
+        """Take a place among the strangers; ``securing``: its TLS handshake."""
+        self._securing, self._address = securing, address
+        self._place = self.server.waiting[self.local].enter(address, self._drop)
+
+    def left(self) -> None:
+        """It is a stranger no more."""
+        self.server.waiting[self.local].leave(self._place)
+
+    def _drop(self) -> None:
+        self.dropped = True
+        self.server.limit.warning(f"connection from {self._where()} closed: too many that had not proved themselves")
+        if self._transport is not None:
+            self.abort()
+        elif self._securing is not None:
+            self._securing.cancel()
+
     # ------------------------------------------------------------ asyncio calls these
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -196,11 +219,14 @@ class _Connection(asyncio.Protocol):
         server = self.server
         server.connections.add(self)
         self.made = True
-        server.waiting[self.local] += self.local  # (others are counted from their accept on)
+        if self.local:  # (others from their accept on)
+            self.enter("")
+        elif self.dropped:
+            transport.abort()
+            return
         # From here on only max_queue_bytes counts; asyncio's own flow control would call us at 64 KiB.
         transport.set_write_buffer_limits(high=server.max_queue_bytes)
-        full = self.local and server.waiting[True] > server.max_local_strangers
-        if full or len(server.connections) > server.max_connections:
+        if len(server.connections) > server.max_connections:
             server.limit.warning(f"connection from {self._where()} refused: too many connections")
             self.abort()
             return
@@ -226,8 +252,8 @@ class _Connection(asyncio.Protocol):
         self._end()
         self.server.connections.discard(self)
         if self._auth is not None:
-            self.server.waiting[self.local] -= 1
-            if self._timer is not None:
+            self.left()
+            if self._timer is not None and not self.dropped:
                 self.server.limit.warning(f"{self._where()} left before it proved itself")
             self._cancel_timer()
         for task in list(self._tasks):
@@ -262,7 +288,7 @@ class _Connection(asyncio.Protocol):
                 assert self._auth.client is not None
                 self.peer = Peer(self, self._auth.client)
                 self._auth = None
-                self.server.waiting[self.local] -= 1
+                self.left()
                 self._cancel_timer()
                 self._decoder.limits = CONTROL_LIMITS
                 if self.server.on_connect is not None:
@@ -375,4 +401,6 @@ class _Connection(asyncio.Protocol):
         if self.peer is not None:
             return str(self.peer.identity)
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else "a local process"
+        return (
+            f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else self._address or "a local process"
+        )

@@ -8,6 +8,7 @@ shared memory (``arena.py``); from other nodes they travel as the frame's body.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 from collections import deque
@@ -37,6 +38,7 @@ from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Fed, Taken
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect, is_local
+from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
 
 if TYPE_CHECKING:
     import ssl
@@ -105,7 +107,6 @@ class DataServer:
         self._service, self._secret, self._identity = service, secret, identity
         self._limits, self._auth_s = limits, auth_s
         self._max_connections = max_connections
-        self._max_strangers = {True: max_local_strangers, False: max_strangers}  # local ones, and others
         self._listeners = list(listeners)
         self._context: ssl.SSLContext | None = None
         if tls and any(sock.family != socket.AF_UNIX for sock in listeners):
@@ -115,7 +116,7 @@ class DataServer:
         self._lock = threading.Lock()
         self._streams: set[FrameSocket] = set()
         self._threads: set[threading.Thread] = set()
-        self._strangers = {True: 0, False: 0}
+        self._strangers = {True: Strangers(max_local_strangers), False: Strangers(max_strangers)}  # local ones, others
         self._closing = False
         self._limit = LineLimit()
         self._acceptors = [
@@ -139,32 +140,35 @@ class DataServer:
                 threading.Event().wait(0.1)
                 continue
             where = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a local process"
+            local = listener.family == socket.AF_UNIX
             with self._lock:
-                local = listener.family == socket.AF_UNIX
-                crowded = self._strangers[local] >= self._max_strangers[local]
-                full = crowded or len(self._streams) >= self._max_connections
-                if not full:
-                    self._strangers[local] += 1
-            if full:
+                # (threads of those that were dropped end by and by)
+                full = len(self._threads) >= self._max_connections + 2 * self._strangers[local].most
+                full = full or len(self._streams) >= self._max_connections
+            if full or (not local and scarce(sock)):
                 self._limit.warning(f"connection from {where} refused: too many connections")
                 sock.close()
                 continue
-            thread = threading.Thread(target=self._serve, args=(sock, where), name="everstep-data", daemon=True)
+            place = self._strangers[local].enter(address_of(peer), functools.partial(self._drop, sock, where))
+            thread = threading.Thread(target=self._serve, args=(sock, where, place), name="everstep-data", daemon=True)
             with self._lock:
                 self._threads.add(thread)
             thread.start()
 
-    def _serve(self, sock: socket.socket, where: str) -> None:
+    def _drop(self, sock: socket.socket, where: str) -> None:
+        self._limit.warning(f"connection from {where} closed: too many that had not proved themselves")
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # its thread ends
+
+    def _serve(self, sock: socket.socket, where: str, place: int) -> None:
         stream: FrameSocket | None = None
-        stranger, local = True, sock.family == socket.AF_UNIX
+        strangers = self._strangers[sock.family == socket.AF_UNIX]
         try:
             deadline = Deadline(self._auth_s, f"the handshake with {where}")
             stream = self._wrap(sock, deadline)
             client = authenticate_server(stream, self._secret, self._identity, deadline)
             where = str(client)
-            with self._lock:
-                stranger = False
-                self._strangers[local] -= 1
+            strangers.leave(place)
             stream.limits = self._limits
             stream.set_ticks(0.0, 1.0)  # a worker may think as long as it likes between two requests
             self._converse(stream, client)
@@ -176,9 +180,8 @@ class DataServer:
         except Exception:
             logger.exception("connection from %s failed", where)
         finally:
+            strangers.leave(place)
             with self._lock:
-                if stranger:
-                    self._strangers[local] -= 1
                 if stream is not None:
                     self._streams.discard(stream)
                 self._threads.discard(threading.current_thread())
@@ -199,7 +202,7 @@ class DataServer:
         stream = FrameSocket(wrapped, AUTH_LIMITS)
         self._keep(stream)
         try:
-            wrapped.handshake(deadline)
+            wrapped.handshake(Deadline(min(SPEAK_S, deadline.left_s), "the TLS handshake"))
         except BaseException:
             with self._lock:
                 self._streams.discard(stream)

@@ -12,6 +12,7 @@ from pathlib import Path
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.log import log_plainly
+from everstep.net.strangers import allow_many_descriptors
 from everstep.ps import faults
 from everstep.ps.process import PsProcess, die_with_parent
 
@@ -28,6 +29,7 @@ def main() -> int:
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
     if os.environ.get("EVERSTEP_RUN_DIR"):  # started by an agent, not by hand
         die_with_parent()
+    allow_many_descriptors()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
     faults.begin(args.incarnation)
     early: list[int] = []  # SIGTERM while the ps is being made; it may be known to others before it is whole here
