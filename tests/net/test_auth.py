@@ -239,4 +239,4 @@ def test_a_secret_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_identity_says_who(tmp_path: Path) -> None:
     assert str(WORKER) == "worker:3 #2"
     assert str(Identity(purpose="control", role="agent", node=NodeId("node1"))) == "agent of node1"
-    assert auth.PROTOCOL == 1
+    assert auth.PROTOCOL == 2

@@ -54,7 +54,7 @@ def cli() -> None:
 @click.option("--run-dir", help="Where the run keeps everything (default runs/NAME-DATE-TIME).")
 @click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
-@click.option("--tls", help="Between nodes: all (default), or control: data in the clear, on a network of your own.")
+@click.option("--tls", help="Between nodes: all (default), or control: data can be read on the way.")
 @click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
 @click.option("--hardware", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--name", help="Name of the job.")

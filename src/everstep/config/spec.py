@@ -29,7 +29,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
     metrics: str = ""  # HOST:PORT of the Prometheus endpoint; empty: none; not this machine's own address: with a token
     hardware: str = ""  # class of the first node's machine; empty: named after its GPUs or its processor
-    tls: Literal["all", "control"] = "all"  # between nodes: everything, or only the control plane
+    tls: Literal["all", "control"] = "all"  # between nodes: all, or the control plane; the rest is authenticated
     nonfinite: Literal["raise", "skip"] = "raise"  # what to do with a batch whose gradient has NaN or Inf
     max_restarts: int = 10  # of one slot in a row without a shard done between them; then the job gives up
     script_retries: int = 3  # of a worker in a row without a step between, where its script raised what may pass

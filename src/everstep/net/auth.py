@@ -11,6 +11,9 @@ Either side may say ``Refusal(reason)`` instead and close. Nothing secret is sen
 choose a nonce) or reflected (the two HMACs begin with different words), and the identities (role, slot,
 incarnation, purpose) are bound to the proof. Before the proof a server reserves at most ``AUTH_LIMITS`` bytes.
 
+What follows on the data plane is bound to the handshake, too, where it is neither encrypted nor within one machine:
+keys out of the same secret, nonces and identities seal each frame (``seal.py``).
+
 ``ClientAuth`` and ``ServerAuth`` are sans-io (frames in, frames out); ``authenticate_client`` and
 ``authenticate_server`` drive them over a blocking socket.
 """
@@ -34,8 +37,9 @@ from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_header, encode_frame
 from everstep.net.retry import Deadline
+from everstep.net.seal import Seal
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of framing, handshake and messages; both sides must speak the same one."""
 
 AUTH_S = 5.0
@@ -230,6 +234,11 @@ def _mac(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Ident
     return hmac.digest(secret.key, text, hashlib.sha256)
 
 
+def _seal(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Identity) -> Seal:
+    """Of the frames that this side sends after the handshake."""
+    return Seal(_mac(secret, b"frames of the " + side, hello, nonce, server))
+
+
 def _frame(message: _Message) -> bytes:
     return encode_frame(Kind.AUTH, _encoder.encode(message))
 
@@ -254,6 +263,7 @@ class ClientAuth:
         self._secret = secret
         self._hello = _Hello(secrets.token_bytes(_NONCE_BYTES), identity)
         self.server: Identity | None = None
+        self._nonce = b""
         self.farewell = b""  # to send before closing after a SecretError: the server then knows why
 
     def begin(self) -> bytes:
@@ -275,7 +285,14 @@ class ClientAuth:
             self.farewell = _frame(_Refusal("secret"))
             raise SecretError("the server does not have this job's secret: the secret file belongs to another job")
         self.server = message.identity
+        self._nonce = message.nonce
         return _frame(_Proof(_mac(self._secret, b"client", self._hello, message.nonce, message.identity)))
+
+    def seals(self) -> tuple[Seal, Seal]:
+        """Of what is sent and received from here on, once ``server`` is known."""
+        assert self.server is not None
+        of = (self._hello, self._nonce, self.server)
+        return _seal(self._secret, b"client", *of), _seal(self._secret, b"server", *of)
 
 
 class ServerAuth:
@@ -321,6 +338,12 @@ class ServerAuth:
         self.client = self._hello.identity
         return b""
 
+    def seals(self) -> tuple[Seal, Seal]:
+        """Of what is sent and received from here on, once it is ``done``."""
+        assert self._hello is not None
+        of = (self._hello, self._nonce, self._identity)
+        return _seal(self._secret, b"server", *of), _seal(self._secret, b"client", *of)
+
     def _check_version(self, frame: Frame) -> None:
         # Before anything else is decoded: another version may have other fields.
         versions = decode_header(_old_hello, frame.header, "handshake").identity
@@ -335,8 +358,11 @@ def _farewell(stream: FrameSocket, frame: bytes) -> None:
             stream.send_raw(frame, deadline=Deadline(0.2))
 
 
-def authenticate_client(stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline) -> Identity:
-    """Prove ourselves on a fresh connection, and have the server do so; returns who it says it is.
+def authenticate_client(
+    stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline, seal: bool = False
+) -> Identity:
+    """Prove ourselves on a fresh connection, and have the server do so; returns who it says it is. ``seal``: where
+    others may be on the way, each frame from here on is authenticated.
 
     Raises SecretError, VersionError (do not try again), WireError, DeadlineError. The caller closes then."""
     auth = ClientAuth(secret, identity)
@@ -350,10 +376,14 @@ def authenticate_client(stream: FrameSocket, secret: Secret, identity: Identity,
         _farewell(stream, auth.farewell)
         raise
     assert auth.server is not None
+    if seal and stream.exposed:
+        stream.seal(*auth.seals())
     return auth.server
 
 
-def authenticate_server(stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline) -> Identity:
+def authenticate_server(
+    stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline, seal: bool = False
+) -> Identity:
     """The server's side of a fresh connection; returns who the client proved to be. Raises as the client's side."""
     auth = ServerAuth(secret, identity)
     try:
@@ -367,4 +397,6 @@ def authenticate_server(stream: FrameSocket, secret: Secret, identity: Identity,
         _farewell(stream, auth.farewell)
         raise
     assert auth.client is not None
+    if seal and stream.exposed:
+        stream.seal(*auth.seals())
     return auth.client

@@ -166,7 +166,7 @@ class DataServer:
         try:
             deadline = Deadline(self._auth_s, f"the handshake with {where}")
             stream = self._wrap(sock, deadline)
-            client = authenticate_server(stream, self._secret, self._identity, deadline)
+            client = authenticate_server(stream, self._secret, self._identity, deadline, seal=True)
             where = str(client)
             strangers.leave(place)
             stream.limits = self._limits
@@ -331,7 +331,7 @@ class DataClient:
             deadline=deadline,
         )
         try:
-            self.server = authenticate_client(self._stream, secret, identity, deadline)
+            self.server = authenticate_client(self._stream, secret, identity, deadline, seal=True)
             if expect is not None and (self.server.slot, self.server.incarnation) != expect:
                 wanted = f"{self.server.role}:{expect[0]} #{expect[1]}"
                 raise WireError(f"{_where(address)} is {self.server} now, not {wanted}")

@@ -9,6 +9,7 @@ Frames of the data plane (REQUEST, ANSWER) have a checksum, crc32c of all their 
 bits let through, or a bad cable, switch or memory did on the way, ends the connection and is asked for again. The check
 is the low half of the lengths' own crc32c: with a wrong length nobody waits for bytes that never come. Of other kinds
 both are 0. What requests point to in shared memory is not covered: docs/decisions/0021.
+Where frames are sealed (``seal.py``) 16 bytes follow each, which stand in for the checksum: that is 0 then.
 
 ``FrameDecoder`` is sans-io (bytes in, frames out), for asyncio and tests. ``FrameSocket`` is for blocking sockets:
 bodies are received straight into their place and sent by gather, without a copy in Python.
@@ -33,6 +34,7 @@ from everstep.errors import WireError
 from everstep.net.retry import Deadline
 
 if TYPE_CHECKING:
+    from everstep.net.seal import Seal
     from everstep.net.tls import TlsSocket
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ _PREAMBLE = struct.Struct("<4sBBHIQI")
 _CRC = struct.Struct("<I")
 PREAMBLE_BYTES = _PREAMBLE.size
 
+TAG_BYTES = 16  # behind a sealed frame
 _CHUNK_BYTES = 64 * 1024  # a read-ahead of this size fetches a small frame in one system call
 _UNIX_SEND_BYTES = 1 << 20
 _KEEP_BODY_BYTES = 64 * 1024 * 1024  # a receive buffer that grew beyond this is not kept for the next frame
@@ -117,10 +120,10 @@ def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
     return crc
 
 
-def _head(kind: int, header: bytes, body: Sequence[Buffer], body_bytes: int, flags: int) -> bytes:
-    """Preamble and header of a frame."""
+def _head(kind: int, header: bytes, body: Sequence[Buffer], body_bytes: int, flags: int, summed: bool = True) -> bytes:
+    """Preamble and header of a frame. ``summed``: with its checksum, if it is of a kind that has one."""
     start = preamble(kind, len(header), body_bytes, flags)
-    if kind in _CHECKED_KINDS:
+    if summed and kind in _CHECKED_KINDS:
         start = start[: -_CRC.size] + _CRC.pack(_crc(start, header, body))
     return start + header
 
@@ -247,10 +250,20 @@ class FrameSocket:
         self._start = self._end = 0
         self._body = memoryview(b"")
         self.closed = False
+        self._seals: tuple[Seal, Seal] | None = None  # of what is sent, and of what comes
         if self._plain is not None and self._plain.family == socket.AF_UNIX:
             # Else a body of any size is sent in many turns of sender and receiver.
             self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BYTES)
         self.set_ticks(recv_tick_s, send_tick_s)
+
+    @property
+    def exposed(self) -> bool:
+        """Whether others may be on the way: neither TLS nor within this machine's kernel."""
+        return self._plain is not None and self._plain.family != socket.AF_UNIX
+
+    def seal(self, sent: Seal, received: Seal) -> None:
+        """From the next frame on, in both directions, each one is authenticated."""
+        self._seals = sent, received
 
     def set_ticks(self, recv_s: float, send_s: float) -> None:
         """How long one system call may block, in seconds; 0: for ever (then only without a deadline)."""
@@ -279,7 +292,9 @@ class FrameSocket:
         """
         views = [view for view in map(_flat, buffers) if view.nbytes]
         body_bytes = sum(view.nbytes for view in views)
-        views.insert(0, memoryview(_head(kind, header, views, body_bytes, flags)))
+        views.insert(0, memoryview(_head(kind, header, views, body_bytes, flags, self._seals is None)))
+        if self._seals is not None:
+            views.append(memoryview(self._seals[0].tag(views)))
         try:
             if fds and self._plain is not None:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -337,15 +352,23 @@ class FrameSocket:
                 big = bytearray(header_bytes)
                 self._read(memoryview(big), deadline)
                 header = bytes(big)
-            if not body_bytes:
-                _verify(start, header, b"")
-                return Frame(kind, flags, header, b"")
-            body = self._place(body_bytes, into)
-            self._read(body, deadline)
-            _verify(start, header, body)
+            body: memoryview | bytes = b""
+            if body_bytes:
+                body = place = self._place(body_bytes, into)
+                self._read(place, deadline)
+            if self._seals is None:
+                _verify(start, header, body)
+            else:
+                self._seals[1].check((start, header, body), self._take_tag(deadline))
             return Frame(kind, flags, header, body)
         except OSError as error:
             raise WireError(f"the peer is gone: {_reason(error)}") from error
+
+    def _take_tag(self, deadline: Deadline | None) -> bytes:
+        self._fill(TAG_BYTES, deadline)
+        tag = bytes(self._in[self._start : self._start + TAG_BYTES])
+        self._start += TAG_BYTES
+        return tag
 
     def _place(self, body_bytes: int, into: memoryview | None) -> memoryview:
         if into is not None and into.nbytes >= body_bytes:
@@ -447,7 +470,7 @@ class FrameSocket:
     @property
     def plain_fd(self) -> int:
         """The socket's, if what is sent there is sent as it is; else -1."""
-        return self._plain.fileno() if self._plain is not None else -1
+        return self._plain.fileno() if self._plain is not None and self._seals is None else -1
 
     def take_buffered(self) -> bytes:
         """What was read ahead and not used; for handing the connection over to a decoder."""
@@ -472,7 +495,7 @@ class FrameSocket:
             os.close(self._fds.pop())
 
     def __repr__(self) -> str:
-        transport = "tls" if self._tls is not None else "plain"
+        transport = "tls" if self._tls is not None else "plain" if self._seals is None else "sealed"
         return f"<FrameSocket {transport} {'closed' if self.closed else 'open'}>"
 
 
