@@ -86,6 +86,8 @@ def test_a_used_run_directory_and_one_of_another_version_are_refused(
     run_dir.mkdir()
     spec, origins = load_spec(None, {"script": script}, {})
     save_spec(run_dir, spec, origins)
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "worker-0.log").touch()
     assert everstep(monkeypatch, "run", "--run-dir", str(run_dir), script) == 2
     assert "has ended" in one_line(capsys)
     job = run_dir / "job.json"

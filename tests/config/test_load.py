@@ -173,6 +173,7 @@ def test_host_and_port() -> None:
 def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     (tmp_path / "binary.py").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "wrong.py").write_text("x = 1\ndef f(:\n")
     monkeypatch.chdir(tmp_path)
     assert check_script("train.py") == tmp_path / "train.py"
     for script, words in [
@@ -181,6 +182,7 @@ def test_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nowhere/x.py", "does not exist"),
         (str(tmp_path), "is a directory"),
         ("binary.py", "no Python"),
+        ("wrong.py", r"'wrong.py', line 2: invalid syntax"),
     ]:
         with pytest.raises(ConfigError, match=words) as error:
             check_script(script)

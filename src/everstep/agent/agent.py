@@ -61,6 +61,7 @@ from everstep.net.messages import (
 )
 from everstep.net.shown import shown
 from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
+from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
 
 WORKER_GRACE_S = 5.0  # SIGTERM -> SIGKILL of a worker when the job ends
@@ -253,7 +254,7 @@ class Agent:
     def log(self, text: str) -> None:
         """A line in logs/agent.log."""
         stamp = time.strftime("%H:%M:%S") + f".{int(time.time() * 1000) % 1000:03d}"
-        with contextlib.suppress(OSError), self._log_path.open("a") as out:
+        with contextlib.suppress(OSError), open(self._log_path, "a", opener=private) as out:
             out.write(f"{stamp} {escaped_lines(text)}\n")
 
     def _tell(self, text: str) -> None:

@@ -70,13 +70,15 @@ def _check_own(path: Path) -> None:
     owner = path.stat().st_uid
     if owner != os.geteuid() and os.geteuid() != 0:  # (root may be given a directory of its user, in a container)
         raise ConfigError(f"run directory {path}: belongs to another user (uid {owner}); choose another --run-dir")
-    for entry in path.iterdir():
-        if entry.is_symlink():
-            raise ConfigError(
-                f"run directory {path}: {escaped(entry.name)} in it is a link, which everstep does not follow; "
-                "remove it or "
-                "choose another --run-dir"
-            )
+    for folder in (path, *(path / name for name in (*FOLDERS, "checkpoints"))):
+        if folder.is_symlink() or not folder.is_dir():
+            continue  # (a link is told with the entries of the run directory, which come first)
+        for entry in folder.iterdir():
+            if entry.is_symlink():
+                raise ConfigError(
+                    f"run directory {path}: {escaped(str(entry.relative_to(path)))} in it is a link, which everstep "
+                    "does not follow; remove it or choose another --run-dir"
+                )
 
 
 def in_use(path: Path) -> bool:

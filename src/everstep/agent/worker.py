@@ -24,6 +24,7 @@ from everstep.agent.stacks import dump_on_signal
 from everstep.agent.unit import await_fate, await_mates, become_unit
 from everstep.errors import EverstepError, ScriptError, script_place
 from everstep.model.failure import Failure
+from everstep.storage.atomic import private
 from everstep.storage.space import is_full
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _become(request: Fork) -> None:
     for signo in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(signo, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -240,7 +241,8 @@ def _tell(request: Fork, error: WorkerError) -> None:
     path = Path(request.error)
     fresh = path.with_suffix(".new")
     with contextlib.suppress(OSError):
-        fresh.write_bytes(msgspec.json.encode(error))
+        with open(fresh, "wb", opener=private) as file:
+            file.write(msgspec.json.encode(error))
         fresh.replace(path)
 
 

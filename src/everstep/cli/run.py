@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from everstep.agent.agent import Agent, Outcome
-from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
+from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
@@ -26,6 +26,20 @@ from everstep.net.sockets import listen_tcp, parse_host_port
 from everstep.protect.model import IN_RUN_DIR
 
 NODE = NodeId("node0")
+LEFT = (  # by a run in which nothing was started
+    "job.json",
+    "secret",
+    "master.json",
+    "journal.sqlite",
+    "journal.sqlite-wal",
+    "journal.sqlite-shm",
+    "events.jsonl",
+    "metrics.jsonl",
+    "members.jsonl",
+    "metrics.token",
+    "summary.json",
+    "resume.json",
+)
 STATUS_S = 1.0  # a display waits no longer for the master
 
 
@@ -37,7 +51,9 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
     spec = msgspec.structs.replace(spec, script=str(script), name=name, bind=settled(spec.bind), checkpoint_to=to)
-    spec = msgspec.structs.replace(spec, metrics=settled(spec.metrics), model_to=model_place(spec.model_to))
+    spec = msgspec.structs.replace(
+        spec, metrics=settled(spec.metrics, tried=False), model_to=model_place(spec.model_to)
+    )
     refuse_foreign(spec.checkpoint_to)
     run_dir = Path(absolute(spec.run_dir)) if spec.run_dir else new_run_dir(spec.name)
     with RunDirLock.take(run_dir):
@@ -55,14 +71,17 @@ def model_place(url: str) -> str:
     return url if url in ("none", IN_RUN_DIR) else absolute(url) if url else IN_RUN_DIR
 
 
-def settled(bind: str) -> str:
-    """``--bind HOST:0`` takes a free port now, so that every later master of the job listens on the same one."""
+def settled(bind: str, tried: bool = True) -> str:
+    """``--bind HOST:0`` takes a free port now, so that every later master of the job listens on the same one.
+    ``tried``: an address that cannot be had is an error (PlatformError)."""
     if not bind:
         return bind
     host, port = parse_host_port(bind)
-    if port:
+    if port and not tried:
         return bind
-    with contextlib.closing(listen_tcp(host, 0)) as probe:
+    with contextlib.closing(listen_tcp(host, port)) as probe:
+        if port:
+            return bind
         port = probe.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -73,12 +92,26 @@ def job_name(script: Path) -> str:
 
 
 def refuse_used(run_dir: Path) -> None:
-    """Raises ConfigError if a job has been here: its parameters are gone, so it cannot go on."""
+    """Raises ConfigError if a job has been here: its parameters are gone, so it cannot go on. What a run left that
+    started nothing (its address was in use, say) is removed. With the run directory locked."""
+    if (run_dir / "job.json").exists() and not ran(run_dir):
+        for name in LEFT:
+            (run_dir / name).unlink(missing_ok=True)
     if (run_dir / "job.json").exists():
         read_spec(run_dir)  # another version says so itself
         raise ConfigError(
             f"run directory {run_dir}: holds a job that has ended; choose another --run-dir or remove this one"
         )
+
+
+def ran(run_dir: Path) -> bool:
+    """Whether a worker or a ps was ever started here, or something of a job is here that we do not know."""
+    known = {*LEFT, *FOLDERS, "lock"}
+    started = ("worker-", "ps-")
+    here = [entry.name for entry in run_dir.iterdir()]
+    logs = [entry.name for entry in (run_dir / "logs").iterdir()] if "logs" in here else []
+    audit = "audit" in here and any((run_dir / "audit").iterdir())
+    return audit or not known.issuperset(here) or any(name.startswith(started) for name in logs)
 
 
 def refuse_foreign(url: str) -> None:

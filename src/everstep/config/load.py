@@ -19,6 +19,7 @@ import sys
 import tempfile
 import types
 import typing
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -257,12 +258,19 @@ def check_script(script: str | Path) -> Path:
         near = _nearest(path.name, _python_files(path.parent))
         raise ConfigError(f"training script {str(script)!r} does not exist{near}")
     try:
-        with path.open("rb") as file:
-            head = file.read(4096)
+        text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"training script {str(script)!r} cannot be read: {error.strerror}") from None
-    if b"\0" in head:
+    if b"\0" in text[:4096]:
         raise ConfigError(f"training script {str(script)!r} is no Python text file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # (they are shown when the script runs)
+            compile(text, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ConfigError(f"training script {str(script)!r}, line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"training script {str(script)!r} cannot be compiled: {error}") from None
     return path.absolute()
 
 
@@ -331,7 +339,7 @@ def new_run_dir(name: str, parent: Path | None = None) -> Path:
         for number in range(1, 1000):
             path = base / (stamp if number == 1 else f"{stamp}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(mode=0o700)
                 return path
     except OSError as error:
         raise PlatformError(f"cannot create a run directory in {str(base)!r}: {error.strerror}") from None
@@ -353,7 +361,7 @@ def save_spec(run_dir: Path, spec: JobSpec, origins: Mapping[str, str]) -> None:
             json.dump(record, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(0o600)
         Path(temporary).replace(run_dir / "job.json")
         temporary = ""
     except OSError as error:

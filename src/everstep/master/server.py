@@ -100,7 +100,7 @@ from everstep.net.log import log_plainly
 from everstep.net.rendezvous import MASTER_SOCKET, SECRET_FILE, MasterInfo, read_master, write_master
 from everstep.net.sockets import listen_tcp, listen_unix, parse_host_port
 from everstep.net.strangers import allow_many_descriptors
-from everstep.storage.atomic import write_atomic
+from everstep.storage.atomic import private, write_atomic
 from everstep.storage.journal import Journal
 from everstep.storage.space import be_patient, with_space
 
@@ -144,7 +144,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab")
+        self._file = open(path, "ab", opener=private)  # noqa: SIM115
         self._failed = False
 
     def write(self, line: object) -> None:

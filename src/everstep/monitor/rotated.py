@@ -6,6 +6,9 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+from everstep.storage.atomic import private
 
 logger = logging.getLogger("everstep.monitor")
 
@@ -16,7 +19,10 @@ class RotatedFile:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max = path, max_bytes
         self._failed = False
-        self._file = path.open("ab")
+        self._file = self._open()
+
+    def _open(self) -> IO[bytes]:
+        return open(self._path, "ab", opener=private)
 
     def __repr__(self) -> str:
         return f"<{self._path.name} of at most {self._max} bytes>"
@@ -29,7 +35,7 @@ class RotatedFile:
             if self._file.tell() >= self._max:
                 self._file.close()
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
-                self._file = self._path.open("ab")
+                self._file = self._open()
             self._file.write(b"\n".join(lines) + b"\n")
             self._file.flush()
             self._failed = False
@@ -39,7 +45,7 @@ class RotatedFile:
             self._failed = True
             if self._file.closed:
                 with contextlib.suppress(OSError):
-                    self._file = self._path.open("ab")
+                    self._file = self._open()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

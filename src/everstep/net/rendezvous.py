@@ -47,6 +47,7 @@ def write_master(run_dir: Path, info: MasterInfo) -> None:
     path = run_dir / MASTER_FILE
     part = path.with_name(f"{MASTER_FILE}.{os.getpid()}.part")
     try:
+        part.touch(mode=0o600)
         part.write_bytes(msgspec.json.encode(info))
         part.replace(path)
     except OSError as error:

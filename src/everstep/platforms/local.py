@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from everstep.storage.atomic import private
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _prctl = _libc.prctl
@@ -110,7 +112,7 @@ def spawn(
 ) -> Process:
     """Start a process: stdin empty, stdout and stderr appended to ``log``. Call it from a thread that lives as
     long as the child shall (the kernel's "parent" is the thread)."""
-    with log.open("ab") as out:
+    with open(log, "ab", opener=private) as out:
         popen = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,

@@ -9,7 +9,12 @@ from pathlib import Path
 from everstep.errors import PlatformError
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
+def private(path: str, flags: int) -> int:
+    """For ``open(..., opener=private)``: a new file is the user's alone, and a link is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Put ``data`` at ``path``: a reader sees the old file or the new one, whatever dies when.
 
     Durable on return (file and directory are synced). Raises ``PlatformError``; the old file is intact then.

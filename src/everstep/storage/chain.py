@@ -60,8 +60,8 @@ class ChainWriter:
         self._chain = _link(MAGIC, payload)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._fd = with_space(lambda: os.open(path, flags, 0o644))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = with_space(lambda: os.open(path, flags, 0o600))
         except FileExistsError:
             raise InternalError(f"{path} exists already: an audit log has one writer for its whole life") from None
         except OSError as error:

@@ -34,6 +34,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import BrainEvent, InstructionType
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
+from everstep.storage.atomic import private
 from everstep.storage.space import is_full, with_space
 from everstep.storage.wal import WalFile
 
@@ -361,6 +362,13 @@ def _wake(future: asyncio.Future[None], error: EverstepError | None) -> None:
 
 def _open(path: Path) -> sqlite3.Connection:
     wal = WalFile(path)
+    try:
+        with open(path, "ab", opener=private):  # (its log has the mode of the file)
+            pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise PlatformError(f"cannot open {path}: {error.strerror}") from None
     try:
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from everstep.errors import ConfigError, StorageError, escaped
+from everstep.storage.atomic import private
 
 _HOPELESS = {
     errno.ENOSPC,
@@ -130,7 +131,8 @@ def open_place(where: str | Path) -> Place:
 
 
 class LocalPlace(Place):
-    """``write``, ``fsync``, ``rename``, ``fsync`` of the directory."""
+    """``write``, ``fsync``, ``rename``, ``fsync`` of the directory. What is made in a directory of the user's alone is,
+    too; elsewhere the user's umask says who may read it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -183,10 +185,12 @@ class _LocalFile(NewFile):
         self._file: io.FileIO | None = None
         with self._writing():
             missing = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in missing:
+            known = missing[-1].parent if missing else path.parent
+            own = not known.stat().st_mode & 0o077  # (as a run directory is)
+            for folder in reversed(missing):
+                folder.mkdir(mode=0o700 if own else 0o777, exist_ok=True)
                 _sync(folder.parent)
-            self._file = self.temporary.open("xb", buffering=0)
+            self._file = open(self.temporary, "xb", buffering=0, opener=private if own else None)  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> None:
         assert self._file is not None, "written after its end"
