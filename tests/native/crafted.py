@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, unique_route
+from everstep.native import Kind, Store, crc32c, unique_route
 from everstep.native.blob import Blob, Marks, build, parse, seal
 from everstep.native.twin import TwinStore, bucket_of
 
@@ -108,7 +108,7 @@ def longer(data: bytearray, rng: random.Random) -> None:
 def crafted(blob: bytes, rng: random.Random) -> bytes:
     data = bytearray(blob)
     for _ in range(rng.choice((1, 1, 2))):
-        if data:
+        if len(data) >= 32:
             rng.choice((flip, word, word, other_kind, cut, longer))(data, rng)
     return seal(bytes(data)) if len(data) >= 32 and rng.random() < 0.97 else bytes(data)
 
@@ -235,6 +235,70 @@ def mirror_attempts(seed: int, count: int) -> Counter[str]:
     return outcomes
 
 
+def sealed_rest(data: bytearray) -> bytes:
+    """Contents of what is left of a mirror have their checksum elsewhere."""
+    if len(data) >= 36:
+        struct.pack_into("<I", data, 32, crc32c(bytes(data[36:]), crc32c(bytes(data[:32]))))
+    return bytes(data)
+
+
+def recovery_attempts(seed: int, count: int) -> Counter[str]:
+    """Two members of four are lost, and come back out of two rows of parity: what survivors and the other row give is
+    crafted."""
+    rng = random.Random(seed)
+    owner, rows = filled(), [empty(Store), empty(Store)]
+    owner.take_outbox(1 << 30)
+    lost = [1, BUCKET]
+    survivors: list[bytes] = []
+    for row, store in enumerate(rows):
+        store.mirror_make(1, list(range(BUCKETS)), row)
+    for member in range(BUCKETS):
+        blobs = contents(owner, member)
+        survivors += blobs if member not in lost else []
+        for store in rows:
+            for blob in blobs:
+                store.mirror_apply(1, blob)
+    outcomes: Counter[str] = Counter()
+    for number in range(count):
+        say(f"recovery {number}")
+        for row, store in enumerate(rows):
+            store.recover_begin(1, lost, lost if row == 0 else [])
+        for blob in survivors:
+            if rng.random() < 0.2:
+                outcomes[answer(lambda b=crafted(blob, rng): rows[0].recover_fold(1, b))] += 1
+            if rng.random() < 0.97:
+                outcomes[answer(lambda b=blob: rows[0].recover_fold(1, b))] += 1
+            rows[1].recover_fold(1, blob)
+        for table in owner.tables():
+            for kind in (Kind.HEADS, Kind.BODIES):
+                _, rest = rows[1].emit_recovering(1, kind, table, 0, 4096)
+                data = bytearray(rest)
+                if rng.random() < 0.5:
+                    rng.choice((flip, word, cut, longer))(data, rng)
+                outcomes[answer(lambda b=sealed_rest(data): rows[0].recover_other(1, b))] += 1
+        for store in rows:
+            store.recover_end(1, abort=True)
+    return outcomes
+
+
+def contents(store: Store, member: int) -> list[bytes]:
+    for kind in (Kind.HEADS, Kind.BODIES):
+        for table in store.tables():
+            lo = 0
+            while lo >= 0:
+                lo = store.emit(member, kind, table, lo, lo + 64)
+    store.emit_marks(member)
+    _, entries, data = store.take_outbox(1 << 30)
+    return [data[at : at + length].tobytes() for _, _, _, at, length in entries]
+
+
+def answer(attempt: Callable[[], int]) -> str:
+    try:
+        return f"answered {attempt()}"
+    except ValueError:
+        return "refused"
+
+
 def apply(store: Store, blob: bytes) -> str:
     try:
         width = {t: store.layout(t)[2] for t in store.tables()}
@@ -289,5 +353,6 @@ def say(what: str) -> None:
 if __name__ == "__main__":
     seed, count = int(sys.argv[1]), int(sys.argv[2])
     found = {"snapshots": dict(attempts(seed, count)), "mirrors": dict(mirror_attempts(seed, count // 8))}
+    found["recoveries"] = dict(recovery_attempts(seed, count // 8))
     any_blobs(count // 2)
     print(found)
