@@ -38,7 +38,7 @@ from everstep.net.messages import (
     Push,
     Pushed,
 )
-from everstep.net.sockets import listen_unix
+from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.machine import Machine
 from everstep.protect.streams import Kind
 from everstep.ps import faults
@@ -54,9 +54,13 @@ PATIENCE_S = 60.0
 
 
 class Ps:
-    def __init__(self, run_dir: Path, secret: Secret, slot: int, life: int, acked: bool) -> None:
+    def __init__(self, run_dir: Path, secret: Secret, slot: int, life: int, acked: bool, far: bool = False) -> None:
+        """``far``: each on a node of its own, with ``--tls control``."""
         self.slot, self.life = Slot(slot), Incarnation(life)
         self.address = Address(NodeId("node0"), f"sock/ps-{slot}.{life}.sock")
+        listener = listen_tcp("127.0.0.1", 0) if far else listen_unix(run_dir / self.address.unix)
+        if far:
+            self.address = Address(NodeId(f"node{slot}"), "", "127.0.0.1", listener.getsockname()[1])
         self.failures: list[str] = []
         self.service = PsService.create(
             n_buckets=B,
@@ -69,10 +73,15 @@ class Ps:
             on_failure=self.failures.append,
         )
         me = Identity(purpose="data", role="ps", slot=self.slot, incarnation=self.life, node=NodeId("node0"))
-        self.server = DataServer(self.service, [listen_unix(run_dir / self.address.unix)], secret, me)
+        self.server = DataServer(self.service, [listener], secret, me, tls=False)
         self.service.keeper.start(
             lambda place: DataClient(
-                place.address, secret=secret, identity=me, run_dir=run_dir, expect=(place.slot, place.incarnation)
+                place.address,
+                secret=secret,
+                identity=me,
+                run_dir=run_dir,
+                expect=(place.slot, place.incarnation),
+                tls="control",
             )
         )
 
@@ -88,12 +97,12 @@ class Ps:
 class Cluster:
     """``push`` is a worker: one batch to every ps, again until all have it, in their newest map."""
 
-    def __init__(self, run_dir: Path, n: int, acked: bool = True) -> None:
-        self.run_dir, self.acked = run_dir, acked
+    def __init__(self, run_dir: Path, n: int, acked: bool = True, far: bool = False) -> None:
+        self.run_dir, self.acked, self.far = run_dir, acked, far
         (run_dir / "sock").mkdir(parents=True)
         (run_dir / "audit").mkdir()
         self.secret = Secret(secrets.token_bytes(32))
-        self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, acked) for s in range(n)}
+        self.ps = {Slot(s): Ps(run_dir, self.secret, s, 1, acked, far) for s in range(n)}
         self.owner = [Slot(b % n) for b in range(B)]
         self.mirrors: list[Mirror] = []
         self.images: tuple[tuple[BucketId, int], ...] = ()
@@ -215,7 +224,7 @@ class Cluster:
             self.ps.pop(Slot(slot)).end()
 
     def join(self, slot: int, life: int) -> None:
-        self.ps[Slot(slot)] = Ps(self.run_dir, self.secret, slot, life, self.acked)
+        self.ps[Slot(slot)] = Ps(self.run_dir, self.secret, slot, life, self.acked, self.far)
 
     def end(self) -> None:
         for p in self.ps.values():
@@ -233,8 +242,8 @@ def until(condition: Callable[[], bool]) -> None:
 def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
-    def make(n: int, acked: bool = True) -> Cluster:
-        made.append(Cluster(tmp_path / f"run{len(made)}", n, acked))
+    def make(n: int, acked: bool = True, far: bool = False) -> Cluster:
+        made.append(Cluster(tmp_path / f"run{len(made)}", n, acked, far))
         return made[-1]
 
     yield make
@@ -296,9 +305,10 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
     assert np.frombuffer(took[0].shards, "<i8").tolist() == [c.shard, 20]
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluster], rows: int) -> None:
-    c, twin = cluster(4 + rows), cluster(4 + rows)
+@pytest.mark.parametrize("rows, far", [(1, False), (2, False), (1, True)])
+def test_a_lost_member_is_folded_out_of_its_stripe(cluster: Callable[..., Cluster], rows: int, far: bool) -> None:
+    """``far``: every ps on a node of its own, and nothing encrypted between them: each frame is sealed."""
+    c, twin = cluster(4 + rows, far=far), cluster(4 + rows)
     striped(c, rows)
     striped(twin, rows)
     c.push(25)
