@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from everstep.errors import PlatformError, WireError
+from everstep.errors import CheckpointError, PlatformError, WireError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
@@ -359,3 +359,43 @@ def test_a_bucket_that_is_not_here_is_not_scanned(tmp_path: Path) -> None:
     assert isinstance(ask(s, Scan(SPEC.id, B - 2, 0, 10)), Scanned)
     assert isinstance(ask(s, Scan(SPEC.id, B - 1, 0, 10)), Moved)
     s.finish()
+
+
+def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
+    """It tries once under each map: whether there is another time, and where, is the master's to say."""
+    service = PsService.create(n_buckets=B, seed=1, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    said: list[tuple[int, int, int, str]] = []
+    tried: list[int] = []
+    heard = threading.Condition()
+
+    def load(bucket: int, checkpoint: int) -> Never:
+        tried.append(bucket)
+        raise (CheckpointError("its marks are of another kind") if bucket == 2 else ZeroDivisionError("ours"))
+
+    def failed(version: int, bucket: int, checkpoint: int, error: str) -> None:
+        with heard:
+            said.append((version, bucket, checkpoint, error))
+            heard.notify_all()
+
+    def wait_for(n: int) -> None:
+        with heard:
+            assert heard.wait_for(lambda: len(said) >= n, 60.0), said
+
+    service.load, service.on_load_failed = load, failed
+    owner = (0,) * B
+    images = tuple((b, 7 if b in (2, 5) else 0) for b in range(B))
+    first = msgspec.structs.replace(placement(1, owner), images=images)
+    service.set_placement(first)
+    wait_for(2)
+    assert sorted(said) == [
+        (1, 2, 7, "its marks are of another kind"),
+        (1, 5, 7, "ZeroDivisionError: ours"),
+    ]
+    assert not service.failure and service.keeper.machine.stuck == (2, 5)
+    with service.keeper.transition() as machine:
+        machine.settle()
+    assert sorted(tried) == [2, 5], "nothing else under this map"
+    service.set_placement(msgspec.structs.replace(first, version=2, routing=2))
+    wait_for(4)
+    assert {version for version, *_ in said[2:]} == {2}
+    service.finish()
