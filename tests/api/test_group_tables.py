@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import everstep as es
-from everstep.api.group_tables import pack, unpack
+from everstep.api.group_tables import Stepped, in_intervals, pack, unpack
 from everstep.api.job import Job
 from everstep.errors import InternalError, ScriptError
 from everstep.ids import TableId
 from everstep.monitor.audit import audit
+from everstep.tables.steps import Owed, table_shard
 
 N, BATCH = 240, 30
 
@@ -128,3 +129,56 @@ def test_gradients_on_their_way() -> None:
     for cut in (0, 8, 40, 100):
         with pytest.raises(InternalError):
             unpack(blob[:cut])
+
+
+def test_rows_behind_a_step_are_as_the_ps_will_have_them(join: Callable[..., Job]) -> None:
+    """Two steps in an iteration, and rows read between and behind them: Adagrad, whose state is on the ps."""
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net(), optimizer=es.Adagrad(lr=0.5)))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = torch.zeros(0)
+    for batch in job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False)):
+        with torch.no_grad():
+            before = model.table(torch.arange(40)).clone()
+        if len(seen):
+            torch.testing.assert_close(before, seen, rtol=0, atol=1e-6)
+        for _ in range(2):
+            opt.zero_grad()
+            loss_of(model, batch).backward()
+            opt.step()
+        with torch.no_grad():
+            seen = model.table(torch.arange(40)).clone()
+        assert not torch.equal(before, seen)
+    state = model.state_dict()["table.weight"]
+    torch.testing.assert_close(state[1:], seen[1:], rtol=0, atol=1e-6)
+    job.close()
+    assert audit(Path(job.run_dir)).ok
+
+
+def test_rows_that_the_script_edits_and_leaves_so_are_refused(join: Callable[..., Job]) -> None:
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net(), optimizer=es.SGD(lr=0.5)))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ScriptError, match=r"changed rows of table 'table' by hand.*only=.*--mode ps"):
+        for batch in job.steps(job.loader(data(), BATCH, shuffle=False)):
+            loss_of(model, batch).backward()
+            opt.step()
+            with torch.no_grad():
+                model.table.weight.clamp_(-0.01, 0.01)
+
+
+def test_a_step_with_a_table_stepped_several_times_is_several_intervals() -> None:
+    def stepped(table: int) -> Stepped:
+        return Stepped(TableId(table), np.arange(2), np.ones((2, 4), np.float32), 0.1)
+
+    owed = Owed(7, table_shard(0, 0), 30, 33)
+    content = [stepped(1), stepped(2), stepped(1), stepped(1)]
+    parts = in_intervals(owed, content)
+    assert [(part.lo, part.hi, [s.table for s in found]) for part, found in parts] == [
+        (30, 31, [1, 2]),
+        (31, 32, [1]),
+        (32, 33, [1]),
+    ]
+    assert in_intervals(owed, []) == [(owed, [])]
+    with pytest.raises(ScriptError, match="stepped 4 times in one step of 3 samples"):
+        in_intervals(owed, [*content, stepped(1)])

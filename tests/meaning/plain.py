@@ -100,12 +100,13 @@ def formula_of(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[s
 class PlainJob:
     """The face of a job; every method gives back what it was given."""
 
-    slot, shards, shard, chief, seed = 0, 1, 0, True, 0
+    slot, shards, shard, chief = 0, 1, 0, True
     device = torch.device("cpu")
 
-    def __init__(self, scale: int, ps: bool, steps: Steps | None, lazy: bool) -> None:
-        torch.manual_seed(0)
-        self.spec = SimpleNamespace(ps=int(ps), workers=1, mode="plain", seed=0)
+    def __init__(self, scale: int, ps: bool, steps: Steps | None, lazy: bool, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.seed = seed
+        self.spec = SimpleNamespace(ps=int(ps), workers=1, mode="plain", seed=seed)
         self._scale, self._lazy = scale, lazy
         self._steps = None if steps is None else list(steps)
         self._datasets: list[str] = []
@@ -156,8 +157,9 @@ class PlainJob:
                     continue  # another one's
                 if table.spec is not None:
                     kind, options = formula_of(table.spec)
-                    if group is not None and "initial_lr" in group:  # its schedule is that of the table, too
-                        options["lr"] *= float(group["lr"]) / float(group["initial_lr"])
+                    leads = opt.param_groups[0] if group is None else group
+                    if "initial_lr" in leads:  # its schedule is that of the table, too
+                        options["lr"] *= float(leads["lr"]) / float(leads["initial_lr"])
                 elif group is not None and not self._lazy:
                     continue
                 elif group is not None:
@@ -322,12 +324,14 @@ class Plain:
         steps: Steps | None = None,
         lazy: bool = False,
         wrong: Callable[[PlainJob], None] | None = None,
+        seed: int = 0,
     ) -> None:
         self.scale, self._ps, self._steps, self._lazy, self._wrong = scale, ps, steps, lazy, wrong
+        self._seed = seed
         self.nn = PlainTables()
 
     def join(self, **options: Any) -> PlainJob:
-        job = PlainJob(self.scale, self._ps, self._steps, self._lazy)
+        job = PlainJob(self.scale, self._ps, self._steps, self._lazy, self._seed)
         if self._wrong is not None:
             self._wrong(job)
         return job

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -65,6 +66,20 @@ def letters() -> Arrays:
 # ---------------------------------------------------------------- a script around a model
 
 
+@dataclass
+class Run:
+    """How ``train`` runs. ``curve``: a file to which each iteration's loss is added; then the optimizer is SGD, under
+    which a gradient that is wrong by a factor shows (Adam takes it out again). ``too_large``: by how much the gradient
+    of this process is wrong."""
+
+    seed: int = 0
+    curve: Path | None = None
+    too_large: float = 0.0
+
+
+RUN = Run()
+
+
 def train(
     es: Any,
     make: Callable[[], nn.Module],
@@ -72,11 +87,15 @@ def train(
     loss_of: Loss,
     *,
     lr: float = 1e-3,
+    sgd: float = 0.1,
     tables: bool = False,
     batch: int = 32,
     epochs: int = 2,
 ) -> Result:
     """The documented lines, and nothing else."""
+    data = {**data, "row": np.arange(len(next(iter(data.values()))))}
+    if RUN.curve is not None:
+        return curve(es, make, data, loss_of, sgd, tables, batch, -(-2000 // len(data["row"])))
     job = es.join()
     model = make()
     if tables and job.spec.ps:
@@ -103,10 +122,45 @@ def train(
             rows.step()
         losses.append(float(loss.detach()))
         job.report(loss=loss)
+    return {"each.loss": np.array(losses, np.float32), "metric": _metric(job, model, loss_of, data)}
+
+
+def _metric(job: Any, model: nn.Module, loss_of: Loss, data: Arrays) -> np.ndarray[Any, Any]:
+    """The loss on the data held out."""
     test = {k: torch.as_tensor(v[-len(v) // 4 :]) for k, v in data.items()}
     with job.eval(model):
-        metric = float(loss_of(model, test))
-    return {"each.loss": np.array(losses, np.float32), "metric": np.array(metric, np.float32)}
+        return np.array(float(loss_of(model, test).detach()), np.float32)
+
+
+def curve(
+    es: Any,
+    make: Callable[[], nn.Module],
+    data: Arrays,
+    loss_of: Loss,
+    lr: float,
+    tables: bool,
+    batch: int,
+    epochs: int,
+) -> Result:
+    """The script of a job of several processes that are killed: what is noted outlives the process."""
+    job = es.join()
+    model = make()
+    if tables and job.spec.ps:
+        model = job.sparse(model)
+    model = job.replicate(model)
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=lr))
+    batch = batch // job.spec.workers if job.spec.mode == "allreduce" else batch
+    train_data = {k: v[: -len(v) // 4] for k, v in data.items()}
+    assert RUN.curve is not None
+    with RUN.curve.open("a", buffering=1) as notes:
+        for one in job.steps(job.loader(train_data, batch_size=batch, epochs=epochs)):
+            opt.zero_grad()
+            loss = loss_of(model, one)
+            (loss * (1 + RUN.too_large)).backward()
+            opt.step()
+            rows = one["row"]
+            notes.write(f"{os.getpid()} {job.slot} {job.step} {int(rows[0])} {len(rows)} {float(loss.detach())!r}\n")
+    return {"metric": _metric(job, model, loss_of, data)}
 
 
 def bce(model: Any, batch: dict[str, Tensor], out: Tensor) -> Tensor:
@@ -174,7 +228,8 @@ def vision() -> None:
     raise ImportError("torchvision does not fit this torch")
 
 
-def deepctr(es: Any, name: str, **options: Any) -> Result:
+def deepctr(es: Any, name: str, penalty: bool = False, **options: Any) -> Result:
+    """``penalty``: with the library's own (L2 of the embeddings), as its ``fit`` adds it."""
     models = importlib.import_module("deepctr_torch.models")
     inputs = importlib.import_module("deepctr_torch.inputs")
     data, kinds = flights()
@@ -182,13 +237,14 @@ def deepctr(es: Any, name: str, **options: Any) -> Result:
     columns.append(inputs.DenseFeat("dense", 4))
 
     def make() -> Any:
-        torch.manual_seed(1)
-        return getattr(models, name)(columns, columns, dnn_hidden_units=(16, 8), l2_reg_embedding=0, **options)
+        given = {"dnn_hidden_units": (16, 8), "l2_reg_embedding": 0, "seed": RUN.seed, **options}
+        return getattr(models, name)(columns, columns, **given)
 
     def loss_of(net: Any, batch: dict[str, Tensor]) -> Tensor:
         net.train(net.training)
         out = net(torch.cat([batch["cat"].float(), batch["dense"]], 1))
-        return nn.functional.binary_cross_entropy(out.reshape(-1), batch["label"])
+        loss = nn.functional.binary_cross_entropy(out.reshape(-1), batch["label"])
+        return loss + net.get_regularization_loss().sum() if net.training and penalty else loss
 
     return train(es, make, data, loss_of, tables=True)
 
@@ -206,6 +262,12 @@ def deepctr_dcn(es: Any) -> Result:
 @model("deepctr_torch", "CTR")
 def deepctr_autoint(es: Any) -> Result:
     return deepctr(es, "AutoInt")
+
+
+@model("deepctr_torch", "CTR")
+def deepctr_deepfm_l2(es: Any) -> Result:
+    """With the library's penalty of all embeddings: on the ps it is refused."""
+    return deepctr(es, "DeepFM", penalty=True, l2_reg_embedding=1e-3, l2_reg_linear=1e-3)
 
 
 def rechub_features() -> tuple[list[Any], list[Any]]:
@@ -240,7 +302,7 @@ def rechub_dcn(es: Any) -> Result:
         sparse, dense = rechub_features()
         return ranking.DCN([*dense, *sparse], 2, {"dims": [16, 8]})
 
-    return train(es, make, flights()[0], rechub_loss, tables=True)
+    return train(es, make, flights()[0], rechub_loss, tables=True, sgd=0.03)
 
 
 @model("torch_rechub", "sequences")
@@ -296,7 +358,7 @@ def timm_vit(es: Any) -> Result:
             img_size=28, patch_size=7, in_chans=1, num_classes=10, embed_dim=24, depth=2, num_heads=2
         )
 
-    return train(es, make, clothes(), picture)
+    return train(es, make, clothes(), picture, sgd=0.02)
 
 
 @model("timm", "vision")
@@ -319,7 +381,7 @@ def torchvision_resnet(es: Any) -> Result:
     def make() -> Any:
         return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
 
-    return train(es, make, {k: v[:128] for k, v in clothes().items()}, loss_of, epochs=1)
+    return train(es, make, {k: v[:128] for k, v in clothes().items()}, loss_of, epochs=1, sgd=0.02)
 
 
 @model("torchvision", "vision")
@@ -330,7 +392,7 @@ def torchvision_squeezenet(es: Any) -> Result:
         return nn.functional.cross_entropy(net(batch["image"].expand(-1, 3, -1, -1)), batch["label"])
 
     make = functools.partial(models.squeezenet1_1, num_classes=10)
-    return train(es, make, {k: v[:128] for k, v in clothes().items()}, loss_of, epochs=1)
+    return train(es, make, {k: v[:128] for k, v in clothes().items()}, loss_of, epochs=1, sgd=0.03)
 
 
 @model("x_transformers", "text")
@@ -391,4 +453,4 @@ def tab_transformer(es: Any) -> Result:
             categories=kinds, num_continuous=4, dim=16, depth=1, heads=2, dim_head=8, mlp_act=nn.ReLU()
         )
 
-    return train(es, make, data, lambda net, b: bce(net, b, net(b["cat"], b["dense"])))
+    return train(es, make, data, lambda net, b: bce(net, b, net(b["cat"], b["dense"])), sgd=0.01)

@@ -15,7 +15,7 @@ import pytest
 from masters import Master
 
 from everstep.brain.events import Ok
-from everstep.ids import NodeId, TableId
+from everstep.ids import NodeId, ShardKey, TableId
 from everstep.model.member import Address
 from everstep.net import messages as wire
 from everstep.net.auth import ClientAuth, Identity, Secret, authenticate_client
@@ -30,7 +30,13 @@ NODE = NodeId("node0")
 DATA = Identity(purpose="data", role="worker", node=NODE)
 CONTROL = Identity(purpose="control", role="worker", node=NODE)
 PART = wire.Part(TableId(1), 2, 3, 4)
-REQUESTS = (wire.Stat(), wire.Attach(4096), wire.Pull(1, (PART,), True), wire.Scan(TableId(1), 2, 3, 4))
+REQUESTS = (
+    wire.Stat(),
+    wire.Attach(4096),
+    wire.Peek(1, TableId(1), b"12345678", ShardKey(0), 2, ShardKey(0), 3),
+    wire.Pull(1, (PART,), True),
+    wire.Scan(TableId(1), 2, 3, 4),
+)
 CALLS = (wire.Call(1, wire.GetStatus()), wire.Call(2, wire.AskShard(0, 1, 1)), wire.Call(3, wire.Beat(((5, 6),))))
 
 

@@ -32,6 +32,8 @@ from everstep.net.messages import (
     Opened,
     OpenShard,
     Part,
+    Peek,
+    Peeked,
     PsStats,
     Pull,
     Pulled,
@@ -399,3 +401,27 @@ def test_a_ps_that_cannot_load_stays_and_says_so(tmp_path: Path) -> None:
     wait_for(4)
     assert {version for version, *_ in said[2:]} == {2}
     service.finish()
+
+
+def test_a_peek_has_rows_with_their_state_and_says_what_is_in_them(tmp_path: Path) -> None:
+    s = PsService.create(n_buckets=B, seed=5, slot=Slot(0), incarnation=Incarnation(1), run_dir=tmp_path)
+    s.set_placement(placement(1, (0,) * B))
+    spec = TableSpec("a", 2, OptimizerSpec(OptimizerKind.ADAGRAD, 0.5), InitSpec(InitKind.CONSTANT, 1.0, 0.0))
+    ask(s, Declare((spec,)))
+    ask(s, OpenShard(SHARD, 0, LeaseNo(1)))
+    keys = unique_route(np.arange(5), B, spec.id, np.zeros(B, np.int32), 1)[0]
+    body = memoryview(keys.tobytes() + np.ones((5, 2), np.float32).tobytes())
+    token = Token(SHARD, 0, 3, LeaseNo(1), Incarnation(1), Slot(0), Incarnation(1))
+    answer, _ = s.handle(Push(1, token, (Part(spec.id, 5, 0, 40),), False), body, None)
+    assert isinstance(answer, Pushed) and answer.applied == B
+    wanted = np.array([3, 99, 0], np.int64).tobytes()
+    for until, done in ((3, True), (4, False)):
+        answer, buffers = s.handle(Peek(1, spec.id, wanted, SHARD, 3, SHARD, until), memoryview(b""), None)
+        assert answer == Peeked(2)
+        assert sorted(buffers[0].tolist()) == [0, 3]
+        np.testing.assert_allclose(buffers[1], 0.5, rtol=1e-6)
+        np.testing.assert_allclose(buffers[2], 1.0, rtol=1e-6)
+        assert buffers[3].tolist() == [done, done]
+    assert isinstance(ask(s, Peek(2, spec.id, wanted, SHARD, 0, SHARD, 1)), Moved)
+    assert isinstance(ask(s, Peek(1, spec.id, b"1234567", SHARD, 0, SHARD, 1)), Bad)
+    s.finish()

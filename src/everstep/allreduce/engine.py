@@ -329,7 +329,7 @@ class GroupEngine:
             self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
         self._reducer.clock = self.clock
         self._reducer.refusal = self._no_rounds()
-        self._reducer.sums = not (self.spec.logical_workers or self.tables is not None or self.sharded)
+        self._reducer.sums = not (self.spec.logical_workers or self.sharded)
         if before is not None:
             self._reducer.follow(before)
 
@@ -339,8 +339,6 @@ class GroupEngine:
         why = way = ""
         if spec.logical_workers:
             why, way = "with --logical-workers", "run without --logical-workers"
-        elif self.tables is not None:
-            why, way = "with tables on the ps", "keep the tables in the model (no job.sparse, no --ps)"
         elif self.sharded:
             why, way = "with --shard", "run without --shard"
         elif spec.strategy == "fixed" and not self.alone and spec.min_workers < spec.workers:

@@ -5,6 +5,10 @@ members go to all of them, as the dense ones do, and are part of the vote. Their
 once the step is known to be committed by everybody (``tables.steps`` has the rules): each ps has one member that
 pushes to it, and the others keep what it needs to take over.
 
+The script may use rows behind its step, in the same iteration: an evaluation, a second pass of a GAN. Then the step is
+not at the ps, or not at all of them. This member asks for the rows with their optimizer state, and computes itself what
+the step makes of them; each answer says whether the ps has the step already.
+
 Three kinds of threads meet here: the script's, which takes batches and waits; the links' with answers; and the control
 connection's with newer maps. The machine is touched under one lock.
 """
@@ -29,12 +33,14 @@ from everstep.allreduce.step import Collective, Outcome, Step, Work
 from everstep.api.firing import TableFiring
 from everstep.api.rows import BatchTable
 from everstep.api.seat import Seat
-from everstep.api.tables import Item, TableSet
+from everstep.api.tables import Item, Peeked, TableSet
 from everstep.errors import DeadlineError, EverstepError, InternalError, ScriptError
 from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
+from everstep.model.table import OptimizerSpec
 from everstep.native import isfinite_all
+from everstep.native.twin import update
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.policies.split import Cut
 from everstep.tables.client import PsClient, Ticket
@@ -93,6 +99,52 @@ class _Sum(HeldRows):
             yield rows
 
 
+class Ahead(NamedTuple):
+    """Rows of a table with the steps of an iteration applied. ``keys`` int64 [n] ascending, ``values`` [n, dim]."""
+
+    keys: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, rows: Peeked, content: list[Stepped], optimizer: OptimizerSpec) -> Ahead:
+        order = np.argsort(rows.keys, kind="stable")
+        keys, values, states, done = rows.keys[order], rows.values[order], rows.states[order], rows.done[order]
+        for found in content:
+            rate = optimizer.lr if found.lr < 0 else found.lr
+            at = np.searchsorted(keys, found.keys)
+            for i, key, grad in zip(at.tolist(), found.keys.tolist(), found.grads, strict=True):
+                if i < len(keys) and keys[i] == key and not done[i]:
+                    update(values[i], states[i], grad, optimizer, rate)
+        return cls(keys, values)
+
+    def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Into ``values`` [m, dim] of ``keys`` [m], in place."""
+        if not len(self.keys):
+            return
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        here = self.keys[at] == keys
+        values[here] = self.values[at[here]]
+
+
+def in_intervals(owed: Owed, content: list[Stepped]) -> list[tuple[Owed, list[Stepped]]]:
+    """``owed`` as intervals in each of which a table is stepped once. Raises ScriptError if it has too few
+    positions."""
+    parts: list[list[Stepped]] = [[]]
+    for found in content:
+        nth = sum(found.table == other.table for part in parts for other in part)
+        if nth == len(parts):
+            parts.append([])
+        parts[nth].append(found)
+    last = len(parts) - 1
+    if last >= owed.hi - owed.lo:
+        raise ScriptError(
+            f"a table is stepped {len(parts)} times in one step of {owed.hi - owed.lo} samples: with tables on the ps "
+            "there is at most one for each sample; use a larger batch_size"
+        )
+    ends = [owed.lo + n for n in range(len(parts))] + [owed.hi]
+    return [(replace(owed, lo=lo, hi=hi), part) for lo, hi, part in zip(ends, ends[1:], parts, strict=False)]
+
+
 class GroupTables:
     """See the top of this file, and ``allreduce.step.StepTables``."""
 
@@ -104,7 +156,10 @@ class GroupTables:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
-        self._sums: dict[int, _Sum] = {}  # by step
+        self._sums: dict[tuple[int, int], _Sum] = {}  # by step and position
+        self._step: Step | None = None  # of the rows in hand
+        self._stale: set[str] = set()  # tables that were stepped since their rows were shown
+        self._ahead: dict[str, Ahead] = {}
         self._item: Item | None = None
         self._entries: list[Entry] = []
         self._saved: dict[str, Any] = {}  # the gradients that an iteration began with
@@ -113,12 +168,14 @@ class GroupTables:
         self._agreed: tuple[int, bool] = (0, False)  # map that everybody had at the exchange, and whether all had it
         self._barrier: Work | None = None
         self._surveyed: tuple[Collective | None, int, int] = (None, 0, 0)  # in which group, dataset and epoch
+        self._redo = False  # what is in hand will be done again
         self._origin = 0
         self._stop = 0
         self._gap_since = 0.0
         self.pushed = 0
         self.firing = TableFiring(tables)
         self.client.on_wait = self._waits_for_rows
+        tables.fresh, tables.all_since = self._apply_steps, True
 
     def __repr__(self) -> str:
         return f"<GroupTables {self.pushes}>"
@@ -219,10 +276,12 @@ class GroupTables:
 
     def take(self, step: Step, batch: Any) -> None:
         self.release()
+        self.tables.forget_asides()
+        self._forget_steps()
+        self._step = step
         self._item = item = self.tables.prepare(None, batch, create=True)
         self.tables.take(item)
         self._saved = {name: table.save() for name, table in self.tables.batches.items()}
-        self._content = []
 
     def collect(self, weight: float) -> None:
         if self._item is None:
@@ -242,13 +301,47 @@ class GroupTables:
             if found is None:
                 continue
             spec = self.tables.infos[table.name].spec
-            if any(content.table == spec.id for content in self._content):
-                raise ScriptError(
-                    f"table {table.name!r} is stepped twice in one iteration: in mode allreduce with ps a table has "
-                    "one step an iteration; step it once, or run with --mode ps"
-                )
+            self._stale.add(table.name)
+            table.stale = self._make_fresh
+            self._ahead.pop(table.name, None)
             self._content.append(Stepped(spec.id, found.keys.copy(), found.grads.copy(), held.lr() * lr_factor))
+        self.tables.forget_asides()
         self._hide(True)
+
+    def _make_fresh(self) -> None:
+        """The script is about to use rows: those in hand that it has stepped are to be as they are now."""
+        stale, self._stale = self._stale, set()
+        for name in stale:
+            table = self.tables.batches[name]
+            table.stale = None
+            if len(table.keys):
+                values = table.values.copy()
+                self._apply_steps(name, table.keys, values)
+                table.renew(values)
+                table.seen()
+
+    def _apply_steps(self, name: str, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Rows as the ps has them become what the steps of this iteration make of them."""
+        if not self._content or self._step is None:
+            return
+        spec, step = self.tables.infos[name].spec, self._step
+        content = [found for found in self._content if found.table == spec.id]
+        if not content:
+            return
+        ahead = self._ahead.get(name)
+        if ahead is None:
+            wanted = np.unique(np.concatenate([found.keys for found in content]))
+            shard = table_shard(step.dataset, step.epoch)
+            rows = self.tables.peek(spec, wanted, shard, step.hi)
+            ahead = self._ahead[name] = Ahead.of(rows, content, spec.optimizer)
+        ahead.put(keys, values)
+
+    def _forget_steps(self) -> None:
+        self._content = []
+        self._ahead.clear()
+        for name in self._stale:
+            self.tables.batches[name].stale = None
+        self._stale.clear()
 
     def zeroed(self, optimizer: Any) -> None:
         """The gradients of the tables that this optimizer fires are dropped."""
@@ -279,9 +372,22 @@ class GroupTables:
     def release(self) -> None:
         item, self._item = self._item, None
         if item is not None:
+            self._check_edits()
             self.tables.release(item)
             self.tables.over()
             item.close()
+
+    def _check_edits(self) -> None:
+        """The rows in hand go. Raises ScriptError if the script has changed them by hand: that would be lost."""
+        if self._redo:
+            return
+        for name, table in self.tables.batches.items():
+            if name not in self._stale and table.changed():
+                raise ScriptError(
+                    f"the script has changed rows of table {name!r} by hand (clamp_, copy_, mul_, ...): in mode "
+                    "allreduce only optimizers change a table on the ps; keep the embedding in the dense part, "
+                    "job.sparse(model, only=...), or run with --mode ps"
+                )
 
     def exchange(self, step: Step) -> tuple[int, bool] | None:
         entries, self._entries = self._entries, []
@@ -306,8 +412,8 @@ class GroupTables:
         with self._lock:
             for owed in self.pushes.settled(min(word[2] for word in words)):
                 self._drop(owed)
-            if len(self.pushes.held) > HELD_MAX:
-                raise InternalError(f"{self.pushes!r}: {len(self.pushes.held)} steps are not settled")
+            if len(held := {owed.step for owed in self.pushes.held}) > HELD_MAX:
+                raise InternalError(f"{self.pushes!r}: {len(held)} steps are not settled")
         self.pushed = min(word[2] for word in words)
         self._agreed = version, all(word[1] == version for word in words)
         for blob in blobs:  # in order of rank
@@ -320,13 +426,17 @@ class GroupTables:
         return {self.tables.infos[name].spec.id: table for name, table in self.tables.batches.items()}
 
     def voted(self, step: Step, outcome: Outcome) -> None:
-        self._barrier = None
         self._entries = []
-        if outcome is Outcome.REDO:
-            self._content = []
+        self._redo = outcome is Outcome.REDO
+        if self._redo:
+            self._barrier = self._to_hold = None
+            self._forget_steps()
             for name, saved in self._saved.items():
                 self.tables.batches[name].restore(saved)
             return
+        if self._to_hold is not None:
+            return  # (a further round of a step that is committed)
+        self._barrier = None
         faults.step("voted")
         skipped = outcome is Outcome.SKIPPED
         self._to_hold = Owed(step.number, table_shard(step.dataset, step.epoch), step.lo, step.hi, skipped)
@@ -340,17 +450,21 @@ class GroupTables:
     def _hold_step(self) -> None:
         """The script's part of a committed step is over: what it stepped with is owed to the ps."""
         owed, self._to_hold = self._to_hold, None
-        content, self._content = self._content, []
+        content = self._content
+        self._forget_steps()
         if owed is None:
             return
         if not content and not owed.skipped:
             owed = replace(owed, skipped=True, left_out=True)
+        parts = in_intervals(owed, [] if owed.skipped else content)
         with self._lock:
-            self._sums[owed.step] = _Sum([] if owed.skipped else content, self.client, self.tables)
-            self.pushes.hold(owed)
+            for part, found in parts:
+                self._sums[part.step, part.lo] = _Sum(found, self.client, self.tables)
+                self.pushes.hold(part)
 
     def close_step(self, step: Step) -> bool:
         self._hold_step()
+        self.tables.since = (table_shard(step.dataset, step.epoch), step.hi)
         barrier, self._barrier = self._barrier, None
         if step.size > 1:
             try:
@@ -399,7 +513,7 @@ class GroupTables:
 
     def _send(self, action: Send) -> None:
         router, owed = self.client.router, action.owed
-        held = self._sums.get(owed.step)
+        held = self._sums.get((owed.step, owed.lo))
         if held is None or router.version != self.pushes.route:
             return
         parts = () if owed.skipped else tuple(held.parts(router)[router.slots.index(action.ps)])
@@ -430,7 +544,7 @@ class GroupTables:
         return InternalError(f"ps:{ps} refused: {answer.error if isinstance(answer, Bad) else repr(answer)}")
 
     def _drop(self, owed: Owed) -> None:
-        held = self._sums.pop(owed.step, None)
+        held = self._sums.pop((owed.step, owed.lo), None)
         if held is not None:
             held.settle()
 

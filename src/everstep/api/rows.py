@@ -225,6 +225,8 @@ class BatchTable:
         self._handed = False  # the script has seen what is carried
         self._stepped = False  # since the last backward
         self.stale: Callable[[], None] | None = None  # brings the values of a step of this iteration
+        self._collected = False  # backward's gradients go to the group: what is here besides is not of this process
+        self._local = False  # what is here came from backward and was not collected
         self.hidden = False  # torch's optimizer, which holds the parameter, is not to step it
         self._arrived: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # see ``arrive``
         self._digest = 0
@@ -306,6 +308,7 @@ class BatchTable:
         rows = self._rows
         self.backwards += 1
         self._stepped = False
+        self._begin_local()
         plain = self.param._backward_hooks is None and not self.param._post_accumulate_grad_hooks
         if rows is None or self._lent or n_rows != rows.u or not hasattr(rows, "grads") or not plain:
             return np.empty((n_rows, self.dim), np.float32)
@@ -314,6 +317,7 @@ class BatchTable:
 
     def add(self, grads: Tensor) -> None:
         """Add the gradient of the first rows by hand: they were looked up before others came behind them."""
+        self._begin_local()
         whole = torch.zeros((len(self.keys), self.dim))
         whole[: len(grads)] = grads
         for hook in (self.param._backward_hooks or {}).values():
@@ -322,6 +326,12 @@ class BatchTable:
         self._put_grad(whole if now is None else now + whole)
         for hook in (self.param._post_accumulate_grad_hooks or {}).values():
             hook(self.param)
+
+    def _begin_local(self) -> None:
+        """Backward brings a gradient. What the group has added up before is set aside: it is not added up again."""
+        if self._collected and not self._local and self._grad() is not None:
+            self.stash()
+        self._local = True
 
     def arrive(self, keys: NDArray[np.int64], grads: NDArray[np.float32]) -> None:
         """A gradient from elsewhere, added to what is carried (mode allreduce: of all members). Keys may repeat."""
@@ -356,6 +366,9 @@ class BatchTable:
 
     def take_local(self) -> Gradient | None:
         """What backward has brought here, without what is carried; it is gone from here."""
+        if self._collected and not self._local:
+            return None
+        self._collected, self._local = True, False
         now = self._grad()
         if now is None:
             return None

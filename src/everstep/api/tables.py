@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from everstep.errors import InternalError, ScriptError
 from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.table import OptimizerSpec, TableSpec
 from everstep.monitor.stepclock import PULL, StepClock
+from everstep.net import messages
 from everstep.net.messages import Declared, Part, Put, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.prefetch import Predictor, ViewKey, view_key
@@ -48,6 +50,16 @@ class Fetched(NamedTuple):
     create: bool
     dense: bool
     added: list[TableRows]
+
+
+class Peeked(NamedTuple):
+    """Rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether what
+    was asked for is in them, bool [n]."""
+
+    keys: NDArray[np.int64]
+    values: NDArray[np.float32]
+    states: NDArray[np.float32]
+    done: NDArray[np.bool_]
 
 
 class Item:
@@ -101,6 +113,10 @@ class TableSet:
         self.clock = StepClock()  # of the main thread
         self.before_refresh: Callable[[], None] | None = None  # what the script has changed is about to be overwritten
         self.since = (ShardKey(0), 0)  # rows to train with: as they are with all positions of this shard below that
+        self.all_since = False  # so are those of an evaluation
+        self.fresh: Callable[[str, NDArray[np.int64], NDArray[np.float32]], None] | None = None
+        """Called with a table, keys int64 [n] and their values float32 [n, dim], which came from the ps: makes them, in
+        place, what they are for this script."""
         self._declared: set[str] = set()
         self._asides: list[Item] = []  # evaluation lookups, oldest first
         self._lock = threading.Lock()
@@ -263,7 +279,7 @@ class TableSet:
             rows.order = order
             item.dense[rows.table] = rows
         item.fetched = Fetched(wanted, create, dense, added)
-        since = self.since if create else (ShardKey(0), 0)
+        since = self.since if create or self.all_since else (ShardKey(0), 0)
         item.ticket = self.client.pull(added, router, create=create, since=since)
 
     def take(self, item: Item) -> None:
@@ -299,6 +315,8 @@ class TableSet:
             item.rows.drop(fetched.added, adrift=ticket.adrift)
             self._fetch(item, fetched.wanted, create=fetched.create, dense=fetched.dense)
         for rows in fetched.added:
+            if self.fresh is not None and rows.spec.name in self.infos:
+                self.fresh(rows.spec.name, rows.keys, rows.values)
             if rows.padding_at >= 0 and self.infos[rows.spec.name].zero_padding:
                 rows.values[rows.padding_at] = 0.0
 
@@ -440,7 +458,34 @@ class TableSet:
         for lo in range(0, len(keys), piece):
             while not self._read(spec, np.ascontiguousarray(keys[lo : lo + piece]), out[lo : lo + piece], create):
                 pass  # a bucket moved meanwhile: again, by the new map
+        if self.fresh is not None:
+            self.fresh(spec.name, keys, out)
         return out
+
+    def peek(self, spec: TableSpec, keys: NDArray[np.int64], of: ShardKey, until: int) -> Peeked:
+        """Rows with their optimizer state; ``done`` where they have all positions of ``of`` below ``until``."""
+        width = spec.optimizer.state_floats(spec.dim)
+        piece = max(1, _PIECE_BYTES // (4 * (spec.dim + width) + 9))
+        found = [
+            _peeked(self._peek(spec.id, keys[lo : lo + piece], of, until), spec.dim, width)
+            for lo in range(0, len(keys), piece)
+        ]
+        return Peeked(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def _peek(self, table: TableId, keys: NDArray[np.int64], of: ShardKey, until: int) -> Ticket:
+        """Of every ps, also of those without any of the rows."""
+        while True:
+            router = self.client.router
+            routed, _, counts = router.route(table, keys)
+            bounds = np.cumsum([0, *counts]).tolist()
+            asked = [
+                messages.Peek(router.version, table, routed[lo:hi].tobytes(), *self.since, of, until)
+                for lo, hi in itertools.pairwise(bounds)
+            ]
+            ticket = self.client.everywhere(lambda position, _, asked=asked: asked[position], router)  # type: ignore[misc]
+            ticket.wait()
+            if not ticket.moved:
+                return ticket
 
     def _read(self, spec: TableSpec, keys: NDArray[np.int64], out: NDArray[np.float32], create: bool) -> bool:
         router = self.client.router
@@ -448,7 +493,7 @@ class TableSet:
         item = Item(None, None, BatchRows(self.client.memory, router))
         try:
             (rows,) = item.rows.add([(spec, routed, counts)], grads=False)
-            since = self.since if create else (ShardKey(0), 0)
+            since = self.since if create or self.all_since else (ShardKey(0), 0)
             item.ticket = self.client.pull([rows], router, create=create, since=since)
             item.ticket.wait()
             out[:] = rows.values[inverse]
@@ -458,6 +503,8 @@ class TableSet:
 
     def scan(self, spec: TableSpec) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
         """All rows that exist: keys int64 [n] ascending, values [n, dim], optimizer state [n, floats]."""
+        if self.all_since:
+            self._peek(spec.id, np.empty(0, np.int64), self.since[0], 0)
         state = spec.optimizer.state_floats(spec.dim)
         limit = max(1, _PIECE_BYTES // (4 * (spec.dim + state) + 8))
         keys: list[NDArray[np.int64]] = []
@@ -484,8 +531,10 @@ class TableSet:
                 slot = answer.next_slot
         all_keys = np.concatenate(keys) if keys else np.empty(0, np.int64)
         order = np.argsort(all_keys, kind="stable")
-        all_values = np.concatenate(values)[order]
-        return all_keys[order], all_values, np.concatenate(states)[order]
+        all_keys, all_values = all_keys[order], np.concatenate(values)[order]
+        if self.fresh is not None:
+            self.fresh(spec.name, all_keys, all_values)
+        return all_keys, all_values, np.concatenate(states)[order]
 
     def export(self, table: str) -> dict[str, Tensor]:
         """``weight`` of a whole vocabulary, or ``keys`` and ``weight`` of the rows that exist."""
@@ -517,6 +566,21 @@ class TableSet:
             raise ScriptError(f"table {table!r} is in use: load values before the first batch or evaluation")
         info.upload, info.upload_keys = weight, keys
         info.zero_padding = False
+
+
+def _peeked(ticket: Ticket, dim: int, width: int) -> Peeked:
+    columns: list[list[Any]] = [[np.empty(0, np.int64)], [np.empty((0, dim), np.float32)]]
+    columns += [[np.empty((0, width), np.float32)], [np.empty(0, np.bool_)]]
+    for _, answer, body in ticket.answers:
+        if not isinstance(answer, messages.Peeked):
+            raise InternalError(f"Peek was answered with {answer!r}")
+        n = answer.n
+        ends = np.cumsum([8 * n, 4 * n * dim, 4 * n * width, n]).tolist()
+        columns[0].append(np.frombuffer(body[: ends[0]], np.int64))
+        columns[1].append(np.frombuffer(body[ends[0] : ends[1]], np.float32).reshape(n, dim))
+        columns[2].append(np.frombuffer(body[ends[1] : ends[2]], np.float32).reshape(n, width))
+        columns[3].append(np.frombuffer(body[ends[2] : ends[3]], np.uint8).astype(np.bool_))
+    return Peeked(*(np.concatenate(column) for column in columns))
 
 
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:

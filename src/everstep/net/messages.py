@@ -732,6 +732,22 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
     state: bool = False
 
 
+class Peek(msgspec.Struct, frozen=True, tag="peek"):
+    """Rows with their optimizer state, to compute what a step will make of them. ``keys``: int64, grouped by bucket.
+    Not before every bucket of this ps has all positions of ``shard`` below ``since``. The answer says of each row
+    whether all positions of ``of`` below ``until`` are in it.
+
+    Answer: Peeked | Moved | Bad."""
+
+    version: Whole
+    table: TableId
+    keys: bytes
+    shard: ShardKey
+    since: Whole
+    of: ShardKey
+    until: Whole
+
+
 class Stat(msgspec.Struct, frozen=True, tag="stat"):
     """Numbers of this ps. Answer: PsStats."""
 
@@ -864,6 +880,7 @@ DataRequest = (
     | Push
     | Put
     | Scan
+    | Peek
     | Stat
     | Feed
     | Want
@@ -948,6 +965,13 @@ class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
     next_slot: int  # -1: the bucket's last row was in this piece
 
 
+class Peeked(msgspec.Struct, frozen=True, tag="peeked"):
+    """The rows that exist; body = keys int64[n] then values float32[n, dim] then float32[n, state] then uint8[n]:
+    whether all positions below ``Peek.until`` are in the row."""
+
+    n: int
+
+
 class PsStats(msgspec.Struct, frozen=True, tag="ps_stats"):
     rows: dict[str, int]
     bytes: int
@@ -1003,6 +1027,7 @@ DataAnswer = (
     | Pushed
     | Moved
     | Scanned
+    | Peeked
     | PsStats
     | Fed
     | Tailed

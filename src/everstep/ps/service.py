@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from everstep.model.placement import Placement
 from everstep.model.shard import Span, Token
 from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
-from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets
+from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
     Bad,
@@ -48,6 +48,8 @@ from everstep.net.messages import (
     Opened,
     OpenShard,
     Part,
+    Peek,
+    Peeked,
     PsStats,
     Pull,
     Pulled,
@@ -394,6 +396,8 @@ class PsService:
                 return self._put(request, body, arena), []
             case Scan():
                 return self._scan(request)
+            case Peek():
+                return self._peek(request)
             case Stat():
                 return self._stat(), []
             case Want():
@@ -455,7 +459,7 @@ class PsService:
                     break
         return Moved(self.route), []
 
-    def _wait_for_pushes(self, request: Pull) -> bool:
+    def _wait_for_pushes(self, request: Pull | Peek) -> bool:
         """Whether everything below ``request.since`` is applied here, soon."""
         deadline = time.monotonic() + _SINCE_S
         with self._pushed:
@@ -650,6 +654,40 @@ class PsService:
             except Recovering:
                 return Moved(self.route), []
         return Scanned(len(keys), next_slot), [keys, values] if state is None else [keys, values, state]
+
+    def _peek(self, request: Peek) -> Reply:
+        if len(request.keys) % 8:
+            raise ValueError(f"{len(request.keys)} bytes are no keys of 8 bytes each")
+        keys = np.frombuffer(request.keys, np.int64)
+        width = 9 + 4 * (self.store.dim(request.table) + self.store.state_floats(request.table))
+        if len(keys) * width > _ANSWER_MAX_BYTES:
+            raise ValueError(f"the rows of one peek are over {_ANSWER_MAX_BYTES} bytes: ask for fewer at a time")
+        if request.version == self.route and (not request.since or self._wait_for_pushes(request)):
+            # No push of this shard meanwhile: rows and watermarks belong together.
+            with self._gate.shared(), self._stripes[hash(request.of) % _STRIPES]:
+                if request.version == self.route and self._serves(b""):
+                    with suppress(KeyError, Recovering):
+                        return self._peek_once(request, keys)
+        return Moved(self.route), []
+
+    def _peek_once(self, request: Peek, keys: NDArray[np.int64]) -> Reply:
+        store, n, dim = self.store, self.store.n_buckets, self.store.dim(request.table)
+        keys, _, counts = unique_route(keys, n, request.table, np.arange(n, dtype=np.int32), n)
+        slots = np.empty(len(keys), np.int64)
+        store.locate(request.table, keys, slots)
+        found = store.watermarks(request.of)
+        marks = dict(zip(*(each.tolist() for each in found), strict=True)) if found is not None else {}
+        there = np.flatnonzero(slots >= 0)
+        values = np.empty((len(there), dim), np.float32)
+        states = np.empty((len(there), store.state_floats(request.table)), np.float32)
+        done = np.empty(len(there), np.uint8)
+        buckets = np.repeat(np.arange(n), counts)[there].tolist()
+        for i, (bucket, slot) in enumerate(zip(buckets, slots[there].tolist(), strict=True)):
+            _, values[i], state, _ = store.scan(request.table, bucket, slot, 1, True)
+            if state is not None:
+                states[i] = state
+            done[i] = marks.get(bucket, 0) >= request.until
+        return Peeked(len(there)), [keys[there], values, states, done]
 
     def _stat(self) -> PsStats:
         stats = self.store.stats()

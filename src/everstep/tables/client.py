@@ -32,6 +32,7 @@ from everstep.net.messages import (
     Moved,
     OpenShard,
     Part,
+    Peek,
     Pull,
     Pulled,
     Push,
@@ -45,7 +46,7 @@ from everstep.tables.routing import Memory, Router, TableRows, parts_by_ps
 Then = Callable[[DataAnswer, memoryview], None]
 """Called once with the answer and its body, on the link's thread."""
 
-Sendable = Declare | OpenShard | Pull | Push | Put | Scan | Stat
+Sendable = Declare | OpenShard | Peek | Pull | Push | Put | Scan | Stat
 
 GONE = Moved(0)  # the link is closed; the request was not sent
 ADRIFT = Moved(-1)  # the link was closed with the request on its way: a ps with our memory may still write into it

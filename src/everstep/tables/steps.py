@@ -12,6 +12,9 @@ owed any more. So whoever is lost, somebody has what it did not push, and nothin
 
 A ps applies an interval only at its watermark, so a step is there once, whoever sends it, and steps are in order. The
 interval lies in one shard per epoch: all of its positions (``table_shard``).
+
+If the script steps a table several times in one iteration, the step is several intervals, one behind the other: all but
+the last have one position each.
 """
 
 from __future__ import annotations
@@ -136,8 +139,8 @@ class StepPushes:
         return self._anew()
 
     def hold(self, owed: Owed) -> None:
-        """A step is committed; whether everybody knows is not known."""
-        if not self._held or self._held[-1].owed.step < owed.step:
+        """A step, or an interval of it, is committed; whether everybody knows is not known."""
+        if not self._held or (self._held[-1].owed.step, self._held[-1].owed.lo) < (owed.step, owed.lo):
             self._held.append(_Held(owed))
 
     def committed(self, step: int, route: int, mine: Collection[Slot]) -> list[Action]:

@@ -253,7 +253,14 @@ def hashed_ids(es: Any) -> Result:
     return train(Script(es, Hashed))
 
 
-@row(TABLES, "ids changed in place through `.numpy()` after a lookup")
+@row(
+    TABLES,
+    "ids changed in place through `.numpy()` after a lookup",
+    stated={
+        "alone async bounded sync hybrid hybrid-2": "The gradient goes to the rows that were looked up; PyTorch's "
+        "`backward` reads the ids again, and then they are others."
+    },
+)
 def ids_in_place(es: Any) -> Result:
     class Masked(Own):
         def look(self, batch: dict[str, Tensor]) -> Tensor:

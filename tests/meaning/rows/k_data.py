@@ -256,7 +256,14 @@ def weighted(es: Any) -> Result:
     return s.end()
 
 
-@row(DATA, "a batch of one sample, and a data set smaller than two batches")
+@row(
+    DATA,
+    "a batch of one sample, and a data set smaller than two batches",
+    stated={
+        "hybrid hybrid-2": "What is left at the end of an epoch joins the step before it, if it has fewer than two "
+        "samples a worker."
+    },
+)
 def small(es: Any) -> Result:
     s = Script(es, batch=1, of=data(7), epochs=3)
     opt = s.sgd(0.05)
