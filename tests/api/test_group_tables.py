@@ -155,16 +155,19 @@ def test_rows_behind_a_step_are_as_the_ps_will_have_them(join: Callable[..., Job
     assert audit(Path(job.run_dir)).ok
 
 
-def test_rows_that_the_script_edits_and_leaves_so_are_refused(join: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_rows_that_the_script_edits_and_leaves_so_are_refused(join: Callable[..., Job], behind: bool) -> None:
     job = join(mode="allreduce", ps=1)
     model = job.replicate(job.sparse(Net(), optimizer=es.SGD(lr=0.5)))
     opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ScriptError, match=r"changed rows of table 'table' by hand.*only=.*--mode ps"):
         for batch in job.steps(job.loader(data(), BATCH, shuffle=False)):
             loss_of(model, batch).backward()
-            opt.step()
+            if behind:
+                opt.step()
             with torch.no_grad():
                 model.table.weight.clamp_(-0.01, 0.01)
+            opt.step()
 
 
 def test_a_step_with_a_table_stepped_several_times_is_several_intervals() -> None:

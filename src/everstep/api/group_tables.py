@@ -169,6 +169,7 @@ class GroupTables:
         self._barrier: Work | None = None
         self._surveyed: tuple[Collective | None, int, int] = (None, 0, 0)  # in which group, dataset and epoch
         self._redo = False  # what is in hand will be done again
+        self._edited = False  # the script ends with an error of ours
         self._origin = 0
         self._stop = 0
         self._gap_since = 0.0
@@ -297,6 +298,7 @@ class GroupTables:
         own optimizer must not see it."""
         for held in self.firing.fired(optimizer):
             table = held.table
+            self._check_edit(table)
             found = table.take()
             if found is None:
                 continue
@@ -379,15 +381,19 @@ class GroupTables:
 
     def _check_edits(self) -> None:
         """The rows in hand go. Raises ScriptError if the script has changed them by hand: that would be lost."""
-        if self._redo:
+        if self._redo or self._edited:
             return
-        for name, table in self.tables.batches.items():
-            if name not in self._stale and table.changed():
-                raise ScriptError(
-                    f"the script has changed rows of table {name!r} by hand (clamp_, copy_, mul_, ...): in mode "
-                    "allreduce only optimizers change a table on the ps; keep the embedding in the dense part, "
-                    "job.sparse(model, only=...), or run with --mode ps"
-                )
+        for table in self.tables.batches.values():
+            self._check_edit(table)
+
+    def _check_edit(self, table: BatchTable) -> None:
+        if table.name not in self._stale and table.changed():
+            self._edited = True
+            raise ScriptError(
+                f"the script has changed rows of table {table.name!r} by hand (clamp_, copy_, mul_, ...): in mode "
+                "allreduce only optimizers change a table on the ps; keep the embedding in the dense part, "
+                "job.sparse(model, only=...), or run with --mode ps"
+            )
 
     def exchange(self, step: Step) -> tuple[int, bool] | None:
         entries, self._entries = self._entries, []
