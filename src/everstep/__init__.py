@@ -11,6 +11,7 @@ _HOMES = {
     "join": "everstep.api.job",
     "Job": "everstep.api.job",
     "nn": "everstep.api.nn",
+    "testing": "everstep.testing",
     "SGD": "everstep.api.optim",
     "Adagrad": "everstep.api.optim",
     "RowWiseAdagrad": "everstep.api.optim",
@@ -22,9 +23,12 @@ _HOMES = {
     "Constant": "everstep.api.optim",
 }
 
+_MODULES = ("nn", "testing")
+
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from everstep import testing as testing
     from everstep.api import nn as nn
     from everstep.api.job import Job as Job
     from everstep.api.job import join as join
@@ -44,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'everstep' has no attribute {name!r}")
     module = import_module(home)
-    return module if name == "nn" else getattr(module, name)
+    return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -137,7 +137,7 @@ class ScriptedSession:
         self.log.append((step.number, step.lo, step.hi, "broken"))
         assert len(self.log) < 1000, "breaks again and again"
 
-    def done(self, step: Step) -> None:
+    def done(self, step: Step, stepped: bool = True) -> None:
         self.log.append((step.number, step.lo, step.hi, self._outcome.value))
         self.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
 

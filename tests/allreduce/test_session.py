@@ -202,12 +202,12 @@ class World:
             self.members[slot] = Member(self, slot)
         return [self.members[s] for s in slots]
 
-    def publish(self, *slots: int, lost: int | None = None, hold: str = "") -> Group:
+    def publish(self, *slots: int, lost: int | None = None, hold: str = "", origin: int = 1) -> Group:
         self.generation += 1
         if lost is not None:
             self.lost.append((Slot(lost), Incarnation(1)))
         members = tuple(GroupMember(Slot(s), Incarnation(1), NodeId("node0")) for s in slots)
-        group = Group(generation=self.generation, members=members, lost=tuple(self.lost), hold=hold, origin=1)
+        group = Group(generation=self.generation, members=members, lost=tuple(self.lost), hold=hold, origin=origin)
         self.newest = group
         for member in self.members.values():
             member.session.grouped(group)
@@ -418,6 +418,24 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     world.wait(lambda: newcomer.ended == "end")
     assert not newcomer.outcomes and not newcomer.seat.said(Synced)
+
+
+def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(world: World) -> None:
+    """worker:1 has followed worker:0 into the second loop; worker:0 is lost before it came into the group."""
+    world.loops = [(0, 1), (0, 2)]
+    world.publish(0)  # which trains
+    (newcomer,) = world.start(1)
+    world.wait(lambda: bool(newcomer.seat.said(AskGroup)))
+    newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
+    newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
+    world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
+    newcomer.session._on_synced()
+    world.wait(lambda: newcomer.session._loop == 2)
+    world.generation = 4
+    world.publish(1, origin=5)
+    newcomer.thread.join(WAIT_S)
+    assert isinstance(newcomer.error, PlatformError) and "begins anew" in str(newcomer.error), newcomer.outcomes
+    assert not newcomer.outcomes and newcomer.error.exit_code == 4  # (as the machine's: it is started again)
 
 
 def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:

@@ -11,6 +11,7 @@ from everstep.brain.events import (
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
+    ChiefAsked,
     CommitManifest,
     DrainAsked,
     Fenced,
@@ -316,3 +317,19 @@ def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     job.written(Mark(), error="no space")
     assert "checkpoint given up" in actions(job.written(Mark(), error="no space"))
     assert job.brain.checkpoints.writing is None and not job.brain.job.over
+
+
+def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -> None:
+    """Both scripts are over; nobody goes before the state is in the job's last checkpoint."""
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 9, 1, 0, 100)
+    for slot in (0, 1):
+        job.say(ChiefAsked(0.0, Slot(slot), Incarnation(1)))
+        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "done"))
+    assert not any(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
+    writing = job.brain.checkpoints.writing
+    assert writing is not None and writing.writer == 0
+    job.kill(0)
+    assert job.brain.checkpoints.writing is writing and writing.writer == 1
+    assert not job.brain.may_end(Slot(1), Incarnation(1))

@@ -89,12 +89,19 @@ class Commits:
             return len(self._settled) + sum(c.last > self.confirmed for c in self._untold)
 
 
+def joined(ranges: tuple[tuple[int, int], ...], more: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Ranges, and those behind them; adjacent ones as one."""
+    if ranges and more and ranges[-1][1] == more[0][0]:
+        return (*ranges[:-1], (ranges[-1][0], more[0][1]), *more[1:])
+    return ranges + more
+
+
 def merge(ranges: list[Committed], more: Committed) -> None:
     """Append ``more``, as part of the last range where it continues that."""
     if ranges:
         last = ranges[-1]
-        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi)
-        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo):
+        follows = (last.generation, last.dataset, last.epoch, last.last + 1, last.hi, last.loop)
+        if follows == (more.generation, more.dataset, more.epoch, more.first, more.lo, more.loop):
             ranges[-1] = Committed(
                 last.generation,
                 last.first,
@@ -105,6 +112,8 @@ def merge(ranges: list[Committed], more: Committed) -> None:
                 more.hi,
                 last.skipped + more.skipped,
                 more.digest,
+                more.loop,
+                joined(last.unstepped, more.unstepped),
             )
             return
     ranges.append(more)

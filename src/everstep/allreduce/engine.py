@@ -272,6 +272,14 @@ class GroupEngine:
         within it."""
         return self._reserve if self.state is None else self.state.reserve
 
+    def place(self) -> tuple[int, int, int, int] | None:
+        """Of the batch in hand: the loop of the script (from 1), dataset, epoch, and the samples of the step over which
+        gradients are averaged. None: there is no batch."""
+        step = self._step
+        if step is None or not self._in_script:
+            return None
+        return self.registered, step.dataset, step.epoch, step.hi - step.lo
+
     @property
     def in_loop(self) -> bool:
         return self._in_script
@@ -581,7 +589,7 @@ class GroupEngine:
         self.step_number = step.number + 1
         if self.state is not None:
             self.state.carried = carried
-        session.done(step)
+        session.done(step, self._stepped)
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
 

@@ -119,8 +119,8 @@ class LeadingSession:
     def broken(self, step: Step) -> None:
         self.inner.broken(step)
 
-    def done(self, step: Step) -> None:
-        self.inner.done(step)
+    def done(self, step: Step, stepped: bool = True) -> None:
+        self.inner.done(step, stepped)
 
     # ------------------------------------------------------------ the master's orders
 
@@ -221,7 +221,7 @@ class FollowingSession:
     def broken(self, step: Step) -> None:
         """The leader knows."""
 
-    def done(self, step: Step) -> None:
+    def done(self, step: Step, stepped: bool = True) -> None:
         """The leader says so."""
 
     def grouped(self, group: Group) -> None:

@@ -305,7 +305,16 @@ class Session:
             self.redone += 1
             return Outcome.REDO
         self._voted = Committed(
-            step.generation, step.number, step.number, step.dataset, step.epoch, step.lo, step.hi, (), digest
+            step.generation,
+            step.number,
+            step.number,
+            step.dataset,
+            step.epoch,
+            step.lo,
+            step.hi,
+            (),
+            digest,
+            self._loop,
         )
         if not (nonfinite if votes is None else votes):
             return Outcome.COMMITTED
@@ -324,9 +333,12 @@ class Session:
             if step.collective is self._present:
                 self._do(self._broke())
 
-    def done(self, step: Step) -> None:
-        """A committed (or skipped) step is over, the script's iteration too: the state is that of the next mark."""
+    def done(self, step: Step, stepped: bool = True) -> None:
+        """A committed (or skipped) step is over, the script's iteration too: the state is that of the next mark.
+        ``stepped``: the script called ``opt.step()`` in it."""
         voted, self._voted = self._voted, None
+        if voted is not None and not stepped and not voted.skipped:
+            voted = msgspec.structs.replace(voted, unstepped=((step.lo, step.hi),))
         if voted is None or voted.first != step.number:
             raise InternalError(f"done({step.number}) without its vote")
         self.commits.done(voted)
@@ -495,6 +507,8 @@ class Session:
         if self._origin is not None and self._origin != group.origin:
             self.keeper.has_state = False  # all who had it were lost: its steps are void
         before = self.state.mark
+        if self._formed and not group.restore:
+            self._must_have_begun(1)
         try:
             mark = self.keeper.agree(group, rank, collective.gather)
         except CollectiveError:
@@ -513,10 +527,20 @@ class Session:
             self._ahead = None
             if self._formed and not group.restore:
                 self.state.loop = self._loop
+            self._must_have_begun(self.state.loop)
             self.state.mark = mark
         self._turn_to(self.dataset)
         self._settle(mark.step)
         return True
+
+    def _must_have_begun(self, loop: int) -> None:
+        """The state is of this loop of the script (0: not said). Raises PlatformError where ours is in a later one: the
+        loops that it passed belong to states that are lost, and only a new process does them again."""
+        if 0 < loop < self._loop:
+            raise PlatformError(
+                f"the state of the group is of loop {loop} of the script, and this worker's script is in loop "
+                f"{self._loop}: whoever had the state of that loop was lost. Its script begins anew"
+            )
 
     def _get_in(self) -> bool:
         """Be in a whole group, where everybody knows which steps are committed. False: the loop is over."""
@@ -561,7 +585,8 @@ class Session:
         with self._changed:
             group = self.machine.present
             void = group is None or (self._origin is not None and self._origin != group.origin)
-            has_state = self.keeper.has_state and not void
+            followed = group is None or self.keeper.line in (-1, group.origin)  # (else: of states that are no more)
+            has_state = self.keeper.has_state and not void and followed
             word = self.machine.word(self.state.mark.step if has_state else -1, self.dataset, self.until_epoch)
         try:
             words = collective.gather(word)

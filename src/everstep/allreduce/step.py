@@ -218,6 +218,7 @@ class GroupSession(Protocol):
         """A collective of this step failed: it will be done again."""
         ...
 
-    def done(self, step: Step) -> None:
-        """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next mark."""
+    def done(self, step: Step, stepped: bool = True) -> None:
+        """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next mark.
+        ``stepped``: the script called ``opt.step()`` in it."""
         ...

@@ -260,8 +260,8 @@ class EmbeddedSeat:
     def _event(self, request: RequestType) -> BrainEvent:
         now, slot, incarnation = time.time(), self.slot, self.incarnation
         match request:
-            case messages.Register(plan):
-                return events.PlanRegistered(now, slot, incarnation, plan)
+            case messages.Register(plan, loop, begin, until):
+                return events.PlanRegistered(now, slot, incarnation, plan, loop, begin, until)
             case messages.AskShard(dataset, until, ask, pending):
                 return events.ShardAsked(now, slot, incarnation, dataset, until, ask, pending)
             case messages.Done(shard, lease, servers, skipped, route):

@@ -282,6 +282,15 @@ class Engine:
         self._stopping, self._exit_status = True, status
         return True
 
+    def place(self) -> tuple[int, int, int, int] | None:
+        """Of the batch in hand: the loop of the script (from 1), dataset, epoch, and 0: gradients are not averaged with
+        others', or over a number that nobody knows yet. None: there is no batch."""
+        work = self._left
+        if work is None:
+            return None
+        dataset, epoch, _ = split_key(work.lease.shard)
+        return self.registered, dataset, epoch, 0
+
     def held(self) -> tuple[Lease, ...]:
         with self._lock:
             return self.protocol.held()
@@ -763,9 +772,10 @@ class Engine:
                 "batch_size, or --consistency sync"
             )
         plan = loader.plan()
-        dataset = self._register(plan)
+        first = self._epochs_done.get(plan.name, 0)
+        until = first + loader.epochs
+        dataset = self._register(plan, first, until)
         self.registered += 1
-        until = self._epochs_done.get(plan.name, 0) + loader.epochs
         self._epochs_done[plan.name] = until
         self.check_tables()
         self._keep_buffers()
@@ -843,8 +853,8 @@ class Engine:
         batches = int(_MASTER_AWAY_S / max(self._batch_s, 1e-4))
         self.protocol.ask_ahead = min(max(2, batches), _AHEAD_BATCHES_MAX)
 
-    def _register(self, plan: Any) -> int:
-        answer = self.seat.call(messages.Register(plan), _MASTER_S)
+    def _register(self, plan: Any, begin: int, until: int) -> int:
+        answer = self.seat.call(messages.Register(plan, self.registered + 1, begin, until), _MASTER_S)
         if isinstance(answer, Registered):
             return answer.dataset
         if isinstance(answer, Refused):

@@ -195,7 +195,10 @@ class GroupJob(Job):
             self._tables.declare()
             self._tables.forget_asides()
             plan = msgspec.structs.replace(plan, shard_samples=plan.samples)  # the ps count by epoch: see tables.steps
-        answer = self._seat.call(messages.Register(plan), _MASTER_S)
+        begin = self._epochs_done.get(plan.name, 0)
+        until = begin + loader.epochs
+        request = messages.Register(plan, self._engine.registered + 1, begin, until)
+        answer = self._seat.call(request, _MASTER_S)
         if isinstance(answer, Refused):
             raise DataError(answer.error)
         if isinstance(answer, Fenced):
@@ -203,7 +206,6 @@ class GroupJob(Job):
         if not isinstance(answer, Registered):
             raise InternalError(f"Register was answered with {answer!r}")
         self._engine.registered += 1
-        until = self._epochs_done.get(plan.name, 0) + loader.epochs
         self._epochs_done[plan.name] = until
         return self._engine.steps(loader, answer.dataset, until)
 

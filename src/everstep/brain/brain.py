@@ -843,15 +843,13 @@ class Brain:
         writing, groups = self.checkpoints.writing, self.state.groups
         if writing is None or writing.reason != FINAL:
             return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.origin
-        if (writing.manifest or writing.draft) is not None or writing.writer == slot:
-            return (writing.manifest or writing.draft) is not None
-        writer = self.members.workers.get(writing.writer)
-        return writer is not None and writer.running
+        return (writing.manifest or writing.draft) is not None  # (else the one that writes it may be lost yet)
 
     def _final_replica(self, at: float) -> list[InstructionType]:
-        """Mode allreduce: the first worker whose script is over writes what the job ends with, the others need not."""
+        """Mode allreduce: the first worker whose script is over writes what the job ends with; another one, if it is
+        lost before that is done."""
         checkpoints, groups = self.checkpoints, self.state.groups
-        if groups.final_for == groups.origin or not groups.origin or not ends_with_checkpoint(self.job.spec):
+        if not groups.origin or not ends_with_checkpoint(self.job.spec):
             return []
         writing = checkpoints.writing
         if checkpoints.stopping or (writing is not None and (writing.manifest or writing.draft) is not None):
@@ -859,6 +857,11 @@ class Brain:
         seats = [s for s in self.members.workers.values() if s.running and not s.stopping]
         through = [s for s in seats if self.groups.has_ended(s) and self.groups.has_state(s)]
         if not through:
+            return []
+        if groups.final_for == groups.origin:
+            if writing is not None and writing.reason == FINAL:
+                slots = [s.member.slot for s in through]
+                writing.writer = writing.writer if writing.writer in slots else slots[0]
             return []
         groups.final_for, checkpoints.last = groups.origin, 0
         out = checkpoints.give_up("scripts have ended, and what they end with is to be written")

@@ -199,11 +199,15 @@ class ProcessExited(Event, frozen=True, tag="process_exited"):
 
 
 class PlanRegistered(Event, frozen=True, tag="plan_registered"):
-    """A worker wants to train on this dataset. Idempotent; a different plan under the same name is refused."""
+    """A worker wants to train on this dataset. Idempotent; a different plan under the same name is refused. ``loop``:
+    of its script, from 1 (0: not said), which is over epochs ``[begin, until)``; the audit compares."""
 
     worker: Slot
     incarnation: Incarnation
     plan: Plan
+    loop: int = 0
+    begin: int = 0
+    until: int = 0
 
 
 class ShardAsked(Event, frozen=True, tag="shard_asked"):

@@ -266,15 +266,22 @@ def replay(run_dir: Path) -> None:
 @cli.command()
 @RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def audit(run_dir: Path, as_json: bool) -> None:
+@click.option("--witness", is_flag=True, help="Compare with what es.testing.Witness counted in the model of the job.")
+@click.option("--model", type=click.Path(path_type=Path), help="Where that model is, if not in RUN_DIR/model.")
+def audit(run_dir: Path, as_json: bool, witness: bool, model: Path | None) -> None:
     """Prove that every batch was applied exactly once, and that the job ended well; exit code 0 only if so.
 
-    Others: 1 offences, 5 the result is lost, 6 replicas differed, 7 the job failed, 9 nothing was committed, 10 the job
-    is not over, or was stopped."""
+    Others: 1 offences, 5 the result is lost, 6 replicas differed, 7 the job failed, 8 the witness counted otherwise,
+    9 nothing was committed, 10 the job is not over, or was stopped, 11 the script's loops trained what they had not
+    asked for."""
     from everstep.monitor.audit import audit as audit_run
 
     need_run_dir(run_dir)
     report = audit_run(run_dir)
+    if witness or model is not None:
+        from everstep.monitor.witness import witnessed
+
+        report = witnessed(run_dir, report, model)
     click.echo(report.json().decode() if as_json else report.text())
     raise SystemExit(report.exit_code)
 

@@ -73,6 +73,7 @@ class CheckpointKeeper:
         self._limit = MODEL_LIMIT_BYTES if spec.model_to == IN_RUN_DIR else 0
         self._asked_at = 0.0
         self._asked = 0  # the checkpoint that ``_asked_at`` is of
+        self._asked_of = Slot(-1)  # and the worker that is to write it
         self._batches: dict[tuple[Slot, Incarnation], int] = {}
         self._batches_then = 0  # when the last checkpoint began, as far as this master knows
         self._committing = 0
@@ -110,7 +111,7 @@ class CheckpointKeeper:
             self.commit(writing.manifest)  # (ordered by the master before this one)
         elif at - writing.began_at >= brain.checkpoints.limit_s:
             self._tell(CheckpointAsked(at, "late"))
-        elif self._asked != writing.number or at - self._asked_at >= REASK_S:
+        elif (self._asked, self._asked_of) != (writing.number, writing.writer) or at - self._asked_at >= REASK_S:
             self.order_images()
 
     def _due(self, at: float) -> bool:
@@ -166,6 +167,7 @@ class CheckpointKeeper:
             self._batches_then = self._brain.state.groups.step
         self._asked, self._asked_at = number, at
         group, writing = self._brain.state.groups.group, self._brain.checkpoints.writing
+        self._asked_of = writing.writer if writing is not None else Slot(-1)
         order = TakeReplica(number, self._url)
         if writing is not None and writing.reason in (FINAL, STOP) and leaves_model(self._spec):
             only = self._limit if not has_checkpoints(self._spec) else 0

@@ -620,7 +620,8 @@ class Master:
 
     def _register(self, peer: Peer, r: wire.Register) -> Any:
         who = peer.identity
-        return self._submit(PlanRegistered(self.clock.now(), who.slot, who.incarnation, r.plan))
+        of = r.plan, r.loop, r.begin, r.until
+        return self._submit(PlanRegistered(self.clock.now(), who.slot, who.incarnation, *of))
 
     def _ask_shard(self, peer: Peer, r: wire.AskShard) -> Any:
         who = peer.identity

@@ -100,7 +100,8 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive committed steps of one generation: steps ``[first, last]`` trained positions ``[lo, hi)``.
 
     ``skipped``: ranges of them whose gradients were not finite (policy skip). ``digest``: of the reduced gradients of
-    the last one, as voted."""
+    the last one, as voted. ``loop``: of the script, from 1, that trained them; 0: not said. ``unstepped``: ranges
+    of steps in which the script did not call ``opt.step()``: it went on accumulating, or left them out."""
 
     generation: Whole
     first: Whole
@@ -111,6 +112,8 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
     hi: Whole
     skipped: tuple[tuple[Whole, Whole], ...] = ()
     digest: Bits64 = 0
+    loop: Whole = 0
+    unstepped: tuple[tuple[Whole, Whole], ...] = ()
 
     @property
     def after(self) -> Mark:

@@ -110,6 +110,10 @@ class _PsCheck:
         used, first = np.unique(rows, axis=1, return_index=True)
         for (lease, shard, worker, life), i in zip(used.T.tolist(), first.tolist(), strict=True):
             holders = self.facts.holders(LeaseNo(lease), ShardKey(shard))
+            if wrong := self.facts.loops.of_lease(LeaseNo(lease), ShardKey(shard)):
+                words = f"{self.facts.shard_name(ShardKey(shard))} was trained by worker:{worker} #{life} {wrong}"
+                if words not in self.report.loops:  # (each ps says it)
+                    self.report.loops.append(words)
             where = (shard, log.lo[i], log.hi[i])
             if holders is None:
                 self._offend("unknown lease", *where, detail=f"lease {lease} of worker:{worker} was never granted")
@@ -330,6 +334,9 @@ def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
     job = facts.brain.job
     if not report.ok:
         report.verdict = Verdict.OFFENCES
+    elif report.loops:
+        report.verdict = Verdict.LOOPS
+        report.why = f"{report.loops[0]}{f', and {len(report.loops) - 1} more' if report.loops[1:] else ''}"
     elif job.exit_code:
         report.verdict = _BY_EXIT_CODE.get(job.exit_code, Verdict.FAILED)
         report.why = f"exit code {job.exit_code}: {job.error}; what was committed is exactly once"

@@ -13,11 +13,14 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     BrainEvent,
+    CommitManifest,
     Granted,
     JobResumed,
     MemberJoined,
     Ok,
+    PlanRegistered,
     PublishGroup,
+    Registered,
     Reply,
     ShardAsked,
     ShardDone,
@@ -26,7 +29,9 @@ from everstep.brain.events import (
 from everstep.brain.job import Phase
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.image import Manifest
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
+from everstep.monitor.loops import LoopFacts
 from everstep.monitor.steps import StepFacts
 from everstep.storage.journal import sound_row
 
@@ -34,13 +39,16 @@ from everstep.storage.journal import sound_row
 class JobFacts:
     """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``resumed``:
     shards that were done before this job went on from a checkpoint. ``steps``: mode allreduce; ``groups``: who may
-    push under the lease of a generation there."""
+    push under the lease of a generation there. ``loops``: what the loops of the script asked for. ``manifests``: of its
+    checkpoints, by number, also of those that were dropped."""
 
     def __init__(self) -> None:
         self.brain = Brain()
         self.grants: dict[LeaseNo, set[tuple[ShardKey, Slot, Incarnation]]] = {}
         self.resumed: set[ShardKey] = set()
-        self.steps = StepFacts()
+        self.loops = LoopFacts()
+        self.manifests: dict[int, Manifest] = {}
+        self.steps = StepFacts(self.loops)
         self.groups: dict[LeaseNo, set[tuple[Slot, Incarnation]]] = {}
         self._said: set[ShardKey] = set()
 
@@ -50,7 +58,11 @@ class JobFacts:
     def take(self, event: BrainEvent) -> None:
         """Fold one event in."""
         out = self.brain.handle(event)
-        if isinstance(event, ShardAsked):
+        if isinstance(event, PlanRegistered):
+            for reply in out:
+                if isinstance(reply, Reply) and isinstance(reply.answer, Registered):
+                    self.loops.registered(event, reply.answer.dataset)
+        elif isinstance(event, ShardAsked):
             for reply in out:
                 if isinstance(reply, Reply) and isinstance(reply.answer, Granted):
                     self._grant(reply.answer.lease.no, reply.answer.lease.shard, event.worker, event.incarnation)
@@ -70,13 +82,16 @@ class JobFacts:
                     self._grant(lease.no, lease.shard, event.slot, event.incarnation)
 
         for instruction in out:
-            if isinstance(instruction, PublishGroup):
+            if isinstance(instruction, CommitManifest):
+                self.manifests[instruction.manifest.checkpoint] = instruction.manifest
+            elif isinstance(instruction, PublishGroup):
                 group = instruction.group
                 self.steps.published(group)
                 self.groups[group.lease] = {(m.slot, m.incarnation) for m in group.members}
 
     def _grant(self, no: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
         self.grants.setdefault(no, set()).add((shard, worker, incarnation))
+        self.loops.granted(no, shard, worker, incarnation)
 
     def holders(self, lease: LeaseNo, shard: ShardKey) -> set[tuple[ShardKey, Slot, Incarnation]] | None:
         """Who held ``lease``, and for which shards (that of a group: for all); None: it was never given."""

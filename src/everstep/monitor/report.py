@@ -13,6 +13,8 @@ class Verdict(StrEnum):
     """About the job: the first of these that is true."""
 
     OFFENCES = "offences"
+    WITNESS = "the witness differs"
+    LOOPS = "loops differ"
     REPLICAS = "replicas differ"
     LOST = "result lost"
     FAILED = "failed"
@@ -24,6 +26,8 @@ class Verdict(StrEnum):
 EXIT_CODES = {
     Verdict.EXACT: 0,
     Verdict.OFFENCES: 1,
+    Verdict.WITNESS: 8,
+    Verdict.LOOPS: 11,
     Verdict.LOST: 5,
     Verdict.REPLICAS: 6,
     Verdict.FAILED: 7,
@@ -52,8 +56,9 @@ class Offence(msgspec.Struct, frozen=True):
 
 
 class AuditReport(msgspec.Struct):
-    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at. ``verdict``: about the
-    job, ``why``: in words."""
+    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at. ``loops``: what was
+    trained in a loop of the script that did not ask for it. ``witness``: where a counting model says otherwise.
+    ``verdict``: about the job, ``why``: in words."""
 
     run_dir: str
     finished: list[str] = []
@@ -61,6 +66,8 @@ class AuditReport(msgspec.Struct):
     offenders: list[Offence] = []
     skipped: list[str] = []
     notes: list[str] = []
+    loops: list[str] = []
+    witness: list[str] = []
     verdict: Verdict = Verdict.EXACT
     why: str = ""
 
@@ -120,6 +127,13 @@ class AuditReport(msgspec.Struct):
     def _end(self) -> list[str]:
         lines = [f"  skipped: {line}" for line in self.skipped[:_OFFENDERS_SHOWN]]
         lines += [f"  note: {line}" for line in self.notes]
+        if "witnessed_samples" in self.counts:
+            c = self.counts
+            agrees = "differs" if self.witness else "agrees"
+            steps = f" in {c['witnessed_steps']:,} steps" if c["witnessed_steps"] else ""
+            lines.append(f"  the witness {agrees}: it counted {c['witnessed_samples']:,} samples{steps}")
+        lines += [f"  WITNESS {line}" for line in self.witness[:_OFFENDERS_SHOWN]]
+        lines += [f"  LOOP {line}" for line in self.loops[:_OFFENDERS_SHOWN]]
         lines += [f"  OFFENCE {offence}" for offence in self.offenders[:_OFFENDERS_SHOWN]]
         if len(self.offenders) > _OFFENDERS_SHOWN:
             lines.append(f"  ... and {len(self.offenders) - _OFFENDERS_SHOWN} more (all of them with --json)")

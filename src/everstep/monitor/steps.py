@@ -19,6 +19,7 @@ import msgspec
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.shard import Plan
+from everstep.monitor.loops import LoopFacts
 from everstep.monitor.report import AuditReport, Offence
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
 
@@ -49,9 +50,11 @@ class Line(msgspec.Struct):
 
 class StepFacts:
     """What the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation. ``before``: by
-    dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's begin)."""
+    dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's begin).
+    ``loops``: what the script asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, loops: LoopFacts | None = None) -> None:
+        self.loops = loops or LoopFacts()
         self.lines: list[Line] = []
         self.members: dict[int, set[tuple[Slot, Incarnation]]] = {}
         self.before: dict[int, tuple[int, int]] = {}
@@ -83,6 +86,7 @@ class Piece(msgspec.Struct, array_like=True):
     lo: int
     hi: int
     generation: int
+    loop: int = 0
 
 
 def read_step_log(path: Path) -> StepLog:
@@ -131,11 +135,19 @@ class StepCheck:
             for p in kept:
                 count.setdefault((p.dataset, p.epoch), []).append((p.lo, p.hi))
             self._skips(line, kept)
+            for p in kept:
+                self._loop("journal", p)
         self._tile(count)
         for log in logs:
             self._log(log)
         if self.over and logs:
             self._witnessed(logs)
+
+    def lines(self) -> Iterable[tuple[Line, list[Piece]]]:
+        """Each line with what counts of it; after ``run``."""
+        lines = self.facts.lines
+        for i, line in enumerate(lines):
+            yield line, list(self._kept(line, self._until(i, len(lines) - 1)))
 
     def _until(self, i: int, last: int) -> Mark | None:
         """Where line ``i`` is cut by those behind it, up to line ``last``."""
@@ -163,7 +175,7 @@ class StepCheck:
             elif c.first < step and not (c.epoch == epoch and c.lo < at < c.hi):
                 self._offend("conflict", "journal", c, f"step {step} continues e{epoch} at {at}")
             else:
-                pieces.append(Piece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation))
+                pieces.append(Piece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation, c.loop))
             step = c.last + 1
             cursors[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
 
@@ -174,7 +186,7 @@ class StepCheck:
                 yield p
             elif p.first < until.step:
                 hi = until.position if p.epoch == until.epoch else p.hi
-                yield Piece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation)
+                yield Piece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation, p.loop)
 
     def _skips(self, line: Line, kept: Sequence[Piece]) -> None:
         found = {(c.dataset, c.epoch, lo, hi) for c in line.told for lo, hi in c.skipped}
@@ -217,6 +229,8 @@ class StepCheck:
             else:
                 self.report.notes.append(f"{log.name}: {log.problem}")
         next_step: dict[int, int] = {}
+        last = len(self.facts.lines) - 1
+        cuts = {line.origin: self._until(i, last) for i, line in enumerate(self.facts.lines)}
         for c in log.steps:
             line = self.facts.line(c.generation)
             if line is None or (log.slot, log.incarnation) not in self.facts.members.get(c.generation, ()):
@@ -228,10 +242,19 @@ class StepCheck:
             elif expected is not None and c.first > expected:
                 self._missed(log, line, expected, c)
             next_step[line.origin] = c.last + 1
+            if (cut := cuts[line.origin]) is None or c.first < cut.step:
+                self._loop(log.name, Piece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
             self._mark(line, c, log.name)
             told = max((p.last for p in self.pieces.get(line.origin, ())), default=-1)
             if self.over and line is self.facts.lines[-1] and c.last > told:
                 self._offend("missing", "journal", c, f"{log.name} committed them, the journal has steps up to {told}")
+
+    def _loop(self, who: str, p: Piece) -> None:
+        """These steps are of an epoch that their loop of the script asked for."""
+        wrong = self.facts.loops.of_steps(p.loop, p.dataset, p.epoch)
+        if wrong:
+            words = f"{who}: {self._epoch(p.dataset, p.epoch)} [{p.lo}, {p.hi}) was trained {wrong}"
+            self.report.loops.append(words)
 
     def _missed(self, log: StepLog, line: Line, expected: int, c: Committed) -> None:
         """A hole in a worker's log is right only where it was not in the group."""

@@ -169,9 +169,13 @@ class StackTaken(Request, frozen=True, tag="stack_taken"):
 
 
 class Register(Request, frozen=True, tag="register"):
-    """Answer: Registered | Refused | Fenced."""
+    """``loop``: of the script, from 1 (0: not said), which is over epochs ``[begin, until)`` of the dataset. Answer:
+    Registered | Refused | Fenced."""
 
     plan: Plan
+    loop: Whole = 0
+    begin: Whole = 0
+    until: Whole = 0
 
 
 class AskShard(Request, frozen=True, tag="ask_shard"):

@@ -1,0 +1,375 @@
+"""What a witness counted (``es.testing.Witness``), beside what the audit says.
+
+The audit reads what the ps and the workers logged. The witness is a part of the model: its rows gain 1.0 for each
+sample that was applied, and its steps 1.0 for each iteration that was. Both must say the same:
+
+* every sample of every epoch was applied once, or not at all; how many not at all, the audit says: skipped, set aside,
+  or left out by the script. (In mode allreduce it says in which steps ``opt.step()`` was not called; whether they were
+  added to a later one is for the script to say, so that there it is a range.)
+* a loop has steps in those epochs that it asked for, and in no others;
+* as many steps were applied as the audit counts: in mode allreduce always, in mode ps (async, bounded) as long as no
+  bucket changed hands, since a worker that replaces another one may divide the rest of a shard otherwise.
+
+A job that went on from a checkpoint has the counts of the runs before in its model; they are looked up in the run
+directories that it names, as far as these are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from everstep.errors import ConfigError
+from everstep.ids import LeaseNo, ShardKey
+from everstep.model.group import Mark
+from everstep.model.image import Manifest
+from everstep.model.shard import shard_key, split_key
+from everstep.monitor.facts import JobFacts, JournalReader
+from everstep.monitor.pslog import PsLog, read_log
+from everstep.monitor.report import AuditReport, Verdict
+from everstep.monitor.steps import StepCheck
+
+ROWS = "witness_rows"
+STEPS = "witness_steps"
+SAMPLES_MAX = 1 << 40
+EPOCHS_MAX = 1 << 16
+OFF_MAX = 0.01
+"""A count is a whole number, up to what float32 rounds off: the mean over a step, times its samples."""
+
+ABOUT_FILE = "model.json"
+_SHOWN = 5
+_RUNS_BEFORE = 64
+
+Spans = list[tuple[int, int]]
+Where = tuple[int, int]  # dataset, epoch
+
+
+def witness_key(dataset: int, epoch: int, sample: int) -> int:
+    """The key of a sample's row."""
+    return (dataset * EPOCHS_MAX + epoch) * SAMPLES_MAX + sample
+
+
+class Counts(msgspec.Struct):
+    """What a witness counted. ``rows``: by (dataset, epoch), the samples that have a row and its value; ``steps``:
+    [loops, epochs], None: it had none."""
+
+    rows: dict[Where, tuple[NDArray[np.int64], NDArray[np.float32]]]
+    steps: NDArray[np.float32] | None = None
+
+    @property
+    def loops(self) -> set[int]:
+        """Loops of the script, from 1, that have steps."""
+        return set() if self.steps is None else {int(at) + 1 for at in np.flatnonzero((self.steps > 0.5).any(1))}
+
+
+def read_counts(folder: Path) -> Counts:
+    """Of a model as a job leaves it. Raises ConfigError where there is no witness in it."""
+    from safetensors.numpy import load_file  # (of the extra that writes the model, too)
+
+    rows: dict[Where, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+    steps: NDArray[np.float32] | None = None
+    found = False
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, values in load_file(path).items():
+            last = name.rpartition(".")[2]
+            if last == ROWS:
+                found = True
+                for epoch, counted in enumerate(values):
+                    rows[0, epoch] = np.arange(len(counted)), counted
+            elif last == STEPS:
+                steps = values
+    table = folder / "tables" / f"{ROWS}.safetensors"
+    if table.is_file():
+        found = True
+        parts = load_file(table)
+        keys, values = parts["keys"].astype(np.int64), parts["values"].reshape(-1)
+        places = keys // SAMPLES_MAX
+        for place in np.unique(places).tolist():
+            mine = places == place
+            rows[divmod(place, EPOCHS_MAX)] = keys[mine] % SAMPLES_MAX, values[mine]
+    if not found:
+        raise ConfigError(
+            f"{folder}: no model with a witness in it; put es.testing.Witness into the script's model, and let the job "
+            "leave its model (docs/endings.md)"
+        )
+    return Counts(rows, steps)
+
+
+class Expected(msgspec.Struct):
+    """Of one epoch, by the audit. ``samples``: of the dataset; ``done``: how many were consumed; ``whole``: no more can
+    have been. ``not_applied``: positions that were consumed and surely not applied; ``perhaps``: or perhaps not.
+    ``unknown``: by a run before, of which nothing is known."""
+
+    samples: int
+    done: int = 0
+    whole: bool = False
+    not_applied: Spans = []
+    perhaps: Spans = []
+    unknown: bool = False
+
+    @property
+    def most(self) -> int:
+        return (self.done if self.whole else self.samples) - _length(self.not_applied)
+
+    @property
+    def least(self) -> int:
+        return 0 if self.unknown else max(0, self.done - _length([*self.not_applied, *self.perhaps]))
+
+
+class Expectation(msgspec.Struct):
+    """``steps``: by (loop, epoch), at least and at most so many; None: they cannot be told."""
+
+    epochs: dict[Where, Expected]
+    steps: dict[tuple[int, int], tuple[int, int]] | None = None
+
+
+def _length(spans: Iterable[tuple[int, int]]) -> int:
+    """Positions in at least one of these."""
+    total, at = 0, -1
+    for lo, hi in sorted(spans):
+        total += max(0, hi - max(lo, at))
+        at = max(at, hi)
+    return total
+
+
+# ---------------------------------------------------------------- what the audit says
+
+
+def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectation:
+    """What a run, with those that it goes on from, applied; of one that is not done, what it had at this checkpoint (0:
+    now). Raises ConfigError, PlatformError."""
+    with JournalReader(run_dir / "journal.sqlite") as journal:
+        journal.advance()
+        facts = journal.facts
+    at = None if facts.done_well else facts.manifests.get(checkpoint)
+    made = _of_groups(facts, at) if facts.brain.replicated else _of_servers(facts, run_dir, at)
+    url = facts.brain.checkpoints.resumed_from
+    if not url:
+        return made
+    before = _run_of(url)
+    if before is None or runs > _RUNS_BEFORE:
+        for one in made.epochs.values():
+            one.unknown = True
+        return Expectation(made.epochs)
+    earlier = expectation(before, 0, runs + 1)
+    for where, one in made.epochs.items():
+        known = earlier.epochs.get(where)
+        if known is not None:  # (what it did behind the checkpoint was done again, and may have gone otherwise)
+            one.perhaps += known.not_applied + known.perhaps
+            one.unknown = known.unknown
+    return Expectation(made.epochs)
+
+
+def _run_of(url: str) -> Path | None:
+    """The run directory whose checkpoints these are."""
+    path = Path(url.removeprefix("file://"))
+    return next((p for p in (path, path.parent) if (p / "journal.sqlite").is_file()), None)
+
+
+def _of_groups(facts: JobFacts, manifest: Manifest | None) -> Expectation:
+    check = StepCheck(facts.steps, facts.plans, AuditReport(""), over=False)
+    check.run([])
+    epochs: dict[Where, Expected] = {}
+    mark = manifest.replica.mark if manifest is not None and manifest.replica is not None else None
+    for number, dataset in enumerate(facts.brain.shards.datasets):
+        samples = dataset.plan.samples
+        cursor = facts.brain.state.groups.cursor(number)
+        if mark is not None and manifest is not None:
+            finished = manifest.datasets[number].finished_epochs if number < len(manifest.datasets) else 0
+            cursor = mark if mark.dataset == number else Mark(mark.step, number, finished, 0)
+        for epoch in range(cursor.epoch + (cursor.position > 0)):
+            done = samples if epoch < cursor.epoch else cursor.position
+            epochs[number, epoch] = Expected(samples, done, True)
+    steps: dict[tuple[int, int], tuple[int, int]] = {}
+    for line, kept in check.lines():
+        for p in kept:
+            one = epochs.get((p.dataset, p.epoch))
+            last = p.last if mark is None else min(p.last, mark.step - 1)
+            if one is None or last < p.first:
+                continue
+            hi = min(p.hi, one.done)
+            told = [c for c in line.told if (c.dataset, c.epoch) == (p.dataset, p.epoch)]
+            one.not_applied += _inside([s for c in told for s in c.skipped], p.lo, hi)
+            one.perhaps += _inside([s for c in told for s in c.unstepped], p.lo, hi)
+            at = p.loop, p.epoch
+            least, most = steps.get(at, (0, 0))
+            steps[at] = least + last + 1 - p.first, most + last + 1 - p.first
+    odd = any(one.not_applied or one.perhaps for one in epochs.values())
+    return Expectation(epochs, None if odd or any(loop == 0 for loop, _ in steps) else steps)
+
+
+def _inside(spans: Iterable[tuple[int, int]], lo: int, hi: int) -> Spans:
+    return sorted({(max(a, lo), min(b, hi)) for a, b in spans if max(a, lo) < min(b, hi)})
+
+
+def _of_servers(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Expectation:
+    logs = [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))]
+    quiet = not any(log.moved for log in logs) and len({log.slot for log in logs}) == len(logs)
+    epochs: dict[Where, Expected] = {}
+    for number, dataset in enumerate(facts.brain.shards.datasets):
+        for epoch in range(len(dataset.epochs)):
+            epochs[number, epoch] = Expected(dataset.plan.samples, whole=dataset.epochs[epoch].finished)
+    for key in facts.done if manifest is None else _covered(manifest):
+        number, epoch, index = split_key(key)
+        lo, hi = facts.plans[number].bounds(index)
+        epochs[number, epoch].done += hi - lo
+    if manifest is not None:  # (it has what it covers, and some of what came meanwhile)
+        for epoch_of in epochs.values():
+            epoch_of.whole = epoch_of.done == epoch_of.samples
+    for key in facts.quarantined():
+        number, epoch, index = split_key(key)
+        lo, hi = facts.plans[number].bounds(index)
+        epochs[number, epoch].done += hi - lo
+        epochs[number, epoch].perhaps.append((lo, hi))  # (it may have been begun)
+    buckets: dict[tuple[int, int, int], int] = {}
+    for log in logs:
+        for i in np.flatnonzero(log.skipped).tolist():
+            at = (int(log.shard[i]), int(log.lo[i]), int(log.hi[i]))
+            buckets[at] = buckets.get(at, 0) + int(log.applied[i])
+    for (shard, lo, hi), count in buckets.items():
+        number, epoch, _ = split_key(ShardKey(shard))
+        one = epochs.get((number, epoch))
+        if one is not None:
+            (one.not_applied if quiet and count >= facts.buckets else one.perhaps).append((lo, hi))
+    steps: dict[tuple[int, int], tuple[int, int]] | None = None
+    spec = facts.brain.job.spec
+    if quiet and not spec.consistency.startswith("sync") and all(one.whole for one in epochs.values()):
+        steps = {}
+        for log in logs:
+            for owned in range(len(log.owned)):
+                mine = [i for i in range(log.n) if not log.skipped[i] and log.mask(int(log.buckets[i]))[owned]]
+                _count(steps, facts, log, mine)
+    return Expectation(epochs, steps)
+
+
+def _covered(manifest: Manifest) -> Iterator[ShardKey]:
+    """Shards that all images of a checkpoint have."""
+    for number, dataset in enumerate(manifest.datasets):
+        begun = {one.epoch: one for one in dataset.epochs}
+        for epoch in range(max((dataset.finished_epochs, *(e + 1 for e in begun)))):
+            if epoch in begun:
+                ranges: Iterable[tuple[int, int]] = begun[epoch].done
+            else:
+                ranges = [(0, dataset.plan.shards)] if epoch < dataset.finished_epochs else []
+            for first, last in ranges:
+                yield from (shard_key(number, epoch, index) for index in range(first, last))
+
+
+def _count(steps: dict[tuple[int, int], tuple[int, int]], facts: JobFacts, log: PsLog, rows: list[int]) -> None:
+    """Of one bucket: the steps lie between those of the bucket that has the fewest and the one that has the most. A
+    single sample may be all of an iteration, or what the first of several steps in it consumed."""
+    mine: dict[tuple[int, int], tuple[int, int]] = {}
+    for i, after in zip(rows, [*rows[1:], -1], strict=True):
+        shard, lease = int(log.shard[i]), int(log.lease[i])
+        loop, _ = facts.loops.leases.get((LeaseNo(lease), ShardKey(shard)), (0, None))
+        at = loop, split_key(ShardKey(shard))[1]
+        part = after >= 0 and log.hi[i] - log.lo[i] == 1 and (log.shard[after], log.lo[after]) == (shard, log.hi[i])
+        least, most = mine.get(at, (0, 0))
+        mine[at] = least + (not part), most + 1
+    for at, (fewest, most_here) in mine.items():
+        least, most = steps.get(at, (fewest, most_here))
+        steps[at] = min(least, fewest), max(most, most_here)
+
+
+# ---------------------------------------------------------------- both
+
+
+def compare(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
+    """Where the two differ, in words."""
+    out: list[str] = []
+    names = [plan.name for plan in facts.plans]
+    for where in sorted({*counts.rows, *said.epochs}):
+        name = f"{names[where[0]] if where[0] < len(names) else f'dataset {where[0]}'} e{where[1]}"
+        ids, values = counts.rows.get(where, (np.zeros(0, np.int64), np.zeros(0, np.float32)))
+        whole = np.rint(values)
+        out += _named(name, ids, values, np.abs(values - whole) > OFF_MAX, "is no whole number")
+        out += _named(name, ids, values, whole > 1, "was applied more than once")
+        applied = int((whole == 1).sum())
+        one = said.epochs.get(where)
+        if one is None:
+            if applied:
+                out.append(f"{name}: {applied} samples were applied, and the audit knows of none")
+        elif not one.least <= applied <= one.most:
+            between = f"{one.most:,}" if one.least == one.most else f"{one.least:,} to {one.most:,}"
+            out.append(f"{name}: {applied:,} samples were applied once, and the audit says {between}")
+    return out + _steps(counts, said, facts)
+
+
+def _named(
+    name: str, ids: NDArray[np.int64], values: NDArray[np.float32], wrong: NDArray[np.bool_], what: str
+) -> list[str]:
+    n = int(wrong.sum())
+    if not n:
+        return []
+    first = ", ".join(f"{i} ({v:g})" for i, v in zip(ids[wrong][:_SHOWN], values[wrong][:_SHOWN], strict=True))
+    return [f"{name}: the count of {n:,} samples {what}: {first}{', ...' if n > _SHOWN else ''}"]
+
+
+def _steps(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
+    out: list[str] = []
+    if counts.steps is None:
+        return out
+    for at, epoch in np.argwhere(counts.steps > OFF_MAX).tolist():
+        loop, found = at + 1, float(counts.steps[at, epoch])
+        asked = facts.loops.asked.get(loop)
+        if asked and not any(one.begin <= epoch < one.until for one in asked):
+            over = ", ".join(map(str, sorted(asked)))
+            out.append(f"loop {loop} of the script is over {over}, and has {found:g} steps of epoch {epoch}")
+    if said.steps is None:
+        return out
+    for loop, epoch in sorted({*said.steps, *((a + 1, e) for a, e in np.argwhere(counts.steps > OFF_MAX).tolist())}):
+        least, most = said.steps.get((loop, epoch), (0, 0))
+        inside = loop <= len(counts.steps) and epoch < counts.steps.shape[1]
+        found = float(counts.steps[loop - 1, epoch]) if inside else 0.0
+        if not least - OFF_MAX <= found <= most + OFF_MAX:
+            between = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+            out.append(f"loop {loop}, epoch {epoch}: {found:g} steps were applied, and the audit says {between}")
+    return out
+
+
+def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) -> AuditReport:
+    """``report`` with what the witness in the model of ``folder`` (else the run's) says. A job that failed has no model
+    to ask. Raises ConfigError where there is none though the job ended well, PlatformError."""
+    with JournalReader(run_dir / "journal.sqlite") as journal:
+        journal.advance()
+        facts = journal.facts
+    try:
+        counts = read_counts(folder or run_dir / "model")
+    except ConfigError:
+        if report.verdict in (Verdict.EXACT, Verdict.LOOPS) or folder is not None:
+            raise
+        report.notes.append("the witness was not asked: the job left no model")
+        return report
+    said = expectation(run_dir, _checkpoint_of(folder or run_dir / "model"))
+    report.witness = compare(counts, said, facts)
+    applied = sum(int((np.rint(values) == 1).sum()) for _, values in counts.rows.values())
+    steps = 0 if counts.steps is None else round(float(counts.steps.sum()))
+    report.counts |= {"witnessed_samples": applied, "witnessed_steps": steps}
+    if any(one.unknown for one in said.epochs.values()):
+        report.notes.append("the witness: of the run before nothing is known; epochs that it trained may lack samples")
+    if counts.steps is not None and said.steps is None:
+        report.notes.append("the witness: steps were not compared, only in which epochs of which loop there are some")
+    if report.witness and report.verdict is not Verdict.OFFENCES:
+        report.verdict = Verdict.WITNESS
+        more = f", and {len(report.witness) - 1} more" if report.witness[1:] else ""
+        report.why = f"{report.witness[0]}{more}"
+    return report
+
+
+def _checkpoint_of(folder: Path) -> int:
+    """Of which checkpoint of its job a model is; 0: it does not say."""
+    try:
+        return msgspec.json.decode((folder / ABOUT_FILE).read_bytes(), type=_About).checkpoint
+    except (OSError, msgspec.MsgspecError):
+        return 0
+
+
+class _About(msgspec.Struct):
+    checkpoint: int = 0
+
+
+__all__ = ["Counts", "Expectation", "Expected", "compare", "expectation", "read_counts", "witnessed"]
