@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import everstep as es
+from everstep.api.engine import Engine
 from everstep.api.job import Job
 from everstep.errors import ConfigError, ScriptError
 from everstep.monitor.audit import audit
@@ -104,6 +105,17 @@ def test_steps_that_the_script_leaves_out_or_accumulates(join: Callable[..., Job
     accumulated = said(train(join, mode, every=2))
     assert accumulated.verdict is Verdict.EXACT, accumulated.text()
     assert accumulated.counts["witnessed_samples"] == SAMPLES * sum(LOOPS)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_what_a_step_consumed_stays_so_when_its_gradients_are_zeroed(
+    join: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """As a worker of a job has it: a step is pushed when the iteration is over, behind ``opt.zero_grad()``."""
+    monkeypatch.setattr(Engine, "_immediate", False)
+    report = said(train(join, "ps", every=every))
+    assert report.verdict is Verdict.EXACT and report.counts["left_out_samples"] == 0, report.text()
+    assert report.counts["witnessed_samples"] == SAMPLES * sum(LOOPS)
 
 
 @pytest.mark.parametrize("plant", [twice, lost, again])

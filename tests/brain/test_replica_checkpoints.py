@@ -333,3 +333,8 @@ def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -
     job.kill(0)
     assert job.brain.checkpoints.writing is writing and writing.writer == 1
     assert not job.brain.may_end(Slot(1), Incarnation(1))
+    out = job.kill(1)  # nobody has the state any more: it is trained again
+    assert not any(isinstance(i, FinishJob) for i in out) and "not the end" in actions(out)
+    for slot in (0, 1):
+        job.hire(slot)
+    assert any(isinstance(i, PublishGroup) and not i.group.begin.step for i in [*job.ask(0), *job.ask(1)])

@@ -595,7 +595,7 @@ class Engine:
         self._keep_edits()
         if self._captured is not None:
             captured, self._captured = self._captured, None
-            self._push_piece(captured)
+            self._push_piece(captured, consumed=True)
         payload = self._capture([optimizer])
         if payload is not None:
             self._steps_here += 1
@@ -608,6 +608,8 @@ class Engine:
                         self._say_place()
                 self.tables.renew()
             else:
+                if self._kept and self._was_zeroed():
+                    self._leave_out()
                 self._captured = payload
                 self._stale.watch(self.tables.dense, self.tables.batches.values())
         self.clock.switch(stepclock.UPDATE)
@@ -737,6 +739,8 @@ class Engine:
         )
 
     def _leave_out(self) -> None:
+        if self._captured is not None:  # the step in hand has consumed them, whatever becomes of gradients now
+            return
         for kept in self._kept:
             kept.learnt = False
         self._probe = None
@@ -998,7 +1002,7 @@ class Engine:
         if self._captured is not None:
             captured, self._captured = self._captured, None
             assert left is not None and item.work is not None
-            kept = self._take_kept()
+            kept = self._take_kept(consumed=True)
             counted = sum(w.hi - w.lo for w, learnt in kept if learnt) + item.work.hi - item.work.lo
             self._push([*kept, (left, True)], captured, counted)
         elif self._steps_here:
@@ -1067,8 +1071,9 @@ class Engine:
         p, grad = self._probe
         return p.grad is not grad
 
-    def _take_kept(self) -> list[tuple[Work, bool]]:
-        if self._kept and self._was_zeroed():
+    def _take_kept(self, consumed: bool = False) -> list[tuple[Work, bool]]:
+        """``consumed``: by a step that was captured before, when their gradients were there."""
+        if self._kept and not consumed and self._was_zeroed():
             self._leave_out()
         kept, self._kept, self._probe = self._kept, [], None
         return [(k.work, k.learnt) for k in kept]
@@ -1156,7 +1161,8 @@ class Engine:
                 if (self._captured is not None or self._steps_here) and left is not None:
                     # The script stepped, then left the loop.
                     captured, self._captured = self._captured, None
-                    self._push([*(self._take_kept() if captured is not None else ()), (left, True)], captured)
+                    kept = self._take_kept(consumed=True) if captured is not None else []
+                    self._push([*kept, (left, True)], captured)
                     with self._lock:
                         self._close_part()
             except (NonFiniteGradientError, ScriptError) as error:
@@ -1241,10 +1247,10 @@ class Engine:
         with self._lock:
             self._ready(_StepInHand(tuple(works), payload, counted, skipped), more)
 
-    def _push_piece(self, payload: _Payload) -> None:
+    def _push_piece(self, payload: _Payload, consumed: bool = False) -> None:
         """Consume the kept batches, and one sample of the batch in hand: what is left of it goes with what follows in
         the iteration. Raises ScriptError where nothing is left."""
-        works = self._take_kept()
+        works = self._take_kept(consumed)
         left = self._left
         counted = sum(w.hi - w.lo for w, learnt in works if learnt) + self.in_hand
         if self._sync and not self.in_loop and works:

@@ -1699,6 +1699,11 @@ class Brain:
         self.duty.settle(self.members)
         if not self.duty.done:
             return self._run_for_the_chief(at)
+        writing = self.checkpoints.writing
+        unsaved = writing is not None and writing.reason == FINAL and (writing.manifest or writing.draft) is None
+        if self.replicated and unsaved:
+            what = "every state was lost before what the job ends with was written"
+            return self._not_the_end(at, f"its script had ended, and {what}", what)
         if (last := self.checkpoints.finish(self.job, at)) is not None:
             return last
         why = Decision("finish the job", "every worker's script ran to its end", {"samples": self.shards.samples_done})

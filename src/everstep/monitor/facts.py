@@ -63,6 +63,8 @@ class JobFacts:
                 if isinstance(reply, Reply) and isinstance(reply.answer, Registered):
                     self.loops.registered(event, reply.answer.dataset)
         elif isinstance(event, ShardAsked):
+            for no in event.pending:
+                self.loops.carried |= {split_key(shard)[:2] for shard, _, _ in self.grants.get(no, ())}
             for reply in out:
                 if isinstance(reply, Reply) and isinstance(reply.answer, Granted):
                     self._grant(reply.answer.lease.no, reply.answer.lease.shard, event.worker, event.incarnation)

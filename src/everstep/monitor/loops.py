@@ -31,11 +31,13 @@ class Asked(NamedTuple):
 
 class LoopFacts:
     """``asked``: by loop of the script, what workers said that it is over (all the same, unless the script depends on
-    the worker). ``leases``: the loop that a lease was granted in."""
+    the worker). ``leases``: the loop that a lease was granted in. ``carried``: (dataset, epoch) of which a worker had
+    samples in hand, at the end of the data, for a step in its next loop."""
 
     def __init__(self) -> None:
         self.asked: dict[int, set[Asked]] = {}
         self.leases: dict[tuple[LeaseNo, ShardKey], tuple[int, Asked]] = {}
+        self.carried: set[tuple[int, int]] = set()
         self._now: dict[tuple[Slot, Incarnation], tuple[int, Asked]] = {}
 
     def __repr__(self) -> str:

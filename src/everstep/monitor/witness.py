@@ -315,8 +315,9 @@ def _steps(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
         return out
     for at, epoch in np.argwhere(counts.steps > OFF_MAX).tolist():
         loop, found = at + 1, float(counts.steps[at, epoch])
-        asked = facts.loops.asked.get(loop)
-        if asked and not any(one.begin <= epoch < one.until for one in asked):
+        asked = facts.loops.asked.get(loop, set())
+        fits = any(one.begin <= epoch < one.until or (one.dataset, epoch) in facts.loops.carried for one in asked)
+        if asked and not fits:
             over = ", ".join(map(str, sorted(asked)))
             out.append(f"loop {loop} of the script is over {over}, and has {found:g} steps of epoch {epoch}")
     if said.steps is None:
