@@ -11,6 +11,7 @@ import pytest
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.shard import Plan
+from everstep.monitor.loops import Asked
 from everstep.monitor.report import AuditReport
 from everstep.monitor.steps import StepFacts, StepLog, check_steps, read_step_log
 from everstep.storage.chain import ChainWriter
@@ -46,6 +47,7 @@ class Run:
 
     def check(self) -> AuditReport:
         facts = StepFacts()
+        facts.loops.asked = {1: {Asked(0, 0, 1)}, 2: {Asked(0, 1, 2)}}
         for g in self.groups:
             facts.published(g)
         facts.told(self.told)
@@ -60,6 +62,26 @@ def test_what_is_right_passes_and_void_steps_are_told_apart() -> None:
     assert report.counts["steps"] == 10 and report.counts["void"] == 2 and report.counts["samples"] == 200
     assert report.counts["skipped_samples"] == 20
     assert "exactly once" in report.text() and "2 more void" in report.text()
+
+
+def _loop(index: int, loop: int) -> Callable[[Run], None]:
+    def change(run: Run) -> None:
+        run.told[index] = msgspec.structs.replace(run.told[index], loop=loop)
+
+    return change
+
+
+@pytest.mark.parametrize(("index", "loop", "right"), [(0, 1, True), (0, 2, False), (3, 2, True), (3, 1, False)])
+def test_steps_are_of_the_loop_that_asked_for_them(index: int, loop: int, right: bool) -> None:
+    """Void steps do not count, steps of nobody knows which loop (0) may be of any."""
+    run = Run()
+    _loop(index, loop)(run)
+    run.told[-1] = msgspec.structs.replace(run.told[-1], loop=2)
+    report = run.check()
+    assert report.ok and (not report.loops) == right, report.loops
+    void = Run()
+    void.told[3] = msgspec.structs.replace(void.told[3], first=6, lo=20, loop=1)
+    assert not void.check().loops
 
 
 def _edit(index: int, **fields: int) -> Callable[[Run], None]:

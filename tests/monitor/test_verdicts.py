@@ -99,5 +99,26 @@ def test_an_offence_comes_before_everything_else() -> None:
     assert judged(report, end(trained(), -9)).verdict is Verdict.OFFENCES
 
 
+def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
+    """The worker is in its second loop, over epoch 1, and is given a shard of epoch 0."""
+    facts = JobFacts()
+    plan = Plan(name="train", samples=30, shard_samples=30, seed=0)
+    events: list[BrainEvent] = [
+        MasterStarted(0.0, ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0)),
+        NodeJoined(1.0, NODE, "", 0, 0),
+        MemberJoined(2.0, Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock")),
+        MemberJoined(3.0, Role.WORKER, W, ONE, NODE, 8),
+        PlanRegistered(4.0, W, ONE, plan, 2, 1, 2),
+        ShardAsked(5.0, W, ONE, 0, 2, 1),
+    ]
+    for event in events:
+        facts.take(event)
+    wrong = facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
+    assert wrong == "in loop 2 of the script, which is over epoch 1"
+    facts.take(PlanRegistered(6.0, W, ONE, plan, 1, 0, 1))
+    report = AuditReport("runs/x", loops=[f"train e0 #0 was trained by worker:0 #1 {wrong}"])
+    assert judged(report, trained()).verdict is Verdict.LOOPS and "LOOP train e0" in "\n".join(report._end())
+
+
 def test_exit_codes_can_be_told_apart() -> None:
     assert len(set(EXIT_CODES.values())) == len(Verdict)

@@ -1087,12 +1087,12 @@ class Engine:
         """What was accumulated cannot be pushed with what comes: some buckets have consumed some of it before, with a
         worker that was lost. It is a step by itself."""
         payload = self._capture(list(self.optimizers) or [None])
+        kept = [(k.work, k.learnt) for k in self._kept]
+        self._kept, self._probe = [], None
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for table in self.tables.batches.values():
             table.zero()
-        kept = [(k.work, k.learnt) for k in self._kept]
-        self._kept, self._probe = [], None
         self._push(kept, payload)
 
     def _keep_edits(self) -> None:

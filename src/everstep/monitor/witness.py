@@ -184,6 +184,11 @@ def _of_groups(facts: JobFacts, manifest: Manifest | None) -> Expectation:
         for epoch in range(cursor.epoch + (cursor.position > 0)):
             done = samples if epoch < cursor.epoch else cursor.position
             epochs[number, epoch] = Expected(samples, done, True)
+        if mark is not None and facts.brain.job.spec.ps:  # (its tables are of a little later than the rest)
+            now = facts.brain.state.groups.cursor(number)
+            for epoch in range(cursor.epoch, now.epoch + (now.position > 0)):
+                done = cursor.position if epoch == cursor.epoch else 0
+                epochs[number, epoch] = Expected(samples, done)
     steps: dict[tuple[int, int], tuple[int, int]] = {}
     for line, kept in check.lines():
         for p in kept:
