@@ -622,7 +622,7 @@ class Engine:
         if captured is None or not self.in_loop:
             return
         phase = self.clock.switch(stepclock.PUSH)
-        self._push_piece(captured)
+        self._push_piece(captured, consumed=True)
         self._settle()
         self.tables.renew()
         self.clock.switch(phase)
