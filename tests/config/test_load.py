@@ -132,7 +132,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ({"workers": 0}, ("workers = 0", "(--workers)", "from 1")),
-        ({"mode": "allreduce", "bind": "a:1"}, ("tls = 'all'", "bind = 'a:1' (--bind)", "tls: control")),
         ({"ps": 0}, ("ps = 0",)),
         ({"ps": -1}, ("ps = -1",)),
         ({"seed": -1}, ("seed = -1",)),

@@ -170,7 +170,7 @@ def test_logical_workers_give_the_same_bits_for_any_number_and_any_loss(tmp_path
 def test_a_second_node_joins_trains_and_is_killed_twice(run: ReplicaRun) -> None:
     at = f"127.0.0.1:{free_port()}"
     run.write(epochs=10)
-    run.train(1, "--bind", at, "--tls", "control")
+    run.train(1, "--bind", at)  # between the nodes through tunnels
     run.alive(Role.WORKER, 0)
     for life, node in enumerate(("b1", "b2"), 1):
         join(run, at, node)

@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
 
 from everstep.allreduce.exchange import MEMBERS_MAX, VALUES_MAX, Exchange, Total
 from everstep.allreduce.store import GroupStore
+from everstep.allreduce.tunnel import Tunnels
 from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, WireError
 from everstep.net.retry import Deadline
 
@@ -204,6 +205,7 @@ class GlooCollective:
         self._sockets: frozenset[int] = frozenset()  # inodes
         self._ip = resolve(host)
         self._store: GroupStore | None = None
+        self.tunnels: Tunnels | None = None  # to members on other nodes, where nothing may go there in the clear
         self._group: Any = None
         self._exchange: Exchange | None = None
         self._passed: queue.SimpleQueue[GlooPassed | None] | None = None  # sends and receives that are waited for
@@ -231,6 +233,7 @@ class GlooCollective:
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
         """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
         self._store = store
+        store.tunnels = self.tunnels
         self.waiting_since = time.monotonic()
         deadline = Deadline(timeout_s, "connecting to the other members")
         try:
@@ -355,6 +358,8 @@ class GlooCollective:
         self._break(why)
         if self._exchange is not None:
             self._exchange.abort()
+        if self.tunnels is not None:
+            self.tunnels.close()
         store = self._store
         if store is None:
             return

@@ -46,6 +46,9 @@ class DeviceCollective(GlooCollective):
         except ScriptError:
             self.close()
             raise
+        if self.chosen.way is Way.NCCL and self.tunnels is not None:
+            words = "tls: all, and NCCL sends gradients in the clear (--tls control lets it)"
+            self.chosen = Choice(Way.STAGED, words)
         self.host_sums = self.chosen.way is not Way.NCCL
         self.short_sums = self.chosen.way is Way.HOST  # else a peer's bucket of that size may be on its device
         if self.chosen.way is Way.NCCL:

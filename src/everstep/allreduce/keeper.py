@@ -97,6 +97,11 @@ class ReplicaKeeper:
         self._server = DataServer(self.source, listeners, self._secret, self._identity(), tls=tls)
 
     @property
+    def secret(self) -> Secret | None:
+        """The job's; None: this is no job of several processes."""
+        return self._secret
+
+    @property
     def _node(self) -> NodeId:
         return NodeId(str(getattr(self._seat, "node", "node0")))
 

@@ -25,6 +25,7 @@ from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, G
 from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.store import GroupStore
+from everstep.allreduce.tunnel import INSIDE, Tunnels
 from everstep.brain.events import Answer, EndOfData, Grouped, Refused, Wait
 from everstep.errors import (
     DeadlineError,
@@ -39,6 +40,7 @@ from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Address
 from everstep.model.shard import Plan
 from everstep.net import messages
+from everstep.net.auth import Secret
 from everstep.net.log import logger
 from everstep.policies.split import Cut as StepCut
 from everstep.policies.split import cut_step, within
@@ -91,6 +93,9 @@ class Keeper(Protocol):
 
     @property
     def line(self) -> int: ...
+
+    @property
+    def secret(self) -> Secret | None: ...
 
     def follow(self, group: Group) -> None: ...
 
@@ -794,11 +799,14 @@ class Session:
         rank = group.rank(self.seat.slot, self.seat.incarnation)
         try:
             host = resolve(self._host(group, rank))
+            tunnels = self._tunnels(group, rank, host)
         except EverstepError as error:
             self.fail(error)
             return
         name = f"{group.generation}.{attempt}"
+        host = INSIDE if tunnels is not None else host
         collective = DeviceCollective(rank, group.size, host, name, self.state.devices())
+        collective.tunnels = tunnels
         store = GroupStore(self.seat, group.generation, attempt, host, group.size, CONNECT_S)
         self._building = (collective, store)
         threading.Thread(
@@ -819,6 +827,18 @@ class Session:
                 "--bind HOST:PORT, and everstep join --host HOST"
             )
         return address.host
+
+    def _tunnels(self, group: Group, rank: int, host: str) -> Tunnels | None:
+        """None: all members are on one node, or the job was told that gradients may travel in the clear."""
+        if self.seat.spec.tls != "all" or len({m.node for m in group.members}) == 1:
+            return None
+        secret = self.keeper.secret
+        if secret is None:
+            raise PlatformError("this worker has no secret to reach members on other nodes with")
+        try:
+            return Tunnels(rank, secret, group.members[rank].node, host)
+        except OSError as error:
+            raise PlatformError(f"cannot listen at {host} for members on other nodes: {error}") from None
 
     def _build(self, group: Group, attempt: int, collective: GlooCollective, store: GroupStore) -> None:
         """On its own thread."""

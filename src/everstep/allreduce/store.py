@@ -6,6 +6,8 @@ peers' addresses one by one; they are fetched in one request.
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from everstep.allreduce.devices import Place
 from everstep.allreduce.exchange import Door
+from everstep.allreduce.tunnel import ENTRY, NEVER, Service, TunnelDoor, Tunnels
 from everstep.net import messages
 from everstep.net.messages import RequestType, StoreValues
 
@@ -31,7 +34,8 @@ class Asking(Protocol):
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
     """The value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes;
-    where the member listens for votes (0: nowhere), and the key to that; what its model is on."""
+    where the member listens for votes (0: nowhere), and the key to that; what its model is on; where tunnels to it
+    end."""
 
     host: str
     port: int
@@ -39,6 +43,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     vote_port: int = 0
     vote_key: bytes = b""
     place: Place = Place()
+    tunnel: TunnelDoor = TunnelDoor()
 
 
 class GroupStore(Store):
@@ -51,6 +56,7 @@ class GroupStore(Store):
         self.address: tuple[str, int] | None = None  # of our device, as soon as gloo has said it
         self.door: Door | None = None  # to say along with it
         self.place = Place()  # this too
+        self.tunnels: Tunnels | None = None  # by which members on other nodes are reached
         self._seat = seat
         self._generation, self._attempt, self._host = generation, attempt, host
         self._size, self._timeout_s = size, timeout_s
@@ -64,8 +70,19 @@ class GroupStore(Store):
 
     @property
     def peer_addresses(self) -> list[tuple[str, int]]:
+        """Where connections of ours to the others go."""
         with self._changed:
-            return [(said.host, said.port) for said in self._theirs.values()]
+            theirs = {int(key.rpartition("/")[2]): said for key, said in self._theirs.items()}
+        return [self._address_of(rank, said) for rank, said in theirs.items()]
+
+    def _address_of(self, rank: int, said: _Said) -> tuple[str, int]:
+        """Where gloo is to believe that a member listens."""
+        tunnels = self.tunnels
+        if tunnels is None or not tunnels.far(said.tunnel):
+            return said.host, said.port
+        if rank > tunnels.rank:
+            return NEVER, said.port
+        return ENTRY, tunnels.entry(rank, said.tunnel, Service.GLOO)
 
     def _by_rank(self) -> list[_Said]:
         with self._changed:
@@ -78,10 +95,16 @@ class GroupStore(Store):
 
     def doors(self) -> list[Door]:
         """Of all members, by rank. RuntimeError: one has none."""
-        doors = [Door(s.host, s.vote_port, s.vote_key) for s in self._by_rank() if s.vote_key]
+        doors = [self._vote_door(rank, s) for rank, s in enumerate(self._by_rank()) if s.vote_key]
         if len(doors) != self._size:
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
         return doors
+
+    def _vote_door(self, rank: int, said: _Said) -> Door:
+        tunnels = self.tunnels
+        if tunnels is None or rank >= tunnels.rank or not tunnels.far(said.tunnel):
+            return Door(said.host, said.vote_port, said.vote_key)
+        return Door(ENTRY, tunnels.entry(rank, said.tunnel, Service.VOTES), said.vote_key)
 
     def cancel(self) -> None:
         """Every wait ends now, also later ones."""
@@ -106,14 +129,25 @@ class GroupStore(Store):
         blob = value.encode() if isinstance(value, str) else bytes(value)
         port = self.locate(blob)
         vote_port, vote_key = (self.door.port, self.door.key) if self.door is not None else (0, b"")
+        tunnel = TunnelDoor()
+        if self.tunnels is not None:
+            self.tunnels.ports.update({Service.GLOO: port, Service.VOTES: vote_port})
+            tunnel = self.tunnels.door
+        said = _Said(self._host, port, blob, vote_port, vote_key, self.place, tunnel)
         with self._changed:
             self.address = (self._host, port)
-            self._mine[key] = msgspec.msgpack.encode(_Said(self._host, port, blob, vote_port, vote_key, self.place))
+            self._mine[key] = msgspec.msgpack.encode(said)
         self.say_again()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._theirs[key].blob
+        said = self._theirs[key]
+        if self.tunnels is None:
+            return said.blob
+        try:
+            return moved(said.blob, (said.host, said.port), self._address_of(int(key.rpartition("/")[2]), said))
+        except OSError as error:
+            raise RuntimeError(f"no tunnel: {error}") from None
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         end = time.monotonic() + self._timeout_s
@@ -173,6 +207,16 @@ class GroupStore(Store):
                 if key != _FAILED:
                     self._theirs[key] = msgspec.msgpack.decode(value, type=_Said)
             return frozenset(values)
+
+
+def moved(blob: bytes, old: tuple[str, int], new: tuple[str, int]) -> bytes:
+    """Gloo's bytes with another socket address (of IPv4: port and host, one behind the other)."""
+    before, after = (struct.pack(">H", port) + socket.inet_aton(host) for host, port in (old, new))
+    if blob.count(before) != 1:
+        raise RuntimeError(
+            f"no socket address {old[0]}:{old[1]} in gloo's {len(blob)} bytes: another version of torch?"
+        )
+    return blob.replace(before, after)
 
 
 def _siblings(key: str, size: int) -> tuple[str, ...]:

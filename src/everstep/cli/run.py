@@ -179,6 +179,11 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
         host, port = agent.host, parse_host_port(spec.bind)[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         sys.stdout.write(f"other nodes: everstep agent --join {at} --secret-file (a copy of {run_dir}/secret)\n")
+    if spec.bind and spec.mode == "allreduce" and spec.tls == "control":
+        sys.stdout.write(
+            "tls: control: between nodes gradients are neither encrypted nor authenticated: only on a network of the "
+            "nodes' own (else --tls all)\n"
+        )
     if spec.metrics:
         sys.stdout.write(f"metrics: http://{spec.metrics}/metrics\n")
     sys.stdout.flush()

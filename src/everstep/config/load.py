@@ -210,11 +210,6 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         raise ConfigError(
             f"protect = 'eager'{at['protect']}: not in mode allreduce: nobody has what mirrors may lack; use acked"
         )
-    if spec.bind and spec.tls == "all":
-        raise ConfigError(
-            f"tls = 'all'{at['tls']}: not in mode allreduce on several nodes (bind = {spec.bind!r}{at['bind']}): gloo "
-            "sums gradients in the clear, and authenticates nobody; with a network that is the nodes' own: tls: control"
-        )
     if spec.min_workers > spec.workers:
         raise ConfigError(
             f"min_workers = {spec.min_workers}{at['min_workers']}: more than workers = {spec.workers}{at['workers']}"
