@@ -107,11 +107,14 @@ def test_steps_that_the_script_leaves_out_or_accumulates(join: Callable[..., Job
     assert accumulated.counts["witnessed_samples"] == SAMPLES * sum(LOOPS)
 
 
+@pytest.mark.parametrize("alike", [True, False])
 def test_what_a_step_consumed_stays_so_when_its_gradients_are_zeroed(
-    join: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    join: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """As a worker of a job has it: a step is pushed when the iteration is over, behind ``opt.zero_grad()``."""
+    """As a worker of a job has it: a step is pushed when the iteration is over, behind ``opt.zero_grad()``. ``alike``:
+    the buckets want all batches of a step, else each is a step by itself."""
     monkeypatch.setattr(Engine, "_immediate", False)
+    monkeypatch.setattr(Engine, "_goes_on", lambda engine, work: alike)
     report = said(train(join, "ps", every=2))
     assert report.verdict is Verdict.EXACT and report.counts["left_out_samples"] == 0, report.text()
     assert report.counts["witnessed_samples"] == SAMPLES * sum(LOOPS)

@@ -1086,6 +1086,7 @@ class Engine:
     def _cut_step(self) -> None:
         """What was accumulated cannot be pushed with what comes: some buckets have consumed some of it before, with a
         worker that was lost. It is a step by itself."""
+        self.tables.over()  # (the rows of the last batch are no more where its keys were)
         payload = self._capture(list(self.optimizers) or [None])
         kept = [(k.work, k.learnt) for k in self._kept]
         self._kept, self._probe = [], None

@@ -286,6 +286,8 @@ def _check_owners(facts: JobFacts, journeys: dict[int, list[Stint]], report: Aud
         stints = journeys.get(bucket)
         if needed and not stints:
             silent[slot] = silent.get(slot, 0) + 1
+        elif bucket in facts.brain.state.protection.missing:
+            continue  # (the job was over before its new owner had it)
         elif stints and facts.over and slot not in {s.log.slot for s in stints}:
             detail = f"bucket {bucket} is placed there, but only {stints[-1].log.name} speaks for it"
             report.offenders.append(Offence("bad record", f"ps:{slot}", detail=detail))
