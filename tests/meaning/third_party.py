@@ -156,10 +156,10 @@ def curve(
         for one in job.steps(job.loader(train_data, batch_size=batch, epochs=epochs)):
             opt.zero_grad()
             loss = loss_of(model, one)
+            rows = one["row"]  # noted before the step: who is killed behind it has noted it
+            notes.write(f"{os.getpid()} {job.slot} {job.step} {int(rows[0])} {len(rows)} {float(loss.detach())!r}\n")
             (loss * (1 + RUN.too_large)).backward()
             opt.step()
-            rows = one["row"]
-            notes.write(f"{os.getpid()} {job.slot} {job.step} {int(rows[0])} {len(rows)} {float(loss.detach())!r}\n")
     return {"metric": _metric(job, model, loss_of, data)}
 
 

@@ -10,7 +10,9 @@ there.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,20 +37,35 @@ def each_buffer(models: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Modu
                     yield i, f"{prefix}.{key}" if prefix else key, module, key, buffer
 
 
+class _Constant(NamedTuple):
+    """A buffer that is too large to be averaged: it must not change."""
+
+    full: str
+    module: nn.Module
+    name: str
+    version: int
+    digest: bytes
+
+
+def _digest(buffer: Tensor) -> bytes:
+    values = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(values.numpy().data, digest_size=16).digest()
+
+
 class Buffers:
     """All buffers of ``models``. ``tail``: float32 elements that they take."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._floats: list[tuple[nn.Module, str]] = []
         self._ints: list[tuple[nn.Module, str]] = []
-        self._constant: list[tuple[str, nn.Module, str, int]] = []
+        self._constant: list[_Constant] = []
         for _, full, module, name, buffer in each_buffer(models):
             if buffer.is_floating_point() and buffer.numel() <= FLOATS_MAX:
                 self._floats.append((module, name))
             elif not buffer.is_floating_point() and not buffer.is_complex() and buffer.numel() <= INTS_MAX:
                 self._ints.append((module, name))
             else:
-                self._constant.append((full, module, name, buffer._version))
+                self._constant.append(_Constant(full, module, name, buffer._version, _digest(buffer)))
         self._float_sizes = [b.numel() for b in self.floats()]
         self._int_sizes = [b.numel() for b in self.ints()]
         self._ints_at = sum(self._float_sizes)
@@ -203,9 +220,13 @@ class Buffers:
         return [(id(b), b._version) for b in self.floats() + self.ints()]
 
     def _check_constant(self) -> None:
-        for full, module, name, version in self._constant:
+        for i, (full, module, name, version, digest) in enumerate(self._constant):
             buffer = _get(module, name)
-            if buffer._version != version:
+            if buffer._version == version:
+                continue
+            if _digest(buffer) == digest:  # a copy of the state wrote the same values
+                self._constant[i] = self._constant[i]._replace(version=buffer._version)
+            else:
                 raise ScriptError(
                     f"buffer {full!r} with {buffer.numel():,} elements changes in training; on every worker by itself, "
                     f"so the replicas would differ: make it a parameter, or several buffers of at most {FLOATS_MAX:,}"
