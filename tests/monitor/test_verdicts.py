@@ -115,6 +115,8 @@ def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
         facts.take(event)
     wrong = facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
     assert wrong == "in loop 2 of the script, which is over epoch 1"
+    facts.take(ShardAsked(5.5, W, ONE, 0, 2, 2, (lease_no(ONE, 1),)))  # held back, for a step in the next loop
+    assert not facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
     facts.take(PlanRegistered(6.0, W, ONE, plan, 1, 0, 1))
     report = AuditReport("runs/x", loops=[f"train e0 #0 was trained by worker:0 #1 {wrong}"])
     assert judged(report, trained()).verdict is Verdict.LOOPS and "LOOP train e0" in "\n".join(report._end())

@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 class LoopFacts:
     """``asked``: by loop of the script, what workers said that it is over (all the same, unless the script depends on
     the worker). ``leases``: the loop that a lease was granted in. ``carried``: (dataset, epoch) of which a worker had
-    samples in hand, at the end of the data, for a step in its next loop."""
+    samples in hand, at the end of the data, for a step in its next loop: so they are that loop's."""
 
     def __init__(self) -> None:
         self.asked: dict[int, set[Asked]] = {}
@@ -66,6 +66,6 @@ class LoopFacts:
         """The same of what was applied under a lease."""
         dataset, epoch, _ = split_key(shard)
         loop, asked = self.leases.get((lease, shard), (0, None))
-        if asked is None or asked.has(dataset, epoch):
+        if asked is None or asked.has(dataset, epoch) or (dataset, epoch) in self.carried:
             return ""
         return f"in loop {loop} of the script, which is over {asked}"
