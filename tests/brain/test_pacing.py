@@ -418,3 +418,15 @@ def test_a_part_counts_for_the_samples_that_it_has_learnt_from() -> None:
         gate.begin(part)
     gate.ready(parts, (), 4)  # the other four were left out by the script
     assert gate.place().samples == 4
+
+
+def test_batches_that_a_later_step_will_push_do_not_use_up_how_far_a_worker_may_be_ahead() -> None:
+    gate = Gate(parse_consistency("bounded:2"), A, ONE)
+    gate.turn(Turn(ONE, 1, 0))
+    for number in range(8):  # accumulated over eight batches
+        assert gate.may_begin(), number
+        gate.begin(work(0, number))
+        gate.settled(work(0, number))
+        gate.turn(Turn(ONE, 2 + number, number + 1))
+    gate.settled(work(0, 0, 800))
+    assert gate.place().step == 8

@@ -29,7 +29,7 @@ from meaning.table import Mode, Result, Row
 SAME, STATED, REFUSED, OPEN = "same", "stated", "refused", "different (open)"
 WORKER = Path(__file__).with_name("worker.py")
 LAUNCH = WORKER.with_name("launch.py")
-JOB_S = 100.0
+JOB_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,6 @@ def real(row: Row, mode: Mode) -> tuple[Result, Steps | None]:
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("everstep: ")]
             raise JobFailedError(f"exit {done.returncode}: {lines[-1] if lines else done.stdout[-300:]}")
         with np.load(out, allow_pickle=False) as found:
-            return dict(found), steps_of(folder) if mode.composed else None
+            return dict(found), (steps_of(folder) or None) if mode.composed else None
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -189,7 +189,8 @@ class DenseGroup(FlatGroup):
             if p.dtype != torch.float32 or p.device.type != "cpu":
                 raise ScriptError(
                     f"a dense parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}: the dense part on the ps "
-                    "takes float32 on the CPU"
+                    "takes float32 on the CPU: convert it (model.float().cpu()), or train with --mode allreduce, "
+                    "which takes every type and device"
                 )
         names = names or {}
         labels = [names.get(id(p), f"{name}/{i}") for i, p in enumerate(self.params)]

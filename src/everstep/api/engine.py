@@ -195,6 +195,7 @@ class Engine:
         self._left: Work | None = None  # of the batch in hand: what no step has consumed
         self._captured: _Payload | None = None  # of a step of this iteration, to be pushed at its end
         self._steps_here = 0  # of this iteration
+        self._pulled = False  # sync: all workers have pulled what a change by hand is about to replace
         self._grads_before: list[tuple[int, int]] = []  # which gradients there were when the iteration began
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None  # a gradient that kept batches are in
         self.models: list[torch.nn.Module] = []  # of the script
@@ -747,6 +748,7 @@ class Engine:
 
     def dense_state(self, group: DenseGroup) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Keys and optimizer state (float32 [rows, floats]) of a group as they are on the ps now."""
+        self._freshen()
         self.tables.declare()
         keys, _, state = self.tables.scan(group.spec)
         if len(keys) != group.n_rows:
@@ -1046,6 +1048,9 @@ class Engine:
             self._push(self._take_kept(), None)
             return
         self._probe = self._find_probe()
+        if self.gate is not None and not self._sync:
+            with self._lock:  # a later step will push it: until then it must not count as one that is under way
+                self.gate.settled(work)
         self.feed(lambda: self.protocol.hold_back(work))
 
     def _grad_marks(self) -> list[tuple[int, int]]:
@@ -1118,7 +1123,7 @@ class Engine:
                         "the script changed parameters outside of the loop (an average, say, was copied into the "
                         "model), and job.eval, job.steps or state_dict would overwrite them with those of the ps: "
                         "evaluate with model.eval() and torch.no_grad() instead of job.eval, and put the old values "
-                        "back afterwards, or run with --consistency sync"
+                        "back afterwards, or change them in the loop and run with --consistency sync"
                     )
                 item = self.tables.current
                 names = group.changed_names(item.dense.get(group.spec.id)) if item is not None else []
@@ -1127,7 +1132,7 @@ class Engine:
                     "optimizer): with several workers and no common step, steps of the others would be lost by that; "
                     "run with --consistency sync or --mode allreduce, or put the change into the loss"
                 )
-            self._settle()
+            self._await_pulls()
             self.tables.put(group.spec, None, group.initial(), replace=True)
             group.seen()
         for name, table in self.tables.batches.items():
@@ -1140,25 +1145,43 @@ class Engine:
                     "sync, with --mode allreduce without ps, or put the change into the loss"
                 )
             spec = self.tables.infos[name].spec
-            self._settle()
+            self._await_pulls()
             self.tables.put(spec, table.keys, table.values, replace=True)
             table.seen()
+        self._pulled = False
 
     @property
     def _edits_are_kept(self) -> bool:
         spec = self.seat.spec
-        return self.seat.embedded or self._sync or (spec.workers == 1 and self.seat.slot == 0)
+        only = self.seat.embedded or (spec.workers == 1 and self.seat.slot == 0)
+        return only or (self._sync and self.in_loop)
+
+    def _await_pulls(self) -> None:
+        """Before a change by hand is stored: what was pushed is at the ps. Sync: a step of the job without gradients
+        lies between, so that all workers have pulled the values that all of them change, and none has pushed since."""
+        if self._pulled:
+            return
+        left = self._left
+        if self._sync and not self._alone:
+            if self._kept or left is None or left.hi - left.lo < 2:
+                raise ScriptError(
+                    "the script changed weights in place, and its batch has too few samples left, or is a part of an "
+                    "accumulated step: change them behind opt.step(), and use larger batches or drop_last=True"
+                )
+            self._push_piece(None)
+            self._pulled = True
+        self._settle()
 
     def _end_of_loop(self, run: _Run, complete: bool) -> None:
         """Let pushes arrive; when the loop ended early, give back what is not finished."""
         run.stop.set()
         self._stale.clear()
         failed = self.failure is not None
-        item, left = self.tables.current, self._left
-        self._left = None
+        item, left = self.tables.current, None
         if item is not None and not failed:
             try:
                 self._keep_edits()
+                left = self._left
                 if (self._captured is not None or self._steps_here) and left is not None:
                     # The script stepped, then left the loop.
                     captured, self._captured = self._captured, None
@@ -1168,6 +1191,7 @@ class Engine:
                         self._close_part()
             except (NonFiniteGradientError, ScriptError) as error:
                 self.fail(error)
+        self._left = None
         if item is not None:
             self.tables.over()
             item.close()
@@ -1248,7 +1272,7 @@ class Engine:
         with self._lock:
             self._ready(_StepInHand(tuple(works), payload, counted, skipped), more)
 
-    def _push_piece(self, payload: _Payload, consumed: bool = False) -> None:
+    def _push_piece(self, payload: _Payload | None, consumed: bool = False) -> None:
         """Consume the kept batches, and one sample of the batch in hand: what is left of it goes with what follows in
         the iteration. Raises ScriptError where nothing is left."""
         works = self._take_kept(consumed)

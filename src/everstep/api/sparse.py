@@ -156,7 +156,9 @@ def _of_torch(
     if module.max_norm is not None:
         raise ScriptError(f"{name!r}: max_norm is not offered for tables on the ps: leave it out, or use only=")
     if module.scale_grad_by_freq:
-        raise ScriptError(f"{name!r}: scale_grad_by_freq is not offered for tables on the ps")
+        raise ScriptError(
+            f"{name!r}: scale_grad_by_freq is not offered for tables on the ps: leave it out, or use only="
+        )
     meta = module.weight.device.type == "meta"
     if not meta and (module.weight.device.type != "cpu" or module.weight.dtype != torch.float32):
         raise ScriptError(f"{name!r}: the weight must be float32 on the CPU or on meta, not {module.weight.dtype}")

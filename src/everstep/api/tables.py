@@ -538,6 +538,8 @@ class TableSet:
 
     def export(self, table: str) -> dict[str, Tensor]:
         """``weight`` of a whole vocabulary, or ``keys`` and ``weight`` of the rows that exist."""
+        if (freshen := self.batches[table].stale) is not None:
+            freshen()
         self.declare()
         info = self.infos[table]
         spec = info.spec

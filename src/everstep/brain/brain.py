@@ -1049,7 +1049,8 @@ class Brain:
                     error = (
                         f"dataset '{plan.name}': {field} is {its!r} in worker:{e.worker}, but {ours!r} in the {where}"
                     )
-                    return [Reply(Refused(f"{error}; every worker must read the same data"))]
+                    way = "every worker must read the same data, and other data need another name: job.loader(name=)"
+                    return [Reply(Refused(f"{error}; {way}"))]
             return [Reply(Registered(known.number))]
         if plan.samples <= 0 or plan.shard_samples <= 0:
             return [

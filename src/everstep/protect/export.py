@@ -65,11 +65,10 @@ def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> TableRows:
 
 def dense_state(place: Place, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
     """The dense part by parameter name, as in the ``state_dict`` of the script's model. A group whose parameters have
-    no names here is one flat array under its table's name. Raises CheckpointError, StorageError."""
+    no names here is one flat array under its table's name. Of a parameter that another optimizer has taken over
+    (fine-tuning), that one's values count. Raises CheckpointError, StorageError."""
     out: dict[str, NDArray[np.float32]] = {}
-    for spec in manifest.tables:
-        if not spec.dense:
-            continue
+    for spec in sorted((s for s in manifest.tables if s.dense), key=_age):
         n_rows = spec.rows or 0
         flat = np.zeros((n_rows, spec.dim), np.float32)
         there = np.zeros(n_rows, bool)
@@ -89,10 +88,15 @@ def dense_state(place: Place, manifest: Manifest) -> dict[str, NDArray[np.float3
             n = int(np.prod(shape, dtype=np.int64))
             if name.startswith(OWN):
                 continue
-            if name in out or at + n > numbers.size:
+            if at + n > numbers.size:
                 raise CheckpointError(f"checkpoint {manifest.checkpoint}: {spec.name!r} does not hold {name!r}")
             out[name] = numbers[at : at + n].reshape(shape)
     return out
+
+
+def _age(spec: TableSpec) -> tuple[int, ...]:
+    """Orders dense tables: ``dense/OPTIMIZER/GROUP``, and ``dense/OPTIMIZER/GROUP/FIRST`` of what was thawed later."""
+    return tuple(int(part) for part in spec.name.split("/")[1:] if part.isdecimal())
 
 
 def state_words(spec: TableSpec) -> str:

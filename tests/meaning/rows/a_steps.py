@@ -128,6 +128,13 @@ SEEN = {
     "sync elastic fixed logical logical-2 passes hybrid-2 shard": "A worker sees its own batches: what it counts of "
     "them is not what the job has seen."
 }
+REST = {
+    "sync": "Behind the loop each worker steps with what it has left, which may be of fewer batches than another's."
+}
+OWN_GRADIENT = {
+    "sync": "Until the step each worker has the gradient of its own batch: what the script does to it, or decides by "
+    "it, comes before the mean over workers."
+}
 COUNTED = {
     "logical passes": "An iteration is one pass of a step that has several: count steps by `job.step`, not iterations."
 }
@@ -171,7 +178,11 @@ def accumulate_last_partial(es: Any) -> Result:
     return s.end()
 
 
-@row(STEPS, "the same with one `job.steps` per epoch, and `step` behind the inner loop for the rest", stated=COUNTED)
+@row(
+    STEPS,
+    "the same with one `job.steps` per epoch, and `step` behind the inner loop for the rest",
+    stated=COUNTED | REST,
+)
 def accumulate_rest_behind_loop(es: Any) -> Result:
     s = Script(es)
     opt = s.sgd()
@@ -288,7 +299,7 @@ def every_other(es: Any) -> Result:
     return s.end()
 
 
-@row(STEPS, "a spike filter: no `step` where the norm of the gradients is above a bound")
+@row(STEPS, "a spike filter: no `step` where the norm of the gradients is above a bound", stated=OWN_GRADIENT)
 def spike_filter(es: Any) -> Result:
     s = Script(es)
     opt = s.sgd()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meaning.kit import Script
+from meaning.rows.a_steps import OWN_GRADIENT
 from meaning.table import Result, row, topic
 
 GRADS = topic("Gradients: clipped, edited, watched")
@@ -30,25 +31,25 @@ def train(s: Script, opt: Any, between: Any) -> Result:
     return s.end()
 
 
-@row(GRADS, "`clip_grad_norm_(model.parameters(), 0.5)`")
+@row(GRADS, "`clip_grad_norm_(model.parameters(), 0.5)`", stated=OWN_GRADIENT)
 def clip_norm(es: Any) -> Result:
     s = Script(es)
     return train(s, s.sgd(), lambda: nn.utils.clip_grad_norm_(s.model.parameters(), 0.5))
 
 
-@row(GRADS, "`clip_grad_norm_` of the dense part alone")
+@row(GRADS, "`clip_grad_norm_` of the dense part alone", stated=OWN_GRADIENT)
 def clip_norm_dense(es: Any) -> Result:
     s = Script(es)
     return train(s, s.sgd(), lambda: nn.utils.clip_grad_norm_(s.model.dense(), 0.5))
 
 
-@row(GRADS, "`clip_grad_norm_` with the infinity norm")
+@row(GRADS, "`clip_grad_norm_` with the infinity norm", stated=OWN_GRADIENT)
 def clip_norm_inf(es: Any) -> Result:
     s = Script(es)
     return train(s, s.sgd(), lambda: nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, norm_type=float("inf")))
 
 
-@row(GRADS, "`clip_grad_norm_`, its result reported")
+@row(GRADS, "`clip_grad_norm_`, its result reported", stated=OWN_GRADIENT)
 def clip_norm_result(es: Any) -> Result:
     s = Script(es)
 
@@ -60,7 +61,7 @@ def clip_norm_result(es: Any) -> Result:
     return train(s, s.sgd(), clip)
 
 
-@row(GRADS, "`clip_grad_value_`")
+@row(GRADS, "`clip_grad_value_`", stated=OWN_GRADIENT)
 def clip_value(es: Any) -> Result:
     s = Script(es)
     return train(s, s.sgd(), lambda: nn.utils.clip_grad_value_(s.model.parameters(), 0.05))
@@ -78,7 +79,7 @@ def scaled(es: Any) -> Result:
     return train(s, s.sgd(), scale)
 
 
-@row(GRADS, "gradients assigned: `p.grad = p.grad.sign()`")
+@row(GRADS, "gradients assigned: `p.grad = p.grad.sign()`", stated=OWN_GRADIENT)
 def signs(es: Any) -> Result:
     s = Script(es)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meaning.kit import Net, Script
+from meaning.rows.a_steps import OWN_GRADIENT
 from meaning.table import Result, row, topic
 
 SEVERAL = topic("Several models, optimizers, closures")
@@ -184,7 +185,7 @@ def gan_in_turn(es: Any) -> Result:
     return s.end()
 
 
-@row(SEVERAL, "SAM: ascend, `backward` anew, go back, `step`")
+@row(SEVERAL, "SAM: ascend, `backward` anew, go back, `step`", stated=OWN_GRADIENT)
 def sam(es: Any) -> Result:
     s = Script(es)
     opt = s.sgd()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meaning.kit import Net, Script
+from meaning.rows.a_steps import OWN_GRADIENT
 from meaning.table import Result, row, topic
 
 PRECISION = topic("Precision, checkpointing, compilers")
@@ -49,7 +50,7 @@ def scaler(es: Any) -> Result:
     return s.end()
 
 
-@row(PRECISION, "GradScaler with `unscale_` and clipping")
+@row(PRECISION, "GradScaler with `unscale_` and clipping", stated=OWN_GRADIENT)
 def scaler_clipped(es: Any) -> Result:
     s = Script(es)
     opt = s.sgd()
