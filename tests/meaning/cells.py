@@ -109,6 +109,8 @@ def compute(row: Row, mode: Mode) -> Cell:
         return Cell(REFUSED, str(error))
     except Exception as error:
         return Cell(OPEN, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+    if "refused" in got:  # in its first step or later: which samples it took until then says nothing
+        steps = None
     wanted = _plain(row, mode.scale, mode.ps) if steps is None else plain(row, mode, steps)
     return judge(row, mode, got, wanted)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import everstep
+from everstep.data.dataset import Fields
 from everstep.data.loader import Loader
 from everstep.model.table import OptimizerKind, OptimizerSpec
 from meaning.composed import Steps
@@ -78,6 +79,19 @@ class Table:
         self.counts[rows] += 1
         with torch.no_grad():
             self.weight[rows] = part
+
+
+def _joined(parts: list[Any]) -> Any:
+    """One batch of several, one behind the other."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, Fields) or (isinstance(first, list | tuple) and any(isinstance(e, Tensor) for e in first)):
+        fields = [_joined([part[i] for part in parts]) for i in range(len(first))]
+        return Fields(fields) if isinstance(first, Fields) else type(first)(fields)
+    return [element for part in parts for element in part]
 
 
 def formula_of(spec: OptimizerSpec) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -229,7 +243,7 @@ class PlainJob:
         assert self._steps is not None
         while self._steps and all(dataset == mine and epoch < until for dataset, epoch, *_ in self._steps[0]):
             parts = [loader.read(epoch, lo, hi) for _, epoch, lo, hi in self._steps.pop(0)]
-            yield {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            yield _joined(parts)
             self.step += 1
 
     def report(self, **values: Any) -> None:
