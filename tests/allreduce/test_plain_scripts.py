@@ -14,30 +14,10 @@ from everstep.config.spec import JobSpec
 warnings.filterwarnings("ignore", module="torch")
 
 SAME = ""
-COUNTER = r"count with job.step, which counts steps"
-NO_SYNC = r"with --logical-workers. Where neither .* run all but the last one under job.no_sync\(\). Else"
-ONE_PASS = (
-    r"of one iteration, whose batch is computed in \d passes here: .* Let each worker compute its batch in one pass"
-)
-ROUNDS = {"logical": ONE_PASS, "passes": ONE_PASS}
-
 AVERAGE = r"ema\['0.weight'\] in the script is an average or a copy of a parameter"
 
 REFUSED: dict[str, dict[str, str]] = {
-    "step_by_an_own_counter": {"redo": COUNTER, "logical": COUNTER, "passes": COUNTER},
     "an_average_by_hand_outside": {"redo": AVERAGE, "logical": AVERAGE, "passes": AVERAGE},
-    "backward_twice": {"logical": NO_SYNC},
-    "retained_graph_twice": {"logical": NO_SYNC},
-    "checkpointed_reentrant": {"logical": NO_SYNC},
-    "a_gan_as_dcgan_does_it": ROUNDS,
-    "a_gan_with_set_requires_grad": ROUNDS,
-    "a_gan_whose_generator_learns_every_second_time": ROUNDS,
-    "batch_norm_in_a_gan": ROUNDS,
-    "two_losses_two_models_in_turn": ROUNDS,
-    "sam_by_its_class": ROUNDS,
-    "sam_by_hand": ROUNDS,
-    "r1_now_and_then": ROUNDS,
-    "a_step_at_the_begin_of_the_iteration": ROUNDS,
 }
 """By script and column; all else is the same."""
 

@@ -46,7 +46,7 @@ def test_the_last_step_of_an_epoch_takes_what_is_left() -> None:
     results = run_group(2, JobSpec(workers=2), lambda m: (trained(m, n=49), m.session.log))
     (state, log), (other, _) = results
     same(state, other)
-    assert [entry[1:3] for entry in log] == [(0, 16), (16, 32), (32, 49)] * 2
+    assert [entry[1:3] for entry in log] == [(0, 16), (16, 32), (32, 48), (48, 49)] * 2
 
 
 def test_fewer_samples_left_than_members_counts_each_once() -> None:

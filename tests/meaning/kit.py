@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,14 @@ class Net(nn.Module):
         out: Tensor = self.last(self.hidden(batch))
         return out
 
+    def total(self) -> Tensor:
+        """The sum of the last layer's weights: a loss where only the data are looked at."""
+        return self.last.weight.sum()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.emb(ids)
+        return out
+
     def dense(self) -> list[nn.Parameter]:
         """All parameters but the tables'."""
         return [p for m in (self.first, self.middle, self.last) for p in m.parameters()]
@@ -81,9 +90,7 @@ class Script:
             )
             model = self.job.sparse(model, **given, **sparse)
         if getattr(self.job, "shards", 1) > 1:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model, mesh=self.job.shard_mesh)
+            shard(model, self.job.shard_mesh)
         return self.job.replicate(model)
 
     def sgd(self, lr: float = 0.1, params: Any = None, **options: Any) -> Any:
@@ -118,16 +125,62 @@ class Script:
         for i, state in enumerate(self.job.state_dict()["models"]):
             for name, value in state.items():
                 if isinstance(value, Tensor) and name.rpartition(".")[2] != "keys":
-                    out[f"{i}.{name}"] = value.detach().cpu().numpy().copy()
+                    out[f"{i}.{name}"] = _array(value)
         for name, value in self.notes.items():
             out[name] = _array(value)
         out["each.loss"] = _array(self.losses)
         return out
 
 
+def shard(model: nn.Module, mesh: Any) -> None:
+    """As a script for FSDP2 does it: modules of another dtype by themselves, and the methods that use parameters."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    dtypes = {p.dtype for p in model.parameters()}
+    for part in model.children() if len(dtypes) > 1 else ():
+        if any(p.dtype != torch.float32 for p in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for method in ("hidden", "total", "rows", "short"):
+        if hasattr(model, method):
+            register_fsdp_forward_method(model, method)
+
+
+@contextmanager
+def unsharded(model: Any) -> Iterator[None]:
+    """In here a sharded model has its whole parameters, for what uses them outside of its forward."""
+    if not hasattr(model, "unshard"):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """``full_tensor()`` of what is sharded over processes (a DTensor), as scripts for FSDP2 read it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def mine(tensor: Tensor) -> Tensor:
+    """What this process has of it: ``to_local()``."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def as_it_lies(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``, sharded as ``like`` is: ``distribute_tensor``."""
+    if not hasattr(like, "to_local"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements)  # type: ignore[attr-defined]
+
+
 def _array(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, Tensor):
-        return value.detach().cpu().numpy().copy()
+        return whole(value.detach()).cpu().numpy().copy()
     if isinstance(value, list):
         return np.array([_array(v) for v in value])
     return np.asarray(value)

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from everstep.agent.worker import with_advice
 from everstep.errors import UserError
 from meaning.cells import Everstep
 from meaning.composed import begin_together, note_parts
@@ -24,6 +25,12 @@ try:
     result = load()[name].script(es)
 except UserError as error:
     Path(out).with_suffix(".refused").write_text(str(error))
+    raise
+except RuntimeError as error:  # of torch, about a sharded model: what everstep says with it
+    line = f"{type(error).__name__}: {error}"
+    advised = with_advice(line, getattr(es.join(), "shards", 1) > 1)
+    if advised != line:
+        Path(out).with_suffix(".refused").write_text(" ".join(advised.split()))
     raise
 job = es.join()
 if job.chief and getattr(job, "shard", 0) == 0:

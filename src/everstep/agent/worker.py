@@ -179,7 +179,7 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         ended = Failure("script", f"{type(error).__name__} ({place})", _steps_done(), error.exit_code)
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code, 0, ended))
         return error.exit_code
-    last = with_advice(traceback.format_exception_only(error)[-1].strip())
+    last = with_advice(traceback.format_exception_only(error)[-1].strip(), request.shard > 1)
     samples, by_a_plan = _too_large(error)
     by_a_plan = by_a_plan and request.shard <= 1  # (of several processes any may be the one: nobody waits to hear)
     if samples and not by_a_plan:
@@ -212,8 +212,36 @@ def _steps_done() -> int:
     return done
 
 
-def with_advice(line: str) -> str:
-    """An error's line; of torch.distributed, which advises to make a process group, with what to do here."""
+_OF_SHARDED = (
+    (
+        "mixed torch.Tensor and DTensor",
+        "a parameter is used outside of its sharded model's forward: use it in a method that "
+        "torch.distributed.fsdp.register_fsdp_forward_method(model, NAME) knows, or between model.unshard() and "
+        "model.reshard()",
+    ),
+    ("not supported for tensor subclasses", "read what is sharded by its full_tensor()"),
+    ("sharding strategy registered", "edit what is sharded by its to_local(), or make it whole by full_tensor()"),
+    ("not have been used in the graph", "torch.autograd.grad does not reach sharded parameters: use loss.backward()"),
+    ("FSDP expects uniform original parameter dtype", "call fully_shard for the modules of each dtype first"),
+    (
+        "are out of bounds for storage of size 0",
+        "for a second pass over a graph call model.set_reshard_after_backward(False)",
+    ),
+    (
+        "norm on an empty tensor",
+        "torch has no infinity norm of a process's part that is empty: take the maximum of full_tensor().abs(), and "
+        "torch.nn.utils.clip_grads_with_norm_",
+    ),
+)
+"""What torch says of models that are sharded (``--shard``), and what to do."""
+
+
+def with_advice(line: str, sharded: bool = False) -> str:
+    """An error's line; of torch.distributed, which advises to make a process group, and of sharded models, with what to
+    do here."""
+    for words, advice in _OF_SHARDED if sharded else ():
+        if words in line:
+            return f"{line} (with --shard: {advice})"
     if not any(word in line for word in ("init_process_group", "torch.distributed", "env:// rendezvous")):
         return line
     return (

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.allreduce.ahead import AheadReader
+from everstep.allreduce.counting import Enumerated, SampleCounts
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.logical import Streams, part_seed
@@ -33,7 +34,7 @@ from everstep.allreduce.optimizer import GroupOptimizer
 from everstep.allreduce.outside import STEPS as OUTSIDE_STEPS
 from everstep.allreduce.outside import Outside
 from everstep.allreduce.parts import settle
-from everstep.allreduce.reducer import BETWEEN, Reduced, Reducer
+from everstep.allreduce.reducer import Reduced, Reducer
 from everstep.allreduce.restore import SavedScript
 from everstep.allreduce.sharded import ShardedReducer
 from everstep.allreduce.step import Collective, GroupSession, LeaveJob, Outcome, Step, StepTables
@@ -57,6 +58,7 @@ class Batches(Protocol):
 
     batch_size: int
     largest_batch: int
+    epochs: int
 
     def plan(self) -> Plan: ...
 
@@ -106,6 +108,17 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [t for item in value for t in _tensors(item)]
     return []
+
+
+def check_max_norm(models: Sequence[nn.Module]) -> None:
+    """Refuse what changes weights in forward by the samples of one worker, or of one pass."""
+    for name, module in (named for model in models for named in model.named_modules()):
+        if getattr(module, "max_norm", None) is not None and not hasattr(module.weight, "everstep_table"):
+            raise ScriptError(
+                f"max_norm of {name or 'the embedding'!r} changes the rows of one worker's (or one pass's) own samples "
+                "in forward, and those of no other: build it without, and scale the rows down behind opt.step(): "
+                "weight.copy_(torch.renorm(weight, 2, 0, max_norm)) under torch.no_grad()"
+            )
 
 
 class Gaps:
@@ -159,6 +172,7 @@ class GroupEngine:
         self._saved = SavedScript(self.inner, self.tracked)
         self.several = False  # iterations of several rounds were seen
         self._leaving_loop = False
+        self._normed = False  # looked for in steps of several passes
         self._slice = 0  # digest of a slice of the state that the step in hand began with
         self._outside: Outside | None = None
         self._reducer: Reducer | None = None
@@ -174,6 +188,8 @@ class GroupEngine:
         self._asks = False  # the script has called opt.step() in this iteration
         self._refrained = (-1, "")  # step in which an iteration that did not commit was without opt.step(), and why
         self._gaps = Gaps()
+        self._samples = SampleCounts()
+        self._loop_begin = -1  # step with which the script's loop began
         self._ran: set[bool] = set()  # whether the passes of this step before the last one called backward()
         self._scaler_checked = False
         self._replicated: set[int] = set()
@@ -336,28 +352,10 @@ class GroupEngine:
         else:
             self._reducer = Reducer(trained, labels, self.models, self.spec.logical_workers, self._backward_over)
         self._reducer.clock = self.clock
-        self._reducer.refusal = self._no_rounds()
+        self._reducer.sweeps = self.tables is None
         self._reducer.sums = not (self.spec.logical_workers or self.sharded)
         if before is not None:
             self._reducer.follow(before)
-
-    def _no_rounds(self) -> str:
-        """Why no iteration of this job can have several rounds; "": it can."""
-        spec = self.spec
-        why = way = ""
-        if spec.logical_workers:
-            why, way = "with --logical-workers", "run without --logical-workers"
-        elif self.sharded:
-            why, way = "with --shard", "run without --shard"
-        elif spec.strategy == "fixed" and not self.alone and spec.min_workers < spec.workers:
-            why = "with --strategy fixed, where a worker may have to compute its batch in several passes"
-            way = f"run with --strategy elastic, or with --min-workers {spec.workers}"
-        if not why:
-            return ""
-        return (
-            f"backward() a second time in one iteration is not possible {why}. Where neither opt.step() nor "
-            f"zero_grad() is between them: run all but the last one under job.no_sync(). Else: {way}"
-        )
 
     def _check_devices(self) -> None:
         devices = {p.device for p in self._params}
@@ -418,6 +416,8 @@ class GroupEngine:
         looks = 0 if self.alone or self.sharded else OUTSIDE_STEPS
         streams = None if self.alone and not self.spec.logical_workers else Streams()
         reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
+        enumerated = Enumerated(sys._getframe())
+        first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
         draws = getattr(loader, "may_draw", False)
         if draws:
             STREAMS.take()
@@ -425,6 +425,7 @@ class GroupEngine:
             if not self.alone:
                 rehearsal = session.rehearsal(dataset, until_epoch, plan, loader.batch_size, largest)
                 if rehearsal is not None:
+                    enumerated.set(sys._getframe(), rehearsal.number)
                     yield from self._rehearse(session, rehearsal, loader)
             self.clock.switch(stepclock.BARRIER)  # until there is a group, and it lets us in
             session.enter(dataset, until_epoch, plan, loader.batch_size, largest)
@@ -435,7 +436,11 @@ class GroupEngine:
             while (step := self._next(session)) is not None:
                 self._begin(step)
                 assert self._reducer is not None
-                for number, micro in enumerate(step.micros):
+                at = self._step_of_loop(step, first_epoch, plan.samples)
+                kept = self._keep_variables(sys._getframe(1), step)
+                number = 0
+                while number < len(step.micros):
+                    micro = step.micros[number]
                     begin = time.perf_counter()
                     self.clock.switch(stepclock.DATA)
                     batch = self._read(reader, step, number, plan)
@@ -448,11 +453,19 @@ class GroupEngine:
                     self.clock.begin(sum(m.hi - m.lo for m in step.micros))  # (of all passes)
                     if looks and self._last:
                         self._outside = Outside(sys._getframe(1), self._known(), self._params)
+                    self._samples.begin(sys._getframe(1) if kept is not None else None)
+                    counts = enumerated.set(sys._getframe(), at)
                     yield batch
                     self._in_script, self.in_hand = False, 0
                     self._busy_s += time.perf_counter() - begin
                     self.batches += 1
-                    self._close(session, step)
+                    if not self._last:
+                        self._samples.end(sys._getframe(1), micro.hi - micro.lo, counts, self._asks)
+                    number = 0 if self._sweep_again() else number + 1
+                    if number:
+                        self._close(session, step)
+                    if kept is not None and self._outcome is not Outcome.COMMITTED:
+                        kept.put_back()
                     if self._outside is not None:
                         looks -= 1
                         self._check_outside()
@@ -508,18 +521,22 @@ class GroupEngine:
             self._prepare()  # the script froze or thawed some
         self._step = step
         self.step_number = step.number
+        if len(step.micros) > 1 and not self._normed:
+            check_max_norm(self.models)
+            self._normed = True
         plain = self.alone and not self.spec.logical_workers
         self._saved.save(several=rehearsal or len(step.micros) > 1, watch=not plain)
         self._slice = 0 if step.size == 1 or self.state is None else self.state.slice_digest(step.number)
         self._reducer.several = self.several
         self._reducer.begin_step(step)
         self._ran.clear()
+        self._digests.clear()
+        self._nonfinite = False
 
     def _open(self, step: Step, micro: Micro, last: bool) -> None:
         assert self._reducer is not None
         self._last, self._outcome, self._stepped = last, None, False
-        self._unsure = self._may = self._nonfinite = self._asks = False
-        self._digests.clear()
+        self._unsure = self._may = self._asks = False
         if self.spec.logical_workers:
             seed_streams(part_seed(self.spec.seed, step.number, micro.part))
         elif not self.alone:  # e.g. for dropout
@@ -593,6 +610,37 @@ class GroupEngine:
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
 
+    def _step_of_loop(self, step: Step, first_epoch: int, samples: int) -> int:
+        """The number of ``step`` from the begin of the script's loop, the same on all workers."""
+        if self._loop_begin < 0:
+            if self.registered <= 1:
+                self._loop_begin = 0
+            else:  # a worker that joined in a later loop: the steps before it were as large
+                total = step.total if step.hi < samples else self.loader_batch * self.unit.size * step.size
+                before = (step.epoch - first_epoch) * -(-samples // total) + -(-step.lo // total)
+                self._loop_begin = step.number - before
+        return step.number - self._loop_begin
+
+    def _keep_variables(self, frame: Any, step: Step) -> Outside | None:
+        """Where a step has several passes: tensors of the script that are like parameters (averages, slow weights), as
+        they are before an iteration, so that what follows the step counts once."""
+        if len(step.micros) == 1:
+            return None
+        return Outside(frame, self._known(), self._params, single=True)
+
+    def _sweep_again(self) -> bool:
+        """Whether the step's passes begin once more behind this iteration: the gradient of one more round is known."""
+        reducer = self._reducer
+        assert reducer is not None
+        if not reducer.anew or self.failure is not None:
+            return False
+        self.several = reducer.several = True
+        self._saved.save_large()
+        reducer.begin_sweep()
+        self._saved.restore()
+        self._ran.clear()
+        return True
+
     def _known(self) -> list[torch.Tensor]:
         """Tensors that the job keeps."""
         found: list[Any] = [p.grad for p in self._params]
@@ -629,17 +677,25 @@ class GroupEngine:
                 "batch is computed, and not in others: skip by what is the same in all passes and on all workers "
                 "(job.step), not by a counter of the script's own or by the loss of a pass"
             )
-        if not self._stepped or self._has_scaler():
+        early = self._samples.ended_early()
+        if early and not self._asks:
+            raise ScriptError(
+                f"step {step.number}: {early.partition(' ')[2]!r}, which counts samples, led to opt.step() in a pass "
+                "before the step's last one, whose gradient is not whole: count steps, with job.step or enumerate"
+            )
+        if not self._stepped or self._has_scaler() or self._samples.trusted:
             return
         if number == step.number:
             raise ScriptError(
                 f"step {step.number}: opt.step() was called in its last iteration and not in {why}: count with "
-                "job.step, which counts steps, and not with a counter of the script's own, which counts iterations"
+                "job.step, which counts steps, or by enumerate(job.steps(...)), and not with a counter of the script's "
+                "own, which counts iterations"
             )
         if shortened:
             raise ScriptError(
                 f"step {step.number}: opt.step() was called {shortened} since an iteration was done again: count with "
-                "job.step, which counts steps, and not with a counter of the script's own, which counts iterations"
+                "job.step, which counts steps, or by enumerate(job.steps(...)), and not with a counter of the script's "
+                "own, which counts iterations"
             )
 
     def _break_off(self, session: GroupSession) -> None:
@@ -666,15 +722,32 @@ class GroupEngine:
     # ------------------------------------------------------------ the vote
 
     def _backward_over(self) -> None:
-        if self._last:
+        reducer = self._reducer
+        assert reducer is not None
+        if reducer.replays:
+            self._replay()
+        elif self._last:
             self._round()
-            return
-        assert self._reducer is not None
-        if self._asks:
-            what = f"opt.step() {'before' if self._reducer.backwards == 1 else 'between two'} backward()"
-            raise ScriptError(BETWEEN.format(what=what, passes=self._reducer.passes))
+        elif self._asks and not reducer.ordered:
+            reducer.order(f"opt.step() {'before' if reducer.backwards == 1 else 'between two'} backward()")
+        else:
+            self._collect()
+
+    def _collect(self) -> None:
+        """In a pass before the last: what its backward gave is part of the step."""
+        reducer = self._reducer
+        assert reducer is not None
         self._saved.save_large()
-        self._reducer.hide()
+        reducer.hide()
+        if reducer.ordered:
+            self._may, reducer.dead = False, True
+
+    def _replay(self) -> None:
+        """At the end of a round whose gradient is known from a sweep before: go on with that."""
+        assert self._reducer is not None
+        self._saved.save_large(states=True)
+        self._reducer.replay()
+        self._may = not self._nonfinite
 
     def _round(self) -> None:
         """Reduce what is left, and put the gradients where the script expects them. The vote follows at once; or at the
@@ -721,6 +794,8 @@ class GroupEngine:
                 self._outcome = session.vote(step, self._digests[0], nonfinite, self._slice)
         if self.tables is not None and self._outcome is not None:
             self.tables.voted(step, self._outcome)
+        if reducer.ordered and reducer.passes > 1 and self._unsure:
+            reducer.remember()
         self._place(step)
         self._wait_s += time.perf_counter() - begin
         self.clock.switch(stepclock.UPDATE)
@@ -851,20 +926,39 @@ class GroupEngine:
     # ------------------------------------------------------------ Stepper: what optimizers ask
 
     def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
-        if not self._in_script or self._reducer is None or self._step is None:
-            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
+        if not self._in_script:
+            return self._step_behind_loop()
+        assert self._reducer is not None
+        assert self._step is not None
         if not self._scaler_checked:
             self._scaler_checked = True
             self._check_scaler(caller)
         self._asks = True
         if self._outcome is None and not self._unsure:
             self._check_assigned()
-        if self._last and self._outcome is None and not self._unsure:
+        reducer = self._reducer
+        if reducer.ordered and not (reducer.rounds or reducer.ended):  # a first round that this call ends
+            if reducer.replays:
+                self._replay()
+            elif not self._last:
+                reducer.end_early()
+                self._collect()
+        if self._last and self._outcome is None and not self._unsure and not self._may:
             self._round()
-        if not (self._last and self._may):
+        if not self._may or self._reducer.anew:
             return None
         if self.tables is not None:
             self.tables.stepped(optimizer, self._step.lr_factor)
+        return self._step.lr_factor
+
+    def _step_behind_loop(self) -> float:
+        """The rest of an accumulation. Reduced gradients that no optimizer has used are part of the state: all members
+        that trained the loop to its end have the same, and step alike, as they do with all that stands between loops.
+        """
+        if self._reducer is None or self._step is None:
+            raise ScriptError("opt.step() before job.steps(): no gradient is there yet; step in the loop, or behind it")
+        if self.tables is not None:
+            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
         return self._step.lr_factor
 
     def _check_assigned(self) -> None:
@@ -921,7 +1015,7 @@ class GroupEngine:
         if not self._in_script or isinstance(optimizer, GroupOptimizer) or threading.get_ident() != self._thread:
             return
         if any(optimizer is inner for inner in self.inner):
-            if self._last and self._may:
+            if self._may:
                 return
             raise ScriptError(
                 "the optimizer given to job.optimizer was stepped itself: use what job.optimizer returned"

@@ -35,20 +35,25 @@ class Held(NamedTuple):
 class Outside:
     """The script's tensors that the job does not know, as they were when the iteration began."""
 
-    def __init__(self, frame: FrameType | None, known: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """``known``: what the job knows. Compared are tensors of the shapes of ``params``."""
+    def __init__(
+        self, frame: FrameType | None, known: Sequence[Tensor], params: Sequence[Tensor], single: bool = False
+    ) -> None:
+        """``known``: what the job knows. Compared are tensors of the shapes of ``params``; ``single``: also those of
+        one element, which may be anything else."""
         self._frame = frame
         self._known = {id(t) for t in known} | {id(p) for p in params}
         self._storages = {_address(t) for t in known} | {_address(p) for p in params}
-        self._params = [p.detach() for p in params if p.numel() > 1 and p.is_floating_point()]
+        self._params = [p.detach() for p in params if p.numel() > (not single) and p.is_floating_point()]
         self._shapes = {p.shape for p in self._params}
         self._before: dict[str, Tensor] = {}
+        self._held: list[tuple[Tensor, Tensor]] = []
         size = 0
         for held in self._find():
             size += held.tensor.nbytes
             if size > _BYTES:
                 break
-            self._before[held.path] = held.tensor.detach().clone()
+            old = self._before[held.path] = held.tensor.detach().clone()
+            self._held.append((held.tensor, old))
 
     def __repr__(self) -> str:
         return f"<Outside {sorted(self._before)}>"
@@ -66,6 +71,13 @@ class Outside:
             ):
                 return held.path
         return ""
+
+    def put_back(self) -> None:
+        """The iteration does not commit: what it changed is as before."""
+        with torch.no_grad():
+            for tensor, old in self._held:
+                if old.shape == tensor.shape and not torch.equal(old, tensor):
+                    tensor.data.copy_(old)
 
     # ------------------------------------------------------------ the script's variables
 

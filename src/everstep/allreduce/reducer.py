@@ -12,6 +12,10 @@ counts as zero there; one that had none on any member keeps None, as in plain Py
 An iteration may have several backward passes, with optimizer steps between them (a GAN, SAM). Each is a *round*: its
 gradients are reduced at its end and added to what ``p.grad`` holds. From the second round on the members first tell
 each other which buckets have gradients, so that a script that does not run the same rounds everywhere is found.
+
+Where a member computes such a step in several micro-batches, it *sweeps* over them once for each round: in the first
+sweep it collects the first round of each; in the second sweep it replays the first round with the reduced gradient,
+which is known then, and collects the second round; and so on.
 """
 
 from __future__ import annotations
@@ -99,8 +103,13 @@ class Reducer:
         self.rounds = 0  # further ones of this iteration, behind the first
         self.backwards = 0  # passes of this micro-batch that have ended
         self.dead = False  # nothing of this iteration will stay: further backward passes are the script's own
-        self.refusal = ""  # of a further round: why it is not possible here
-        self.sums = False  # all the same, where it only adds to the gradients of the one before
+        self.ordered = False  # the script uses the gradient of a round before the next one: several passes are swept
+        self.anew = False  # another sweep over the step's micro-batches has to follow
+        self._known: list[tuple[Flats, list[bool]]] = []  # where a step is swept: its rounds' gradients, and _active
+        self._collected = False  # this iteration has reduced the round that its sweep is for
+        self._stale_begun: list[bool] = []
+        self.sweeps = True  # several micro-batches may be swept once for each round
+        self.sums = False  # what the script does to gradients between two rounds is watched
         self._watched: list[tuple[int, nn.Parameter]] = []  # whose gradients' versions are in ``_hidden``, by number
         self.assigns = False  # the script puts gradients there itself
         self.keeps = False  # the script does not clear gradients that its optimizer has used
@@ -190,11 +199,27 @@ class Reducer:
         self.carried = {}
         self._begun = {}
         self._zeros.clear()
+        self._known.clear()
+        self.anew = False
+        self._stale_begun = list(self.stale)
         self._hold()
         if self._parts is not None:
             self._parts.begin()
             self._direct = self._parts.direct(step)
         self.buffers.save()
+
+    def begin_sweep(self) -> None:
+        """Behind an iteration, with ``anew``: the step's micro-batches begin once more."""
+        self._open = self.anew = False
+        self.buffers.roll_back()
+        self._works.clear()
+        n = len(self.params)
+        self._touched, self._used = [False] * n, [False] * n
+        self._fresh = True
+        self._backward = self._placed = False
+        if self._parts is not None:
+            self._parts.begin()
+        self._begin_again()
 
     def _hold(self) -> None:
         """Remember what the script has accumulated, where the step may change it before it is known."""
@@ -215,6 +240,7 @@ class Reducer:
         self._weight = self._scale = (micro.hi - micro.lo) / self._step.total
         self._open, self._ended, self._queued, self._local = True, False, False, False
         self.rounds, self.dead, self.backwards = 0, False, 0
+        self._collected = False
         self._active = [True] * len(self._active)
         self._hidden.clear()
         self.buffers.begin_pass()
@@ -231,7 +257,7 @@ class Reducer:
         self._open = False
         self.buffers.back_to_middle()
         self._collect_buffers()
-        self.buffers.restore()
+        self.buffers.roll_back()
         if self._parts is not None and self._micro is not None and self._micro.part >= 0:
             self._zero_untouched()
             self._parts.push(self._micro.part, self._flats)
@@ -249,8 +275,10 @@ class Reducer:
 
     def _begin_again(self) -> None:
         """``p.grad`` as it was when the step began, for the next micro-batch; the script may change it in place."""
+        carried = self.carried = self._begun if self.rounds else self.carried
+        self.stale = list(self._stale_begun)
         for i, p in enumerate(self.params):
-            held = self.carried.get(i, self._held.get(i))
+            held = carried.get(i, self._held.get(i))
             if held is None and i in self._zeros:
                 held = torch.zeros_like(p)
             p.grad = None if held is None else held.detach().clone()
@@ -269,6 +297,44 @@ class Reducer:
                 torch._foreach_zero_(hidden)
         self._hidden = {id(g): g._version for g in hidden}
         self.buffers.middle()
+
+    @property
+    def replays(self) -> bool:
+        """Whether the round in hand is one whose reduced gradient is known."""
+        return self.rounds < len(self._known) and not self._collected
+
+    def end_early(self) -> None:
+        """The round in hand ends without another backward()."""
+        self._ended = True
+
+    def order(self, what: str) -> None:
+        """In a micro-batch that is not the last: the script uses the gradient of this round, which is not known."""
+        if not self.sweeps:
+            raise ScriptError(BETWEEN.format(what=what, passes=self._passes))
+        self.ordered = self.dead = self.anew = True
+
+    def replay(self) -> None:
+        """At the end of a round whose reduced gradient is known: put it where the script expects it."""
+        self._ended = True
+        known, active = self._known[self.rounds]
+        flats = Flats(self._layout, [flat.clone() for flat in known.flats])  # the script may change it in place
+        self.buffers.begin_unsure()
+        self.buffers.commit(flats.tail[len(self.params) + _FLAGS :] if self.buffers.tail else flats.tail)
+        self._active, mine = active, self._active
+        self._set_unseen_aside()
+        self._place(flats, False, True, False)
+        self._active = mine
+
+    def remember(self) -> None:
+        """The round that was reduced, for the sweeps behind this one."""
+        if self.rounds != len(self._known):
+            raise ScriptError(
+                f"an iteration that was run again had {self.rounds} backward() before the one in hand, and "
+                f"{len(self._known)} the time before: what decides it must be the same, e.g. job.step"
+            )
+        self._collected = True
+        kept = Flats(self._layout, [flat.clone() for flat in self._flats.flats])
+        self._known.append((kept, list(self._active)))
 
     def close_micro(self) -> None:
         """The iteration is over: hooks do nothing until the next one."""
@@ -295,11 +361,13 @@ class Reducer:
         if (
             self._seen[i]
             and not self._last
+            and not self.dead
+            and not self.replays
             and (held is None or self._hidden.get(id(held), -1) not in (-1, held._version))
         ):
-            raise ScriptError(
-                BETWEEN.format(what="a changed or cleared gradient between two backward()", passes=self._passes)
-            )
+            self.order("a changed or cleared gradient between two backward()")
+        if self.dead:
+            return
         if held is not None:
             self._set_aside(i, held)
 
@@ -312,19 +380,31 @@ class Reducer:
     def _again(self) -> None:
         """Backward begins once more in this iteration."""
         self._ended = False
-        if not self._last:
+        if not self._last and not self.ordered:
+            if self._parts is not None:  # of which each round is a sum over all parts
+                self.order("another backward()")
             return  # its gradients go along with the others of this micro-batch
-        if self.refusal and (not self.sums or self._changed()):
-            raise ScriptError(self.refusal)
+        if self._parts is not None and not self.sweeps:
+            raise ScriptError(BETWEEN.format(what="another backward()", passes=self._passes))
+        if self._passes > 1 and not self.ordered and self._changed():
+            raise ScriptError(BETWEEN.format(what="a changed gradient between two backward()", passes=self._passes))
+        if self._collected:
+            self.dead = self.anew = True  # the round in hand was the last one that this sweep is for
+            return
         n = len(self.params)
         self.rounds += 1
         if self.rounds == 1:
             self._begun = self.carried
         self.carried = {}
-        self._seen, self._used, self._touched = [False] * n, [False] * n, [False] * n
+        self._seen = [False] * n
         self._works.clear()
         self._placed = False
-        self._fresh = True
+        if self._passes == 1 or not self.ordered:  # (else it goes on from the micro-batch before)
+            self._used, self._touched = [False] * n, [False] * n
+            self._fresh = True
+            if self._parts is not None:
+                self._parts.begin()
+                self._flats = self._parts.take()
 
     def _set_aside(self, i: int, held: Tensor) -> None:
         p = self.params[i]
@@ -350,6 +430,8 @@ class Reducer:
             return
         if self._ended:
             self._again()
+        if self.dead:
+            return
         if not self._queued:
             self._queued = True
             if self.clock is not None:
@@ -360,6 +442,10 @@ class Reducer:
         grad, view, weight = self._mine(p.grad), self._flats.views[i], self._scale
         if grad.layout != torch.strided:
             raise ScriptError(f"the gradient of {self.names[i]!r} is sparse: build its nn.Embedding with sparse=False")
+        if self.replays:
+            p.grad = None
+            self._seen[i] = True
+            return
         if self._touched[i]:
             if weight:
                 view.add_(grad, alpha=weight)
@@ -473,14 +559,21 @@ class Reducer:
         rows = self._tell_round(step, _ROUND, touched)
         if rows is None:
             return None
-        self._active = [any(column) for column in zip(*rows, strict=True)]
+        self._active = [self._parts is not None or any(column) for column in zip(*rows, strict=True)]
         self._active[-1] = True
         self._zero_untouched()
         self._fill_tail()
         measured: list[Measured] = []
+        if self._parts is not None:
+            micro = self._micro
+            if micro is not None and micro.part >= 0:
+                self._parts.push(micro.part, self._flats)
+            self._flats = self._parts.result()
+            with self._tried():
+                self._parts.exchange(step, self._flats)
         flats = [flat for flat, active in zip(self._flats.flats, self._active, strict=True) if active]
         with self._tried():
-            if step.size > 1:
+            if step.size > 1 and self._parts is None:
                 for work in [step.collective.allreduce(flat) for flat in flats]:
                     work.wait()
         if self._broken is not None:
@@ -543,6 +636,8 @@ class Reducer:
                 continue
             self.carried.pop(i, None)
             p.grad = None
+            if self.replays:
+                continue
             view, weight, mine = self._flats.views[i], self._scale, self._mine(grad).detach()
             if self._touched[i]:
                 view.add_(mine, alpha=weight)
@@ -572,7 +667,10 @@ class Reducer:
         ``final``: it may be put back yet, so what the script accumulates is not changed."""
         placed, self._placed = self._placed, False
         self.dead = not committed
-        used = self._flats.said(0, len(self.params))
+        self._place(self._flats, placed, committed, final)
+
+    def _place(self, flats: Flats, placed: bool, committed: bool, final: bool) -> None:
+        used = flats.said(0, len(self.params))
         self.stale = [stale and not one for stale, one in zip(self.stale, used, strict=True)]
         all_used = min(used) > 0
         if placed and committed and all_used:
@@ -581,7 +679,7 @@ class Reducer:
         for i, p in enumerate(self.params):
             if not self._active[self._layout.bucket_of[i]]:
                 continue
-            view = self._flats.views[i]
+            view = flats.views[i]
             before = self.carried.get(i)
             if not committed:
                 view.zero_()
@@ -645,7 +743,7 @@ class Reducer:
         if self._fresh and self.buffers.tail:
             self._buffer_tail().zero_()
         first = self._micro.lo == self._step.lo and self._micro.hi > self._micro.lo
-        if self.rounds:
+        if self.rounds and self._passes > 1 and not self.ordered:
             first = self._step.rank == 0
         self.buffers.collect(self._buffer_tail(), self._weight, first)
         self._fresh = False
@@ -677,9 +775,14 @@ class Reducer:
             )
 
     def _zero_untouched(self) -> None:
+        self._set_unseen_aside()
         for i, touched in enumerate(self._touched):
             if not touched and self._active[self._layout.bucket_of[i]]:
-                held = self.params[i].grad
-                if held is not None and not self._seen[i]:
-                    self._set_aside(i, held)
                 self._flats.views[i].zero_()
+
+    def _set_unseen_aside(self) -> None:
+        if self.dead:
+            return  # ``hide`` did, and what backward made since is the script's own
+        for i, p in enumerate(self.params):
+            if p.grad is not None and not self._seen[i] and self._active[self._layout.bucket_of[i]]:
+                self._set_aside(i, p.grad)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -33,6 +34,7 @@ from everstep.errors import ScriptError
 from everstep.model.group import Micro
 
 _ALIGN_BYTES: Final = 64
+_NO_ROUND: Final = -1  # in the place of a tail: a mate is at the end of its iteration
 _DTYPES: Final = {
     str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
@@ -40,6 +42,10 @@ _DTYPES: Final = {
 
 def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
     """Whether it is sharded. Raises ScriptError where it cannot be trained so."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag) and unit.size > 1:
+            label = f"{name}.weight" if name else "weight"
+            raise ScriptError(f"the gradient of {label!r} is sparse: build its nn.Embedding with sparse=False")
     wanted = f"for part in (*model.layers, model): fully_shard(part, mesh=job.shard_mesh)  # {unit.size} processes"
     plain = ""
     found = False
@@ -92,6 +98,23 @@ def _rounded(size: int) -> int:
 # ---------------------------------------------------------------- gradients
 
 
+def _ends_later(model: nn.Module) -> bool:
+    """Whether FSDP has yet to end the backward pass of a root in ``model``."""
+    states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    return any(s._state_ctx.post_backward_final_callback_queued for s in states)
+
+
+def _given_whole(model: nn.Module) -> Iterator[str]:
+    """Parameters whose whole form, which FSDP makes for a pass, has a gradient behind that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for one in group.fsdp_params:
+                    made = getattr(one, "_unsharded_param", None)
+                    if made is not None and made.grad is not None:
+                        yield one._param_fqn or one._module_info.param_name
+
+
 class _Scatter:
     """FSDP's reduce-scatter: of gradients times ``weight``, without dividing."""
 
@@ -131,7 +154,9 @@ class ShardedReducer(Reducer):
         self._scatter = _Scatter()
         self._mates: list[list[Tensor]] = [[] for _ in unit.mates]
         self._aside = False  # in this backward pass: what the script carries is set aside
+        self._reached: set[int] = set()  # parameters (by id) that have a gradient of this process, in this backward
         super().__init__(params, names, models, 0, on_end)
+        self._empty = [p.untyped_storage() for p in self.params]
         for model in self._models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -139,6 +164,7 @@ class ShardedReducer(Reducer):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
                     module.set_all_reduce_hook(self._before_parts)
+                    self._watch_groups(module)
 
     def close(self) -> None:
         super().close()
@@ -168,25 +194,105 @@ class ShardedReducer(Reducer):
     def begin_micro(self, micro: Micro, last: bool) -> None:
         super().begin_micro(micro, last)
         self._aside = False
+        self._reached.clear()
         if self._unit.size > 1:
             self._scatter.weight, self._scale = self._weight, 1.0
 
     def _before_parts(self, reduced: Tensor) -> None:
         """FSDP's hook, with a gradient that it adds to ``p.grad`` next: no parameter of it runs autograd's hooks."""
-        if self._aside or not self._open:
+        if self._aside or not self._open or self.dead:
             return
         self._aside = True
         for i, p in enumerate(self.params):
             if p.grad is not None:
                 self._set_aside(i, p.grad)
 
+    def _watch_groups(self, module: Any) -> None:
+        """A process that does not use a parameter reduces zeros for it, so that all meet; what is used is noted."""
+        if self._unit.size == 1:
+            return
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if not hasattr(group, "everstep_noted"):
+                group.everstep_noted = type(group).post_backward
+            group.post_backward = partial(self._note_used, group)
+
+    def _note_used(self, group: Any, *unused: Any) -> None:
+        used = set()
+        for one in group.fsdp_params:
+            made = getattr(one, "_unsharded_param", None)
+            if made is not None and (made.grad is not None or one.unsharded_accumulated_grad is not None):
+                used.add(id(one.sharded_param))
+        if used and self._open and not self.dead and self._ended:
+            self._again()
+            self._reached.clear()
+        self._reached |= used
+        group.reduce_scatter_unused_params = bool(used)  # (not in torch.autograd.grad, which reaches none of it)
+        group.everstep_noted(group, *unused)
+
+    def _before(self, i: int, grads: Any) -> None:
+        """Autograd comes to a sharded parameter itself, and not to the whole one that FSDP makes of it."""
+        if self._unit.size > 1 and self._open and not self.dead:
+            raise ScriptError(
+                f"the gradient of {self.names[i]!r} comes from outside of its model's forward: with --shard it is a "
+                "part of a parameter there, and each process has other samples. Use it in a method of the model that "
+                "torch.distributed.fsdp.register_fsdp_forward_method(model, NAME) knows"
+            )
+        super()._before(i, grads)
+
+    def _after(self, i: int, p: nn.Parameter) -> None:
+        if self._unit.size == 1 or not self._open or self.dead:
+            super()._after(i, p)
+            return
+        if self.replays:
+            super()._after(i, p)
+            return
+        used = self._used[i] or id(p) in self._reached
+        self._run_hooks(p)
+        super()._after(i, p)
+        self._used[i] = used
+
+    def _run_hooks(self, p: nn.Parameter) -> None:
+        """The script's ``p.register_hook``: FSDP hands gradients over without autograd. They see that of the worker."""
+        share = min(1.0, self._weight * self._unit.size)
+        for hook in list((p._backward_hooks or {}).values()):
+            if p.grad is None or not share:
+                return
+            local(p.grad).div_(share)
+            changed = hook(p.grad)
+            if changed is not None:
+                p.grad = changed
+            local(p.grad).mul_(share)
+
+    def assigned(self) -> str:
+        for model in self._models if self._open and self._unit.size > 1 else ():
+            for name in _given_whole(model):
+                raise ScriptError(
+                    f"the gradient of {name!r} was not made by backward() but assigned (torch.autograd.grad, "
+                    "torch.func), to the whole parameter of one that is sharded: no optimizer would see it; with "
+                    "--shard gradients come from loss.backward()"
+                )
+        return super().assigned()
+
     def _backward_over(self) -> None:
+        if any(_ends_later(model) for model in self._models):  # its gradients are reduced behind this
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+            return
         self._aside = False
         super()._backward_over()
 
     def close_micro(self) -> None:
         super().close_micro()
         settle(self._models)
+        self._check_assigned_data()
+
+    def _check_assigned_data(self) -> None:
+        """torch drops what a script assigns to ``data`` of a DTensor; all that is seen is another empty storage."""
+        for name, p, storage in zip(self.names, self.params, self._empty, strict=True):
+            if isinstance(p, DTensor) and p.untyped_storage()._cdata != storage._cdata:
+                raise ScriptError(
+                    f"p.data = ... of parameter {name!r}, which is sharded (--shard): torch does not change it then; "
+                    "write with torch.no_grad(): p.copy_(...)"
+                )
 
     # ------------------------------------------------------------ reducing
 
@@ -203,6 +309,7 @@ class ShardedReducer(Reducer):
 
     def _finish_mine(self) -> ReducedHere | None:
         self._ended = True
+        self._active = [True] * len(self._active)
         self._zero_untouched()
         self._fill_tail()
         fresh: tuple[tuple[int, str], ...] = ()
@@ -218,8 +325,33 @@ class ShardedReducer(Reducer):
         if not said.ok:
             self._broken = CollectiveError("the group of this worker is broken")
             return None
-        self._check_flags()
+        if not self.rounds:
+            self._check_flags()
         return ReducedHere(0, said.finite)
+
+    def _tell_round(self, step: Step, word: int, touched: list[bool]) -> list[list[bool]] | None:
+        """All of a further round is reduced: the leader does not know what its mates have touched."""
+        return super()._tell_round(step, word, [True] * len(touched))
+
+    def end_rounds(self, step: Step, left: bool = False) -> bool:
+        if self._unit.size == 1:
+            return super().end_rounds(step, left)
+        if not self._unit.leads:
+            self._unit.answer(Full(_NO_ROUND))
+            return self._unit.hear(Reduced).ok
+        for mate in self._unit.mates:
+            self._check_round(self._unit.hear_full(mate)[0], False)
+        ok = super().end_rounds(step, left)
+        self._unit.tell_all(Reduced(ok, True))
+        return ok
+
+    def _check_round(self, full: Full, round_: bool) -> None:
+        assert self._step is not None
+        if (full.tail != _NO_ROUND) is not round_:
+            raise ScriptError(
+                f"step {self._step.number}: the processes of this worker did not call backward() equally often in one "
+                "iteration: what decides it must be the same in all of them, e.g. job.step"
+            )
 
     def _finish_all(self) -> ReducedHere | None:
         step = self._step
@@ -228,6 +360,7 @@ class ShardedReducer(Reducer):
         found = [mine] if mine is not None else []
         for mate in self._unit.mates:  # all are heard, also where the group is broken already
             full, fd = self._unit.hear_full(mate)
+            self._check_round(full, True)
             if fd is not None:
                 self._mates[mate - 1] = mapped(fd, [(n, _DTYPES[d]) for n, d in full.flats])
                 os.close(fd)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.allreduce.devices import device_for
-from everstep.allreduce.engine import GroupEngine
+from everstep.allreduce.engine import GroupEngine, check_max_norm
 from everstep.allreduce.keeper import ReplicaKeeper
 from everstep.allreduce.leading import FollowingSession, LeadingSession, UnitState
 from everstep.allreduce.parts import gathered, settle
@@ -132,6 +132,8 @@ class GroupJob(Job):
                         f"job.replicate: parameter {name!r} has no shape yet (a lazy module): run the model on one "
                         "batch first"
                     )
+            if not self._seat.embedded:
+                check_max_norm([model])
             mesh = self._unit.mesh_made
             sharded = check_model(model, self._unit, mesh)
             if self._models and sharded != self._engine.sharded:

@@ -2,9 +2,8 @@
 
 The global batch G: ``elastic``: batch size x members; ``fixed``: batch size x the workers that the job was started
 with; with logical workers: batch size x parts, whoever is there. A step takes the next G positions of the epoch; the
-last one takes what is left, and a remainder smaller than two samples per member (per part, with logical workers) joins
-the step before it, so that everybody has at least two samples: batch norm cannot do with one. (A group that grew in
-mid-epoch may still meet a remainder smaller than itself: then some members have none, see ``divide``.)
+last one takes what is left, as plain PyTorch's last batch does. Where that is less than two samples per member (per
+part, with logical workers), fewer of them share it, for batch norm cannot do with one sample; the others have none.
 """
 
 from __future__ import annotations
@@ -64,21 +63,24 @@ def cut_step(
             f"an epoch of loader {plan.name!r} has {plan.samples:,} samples, fewer than the {need} "
             f"{'logical workers' if parts else 'workers'} that share it: use fewer, or more data"
         )
-    lo, hi = step_range(mark.position, plan.samples, total, need)
+    lo, hi = step_range(mark.position, plan.samples, total)
     hi = min(hi, stop) if stop > lo else hi
     shares = split.shares or (1,) * size
     if parts:
-        micros = divide_parts(lo, hi, parts, shares)
+        micros = divide_parts(lo, hi, parts, shares, total)
     else:
         micros = divide(lo, hi, shares, batch_samples, total, split.passes)
     return Cut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers) * split.rate)
 
 
-def step_range(position: int, samples: int, total: int, need: int) -> tuple[int, int]:
-    """Positions of the step at ``position`` < ``samples``: ``total`` of them; fewer or, where less than twice ``need``
-    would be left behind it, more at the end of the epoch."""
-    hi = position + total
-    return (position, samples) if samples - hi < 2 * need else (position, hi)
+def step_range(position: int, samples: int, total: int) -> tuple[int, int]:
+    """Positions of the step at ``position`` < ``samples``: ``total`` of them, or fewer at the end of the epoch."""
+    return position, min(position + total, samples)
+
+
+def _sharing(count: int, of: int, total: int) -> int:
+    """How many of ``of`` members or parts share a step of ``count`` samples, where a full one has ``total``."""
+    return of if count >= min(total, 2 * of) else max(1, count // 2)
 
 
 def divide(
@@ -86,9 +88,9 @@ def divide(
 ) -> tuple[tuple[Micro, ...], ...]:
     """By rank: the micro-batches of ``[lo, hi)``, contiguous in order of rank, in proportion to ``shares``.
 
-    Each has at most ``limit`` samples; the samples that a last step has more than ``total`` (see the top) make a
-    micro-batch larger instead of adding one. With fewer samples than members some ranks have one empty micro-batch:
-    they compute a neighbour's sample with weight 0, so that they go through the step like everybody else. ``passes``
+    Each has at most ``limit`` samples; samples that a step has more than ``total`` make a micro-batch larger instead of
+    adding one. Where a last step has too few samples (see the top), ranks at the end have one empty micro-batch: they
+    compute a neighbour's samples with weight 0, so that they go through the step like everybody else. ``passes``
     (see ``model.group.Split``): a rank that has a number there has so many micro-batches, whatever ``limit`` says."""
     ranges = _divided(hi - lo, shares, limit, total, passes)
     return tuple([tuple([Micro(lo + a, lo + b, -1) for a, b in mine]) for mine in ranges])
@@ -101,9 +103,11 @@ def _divided(
     """``divide`` of ``[0, count)``, as ranges: nearly every step is divided as the one before it."""
     extra = max(0, count - total)
     told = passes or (0,) * len(shares)
+    n = _sharing(count, len(shares), total)
+    counts = apportion(count, shares[:n]) + [0] * (len(shares) - n)
     return tuple(
         tuple(_bounds(a, b, min(n, max(1, b - a)) if n > 0 else max(1, -(-max(1, b - a - extra) // limit))))
-        for (a, b), n in zip(pairwise(_running(0, apportion(count, shares))), told, strict=True)
+        for (a, b), n in zip(pairwise(_running(0, counts)), told, strict=True)
     )
 
 
@@ -120,10 +124,14 @@ def within(micros: tuple[Micro, ...], largest: int) -> tuple[Micro, ...]:
     )
 
 
-def divide_parts(lo: int, hi: int, parts: int, shares: tuple[int, ...]) -> tuple[tuple[Micro, ...], ...]:
-    """By rank: the parts of ``[lo, hi)`` that it holds. The parts' ranges depend on ``lo, hi, parts`` only; ranks hold
-    contiguous parts, in proportion to ``shares``. More members than parts: some have an empty one (see ``divide``)."""
-    whole = _equal(lo, hi, parts, part=0)
+def divide_parts(
+    lo: int, hi: int, parts: int, shares: tuple[int, ...], total: int = 0
+) -> tuple[tuple[Micro, ...], ...]:
+    """By rank: the parts of ``[lo, hi)`` that it holds. Their ranges depend on ``lo, hi, parts, total`` only; ranks
+    hold contiguous parts, in proportion to ``shares``. More members than parts: some have an empty one, as some parts
+    are in a last step of few samples (see ``divide``)."""
+    sharing = _sharing(hi - lo, parts, total)
+    whole = _equal(lo, hi, sharing, part=0) + tuple(Micro(hi, hi, part) for part in range(sharing, parts))
     starts = _running(0, apportion(parts, shares))
     return tuple(whole[a:b] if a < b else (Micro(whole[a - 1].hi, whole[a - 1].hi, -1),) for a, b in pairwise(starts))
 

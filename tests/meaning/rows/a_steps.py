@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meaning.kit import Net, Script, data
+from meaning.kit import Net, Script, data, whole
 from meaning.table import Result, row, topic
 
 STEPS = topic("Steps and accumulation")
@@ -135,12 +135,9 @@ OWN_GRADIENT = {
     "sync": "Until the step each worker has the gradient of its own batch: what the script does to it, or decides by "
     "it, comes before the mean over workers."
 }
-COUNTED = {
-    "logical passes": "An iteration is one pass of a step that has several: count steps by `job.step`, not iterations."
-}
 
 
-@row(STEPS, "accumulation over 4 iterations, counted by `enumerate`", stated=COUNTED)
+@row(STEPS, "accumulation over 4 iterations, counted by `enumerate`")
 def accumulate(es: Any) -> Result:
     s = Script(es)
     opt = s.sgd()
@@ -181,7 +178,7 @@ def accumulate_last_partial(es: Any) -> Result:
 @row(
     STEPS,
     "the same with one `job.steps` per epoch, and `step` behind the inner loop for the rest",
-    stated=COUNTED | REST,
+    stated=REST,
 )
 def accumulate_rest_behind_loop(es: Any) -> Result:
     s = Script(es)
@@ -306,7 +303,7 @@ def spike_filter(es: Any) -> Result:
     for batch in s.batches():
         opt.zero_grad()
         s.loss(batch).backward()
-        norm = sum(float(p.grad.square().sum()) for p in s.model.dense() if p.grad is not None) ** 0.5
+        norm = sum(float(whole(p.grad).square().sum()) for p in s.model.dense() if p.grad is not None) ** 0.5
         if norm < 3.0:
             opt.step()
     return s.end()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meaning.kit import Script
+from meaning.kit import Script, as_it_lies, mine, whole
 from meaning.rows.a_steps import OWN_GRADIENT
 from meaning.table import Result, row, topic
 
@@ -46,7 +46,16 @@ def clip_norm_dense(es: Any) -> Result:
 @row(GRADS, "`clip_grad_norm_` with the infinity norm", stated=OWN_GRADIENT)
 def clip_norm_inf(es: Any) -> Result:
     s = Script(es)
-    return train(s, s.sgd(), lambda: nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, norm_type=float("inf")))
+
+    def clip() -> None:
+        params = list(s.model.parameters())
+        if getattr(s.job, "shards", 1) > 1:  # torch has no infinity norm of a process's part that is empty
+            norm = torch.stack([whole(p.grad).abs().max() for p in params]).max()
+            torch.nn.utils.clip_grads_with_norm_(params, 0.1, norm)
+        else:
+            nn.utils.clip_grad_norm_(params, 0.1, norm_type=float("inf"))
+
+    return train(s, s.sgd(), clip)
 
 
 @row(GRADS, "`clip_grad_norm_`, its result reported", stated=OWN_GRADIENT)
@@ -116,8 +125,8 @@ def masked(es: Any) -> Result:
     s = Script(es)
 
     def mask() -> None:
-        s.model.first.weight.grad[:, ::2] = 0
-        s.model.emb.weight.grad[:, 0] = 0
+        mine(s.model.first.weight.grad)[:, ::2] = 0
+        mine(s.model.emb.weight.grad)[:, 0] = 0
 
     return train(s, s.sgd(), mask)
 
@@ -145,7 +154,7 @@ def noise(es: Any) -> Result:
 
     def add() -> None:
         for p in s.model.dense():
-            p.grad.add_(0.1 * torch.randn(p.shape, generator=generator))
+            p.grad.add_(as_it_lies(0.1 * torch.randn(p.shape, generator=generator), p))
 
     return train(s, s.sgd(), add)
 
@@ -286,6 +295,8 @@ def l1_activations(es: Any) -> Result:
 )
 def gradient_penalty(es: Any) -> Result:
     s = Script(es)
+    if getattr(s.job, "shards", 1) > 1:  # the second pass over the graph needs the whole parameters, too
+        s.model.set_reshard_after_backward(False)
     opt = s.sgd(0.05)
     for batch in s.batches():
         opt.zero_grad()
@@ -302,7 +313,7 @@ def norms_read(es: Any) -> Result:
     s = Script(es)
 
     def look() -> None:
-        s.each("norms", torch.stack([p.grad.norm() for p in s.model.dense()]))
+        s.each("norms", torch.stack([whole(p.grad).norm() for p in s.model.dense()]))
 
     return train(s, s.sgd(), look)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meaning.kit import Net, Script
+from meaning.kit import Net, Script, as_it_lies, whole
 from meaning.table import Result, row, topic
 
 WEIGHTS = topic("Weights and state that the script changes")
@@ -69,7 +69,7 @@ def renormed(es: Any) -> Result:
     def after() -> None:
         with torch.no_grad():
             w = s.model.first.weight
-            w.copy_(torch.renorm(w, 2, 0, 0.5))
+            w.copy_(as_it_lies(torch.renorm(whole(w), 2, 0, 0.5), w))
 
     return train(s, s.sgd(), after)
 
@@ -113,7 +113,7 @@ def edited_between(es: Any) -> Result:
 @row(WEIGHTS, "weights read after `step`, in the same iteration")
 def read_after_step(es: Any) -> Result:
     s = Script(es)
-    return train(s, s.sgd(), lambda: s.each("norm", torch.stack([p.detach().norm() for p in s.model.dense()])))
+    return train(s, s.sgd(), lambda: s.each("norm", torch.stack([whole(p.detach()).norm() for p in s.model.dense()])))
 
 
 @row(WEIGHTS, "the loss computed anew after `step`, on the same batch")
@@ -140,7 +140,7 @@ def ema_outside(es: Any) -> Result:
                 e.lerp_(p, 0.1)
 
     out = train(s, s.sgd(), after)
-    return out | {f"ema{i}": e.numpy() for i, e in enumerate(ema)}
+    return out | {f"ema{i}": whole(e).numpy() for i, e in enumerate(ema)}
 
 
 class Average(nn.Module):
@@ -163,7 +163,7 @@ def ema_tracked(es: Any) -> Result:
     average = Average(s.model)
     s.job.track(average=average)
     out = train(s, s.sgd(), lambda: average.update(s.model))
-    return out | {name: e.numpy() for name, e in average.named_buffers()}
+    return out | {name: whole(e).numpy() for name, e in average.named_buffers()}
 
 
 @row(WEIGHTS, "`torch.optim.swa_utils.AveragedModel` of the dense part")
@@ -172,7 +172,7 @@ def averaged_model(es: Any) -> Result:
     averaged = torch.optim.swa_utils.AveragedModel(s.model.last)
     s.job.track(averaged=averaged)
     out = train(s, s.sgd(), lambda: averaged.update_parameters(s.model.last))
-    return out | {f"swa.{n}": v.detach().numpy() for n, v in averaged.state_dict().items()}
+    return out | {f"swa.{n}": whole(v.detach()).numpy() for n, v in averaged.state_dict().items()}
 
 
 @row(WEIGHTS, "a momentum teacher: a copy of the model that follows it and gives targets")

@@ -62,7 +62,7 @@ def negatives(es: Any) -> Result:
     opt = s.sgd()
     for batch in s.batches():
         opt.zero_grad()
-        negative = s.model.emb(torch.randint(0, 20, (len(batch["y"]),)))
+        negative = s.model.rows(torch.randint(0, 20, (len(batch["y"]),)))
         (s.loss(batch) + 0.1 * torch.sigmoid(negative.sum(1)).mean()).backward()
         opt.step()
     return s.end()

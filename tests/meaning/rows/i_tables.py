@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meaning.kit import DIM, KEYS, Net, Script, data
+from meaning.kit import DIM, KEYS, Net, Script, data, unsharded, whole
 from meaning.table import Result, row, topic
 
 TABLES = topic("Embeddings and bags")
@@ -336,10 +336,10 @@ def only_one(es: Any) -> Result:
 def read_outside(es: Any) -> Result:
     s = Script(es)
     ids = torch.arange(KEYS)
-    with torch.no_grad():
+    with unsharded(s.model), torch.no_grad():
         s.note("before", s.model.emb(ids).clone())
     out = train(s)
-    with torch.no_grad():
+    with unsharded(s.model), torch.no_grad():
         out["after"] = s.model.emb(ids).numpy().copy()
     return out
 
@@ -354,7 +354,7 @@ def read_reused(es: Any) -> Result:
             opt.zero_grad()
             s.loss(batch).backward()
             opt.step()
-        with s.job.eval(s.model):
+        with s.job.eval(s.model), unsharded(s.model):
             for start in (0, 5, 10):
                 buffer[:] = np.arange(start, start + 5)
                 s.note(f"rows{epoch}.{start}", s.model.emb(torch.from_numpy(buffer)).clone())
@@ -365,7 +365,7 @@ def read_reused(es: Any) -> Result:
 def weight_read(es: Any) -> Result:
     s = Script(es)
     out = train(s)
-    out["weight"] = s.model.emb.weight.detach().numpy().copy()
+    out["weight"] = whole(s.model.emb.weight.detach()).numpy().copy()
     return out
 
 
@@ -434,14 +434,19 @@ def many_tables(es: Any) -> Result:
 
 @row(TABLES, "a table that only some iterations use")
 def sometimes(es: Any) -> Result:
-    s = Script(es)
+    class Short(Net):
+        def short(self, batch: dict[str, Tensor]) -> Tensor:
+            out: Tensor = self.last(torch.tanh(batch["x"]).repeat(1, 2))
+            return out
+
+    s = Script(es, Short)
     opt = s.sgd()
     for batch in s.batches():
         opt.zero_grad()
         if s.job.step % 2:
             s.loss(batch).backward()
         else:
-            nn.functional.mse_loss(s.model.last(torch.tanh(batch["x"]).repeat(1, 2)), batch["y"]).backward()
+            nn.functional.mse_loss(s.model.short(batch), batch["y"]).backward()
         opt.step()
     return s.end()
 

@@ -11,9 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from meaning import kit
 from meaning.kit import Net, Script, data
-from meaning.rows.a_steps import COUNTED
 from meaning.table import Result, row, topic
+
+COUNTED = {
+    "logical passes": "An iteration is one pass of a step that has several: count steps by `job.step`, not iterations."
+}
 
 LOOPS = topic("Loops, evaluation, saving")
 BROKEN = {"logical passes": "A loop that is left in a pass before a step's last one leaves that step out."}
@@ -303,7 +307,7 @@ def saved_in_loop(es: Any) -> Result:
             states.append({k: v.detach().clone() for k, v in s.model.state_dict().items()})
     out = s.end()
     for k, v in states[-1].items():
-        out[f"each.{k}"] = v.numpy()
+        out[f"each.{k}"] = kit.whole(v).numpy()
     return out
 
 

@@ -26,7 +26,7 @@ def seen(es: Any, source: Any, raw: dict[str, Any], key: str = "0", row_key: str
         same &= bool((batch[key].double() == wanted.double()).all())
         dtype &= batch[key].dtype == wanted.dtype
         opt.zero_grad()
-        (s.model.last.weight.sum() * batch[key].double().mean().float()).backward()
+        (s.model.total() * batch[key].double().mean().float()).backward()
         opt.step()
     s.note("the same values", np.array(True if es.plain else same))
     s.note("the same dtype", np.array(True if es.plain else dtype))
@@ -109,7 +109,7 @@ def text(es: Any) -> Result:
     for batch in s.job.steps(s.job.loader(Items(lambda i: {"text": words[i], "row": i, "x": float(i)}), 8)):
         right &= list(batch["text"]) == [words[i] for i in batch["row"].tolist()]
         opt.zero_grad()
-        s.model.last.weight.sum().backward()
+        s.model.total().backward()
         opt.step()
     s.note("right", np.array(True if es.plain else right))
     return s.end()
@@ -121,7 +121,7 @@ def ragged(es: Any) -> Result:
     opt = s.sgd()
     for batch in s.job.steps(s.job.loader(Items(lambda i: {"ids": list(range(i % 5 + 1)), "row": i}), 8)):
         opt.zero_grad()
-        (s.model.last.weight.sum() * len(batch["row"])).backward()
+        (s.model.total() * len(batch["row"])).backward()
         opt.step()
     return s.end()
 
@@ -145,7 +145,7 @@ def augmented_items(es: Any) -> Result:
 
     for batch in s.job.steps(s.job.loader(Items(give), 8)):
         opt.zero_grad()
-        (s.model.last.weight.sum() * batch["x"].mean()).backward()
+        (s.model.total() * batch["x"].mean()).backward()
         opt.step()
     return s.end()
 
@@ -160,7 +160,7 @@ def iterable(es: Any) -> Result:
     opt = s.sgd()
     for _ in s.job.steps(s.job.loader(Stream(), 8)):
         opt.zero_grad()
-        s.model.last.weight.sum().backward()
+        s.model.total().backward()
         opt.step()
     return s.end()
 
@@ -172,7 +172,7 @@ def data_loader(es: Any) -> Result:
     opt = s.sgd()
     for _ in s.job.steps(s.job.loader(DataLoader(TensorDataset(x), batch_size=8), 8)):
         opt.zero_grad()
-        s.model.last.weight.sum().backward()
+        s.model.total().backward()
         opt.step()
     return s.end()
 
@@ -186,7 +186,7 @@ def data_loader_steps(es: Any) -> Result:
     opt = s.sgd()
     for _ in s.job.steps(DataLoader(TensorDataset(x), batch_size=8)):
         opt.zero_grad()
-        s.model.last.weight.sum().backward()
+        s.model.total().backward()
         opt.step()
     return s.end()
 
