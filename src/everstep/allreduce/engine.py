@@ -937,7 +937,9 @@ class GroupEngine:
         if self._outcome is None and not self._unsure:
             self._check_assigned()
         reducer = self._reducer
-        if reducer.ordered and not (reducer.rounds or reducer.ended):  # a first round that this call ends
+        if reducer.ordered and not (
+            reducer.rounds or reducer.ended or reducer.dead
+        ):  # a first round that this call ends
             if reducer.replays:
                 self._replay()
             elif not self._last:
