@@ -314,7 +314,7 @@ def test_close_fails_what_waits(start: Callable[..., Master], join: Callable[...
     waiting = client.submit(ask(1), 60)
     client.close()
     with pytest.raises(WireError, match="was closed"):
-        waiting.result(5)
+        waiting.result(60)
     with pytest.raises(WireError, match="was closed"):
         client.call(ask(1), 5)
     client.close()

@@ -214,7 +214,7 @@ def test_shutdown_wakes_the_receiver(pair: tuple[FrameSocket, FrameSocket]) -> N
     thread = threading.Thread(target=receive)
     thread.start()
     two.shutdown()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive() and len(errors) == 1
 
 
