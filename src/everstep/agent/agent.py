@@ -75,6 +75,7 @@ BEAT_S = 0.5  # members of a group that waits are given up after STALL_S (brain.
 _STACK_LOOK_S = 0.05
 _EMPTY_LOOK_S = 0.1
 _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
+_worker_error_decoder = msgspec.json.Decoder(WorkerError)
 
 
 class Control(Protocol):
@@ -894,7 +895,7 @@ def error_path(run_dir: Path, slot: int) -> Path:
 def read_worker_error(run_dir: Path, entry: Running) -> WorkerError | None:
     """What the script of this incarnation raised, if it did."""
     try:
-        found = msgspec.json.decode(error_path(run_dir, entry.slot).read_bytes(), type=WorkerError)
+        found = _worker_error_decoder.decode(error_path(run_dir, entry.slot).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
     return found if found.incarnation == entry.incarnation else None
@@ -921,9 +922,12 @@ class _Summary(msgspec.Struct):
     error: str = ""
 
 
+_summary_decoder = msgspec.json.Decoder(_Summary)
+
+
 def _read_summary(run_dir: Path) -> tuple[int, str]:
     try:
-        summary = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=_Summary)
+        summary = _summary_decoder.decode((run_dir / "summary.json").read_bytes())
     except (OSError, msgspec.MsgspecError):
         return 4, f"the master ended without a word; see {run_dir}/logs/master.log"
     return summary.exit_code or 0, summary.error

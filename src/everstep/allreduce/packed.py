@@ -180,10 +180,13 @@ class _Version(msgspec.Struct):
     version: int
 
 
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+
+
 def decode_header(data: bytes, what: str) -> PackedHeader:
     """Checked: every tensor lies inside of the body. CheckpointError, one line that begins with ``what``."""
     try:
-        version = msgspec.msgpack.decode(data, type=_Version).version
+        version = _version_decoder.decode(data).version
         if version != PACKED_VERSION:
             raise CheckpointError(
                 f"{what} is of version {version}, this everstep reads version {PACKED_VERSION}: install a newer one"

@@ -46,6 +46,9 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     tunnel: TunnelDoor = TunnelDoor()
 
 
+_said_decoder = msgspec.msgpack.Decoder(_Said)
+
+
 class GroupStore(Store):
     """Of one attempt to connect one generation. Every wait ends: after ``timeout_s``, by ``cancel``, or when a peer
     said that its attempt failed; then RuntimeError is raised (torch turns every other error into one)."""
@@ -205,7 +208,7 @@ class GroupStore(Store):
             values = answers[0].values
             for key, value in values.items():
                 if key != _FAILED:
-                    self._theirs[key] = msgspec.msgpack.decode(value, type=_Said)
+                    self._theirs[key] = _said_decoder.decode(value)
             return frozenset(values)
 
 

@@ -39,6 +39,7 @@ MAX_BYTES = 1 << 20
 MAX_WORDS = 400  # letters of a line in a decision
 MOST_WORKERS = 4  # times as many as the job was begun with: so far a policy may go alone
 _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
+_plan_decoder = msgspec.msgpack.Decoder(Plan)
 
 
 class Control(msgspec.Struct, kw_only=True):
@@ -88,7 +89,7 @@ def as_plan(made: Any) -> Plan:
         encoded = msgspec.msgpack.encode(made)
         if len(encoded) > MAX_BYTES:
             raise ValueError(f"its plan has {len(encoded)} bytes, more than {MAX_BYTES}")
-        plan = msgspec.msgpack.decode(encoded, type=Plan)
+        plan = _plan_decoder.decode(encoded)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its plan is none: {error}") from None
     why = plan.decision

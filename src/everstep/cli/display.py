@@ -45,6 +45,9 @@ class EventLine(msgspec.Struct):
         return f"{self.member} {text}" if self.member else text
 
 
+_event_line_decoder = msgspec.json.Decoder(EventLine)
+
+
 class Screen(Protocol):
     """Where lines and the picture go."""
 
@@ -111,7 +114,7 @@ class Display:
             screen.line(line, "script")
         for raw in self._events.lines():
             with contextlib.suppress(msgspec.MsgspecError):
-                event = msgspec.json.decode(raw, type=EventLine)
+                event = _event_line_decoder.decode(raw)
                 screen.line(str(event), "event", event.at)
         for text in said:
             screen.line(text, "event")
@@ -409,9 +412,12 @@ class Summary(msgspec.Struct):
     set_aside: int = 0
 
 
+_summary_decoder = msgspec.json.Decoder(Summary)
+
+
 def read_summary(run_dir: Path) -> Summary | None:
     try:
-        return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+        return _summary_decoder.decode((run_dir / "summary.json").read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 

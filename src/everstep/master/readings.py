@@ -49,6 +49,9 @@ class MetricsLine(msgspec.Struct, kw_only=True):
     retried: dict[str, int] = {}
 
 
+_metrics_line_decoder = msgspec.json.Decoder(MetricsLine)
+
+
 class Summary(msgspec.Struct, kw_only=True):
     """``summary.json``: how the job ended."""
 
@@ -124,7 +127,7 @@ class Readings:
             lines = file.read().split(b"\n")[:-1]  # the last may be cut short
             for raw in lines[-_LINES_READ:]:
                 with contextlib.suppress(msgspec.MsgspecError):  # so may the first
-                    line = msgspec.json.decode(raw, type=MetricsLine)
+                    line = _metrics_line_decoder.decode(raw)
                     self.values, self._retried = line.values, line.retried
                     self.samples_told = max(self.samples_told, line.samples_done)
 

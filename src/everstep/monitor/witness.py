@@ -369,13 +369,16 @@ def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) ->
 def _checkpoint_of(folder: Path) -> int:
     """Of which checkpoint of its job a model is; 0: it does not say."""
     try:
-        return msgspec.json.decode((folder / ABOUT_FILE).read_bytes(), type=_About).checkpoint
+        return _about_decoder.decode((folder / ABOUT_FILE).read_bytes()).checkpoint
     except (OSError, msgspec.MsgspecError):
         return 0
 
 
 class _About(msgspec.Struct):
     checkpoint: int = 0
+
+
+_about_decoder = msgspec.json.Decoder(_About)
 
 
 __all__ = ["Counts", "Expectation", "Expected", "compare", "expectation", "read_counts", "witnessed"]

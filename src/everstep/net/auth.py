@@ -84,6 +84,9 @@ class _SecretFile(msgspec.Struct, frozen=True):
     lineage: str = ""
 
 
+_secret_file_decoder = msgspec.json.Decoder(_SecretFile)
+
+
 def _certificate() -> tuple[str, str]:
     """A fresh self-signed certificate and its key, as PEM."""
     # Costs 0.1 s and some MB: only the process that creates a job loads it.
@@ -155,7 +158,7 @@ def load_secret(path: Path) -> Secret:
     if mode & 0o077:
         raise ConfigError(f"the secret file {path} is open to others (mode {mode:04o}): chmod 600 {path}")
     try:
-        raw = msgspec.json.decode(text, type=_SecretFile)
+        raw = _secret_file_decoder.decode(text)
         key, lineage = bytes.fromhex(raw.secret), bytes.fromhex(raw.lineage)
     except (msgspec.MsgspecError, ValueError):
         raise ConfigError(

@@ -42,6 +42,9 @@ class MasterInfo(msgspec.Struct, frozen=True, kw_only=True):
         return Address(self.node, self.unix, self.host, self.port)
 
 
+_master_info_decoder = msgspec.json.Decoder(MasterInfo)
+
+
 def write_master(run_dir: Path, info: MasterInfo) -> None:
     """Raises PlatformError."""
     path = run_dir / MASTER_FILE
@@ -57,7 +60,7 @@ def write_master(run_dir: Path, info: MasterInfo) -> None:
 def read_master(run_dir: Path) -> MasterInfo | None:
     """None while no master has written its address."""
     try:
-        return msgspec.json.decode((run_dir / MASTER_FILE).read_bytes(), type=MasterInfo)
+        return _master_info_decoder.decode((run_dir / MASTER_FILE).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 

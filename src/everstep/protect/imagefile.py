@@ -56,6 +56,9 @@ class ImageHead(msgspec.Struct, frozen=True, kw_only=True):
     tables: tuple[TableSpec, ...]
 
 
+_image_head_decoder = msgspec.msgpack.Decoder(ImageHead)
+
+
 class PageLayout(NamedTuple):
     """How a page of a table lies in memory: ``2**page_bits`` slots; used bitmap and keys in the first ``head_bytes``;
     then records of ``record_bytes``; all ``page_bytes``, zeros where nothing is."""
@@ -210,7 +213,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
         match (number, kind):
             case (0, _Kind.HEAD):
                 try:
-                    yield msgspec.msgpack.decode(payload, type=ImageHead)
+                    yield _image_head_decoder.decode(payload)
                 except (msgspec.DecodeError, msgspec.ValidationError) as error:
                     raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
             case (1, _Kind.MARKS):

@@ -48,10 +48,14 @@ _IMAGE = re.compile(r"images/(\d{6,})/\.?(?:bucket|replica)-")
 _DELETABLE = re.compile(r"images/[0-9]{6,}/\.?(?:bucket|replica)-[A-Za-z0-9._-]+")
 _SUM = b"blake2b-128 "
 _CODE = re.compile(rb',"code":"([0-9a-f]{64})"\}\n\Z')
+_manifest_decoder = msgspec.json.Decoder(Manifest)
 
 
 class _Version(msgspec.Struct):
     version: int
+
+
+_version_decoder = msgspec.json.Decoder(_Version)
 
 
 def manifest_name(checkpoint: int) -> str:
@@ -140,12 +144,12 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
     if line[len(_SUM) : -1] != hashed.hexdigest().encode():
         raise CheckpointError(f"{name} was changed: its checksum is wrong")
     try:
-        version = msgspec.json.decode(body, type=_Version).version
+        version = _version_decoder.decode(body).version
         if version not in (MANIFEST_VERSION, REPLICA_VERSION):
             raise CheckpointError(
                 f"{name} is of version {version}, this everstep reads version {REPLICA_VERSION}: install a newer one"
             )
-        return msgspec.json.decode(body, type=Manifest)
+        return _manifest_decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from None
 

@@ -47,6 +47,9 @@ class ReplicaHead(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int
 
 
+_replica_head_decoder = msgspec.msgpack.Decoder(ReplicaHead)
+
+
 def write_replica_file(write: Callable[[Any], object], head: ReplicaHead, header: bytes, body: memoryview) -> ImageFile:
     """What the manifest says of the file, but for its path. ``write`` takes bytes; its errors pass through."""
     hashed = checksum()
@@ -88,7 +91,7 @@ def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = No
     if kind != _Kind.HEAD:
         raise CheckpointError(f"{name}: section 0 is of kind {kind}, which cannot stand there")
     try:
-        head = msgspec.msgpack.decode(payload, type=ReplicaHead)
+        head = _replica_head_decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
     if not 0 <= head.header_bytes <= HEADER_MAX_BYTES or head.body_bytes < 0:

@@ -26,6 +26,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
 
 
+_origin_decoder = msgspec.json.Decoder(Origin)
+
+
 def write_origin(run_dir: Path, origin: Origin) -> None:
     """Durable on return. Raises PlatformError."""
     write_atomic(run_dir / ORIGIN_FILE, msgspec.json.encode(origin))
@@ -35,7 +38,7 @@ def read_origin(run_dir: Path) -> Origin:
     """Raises ConfigError: not there, or damaged."""
     path = run_dir / ORIGIN_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Origin)
+        return _origin_decoder.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; start again with everstep resume") from None
     except msgspec.MsgspecError as error:

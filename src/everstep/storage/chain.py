@@ -35,6 +35,7 @@ TORN_TAIL = "torn tail"
 BROKEN_CHAIN = "broken chain"
 
 Header = dict[str, str | int]
+_header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 def _link(previous: bytes, payload: bytes) -> bytes:
@@ -161,7 +162,7 @@ def read_chain(path: Path) -> tuple[Header, list[bytes], str | None]:
     if not records:
         return {}, [], problem or f"{TORN_TAIL}: no header in {path.name}"
     try:
-        header = msgspec.msgpack.decode(records[0], type=Header)
+        header = _header_decoder.decode(records[0])
     except msgspec.DecodeError as error:
         return {}, [], f"{BROKEN_CHAIN}: the header of {path.name} cannot be read: {error}"
     return header, records[1:], problem
