@@ -1217,7 +1217,7 @@ class Brain:
         if self.job.over:
             return [_END]
         if self.groups.over_for(seat, e):
-            self.state.groups.passed[e.worker] = e.incarnation
+            self.groups.told_over(seat)
             return [_END]
         refused = self.groups.asks(seat, e)
         if refused is not None:

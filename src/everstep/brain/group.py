@@ -68,7 +68,8 @@ Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 
 class Asker(msgspec.Struct):
-    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, "": it stays."""
+    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, "": it stays.
+    ``over``: it was told that its loop is over, and enters nothing until it asks for another one."""
 
     incarnation: Incarnation
     dataset: int
@@ -78,6 +79,7 @@ class Asker(msgspec.Struct):
     mark: Mark | None = None
     synced: int = 0
     leaving: str = ""
+    over: bool = False
 
 
 class Leaver(msgspec.Struct, array_like=True):
@@ -295,7 +297,7 @@ class GroupKeeper:
         inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
         for slot, ask in sorted(self.books.asked.items()):
             seat = self.living(slot, ask.incarnation)
-            if seat is None or seat.stopping or ask.leaving or (slot, ask.incarnation) in inside:
+            if seat is None or seat.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
                 continue
             if not synced or (ask.synced and ask.synced >= self.books.origin):
                 out.append(self._as_member(seat, ask))
@@ -348,6 +350,14 @@ class GroupKeeper:
         newest = self.books.cursor(e.dataset)
         has_it = e.mark is not None and e.mark.step >= newest.step
         return has_it and not self.void and not self.member(seat) and newest.epoch >= e.until_epoch
+
+    def told_over(self, seat: Seat) -> None:
+        """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
+        it would wait for members that end."""
+        self.books.passed[seat.member.slot] = seat.member.incarnation
+        ask = self.books.asked.get(seat.member.slot)
+        if ask is not None and ask.incarnation == seat.member.incarnation:
+            ask.over = True
 
     def too_late(self, e: GroupAsked) -> list[InstructionType]:
         """An asker lacks steps, all is trained, and whoever had those has ended well: it came into a group that the
