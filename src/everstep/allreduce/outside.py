@@ -43,8 +43,9 @@ class Outside:
         self._frame = frame
         self._known = {id(t) for t in known} | {id(p) for p in params}
         self._storages = {_address(t) for t in known} | {_address(p) for p in params}
-        self._params = [p.detach() for p in params if p.numel() > (not single) and p.is_floating_point()]
-        self._shapes = {p.shape for p in self._params}
+        like = [p.detach() for p in params if p.numel() > (not single) and p.is_floating_point()]
+        self._shapes = {p.shape for p in like}
+        self._params = [p for p in like if _local(p) is p]
         self._before: dict[str, Tensor] = {}
         self._held: list[tuple[Tensor, Tensor]] = []
         size = 0
@@ -131,8 +132,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", item) for key, item in list(vars(value).items())[:_OBJECTS])
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """What this process has of a sharded tensor (a DTensor has no storage of its own); another one as it is."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, Tensor) else tensor
+
+
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+    here = _local(tensor)
+    return here.untyped_storage().data_ptr() if here.layout == torch.strided else id(tensor)
 
 
 def _towards(old: Tensor, new: Tensor, param: Tensor, in_module: bool) -> bool:
