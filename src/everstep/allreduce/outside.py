@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from everstep.allreduce.parts import local
+
 STEPS: Final = 3
 """The first steps of a loop, which are looked at."""
 
@@ -45,7 +47,7 @@ class Outside:
         self._storages = {_address(t) for t in known} | {_address(p) for p in params}
         like = [p.detach() for p in params if p.numel() > (not single) and p.is_floating_point()]
         self._shapes = {p.shape for p in like}
-        self._params = [p for p in like if _local(p) is p]
+        self._params = [p for p in like if local(p) is p]
         self._before: dict[str, Tensor] = {}
         self._held: list[tuple[Tensor, Tensor]] = []
         size = 0
@@ -132,14 +134,8 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", item) for key, item in list(vars(value).items())[:_OBJECTS])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this process has of a sharded tensor (a DTensor has no storage of its own); another one as it is."""
-    part = getattr(tensor, "_local_tensor", None)
-    return part if isinstance(part, Tensor) else tensor
-
-
 def _address(tensor: Tensor) -> int:
-    here = _local(tensor)
+    here = local(tensor)  # (a sharded tensor has no storage of its own)
     return here.untyped_storage().data_ptr() if here.layout == torch.strided else id(tensor)
 
 

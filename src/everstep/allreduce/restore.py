@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from everstep.allreduce.parts import local
+
 _EARLY_BYTES: Final = 1 << 16
 _EARLY_STEPS: Final = 2
 
@@ -106,7 +108,7 @@ class SavedScript:
 
 def _same(p: Tensor, value: Tensor) -> bool:
     """Bit for bit, so that a NaN is equal to itself."""
-    mine, other = (t.to_local() if hasattr(t, "to_local") else t for t in (p.detach(), value))
+    mine, other = (local(t) for t in (p.detach(), value))
     return torch.equal(mine, other) or bool(((mine == other) | (mine.isnan() & other.isnan())).all())
 
 

@@ -201,6 +201,11 @@ class GroupKeeper:
     def living(self, slot: Slot, incarnation: Incarnation) -> Seat | None:
         return self.members.current(Role.WORKER, slot, incarnation)
 
+    def _ask_of(self, seat: Seat) -> Asker | None:
+        """What this process asked; None: nothing, or a process before it in its slot did."""
+        ask = self.books.asked.get(seat.member.slot)
+        return ask if ask is not None and ask.incarnation == seat.member.incarnation else None
+
     def member(self, seat: Seat) -> bool:
         """Whether this process is in the group published last."""
         group, m = self.books.group, seat.member
@@ -279,8 +284,7 @@ class GroupKeeper:
             return f"rank {rank}"
         if self.trains(seat):
             return "leaving"
-        ask = self.books.asked.get(m.slot)
-        if ask is None or ask.incarnation != m.incarnation:
+        if self._ask_of(seat) is None:
             return ""
         return "joining" if group is not None else "waits for the group"
 
@@ -355,8 +359,8 @@ class GroupKeeper:
         """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
         it would wait for members that end."""
         self.books.passed[seat.member.slot] = seat.member.incarnation
-        ask = self.books.asked.get(seat.member.slot)
-        if ask is not None and ask.incarnation == seat.member.incarnation:
+        ask = self._ask_of(seat)
+        if ask is not None:
             ask.over = True
 
     def too_late(self, e: GroupAsked) -> list[InstructionType]:
@@ -378,21 +382,15 @@ class GroupKeeper:
         if group is not None and me:
             met = generation == group.generation > books.confirmed and not self.void and self.holds(me[0])
             return self._confirm(generation) if met else []
-        ask = self.books.asked.get(seat.member.slot)
-        if ask is not None and ask.incarnation == seat.member.incarnation and generation >= self.books.origin:
+        ask = self._ask_of(seat)
+        if ask is not None and generation >= self.books.origin:
             ask.synced = max(ask.synced, generation)
         return []
 
     def said_done(self, seat: Seat) -> bool:
         """Whether this process told that its script came to its end, with all data trained."""
-        ask = self.books.asked.get(seat.member.slot)
-        return (
-            ask is not None
-            and ask.incarnation == seat.member.incarnation
-            and ask.leaving == DONE
-            and self.data_done()
-            and self.living(seat.member.slot, ask.incarnation) is not None
-        )
+        m = seat.member
+        return self.has_ended(seat) and self.data_done() and self.living(m.slot, m.incarnation) is not None
 
     def end_is_lost(self) -> bool:
         """Whether all data was trained, and nobody is left who has, or copied, the state of then."""
@@ -403,8 +401,8 @@ class GroupKeeper:
 
     def has_ended(self, seat: Seat) -> bool:
         """Whether this process told that its script came to its end."""
-        ask = self.books.asked.get(seat.member.slot)
-        return ask is not None and ask.incarnation == seat.member.incarnation and ask.leaving == DONE
+        ask = self._ask_of(seat)
+        return ask is not None and ask.leaving == DONE
 
     def has_state(self, seat: Seat) -> bool:
         """Whether this process has the state of all committed steps for certain."""
@@ -420,8 +418,8 @@ class GroupKeeper:
         return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
 
     def leaves(self, seat: Seat, reason: str) -> None:
-        ask = self.books.asked.get(seat.member.slot)
-        if ask is not None and ask.incarnation == seat.member.incarnation:
+        ask = self._ask_of(seat)
+        if ask is not None:
             ask.leaving = reason if reason == DONE else ask.leaving or reason or "it wants to leave"
 
     def stalled(self, generation: int) -> None:
@@ -601,12 +599,10 @@ class GroupKeeper:
 
     def _awaited(self) -> bool:
         """Whether a process is on its way that could take over the state of those who leave."""
-        for slot, seat in self.members.workers.items():
-            ask = self.books.asked.get(slot)
-            leaving = ask is not None and ask.incarnation == seat.member.incarnation and bool(ask.leaving)
-            if seat.running and not seat.stopping and not leaving and not self.trains(seat):
-                return True
-        return False
+        return any(
+            seat.running and not seat.stopping and not self._has_left(seat) and not self.trains(seat)
+            for seat in self.members.workers.values()
+        )
 
     def _publish(
         self,
@@ -789,13 +785,13 @@ class GroupKeeper:
         if self.data_done() and any(self.living(slot, life) is not None for slot, life in books.passed.items()):
             return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
         seats = self.members.workers.values()
-        expected = [s.member.slot for s in seats if s.running and not s.stopping and not self._has_left(s)]
+        expected = {s.member.slot for s in seats if s.running and not s.stopping and not self._has_left(s)}
         least = job.spec.min_workers
         if books.too_few != (too_few := len(there) < max(1, least)):
             books.too_few, books.due_at = too_few, 0.0
         due_at = books.due_at
         now, books.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
-        absent = absent_words(set(expected) - {m.slot for m in there})
+        absent = absent_words(expected - {m.slot for m in there})
         if not now:
             if too_few and 0 < due_at <= at:
                 words = f"{len(there)} of at least {least} workers are there"
@@ -839,8 +835,8 @@ class GroupKeeper:
         return out
 
     def _has_left(self, seat: Seat) -> bool:
-        ask = self.books.asked.get(seat.member.slot)
-        return ask is not None and ask.incarnation == seat.member.incarnation and bool(ask.leaving)
+        ask = self._ask_of(seat)
+        return ask is not None and bool(ask.leaving)
 
     def _void(self, begin: Mark, restore: int) -> list[InstructionType]:
         """Steps from ``begin`` on do not count any more."""

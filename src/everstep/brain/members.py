@@ -102,9 +102,7 @@ class Members(msgspec.Struct):
             if n.alive and not n.draining
         }
         used = dict.fromkeys(places, 0)
-        if any(
-            places.values()
-        ):  # (else nobody asks: a job of 1,000 members on one node would count them all each time)
+        if any(places.values()):  # (else nobody asks: 1,000 members of one node would be counted each time)
             for seat in self.of(role).values():
                 if seat.running and places.get(seat.member.node):
                     used[seat.member.node] += 1
