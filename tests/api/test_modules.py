@@ -65,6 +65,22 @@ def scalar_call(module: nn.Module, ids: Tensor) -> Tensor:
     return out
 
 
+def functional_call(module: Any, ids: Tensor) -> Tensor:
+    """Three lookups in one weight, by position and by keyword."""
+    weight, padding = module.weight, module.padding_idx
+    out = nn.functional.embedding(ids[:, :2], weight, padding, sparse=True)
+    last = torch.index_select(weight, 0, ids[:, 3]) if padding is None else weight.detach()[ids[:, 3]]
+    return out * nn.functional.embedding(input=ids[:, 2:3], weight=weight, padding_idx=padding) + last[:, None]
+
+
+def functional_bags_call(module: Any, ids: Tensor) -> Tensor:
+    flat, offsets = ids.reshape(-1), torch.tensor([0, 1, 1, 5, ids.numel() - 2])
+    bag, weight = nn.functional.embedding_bag, module.weight
+    largest = bag(flat, weight, offsets, mode="max", padding_idx=3)
+    weighed = bag(flat, weight, offsets, mode="sum", per_sample_weights=torch.linspace(-1, 1, flat.numel()))
+    return largest + weighed + bag(input=ids[:5], weight=weight) + bag(ids[:5, :1], weight, padding_idx=-1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "embedding 2-D": (lambda: nn.Embedding(20, 5), plain_call),
     "embedding 1-D": (lambda: nn.Embedding(20, 5), scalar_call),
@@ -79,6 +95,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
     "bag offsets mean padding": (lambda: nn.EmbeddingBag(20, 5, mode="mean", padding_idx=1), offsets_call),
     "bag last offset": (lambda: nn.EmbeddingBag(20, 5, mode="mean", include_last_offset=True), last_offset_call),
     "bag weights": (lambda: nn.EmbeddingBag(20, 5, mode="sum"), weighted_call),
+    "bag max": (lambda: nn.EmbeddingBag(20, 5, mode="max"), plain_call),
+    "bag max padding": (lambda: nn.EmbeddingBag(20, 5, mode="max", padding_idx=7), offsets_call),
+    "bag max last offset": (lambda: nn.EmbeddingBag(20, 5, mode="max", include_last_offset=True), last_offset_call),
+    "by frequency": (lambda: nn.Embedding(20, 5, padding_idx=3, scale_grad_by_freq=True), plain_call),
+    "functional": (lambda: nn.Embedding(20, 5), functional_call),
+    "functional padding": (lambda: nn.Embedding(20, 5, padding_idx=7), functional_call),
+    "functional bags": (lambda: nn.EmbeddingBag(20, 5), functional_bags_call),
 }
 
 
@@ -191,9 +214,8 @@ def test_no_vocabulary(join: Join) -> None:
 
 
 WRONG: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: nn.EmbeddingBag(9, 3, mode="max"), "mode='max'"),
     (lambda: nn.Embedding(9, 3, max_norm=1.0), "max_norm"),
-    (lambda: nn.Embedding(9, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (lambda: nn.EmbeddingBag(9, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
     (lambda: nn.Embedding(9, 3, dtype=torch.float64), "float32"),
     (lambda: nn.Linear(3, 3), "found no nn.Embedding"),
     (lambda: nn.ModuleList([es.nn.Embedding("t", 3), es.nn.Embedding("t", 4)]), "dim 3 and 4"),
@@ -204,6 +226,14 @@ WRONG: list[tuple[Callable[[], nn.Module], str]] = [
 def test_what_is_not_offered(join: Join, make: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(ScriptError, match=words):
         join().sparse(make())
+
+
+def test_the_padding_of_a_table_is_one(join: Join) -> None:
+    job = join()
+    model = job.sparse(nn.Embedding(20, 4, padding_idx=3))
+    with pytest.raises(ScriptError, match="has padding_idx=3, a row without a gradient, and is looked up there"):
+        for batch in job.steps(job.loader({"id": IDS}, batch_size=24)):
+            nn.functional.embedding(batch["id"], model.weight).sum().backward()
 
 
 def test_ids_out_of_range(join: Join) -> None:

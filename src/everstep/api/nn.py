@@ -8,20 +8,21 @@ Rows come from the ps for every batch, and what ``weight.grad`` holds when the o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.rows import BatchTable, TableParameter
+from everstep.api.rows import LOOKUPS, BatchTable, TableParameter, table_of
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows
 
-Mode = Literal["sum", "mean"]
+Mode = Literal["sum", "mean"]  # of the kernels; torch's max is left to torch
 
 
 class Lookup:
@@ -30,7 +31,7 @@ class Lookup:
     ``ids`` int64 [n]: what was looked up, whatever becomes of the tensor that it came from. ``table``: None for one
     outside of training, whose rows are only read."""
 
-    __slots__ = ("batch", "dim", "ids", "inverse", "layout", "padding_at", "table", "u", "values")
+    __slots__ = ("batch", "by_count", "dim", "ids", "inverse", "layout", "padding_at", "table", "u", "values")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Lookup:
         self.table, self.values, self.inverse, self.ids = table, values, inverse, ids
         self.u, self.dim = values.shape
         self.padding_at = padding_at  # index of the padding row, which gets no gradient
+        self.by_count = False  # the gradient of a row is divided by how often it was looked up
         self.batch, self.layout = (table.batch, table.layout) if table is not None else (0, 0)
 
     def gradient(self, fill: Callable[[NDArray[np.float32]], None]) -> Tensor | None:
@@ -59,16 +61,32 @@ class Lookup:
         if table.layout != self.layout:
             grown = np.empty((self.u, self.dim), np.float32)
             fill(grown)
-            self._drop_padding(grown)
+            self._finish(grown)
             table.backwards += 1
             table.add(torch.from_numpy(grown))
             return None
         out = table.target(self.u)
         fill(out)
-        self._drop_padding(out)
+        self._finish(out)
         return torch.from_numpy(out)
 
-    def _drop_padding(self, out: NDArray[np.float32]) -> None:
+    def pad(self, padding_idx: int | None) -> None:
+        """``padding_idx`` is what this call says of padding, whatever the table's module says. Raises ScriptError where
+        both differ, and the row is among the ids."""
+        table = self.table
+        if (table is not None and table.padding == padding_idx) or (padding_idx is None and self.padding_at < 0):
+            return
+        if table is not None and table.padding is not None and self.padding_at >= 0 and torch.is_grad_enabled():
+            raise ScriptError(
+                f"table {table.name!r} has padding_idx={table.padding}, a row without a gradient, and is looked up "
+                f"there with padding_idx={padding_idx}: give both the same"
+            )
+        found = np.flatnonzero(self.ids == padding_idx) if padding_idx is not None else np.empty(0, np.int64)
+        self.padding_at = int(self.inverse[found[0]]) if len(found) else -1
+
+    def _finish(self, out: NDArray[np.float32]) -> None:
+        if self.by_count:
+            out /= np.maximum(np.bincount(self.inverse, minlength=self.u), 1).astype(np.float32)[:, None]
         if self.padding_at >= 0:
             out[self.padding_at] = 0.0
 
@@ -79,6 +97,8 @@ class Source(Protocol):
     def lookup(self, table: str, ids: Tensor) -> Lookup: ...
 
     def parameter(self, table: str) -> TableParameter: ...
+
+    def vocabulary(self, table: str) -> int | None: ...
 
     def export(self, table: str) -> dict[str, Tensor]: ...
 
@@ -110,6 +130,19 @@ class _Gather(torch.autograd.Function):
         lookup: Lookup = ctx.lookup
         grad = _rows_of(grads[0].reshape(-1, lookup.dim))
         return lookup.gradient(lambda out: _bags(lookup, grad, None, "sum", None, out)), None, None
+
+
+class _Rows(torch.autograd.Function):
+    """The rows of a lookup, each once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, lookup: Lookup) -> Tensor:
+        ctx.lookup = lookup
+        return torch.from_numpy(lookup.values.copy())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.lookup.gradient(lambda out: np.copyto(out, _rows_of(grads[0]))), None
 
 
 class _Bag(torch.autograd.Function):
@@ -154,6 +187,108 @@ def _bags(
     bag_backward(grad, lookup.inverse, offsets, mode, weights, lookup.u, out)
 
 
+class Options(NamedTuple):
+    """What a call says beside its ids; names as in ``torch.nn.functional``."""
+
+    padding_idx: int | None = None
+    scale_grad_by_freq: bool = False
+    mode: str = "sum"
+    include_last_offset: bool = False
+
+    def tell(self, lookup: Lookup) -> None:
+        lookup.pad(self.padding_idx)
+        lookup.by_count = self.scale_grad_by_freq
+
+
+def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
+    """``torch.nn.functional.embedding``."""
+    if ids.numel() == 0:
+        return torch.empty((*ids.shape, dim))
+    lookup = source.lookup(name, ids)
+    options.tell(lookup)
+    out: Tensor = _Gather.apply(weight, lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
+    return out
+
+
+def _bag(
+    weight: TableParameter,
+    source: Source,
+    name: str,
+    dim: int,
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """``torch.nn.functional.embedding_bag``. Raises ScriptError."""
+    mode = options.mode
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise ScriptError(f"table {name!r}: offsets go with ids of one dimension, these have two")
+        bags, per_bag = ids.shape
+        bounds = None if per_bag == 1 else np.arange(0, bags * per_bag + 1, max(per_bag, 1), dtype=np.int64)
+        if per_bag == 0:
+            return torch.zeros((bags, dim))
+    elif ids.dim() == 1:
+        if offsets is None:
+            raise ScriptError(f"table {name!r}: ids of one dimension need offsets")
+        bounds = _bounds(name, offsets, ids.numel(), options.include_last_offset)
+        bags = len(bounds) - 1
+    else:
+        raise ScriptError(f"table {name!r}: ids must have one or two dimensions, not {ids.dim()}")
+    if weights is not None:
+        if mode != "sum":
+            raise ScriptError(f"table {name!r}: per_sample_weights need mode='sum'")
+        if weights.shape != ids.shape:
+            raise ScriptError(
+                f"table {name!r}: per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}"
+            )
+        weights = weights.reshape(-1).float().contiguous()
+    if ids.numel() == 0 or bags == 0:
+        return torch.zeros((bags, dim))
+    lookup = source.lookup(name, ids)
+    options.tell(lookup)
+    if mode == "max":
+        return _largest(weight, lookup, np.arange(bags + 1) if bounds is None else bounds)
+    if lookup.padding_at >= 0:
+        if bounds is None:
+            bounds = np.arange(bags + 1, dtype=np.int64)
+        weights = _without_padding(lookup, bounds, mode, weights)
+        mode = "sum"
+    out: Tensor
+    if bounds is None and weights is None:
+        out = _Gather.apply(weight, lookup, (bags, dim))  # type: ignore[no-untyped-call]
+    else:
+        if bounds is None:
+            bounds = np.arange(bags + 1, dtype=np.int64)
+        out = _Bag.apply(weight, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) -> Tensor:
+    """The largest of each column in each bag. Torch itself finds it, among the rows of the batch: which of equal ones
+    gets the gradient is torch's choice."""
+    rows: Tensor = _Rows.apply(weight, lookup)  # type: ignore[no-untyped-call]
+    return nn.functional.embedding_bag(
+        torch.from_numpy(lookup.inverse[: bounds[-1]].astype(np.int64)),
+        rows,
+        torch.from_numpy(bounds[:-1].astype(np.int64)),
+        mode="max",
+        padding_idx=lookup.padding_at if lookup.padding_at >= 0 else None,
+    )
+
+
+def _hidden(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """``function``, where torch's compiler does not look inside. None: the script has not imported the compiler, which
+    would cost seconds."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return None
+    from torch._dynamo import disable
+
+    hidden: Callable[..., Tensor] = disable(function)  # type: ignore[no-untyped-call]
+    return hidden
+
+
 class _Table(nn.Module):
     """What both kinds of module have in common. ``vocabulary``: number of rows, None for any int64."""
 
@@ -177,6 +312,7 @@ class _Table(nn.Module):
         self.name, self.dim, self.vocabulary = name, dim, vocabulary
         self.embedding_dim = dim
         self.padding_idx = padding_idx
+        self.scale_grad_by_freq = False
         self.init, self.optimizer = init, optimizer
         self._source: Source | None = None
         self.freeze = False  # its rows do not learn
@@ -192,13 +328,13 @@ class _Table(nn.Module):
     def _look_up(self, *args: Any) -> Tensor:
         raise NotImplementedError
 
-    def _uncompiled(self) -> Callable[..., Tensor]:
-        """``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps. (Importing
-        torch's compiler costs seconds, so it is asked only if the script has imported it.)"""
-        if self._quiet is None and "torch._dynamo.eval_frame" in sys.modules:
-            from torch._dynamo import disable
+    def _options(self) -> Options:
+        return Options(self.padding_idx, self.scale_grad_by_freq)
 
-            self._quiet = disable(self._look_up)  # type: ignore[no-untyped-call]
+    def _uncompiled(self) -> Callable[..., Tensor]:
+        """``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps."""
+        if self._quiet is None:
+            self._quiet = _hidden(self._look_up)
         return self._look_up if self._quiet is None else self._quiet
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -251,15 +387,11 @@ class Embedding(_Table):
 
     def _look_up(self, input: Tensor) -> Tensor:
         source = self._attached()
-        if input.numel() == 0:
-            return torch.empty((*input.shape, self.dim))
-        lookup = source.lookup(self.name, input)
-        out: Tensor = _Gather.apply(self.weight, lookup, (*input.shape, self.dim))  # type: ignore[no-untyped-call]
-        return out
+        return _embedding(self.weight, source, self.name, self.dim, input, self._options())
 
 
 class EmbeddingBag(_Table):
-    """As ``torch.nn.EmbeddingBag`` with mode sum or mean, rows on the ps.
+    """As ``torch.nn.EmbeddingBag``, rows on the ps.
 
     ``input``: int64 or int32 ``[bags, ids]``, or ``[n]`` with ``offsets`` -> float32 ``[bags, dim]``."""
 
@@ -289,56 +421,27 @@ class EmbeddingBag(_Table):
             expire_batches=expire_batches,
             expire_s=expire_s,
         )
-        if mode not in ("sum", "mean"):
-            raise ScriptError(f"table {name!r}: mode={mode!r} is not offered: use sum or mean")
+        if mode not in ("sum", "mean", "max"):
+            raise ScriptError(f"table {name!r}: mode={mode!r} is not one of sum, mean and max")
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         return self._uncompiled()(input, offsets, per_sample_weights)
 
+    def _options(self) -> Options:
+        return Options(self.padding_idx, False, self.mode, self.include_last_offset)
+
     def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
-        source = self._attached()
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ScriptError(f"table {self.name!r}: offsets go with ids of one dimension, these have two")
-            bags, per_bag = input.shape
-            bounds = None if per_bag == 1 else np.arange(0, bags * per_bag + 1, max(per_bag, 1), dtype=np.int64)
-            if per_bag == 0:
-                return torch.zeros((bags, self.dim))
-        elif input.dim() == 1:
-            if offsets is None:
-                raise ScriptError(f"table {self.name!r}: ids of one dimension need offsets")
-            bounds = _bounds(self.name, offsets, input.numel(), self.include_last_offset)
-            bags = len(bounds) - 1
-        else:
-            raise ScriptError(f"table {self.name!r}: ids must have one or two dimensions, not {input.dim()}")
-        weights = per_sample_weights
-        if weights is not None:
-            if self.mode != "sum":
-                raise ScriptError(f"table {self.name!r}: per_sample_weights need mode='sum'")
-            if weights.shape != input.shape:
-                raise ScriptError(
-                    f"table {self.name!r}: per_sample_weights have shape {tuple(weights.shape)}, the ids "
-                    f"{tuple(input.shape)}"
-                )
-            weights = weights.reshape(-1).float().contiguous()
-        if input.numel() == 0 or bags == 0:
-            return torch.zeros((bags, self.dim))
-        lookup = source.lookup(self.name, input)
-        mode = self.mode
-        if self.padding_idx is not None and lookup.padding_at >= 0:
-            if bounds is None:
-                bounds = np.arange(bags + 1, dtype=np.int64)
-            weights = _without_padding(lookup, bounds, mode, weights)
-            mode = "sum"
-        out: Tensor
-        if bounds is None and weights is None:
-            out = _Gather.apply(self.weight, lookup, (bags, self.dim))  # type: ignore[no-untyped-call]
-        else:
-            if bounds is None:
-                bounds = np.arange(bags + 1, dtype=np.int64)
-            out = _Bag.apply(self.weight, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
-        return out
+        source, options = self._attached(), self._options()
+        return _bag(self.weight, source, self.name, self.dim, input, offsets, per_sample_weights, options)
+
+
+def bags_by_frequency(what: str) -> ScriptError:
+    """Torch divides the gradient of a row by the count of another one, depending on all ids of the batch."""
+    return ScriptError(
+        f"{what}: scale_grad_by_freq of bags is not offered for tables on the ps (torch divides by counts of other "
+        "rows there): leave it out, use nn.Embedding, or only="
+    )
 
 
 def _bounds(name: str, offsets: Tensor, n: int, include_last: bool) -> NDArray[np.int64]:
@@ -359,3 +462,108 @@ def _without_padding(lookup: Lookup, bounds: NDArray[np.int64], mode: str, weigh
         keep *= np.repeat(1.0 / np.maximum(sums, 1.0), np.diff(bounds)).astype(np.float32)
     mask = torch.from_numpy(keep)
     return mask if weights is None else weights * mask
+
+
+# ---------------------------------------------------------------- torch's functions, given the weight of a table
+
+
+def _functional_embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if (known := table_of(weight)) is None:
+        return NotImplemented
+    table, source = known, known.source
+    options = Options(_within(source, table, padding_idx), scale_grad_by_freq)
+    with _as_the_weight(weight):
+        return _embedding(table.param, source, table.name, table.dim, input, options)
+
+
+def _functional_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    if table_of(input) is not None:
+        input, weight = weight, input  # (torch's older order)
+    if (known := table_of(weight)) is None:
+        return NotImplemented
+    table, source = known, known.source
+    if mode not in ("sum", "mean", "max"):
+        raise ScriptError(f"table {table.name!r}: mode={mode!r} is not one of sum, mean and max")
+    if scale_grad_by_freq:
+        raise bags_by_frequency(f"table {table.name!r}")
+    options = Options(_within(source, table, padding_idx), False, mode, include_last_offset)
+    with _as_the_weight(weight):
+        return _bag(table.param, source, table.name, table.dim, input, offsets, per_sample_weights, options)
+
+
+def _torch_embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    return _functional_embedding(
+        indices, weight, padding_idx if padding_idx >= 0 else None, scale_grad_by_freq=scale_grad_by_freq
+    )
+
+
+def _indexed(weight: Tensor, index: Any) -> Any:
+    """``weight[ids]``."""
+    whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+    return _functional_embedding(index, weight) if whole else NotImplemented
+
+
+def _selected(input: Tensor, dim: int, index: Tensor) -> Any:
+    return _functional_embedding(index, input) if dim in (0, -2) and index.dim() == 1 else NotImplemented
+
+
+@contextmanager
+def _as_the_weight(weight: Tensor) -> Iterator[None]:
+    """What was detached brings no gradient."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(weight, TableParameter)):
+        yield
+
+
+def _within(source: Source, table: BatchTable, padding_idx: int | None) -> int | None:
+    """Torch counts a negative ``padding_idx`` from the end."""
+    rows = source.vocabulary(table.name)
+    if padding_idx is None or rows is None:
+        return padding_idx
+    if not -rows <= padding_idx < rows:
+        raise ScriptError(f"table {table.name!r}: padding_idx={padding_idx} is not one of its {rows} rows")
+    return padding_idx % rows
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    quiet: list[Callable[..., Any]] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not quiet and (hidden := _hidden(function)) is not None:
+            quiet.append(hidden)
+        return (quiet[0] if quiet else function)(*args, **kwargs)
+
+    return call
+
+
+LOOKUPS.update(
+    {
+        nn.functional.embedding: _uncompiled(_functional_embedding),
+        nn.functional.embedding_bag: _uncompiled(_functional_bag),
+        torch.embedding: _uncompiled(_torch_embedding),
+        torch.Tensor.__getitem__: _uncompiled(_indexed),
+        torch.index_select: _uncompiled(_selected),
+        torch.Tensor.index_select: _uncompiled(_selected),
+    }
+)

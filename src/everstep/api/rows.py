@@ -77,6 +77,10 @@ _VALUELESS_ATTRIBUTES = frozenset(
 )
 _WRITES = frozenset({"__setitem__", "index_copy_", "scatter_", "index_fill_"})
 
+LOOKUPS: dict[Any, Callable[..., Any]] = {}
+"""Functions of torch that look rows up in a weight, and what they are for the weight of a table (``api/nn``): called
+with the same arguments, NotImplemented where these mean something else."""
+
 
 class TableParameter(nn.Parameter):
     """``weight`` of a table. ``everstep_table``: the table's name. See the top of this file."""
@@ -108,13 +112,13 @@ class TableParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
+            return found
         if asks_for_values(func):
             for a in flat_arguments(args, kwargs):
                 if isinstance(a, TableParameter):
                     a._table.used()
-        if name == "__get__" or name == "__set__":
-            name = f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+        name = _word(func)
         if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
             table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
             if table is not None and not table._table.in_hand:
@@ -122,11 +126,15 @@ class TableParameter(nn.Parameter):
                     f"{name}() on the weight of table {table.everstep_table!r} outside of a batch: its rows are on the "
                     "ps; give it its values before job.sparse(), or job.sparse(model, init=...)"
                 )
-        if name in ("detach", "data.__get__") and len(args) == 1 and not args[0]._table.in_hand:
+        if name in ("detach", "data.__get__") and len(args) == 1:
+            table = args[0]._table
             with torch._C.DisableTorchFunctionSubclass():
-                empty = torch.empty((0, args[0]._table.dim)).as_subclass(_NotHere)
-            empty.everstep_table = args[0].everstep_table
-            return empty
+                if table.in_hand:
+                    shown = func(*args).as_subclass(_Detached)
+                else:
+                    shown = torch.empty((0, table.dim)).as_subclass(_NotHere)
+            shown.everstep_table = table
+            return shown
         if name in _READS:
             table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
             if table is not None and not table._table.in_hand:
@@ -134,15 +142,7 @@ class TableParameter(nn.Parameter):
                     f"the weight of table {table.everstep_table!r} is read ({name}) outside of a batch: its rows are "
                     "on the ps; model.state_dict() pulls them all"
                 )
-        if name in _WHOLE or name in _WRITES:
-            table = next((a for a in flat_arguments(args, kwargs) if isinstance(a, TableParameter)), None)
-            if table is not None:
-                word = name.removesuffix(".__get__")
-                raise ScriptError(
-                    f"the weight of table {table.everstep_table!r} is used as a whole ({word}): its rows are on the "
-                    "ps, and here are those of the batch only; keep the embedding in the dense part, "
-                    "job.sparse(model, only=...), or look ids up through the module"
-                )
+        _refuse_whole(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -168,22 +168,68 @@ def is_table(p: object) -> bool:
     return isinstance(p, TableParameter)
 
 
-class _NotHere(Tensor):
-    """What a table's weight shows outside of a batch: it may be asked about, and not used."""
+def table_of(weight: object) -> BatchTable | None:
+    """The table whose weight it is, or what was detached of it."""
+    if isinstance(weight, TableParameter):
+        return weight._table
+    return weight.everstep_table if isinstance(weight, _Detached | _NotHere) else None
 
-    everstep_table: str
+
+def _refuse_whole(name: str, args: Any, kwargs: Any) -> None:
+    if name not in _WHOLE and name not in _WRITES:
+        return
+    table = next((t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None), None)
+    if table is not None:
+        word = name.removesuffix(".__get__")
+        raise ScriptError(
+            f"the weight of table {table.name!r} is used as a whole ({word}): its rows are on the "
+            "ps, and here are those of the batch only; keep the embedding in the dense part, "
+            "job.sparse(model, only=...), or look ids up through the module"
+        )
+
+
+def _word(func: Any) -> str:
+    """The name of a function of torch; of an attribute, ``data.__get__``."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+    return str(name)
+
+
+class _Detached(Tensor):
+    """``weight.detach()`` and ``weight.data`` in a batch: its rows. Ids are looked up in it as in the weight."""
+
+    everstep_table: BatchTable
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
+            return found
+        _refuse_whole(_word(func), args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class _NotHere(Tensor):
+    """What a table's weight shows outside of a batch: it may be asked about, and ids be looked up."""
+
+    everstep_table: BatchTable
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
+            return found
         name = getattr(func, "__name__", "")
         if name not in _ABOUT:
-            table = next((a.everstep_table for a in flat_arguments(args, kwargs or {}) if isinstance(a, _NotHere)), "")
+            table = next((t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None), None)
             raise ScriptError(
-                f"the weight of table {table!r} is used ({name}) outside of a batch: its rows are on the ps; "
-                "model.state_dict() pulls them all, and values are given before job.sparse()"
+                f"the weight of table {table.name if table is not None else ''!r} is used ({name}) outside of a batch: "
+                "its rows are on the ps; model.state_dict() pulls them all, and values are given before job.sparse()"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 class Carried(NamedTuple):
@@ -213,6 +259,7 @@ class BatchTable:
     ) -> None:
         """``read``: values of rows as they are now, float32 [n, dim], by their keys."""
         self.name, self.dim, self.padding, self._read = name, dim, padding, read
+        self.source: Any = None  # who looks rows up (``api/nn.Source``)
         self.keys: NDArray[np.int64] = np.empty(0, np.int64)
         self.values: NDArray[np.float32] = np.empty((0, dim), np.float32)
         self.batch = 0  # grows with every ``show``

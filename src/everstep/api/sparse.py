@@ -155,18 +155,14 @@ def _of_torch(
 ) -> tuple[esnn.Embedding | esnn.EmbeddingBag, TableInfo]:
     if module.max_norm is not None:
         raise ScriptError(f"{name!r}: max_norm is not offered for tables on the ps: leave it out, or use only=")
-    if module.scale_grad_by_freq:
-        raise ScriptError(
-            f"{name!r}: scale_grad_by_freq is not offered for tables on the ps: leave it out, or use only="
-        )
     meta = module.weight.device.type == "meta"
     if not meta and (module.weight.device.type != "cpu" or module.weight.dtype != torch.float32):
         raise ScriptError(f"{name!r}: the weight must be float32 on the CPU or on meta, not {module.weight.dtype}")
     rows, dim, padding = int(module.num_embeddings), int(module.embedding_dim), module.padding_idx
     twin: esnn.Embedding | esnn.EmbeddingBag
     if isinstance(module, nn.EmbeddingBag):
-        if module.mode not in ("sum", "mean"):
-            raise ScriptError(f"{name!r}: mode={module.mode!r} is not offered for tables on the ps: use sum or mean")
+        if module.scale_grad_by_freq:
+            raise esnn.bags_by_frequency(repr(name))
         twin = esnn.EmbeddingBag(
             name,
             dim,
@@ -177,6 +173,7 @@ def _of_torch(
         )
     else:
         twin = esnn.Embedding(name, dim, vocabulary=rows, padding_idx=padding)
+    twin.scale_grad_by_freq = module.scale_grad_by_freq
     twin.train(module.training)
     twin.freeze = not module.weight.requires_grad
     begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)

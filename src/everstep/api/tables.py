@@ -138,12 +138,17 @@ class TableSet:
             if info.spec.name not in self.batches:
                 name, read = info.spec.name, partial(self._read_again, info.spec.name)
                 self.batches[name] = BatchTable(name, info.spec.dim, info.padding, read)
+                self.batches[name].source = self
 
     def _read_again(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         return self.read(self.infos[name].spec, keys)
 
     def parameter(self, table: str) -> TableParameter:
         return self.batches[table].param
+
+    def vocabulary(self, table: str) -> int | None:
+        """How many rows a table has; None: any id."""
+        return self.infos[table].spec.rows
 
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
         """The optimizer of a table, from whoever holds its parameter. Raises ScriptError once it is in use."""

@@ -17,8 +17,8 @@ STEPS = {
     "optimizer's."
 }
 FREQUENCY = {
-    "elastic fixed logical logical-2 passes shard": "How often an id occurs is counted in one worker's batch, or in "
-    "one pass."
+    "sync elastic fixed logical logical-2 passes hybrid-2 shard": "How often an id occurs is counted in "
+    "one worker's batch, or in one pass."
 }
 
 
