@@ -38,6 +38,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
+from everstep.model.reasons import Arrival, CheckpointReason
 from everstep.model.shard import Lease, Plan, shard_key
 from seeds import seeds
 
@@ -122,20 +123,20 @@ class World:
         if self.home[bucket] != (owner, incarnation):
             if number := dict(placement.images).get(bucket):
                 self.live[bucket] = dict(self.images[number][bucket])
-                how = "loaded"
+                how = Arrival.LOADED
             elif self.live[bucket] is None:
                 return
             elif self.home[bucket] is None:
                 assert dict(placement.images).get(bucket) == 0, "a bucket begins empty, but the map does not say so"
-                how = "promoted"
+                how = Arrival.PROMOTED
             else:
                 mine = [m for m in placement.mirrors_of(bucket) if m.at == owner]
                 if not mine:
                     return
-                how = "promoted"
+                how = Arrival.PROMOTED
             self.home[bucket] = (owner, incarnation)
         else:
-            how = "loaded"
+            how = Arrival.LOADED
         self.tell(BucketsReady(self.at, owner, incarnation, placement.version, (bucket,), how))
         for (role, slot), life in list(self.alive.items()):
             mirrors = tuple(m.id for m in placement.mirrors_at(slot))
@@ -217,7 +218,7 @@ class World:
         return any(m.id in ready and (Role.PS, m.at) in self.alive for m in placement.mirrors_of(bucket))
 
     def checkpoint(self) -> None:
-        self.tell(CheckpointAsked(self.at, "due", self.rng.random() < 0.2))
+        self.tell(CheckpointAsked(self.at, CheckpointReason.DUE, self.rng.random() < 0.2))
 
     def write(self) -> None:
         """A ps images some of what it has; at once, or a part of it."""

@@ -40,6 +40,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Role
+from everstep.model.reasons import LeaveReason
 from everstep.model.shard import Plan
 
 SPEC = JobSpec(mode="allreduce", workers=3, ps=0, max_restarts=10**6, quarantine_after=0)
@@ -179,7 +180,7 @@ class Chaos:
         elif kind in (10, 11, 12):
             self.commit(slot, incarnation)
         elif kind == 13 and rng.random() < 0.3:
-            self.say(GroupLeft(at, slot, incarnation, "asked"))
+            self.say(GroupLeft(at, slot, incarnation, LeaveReason.ASKED))
         elif kind == 14 and rng.random() < 0.5:
             silent = (Slot(rng.randrange(5)),) if rng.random() < 0.5 else ()
             self.say(GroupStalled(at, slot, incarnation, self.brain.state.groups.generations, 1, 1.5, silent))
@@ -248,7 +249,7 @@ class Chaos:
     def end(self, slot: Slot, incarnation: Incarnation) -> None:
         """Its script is over; it goes when nobody needs its state any more."""
         if not self.brain.groups.has_ended(self.brain.members.workers[slot]):
-            self.say(GroupLeft(self.at, slot, incarnation, "done"))
+            self.say(GroupLeft(self.at, slot, incarnation, LeaveReason.DONE))
         if self.brain.may_end(slot, incarnation):
             self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 0))
 

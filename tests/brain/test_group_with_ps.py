@@ -33,6 +33,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.group import Mark
 from everstep.model.image import BucketImage, Holdings, ImageFile, Manifest
 from everstep.model.member import Address, Role
+from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, shard_key
 
 SPEC = JobSpec(mode="allreduce", workers=2, ps=2, buckets=4, checkpoint_every="1h")
@@ -103,7 +104,7 @@ def test_a_ps_is_no_member_of_the_group_though_a_worker_has_its_number() -> None
 def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    assert OrderImages(1, 0) in job.say(CheckpointAsked(0.0, "asked"))
+    assert OrderImages(1, 0) in job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     assert not any(isinstance(i, CommitManifest) for i in job.images(0, 100)), "from before the replica"
     out = job.written(Mark(3, 0, 0, 50))
     assert OrderImages(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
@@ -118,10 +119,10 @@ def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> 
 def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     job.written(Mark(3, 0, 0, 50))
     assert "checkpoint given up" in actions(job.images(0, 49))
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     job.written(Mark(3, 0, 0, 50), checkpoint=2)
     for slot in (0, 1):
         job.kill(slot)
@@ -135,7 +136,7 @@ def saved_tables() -> Tables:
     """Three steps, and a checkpoint that has them."""
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     job.written(Mark(3, 0, 0, 50))
     job.images(0, 60)
     job.images(1, 60)
@@ -164,7 +165,11 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     out = [*job.ask(0), *job.ask(1)]
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
-    job.say(BucketsReady(0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), "loaded"))
+    job.say(
+        BucketsReady(
+            0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), Arrival.LOADED
+        )
+    )
 
 
 def test_a_newcomer_gets_no_state_of_those_who_end_since_buckets_go_back() -> None:
@@ -192,7 +197,7 @@ def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -
     job = saved_tables()
     job.commit(4, 6, 0, 60, 100)
     job.commit(7, 12, 1, 0, 100)
-    job.say(GroupLeft(0.0, Slot(0), Incarnation(1), "done"))
+    job.say(GroupLeft(0.0, Slot(0), Incarnation(1), LeaveReason.DONE))
     job.say(ProcessExited(0.0, Role.WORKER, Slot(0), Incarnation(1), 0, ""))
     out = job.lose(1)
     assert {i.slot for i in out if isinstance(i, StopProcess)} == {1}

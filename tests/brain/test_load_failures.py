@@ -22,6 +22,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
+from everstep.model.reasons import Arrival
 
 NODE = NodeId("node0")
 SPEC = JobSpec(ps=2, workers=1, buckets=4, resume_from="old", max_restarts=3)
@@ -67,7 +68,7 @@ class Story:
         assert placement is not None
         for slot in (Slot(0), Slot(1)):
             life, mine = Incarnation(self.lives[slot]), tuple(placement.owned_by(slot))
-            self.say(BucketsReady(self.at, slot, life, placement.version, mine, "loaded"))
+            self.say(BucketsReady(self.at, slot, life, placement.version, mine, Arrival.LOADED))
 
     @property
     def error(self) -> str:

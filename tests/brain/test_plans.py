@@ -26,6 +26,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Address, Role
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, MoveBuckets, Plan, Scale
+from everstep.model.reasons import Arrival
 
 NODE, ONE = NodeId("node0"), Incarnation(1)
 
@@ -99,7 +100,7 @@ def test_buckets_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> N
     for mirror in brain.placement.mirrors:
         brain.handle(MirrorsReady(12.0, mirror.at, ONE, (mirror.id,)))
     owned = brain.placement.owned_by(Slot(1))
-    brain.handle(BucketsReady(13.0, Slot(1), ONE, brain.placement.version, tuple(owned), "promoted"))
+    brain.handle(BucketsReady(13.0, Slot(1), ONE, brain.placement.version, tuple(owned), Arrival.PROMOTED))
     brain.handle(ProcessExited(14.0, Role.PS, Slot(2), ONE, 0))
     assert not brain.members.servers[Slot(2)].running
     assert follow(brain, 15.0, move)

@@ -33,6 +33,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.image import Holdings
 from everstep.model.member import Address, Role
 from everstep.model.placement import Mirror, Placement
+from everstep.model.reasons import Arrival
 from seeds import seeds
 
 NODE = NodeId("node0")
@@ -195,16 +196,16 @@ class World:
         mirrors = [m for m in here.values() if item in m.members and m.id in ps.whole]
         single = next((m for m in mirrors if len(m.members) == 1), None)
         if ps.has.get(item) == "kept" and single is None:
-            how = "resumed"
+            how = Arrival.RESUMED
         elif single is not None:
             ps.whole.discard(single.id)
-            how = "promoted"
+            how = Arrival.PROMOTED
         else:
             others = [b for b in mirrors[0].members if b != item]
             gone = [b for b in others if not self.held(b)]
             if any(b not in mine for b in gone):
                 return  # that one is on its way elsewhere
-            how = "rebuilt"
+            how = Arrival.REBUILT
         ps.has[item] = "serves"
         ps.came[item] = (placement.version, how)
         for other in self.ps.values():  # it says goodbye

@@ -40,6 +40,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import Role
+from everstep.model.reasons import CheckpointReason, LeaveReason
 from everstep.model.shard import Plan
 
 SPEC = JobSpec(mode="allreduce", workers=2, ps=0, checkpoint_every="1h")
@@ -93,7 +94,7 @@ class Script:
         return self.say(event)
 
     def save(self, mark: Mark, checkpoint: int = 1) -> Manifest:
-        self.say(CheckpointAsked(0.0, "asked"))
+        self.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
         out = self.written(mark, checkpoint)
         (found,) = [i for i in out if isinstance(i, CommitManifest)]
         self.say(CheckpointCommitted(0.0, checkpoint))
@@ -108,7 +109,7 @@ def test_a_manifest_says_where_the_state_is() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 7, 1, 0, 37)
-    out = job.say(CheckpointAsked(0.0, "asked"))
+    out = job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     assert out[0] == Reply(CheckpointBegun(1)) and OrderImages(1, 0) in out
     out = job.written(Mark(7, 0, 1, 20))  # a step before the newest
     manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
@@ -121,7 +122,7 @@ def test_a_manifest_says_where_the_state_is() -> None:
 def test_a_state_of_steps_that_the_journal_does_not_have_is_to_be_said_again() -> None:
     job = Script()
     job.commit(0, 1, 0, 0, 40)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     (reply,) = job.written(Mark(3, 0, 0, 60))
     assert isinstance(reply, Reply) and isinstance(reply.answer, Refused)
     job.commit(2, 2, 0, 40, 60)
@@ -149,7 +150,7 @@ def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
 def test_all_workers_lost_wait_for_a_manifest_that_is_being_written() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     job.written(Mark(6, 0, 0, 100))
     for slot in (0, 1):
         job.kill(slot)
@@ -163,7 +164,7 @@ def test_all_workers_lost_wait_for_a_manifest_that_is_being_written() -> None:
 def test_a_state_of_a_void_line_is_not_taken() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     image = ReplicaImage(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
     out = job.say(ReplicaWritten(0.0, Slot(0), Incarnation(1), 1, image))
     assert "checkpoint given up" in actions(out)
@@ -220,7 +221,7 @@ def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
     job.save(Mark(3, 0, 0, 60))
-    out = [job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "asked")) for slot in (0, 1)][1]
+    out = [job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.ASKED)) for slot in (0, 1)][1]
     assert any(isinstance(i, OrderImages) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and group.size == 1, "somebody stays until it is saved"
@@ -269,7 +270,7 @@ def test_a_last_checkpoint_is_waited_for_until_nobody_can_write_it() -> None:
     job.kill(1)
     job.hire(0)  # there is no state any more, but a worker may come to it again: no checkpoint of nothing
     job.at += 61.0
-    out = job.say(CheckpointAsked(0.0, "late"))
+    out = job.say(CheckpointAsked(0.0, CheckpointReason.LATE))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
@@ -279,7 +280,7 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
     job.commit(6, 11, 1, 0, 100)
     job.say(StopAsked(0.0, "everstep stop", True))
     for slot in (0, 1):
-        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "done"))
+        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.DONE))
         out = job.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(1), 0, ""))
     assert any(isinstance(i, FinishJob) for i in out)
 
@@ -288,14 +289,14 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
 def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
-    out = job.say(GroupLeft(0.0, Slot(0), Incarnation(1), "asked"))
+    out = job.say(GroupLeft(0.0, Slot(0), Incarnation(1), LeaveReason.ASKED))
     assert not any(isinstance(i, OrderImages) for i in out)  # worker:1 has it
-    out = job.say(GroupLeft(0.0, Slot(1), Incarnation(1), "asked"))
+    out = job.say(GroupLeft(0.0, Slot(1), Incarnation(1), LeaveReason.ASKED))
     assert any(isinstance(i, OrderImages) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and [m.slot for m in group.members] == [1]
     job.commit(3, 3, 0, 60, 68)
-    job.say(GroupLeft(0.0, Slot(1), Incarnation(1), "asked"))  # a repeat
+    job.say(GroupLeft(0.0, Slot(1), Incarnation(1), LeaveReason.ASKED))  # a repeat
     if saved:
         image = ReplicaImage(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
         job.say(ReplicaWritten(0.0, Slot(1), Incarnation(1), 1, image))
@@ -312,7 +313,7 @@ def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) ->
 def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, "asked"))
+    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
     assert "checkpoint not written" in actions(job.written(Mark(), error="no space"))
     job.written(Mark(), error="no space")
     assert "checkpoint given up" in actions(job.written(Mark(), error="no space"))
@@ -326,7 +327,7 @@ def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -
     job.commit(6, 9, 1, 0, 100)
     for slot in (0, 1):
         job.say(ChiefAsked(0.0, Slot(slot), Incarnation(1)))
-        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), "done"))
+        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.DONE))
     assert not any(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
     writing = job.brain.checkpoints.writing
     assert writing is not None and writing.writer == 0

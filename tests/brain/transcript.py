@@ -90,6 +90,7 @@ from everstep.model.member import Address, Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
 from everstep.model.plan import Plan as PolicyPlan
+from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
 from everstep.policies.hot import HotMove
 
@@ -235,11 +236,11 @@ class Story:
             case "ready":
                 _, slot, incarnation = parse_member(plain[0])
                 buckets = tuple(BucketId(int(b)) for b in plain[2].split(","))
-                return BucketsReady(at, slot, incarnation, int(plain[1]), buckets, plain[3])
+                return BucketsReady(at, slot, incarnation, int(plain[1]), buckets, Arrival(plain[3]))
             case "stop":
                 return StopAsked(at, " ".join(plain), "checkpoint" in plain)
             case "checkpoint":
-                return CheckpointAsked(at, plain[0], "base" in plain)
+                return CheckpointAsked(at, CheckpointReason(plain[0]), "base" in plain)
             case "images":
                 _, slot, incarnation = parse_member(plain[0])
                 error = named.get("error", "")
@@ -273,7 +274,7 @@ class Story:
             case "synced":
                 return GroupSynced(at, slot, incarnation, int(plain[1]))
             case "leave":
-                return GroupLeft(at, slot, incarnation, named.get("reason", "asked"))
+                return GroupLeft(at, slot, incarnation, LeaveReason(named.get("reason", "asked")))
             case "commit":
                 skipped = _spans(named.get("skipped", ""))
                 return StepsCommitted(at, slot, incarnation, tuple(_committed(text, skipped) for text in plain[1:]))

@@ -27,6 +27,7 @@ from everstep.master.checkpoints import REASK_S, CheckpointKeeper
 from everstep.master.readings import Readings
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, Role
+from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import Plan
 from everstep.net.messages import OrderType, TakeImages
 from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
@@ -151,7 +152,7 @@ def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) ->
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.keeper.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
-        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
         shell.write(0, 1, 0)
         second = Shell(tmp_path, spec, Brain.restore(shell.brain.snapshot()))
         second.keeper.tick(second.at)
@@ -168,7 +169,7 @@ def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) ->
         spec = JobSpec(ps=1, buckets=1, checkpoint_to=str(tmp_path / "file" / "no"))
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
         shell.write(0, 1, 0)
         while not shell.brain.checkpoints.given_up:
             shell.at += 10.0  # (the keeper tries for a minute of this clock)
@@ -184,7 +185,7 @@ def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
         spec = JobSpec(ps=2, buckets=2)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
         shell.write(0, 1, 0)
         for _ in range(3):
             shell.write(1, 1, error="no space left")
@@ -200,7 +201,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         old = JobSpec(ps=1, buckets=2)
         shell = Shell(tmp_path / "old", old)
         shell.begin(old)
-        shell.tell(CheckpointAsked(shell.at, "asked"))
+        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
         shell.write(0, 1, 0, 1)
         await shell.until(lambda: shell.brain.checkpoints.committed)
         manifest = latest_intact(open_place(shell.place), deep=False)
@@ -216,7 +217,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         assert placement is not None and placement.images == ((0, 1), (1, 1)) and placement.owner == (0, 1)
         found = ImageSources(new, run_dir, KEY).image(BucketId(1), 1)
         assert found == (shell.place, manifest.images[1])
-        resumed.tell(CheckpointAsked(resumed.at, "asked"))
+        resumed.tell(CheckpointAsked(resumed.at, CheckpointReason.ASKED))
         assert resumed.sent[-1] == (1, TakeImages(8, 0, resumed.place))
 
         # The next master of the new job does not begin again.

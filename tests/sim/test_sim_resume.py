@@ -28,7 +28,7 @@ def test_what_the_checkpoint_lacks_is_trained_again_and_nothing_else(seeds: int)
 def test_jobs_are_resumed_on_other_numbers_of_ps_and_workers() -> None:
     scenarios = [resume_scenario(seed) for seed in range(100)]
     every = [(s, r) for s in scenarios for r in s.resumptions]
-    assert {r.how for _, r in every} == {"lost", "stop"}
+    assert {r.stopped for _, r in every} == {False, True}
     assert any(r.ps < s.ps for s, r in every) and any(r.ps > s.ps for s, r in every)
     assert any(r.workers != s.workers for s, r in every) and any(r.parity != s.parity for s, r in every)
     simulations = [ResumeSimulation(seed, scenarios[seed]) for seed in range(8)]
@@ -40,7 +40,7 @@ def test_jobs_are_resumed_on_other_numbers_of_ps_and_workers() -> None:
 def test_a_job_that_is_lost_between_two_checkpoints_trains_what_came_after_the_first_again() -> None:
     scenario = ResumeScenario(
         workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=0.6, chaos_s=2.0, buckets=4,
-        resumptions=(Resumption(at=1.8, how="lost", ps=3, workers=1, parity="0"),),
+        resumptions=(Resumption(at=1.8, stopped=False, ps=3, workers=1, parity="0"),),
     )  # fmt: skip
     outcome = simulate_resume(1, scenario)
     assert 100 * 2 * 4 < outcome.applied < 2 * 100 * 2 * 4  # positions, epochs, buckets: some of them twice
@@ -50,7 +50,7 @@ def test_a_job_that_is_stopped_trains_almost_nothing_again() -> None:
     """Its last checkpoint has all but what was pushed while that was written."""
     scenario = ResumeScenario(
         workers=2, ps=2, samples=100, mirrors=True, checkpoint_s=60.0, chaos_s=2.0, buckets=4,
-        resumptions=(Resumption(at=1.5, how="stop", ps=1, workers=3, parity="0"),),
+        resumptions=(Resumption(at=1.5, stopped=True, ps=1, workers=3, parity="0"),),
     )  # fmt: skip
     sim = ResumeSimulation(1, scenario)
     assert sim.run().applied < 1.3 * 100 * 2 * 4 and sim.jobs == 2

@@ -38,6 +38,7 @@ from everstep.errors import (
 )
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Address
+from everstep.model.reasons import LeaveReason
 from everstep.model.shard import Plan
 from everstep.net import messages
 from everstep.net.auth import Secret
@@ -375,7 +376,7 @@ class Session:
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
-                self.seat.call(messages.LeaveGroup("done"), _CLOSE_S)
+                self.seat.call(messages.LeaveGroup(LeaveReason.DONE), _CLOSE_S)
                 self._keep_the_state()
         self._closed.set()
         with self._changed:
@@ -747,7 +748,7 @@ class Session:
         self._looping, self._left = False, True
         if not self._leave_said:
             self._leave_said = True
-            self.seat.ask(messages.LeaveGroup("asked"), lambda answer: None)
+            self.seat.ask(messages.LeaveGroup(LeaveReason.ASKED), lambda answer: None)
         status = self._leaving or 0
         raise LeaveJob(status)
 
@@ -933,7 +934,7 @@ class Session:
     def _say_leaving(self) -> None:
         if self._leaving is not None and not self._leave_said:
             self._leave_said = True
-            self.seat.ask(messages.LeaveGroup("asked"), self._answered)
+            self.seat.ask(messages.LeaveGroup(LeaveReason.ASKED), self._answered)
 
     def _say_met(self) -> None:
         """The present group has one state, and the journal has all steps before: who is new in it holds the state from

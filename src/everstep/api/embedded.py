@@ -266,8 +266,8 @@ class EmbeddedSeat:
                 return events.ShardAsked(now, slot, incarnation, dataset, until, ask, pending)
             case messages.Done(shard, lease, servers, skipped, route):
                 return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped, route)
-            case messages.GiveBack(shard, lease, reason):
-                return events.ShardReturned(now, slot, incarnation, shard, lease, reason)
+            case messages.GiveBack(shard, lease, reason, late):
+                return events.ShardReturned(now, slot, incarnation, shard, lease, reason, late)
             case messages.AskGroup(dataset, until, batch_samples, place, mark):
                 return events.GroupAsked(now, slot, incarnation, dataset, until, batch_samples, place, mark)
             case messages.AskChief():

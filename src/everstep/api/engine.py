@@ -364,7 +364,7 @@ class Engine:
             self.seat.ask(done, lambda answer: self._done_answered(lease, answer))
         elif isinstance(action, SendGiveBack):
             lease = action.lease
-            back = messages.GiveBack(lease.shard, lease.no, action.reason)
+            back = messages.GiveBack(lease.shard, lease.no, action.reason, action.late)
             self.seat.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
         elif isinstance(action, Halt):
             self.fail(FencedError(action.reason))

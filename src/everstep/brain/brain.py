@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
-from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, ends_with_checkpoint
+from everstep.brain.checkpoints import Checkpoints, ends_with_checkpoint
 from everstep.brain.control import Control, divide, stale
 from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
 from everstep.brain.duty import ONCE_KEYS, Duty
@@ -50,6 +50,7 @@ from everstep.brain.events import (
     JobResumed,
     LeaseExpired,
     LoadFailed,
+    LossNote,
     MasterStarted,
     MemberHeard,
     MemberJoined,
@@ -84,8 +85,8 @@ from everstep.brain.events import (
     Welcome,
     Yes,
 )
-from everstep.brain.failures import WORDS, judge
-from everstep.brain.group import DONE, GroupKeeper, Groups
+from everstep.brain.failures import judge
+from everstep.brain.group import GroupKeeper, Groups
 from everstep.brain.job import Job, Phase
 from everstep.brain.members import Members, Node, Rooms, Seat, set_state
 from everstep.brain.protection import Keeper, Protection
@@ -108,8 +109,9 @@ from everstep.model.plan import (
     MoveBuckets,
     Scale,
 )
+from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
-from everstep.model.turn import LATE
+from everstep.model.words import cause_words, exit_words
 from everstep.policies.hot import HotMove
 from everstep.policies.places import HOME_NODE
 from everstep.policies.restarts import is_poison, may_restart
@@ -123,16 +125,6 @@ MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwar
 DONE_REMEMBERED = 32  # leases that counted, by worker: a repeated report is answered Ok again
 WAIT_MIN_S = 0.05
 WAIT_WORKERS_PER_S = 2000.0  # waiting workers together ask about so often a second
-_SIGNALS = {
-    1: "SIGHUP",
-    2: "SIGINT",
-    4: "SIGILL",
-    6: "SIGABRT",
-    7: "SIGBUS",
-    9: "SIGKILL",
-    11: "SIGSEGV",
-    15: "SIGTERM",
-}
 
 _NO_PS = Placement(1, (), ())  # of a job whose parameters are all on its workers
 _CLEAN_EXITS = (0, 128 + 15)  # of a worker that left the group by itself, also upon SIGTERM
@@ -236,7 +228,7 @@ class Brain:
             out += self._save_for_leavers(left, event.at)
             self._tell_groups()
             out += self.groups.settle(event.at)
-            if (why := why_save(event, out, self.job)) != "":
+            if (why := why_save(event, out, self.job)) is not None:
                 out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
@@ -453,10 +445,17 @@ class Brain:
         return out
 
     def _start(
-        self, role: Role, slot: Slot, at: float, why: Decision, counted: Rooms | None = None
+        self,
+        role: Role,
+        slot: Slot,
+        at: float,
+        why: Decision,
+        counted: Rooms | None = None,
+        replaces: bool = False,
     ) -> list[InstructionType]:
         """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
-        take, where many slots are started at once."""
+        take, where many slots are started at once. ``replaces``: a process that was lost; if its script failed, the new
+        one comes a little later."""
         members = self.members
         home = members.homes.get(slot) if role is Role.WORKER else None
         seat = members.of(role).get(slot)
@@ -474,7 +473,7 @@ class Brain:
         seat.avoid = None
         if counted is not None:
             counted.taken(node)
-        after_s = pause_s(seat.failures) if why.action == "restart" else 0.0
+        after_s = pause_s(seat.failures) if replaces else 0.0
         return [StartProcess(node, role, slot, seat.member.incarnation, why, after_s)]
 
     # ------------------------------------------------------------ members
@@ -589,7 +588,7 @@ class Brain:
         if self.job.over:
             return [_OK]
         out = self.keeper.told(e)
-        if isinstance(e, BucketsReady) and e.how == "stuck":
+        if isinstance(e, BucketsReady) and e.how is Arrival.STUCK:
             return [_OK, *out, *self._settle(f"ps:{e.slot} cannot get what it was given")]
         seat.streak = 0  # it got somewhere
         return [_OK, *out, *self._settle()]
@@ -676,7 +675,11 @@ class Brain:
             if self.checkpoints.aside:
                 set_state(seat, MemberState.LOST, e.at)
                 return [_OK, *refused, self._fail(4, self.checkpoints.aside_words)]
-            return [_OK, *refused, *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs)]
+            return [
+                _OK,
+                *refused,
+                *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error),
+            ]
         if finished:
             out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
             set_state(seat, MemberState.LEFT, e.at)
@@ -712,7 +715,7 @@ class Brain:
         """Its script raised what may pass: as a loss, but the next process comes a little later."""
         assert e.failure is not None
         retries = self.job.spec.script_retries
-        words = f"{WORDS[e.failure.cause]}; try {seat.failures} of {retries} without a step between"
+        words = f"{cause_words(e.failure.cause)}; try {seat.failures} of {retries} without a step between"
         why = Decision("try again", f"its script raised {e.error}: {words}", {**inputs, "cause": e.failure.cause})
         return [
             Note(str(seat.member.key), why),
@@ -728,10 +731,12 @@ class Brain:
         node_lost: bool = False,
         progress: tuple[tuple[LeaseNo, int], ...] = (),
         counted: Rooms | None = None,
+        error: str = "",
     ) -> list[InstructionType]:
-        """A process is no more, or counts as such. Take its leases back and fill the slot again."""
+        """A process is no more, or counts as such. Take its leases back and fill the slot again. ``error``: that it
+        told of itself."""
         if seat.member.role is Role.PS:
-            return self._ps_gone(seat, at, reason, inputs)
+            return self._ps_gone(seat, at, reason, inputs, error)
         member = seat.member
         trained = self.replicated and self.groups.member(seat)
         if self.replicated and self.groups.said_done(seat):  # its exit status was lost with its agent
@@ -753,7 +758,7 @@ class Brain:
         if seat.held:
             inputs["shards"] = ", ".join(self.shards.name(key) for key in seat.held)
         set_state(seat, MemberState.LOST, at)
-        out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
+        out: list[InstructionType] = [LossNote(str(member.key), Decision("lost", reason, inputs))]
         out += self._drop_leases(seat, at, f"{member.key} was lost")
         if blamed is not None:
             position = max((told for no, told in progress if no == blamed.no), default=blamed.start)
@@ -787,7 +792,7 @@ class Brain:
             words = "every step is committed, and scripts have ended with the result"
             out.append(Note(str(member.key), Decision("not started again", words, inputs)))
         elif member.slot < self.job.workers_wanted:
-            out += self._start(Role.WORKER, member.slot, at, why, counted)
+            out += self._start(Role.WORKER, member.slot, at, why, counted, replaces=True)
         return out + self._finish_if_all_left(at)
 
     def _nothing_left(self) -> bool:
@@ -841,7 +846,7 @@ class Brain:
         if not self.duty.done:
             return False
         writing, groups = self.checkpoints.writing, self.state.groups
-        if writing is None or writing.reason != FINAL:
+        if writing is None or writing.reason is not CheckpointReason.FINAL:
             return not ends_with_checkpoint(self.job.spec) or groups.final_for == groups.origin
         return (writing.manifest or writing.draft) is not None  # (else the one that writes it may be lost yet)
 
@@ -859,13 +864,13 @@ class Brain:
         if not through:
             return []
         if groups.final_for == groups.origin:
-            if writing is not None and writing.reason == FINAL:
+            if writing is not None and writing.reason is CheckpointReason.FINAL:
                 slots = [s.member.slot for s in through]
                 writing.writer = writing.writer if writing.writer in slots else slots[0]
             return []
         groups.final_for, checkpoints.last = groups.origin, 0
         out = checkpoints.give_up("scripts have ended, and what they end with is to be written")
-        out += checkpoints.begin(self.job, at, FINAL, base=True)
+        out += checkpoints.begin(self.job, at, CheckpointReason.FINAL, base=True)
         if checkpoints.writing is not None:
             checkpoints.writing.writer = through[0].member.slot
         return out
@@ -918,9 +923,10 @@ class Brain:
         return out + self._finish_if_all_left(at)
 
     def _ps_gone(
-        self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool]
+        self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool], failed: str
     ) -> list[InstructionType]:
-        """Others take over what it had; without protection its loss is the end, unless it held nothing."""
+        """Others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``: the
+        error that it told of itself: a new one would tell the same."""
         job, member = self.job, seat.member
         if seat.stopping:
             return self._ps_stopped(seat, at)
@@ -930,9 +936,9 @@ class Brain:
         seat.streak += 1
         out: list[InstructionType] = [Note(str(member.key), Decision("lost", reason, inputs))]
         if self.state.placement is None:
-            if "error" not in inputs and may_restart(seat.streak, min(3, job.spec.max_restarts)):
+            if not failed and may_restart(seat.streak, min(3, job.spec.max_restarts)):
                 why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
-                return out + self._start(Role.PS, member.slot, at, why)
+                return out + self._start(Role.PS, member.slot, at, why, replaces=True)
             return [*out, self._fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
         out += self._settle(f"{member.key} was lost ({reason})")
         self._refill(member.slot)
@@ -953,7 +959,7 @@ class Brain:
             {**inputs, "in_a_row": seat.streak, "max_restarts": job.spec.max_restarts},
             ("go on without it: the others hold its buckets, with less protection and memory",),
         )
-        return out + self._start(Role.PS, member.slot, at, why)
+        return out + self._start(Role.PS, member.slot, at, why, replaces=True)
 
     def _ps_stopped(self, seat: Seat, at: float) -> list[InstructionType]:
         """A ps that had given everything away has ended."""
@@ -1182,7 +1188,7 @@ class Brain:
             return [_OK]
         self._release_hold(seat, held, settled=True)
         self.shards.take_back(e.shard, 0)
-        return [_OK] if e.reason == LATE else [_OK, self._returned_note(seat, held, e.reason or "given back")]
+        return [_OK] if e.late else [_OK, self._returned_note(seat, held, e.reason or "given back")]
 
     def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
         held = self.shards.leases.get(e.shard)
@@ -1245,7 +1251,7 @@ class Brain:
             return [self._fence(e.worker, e.incarnation)]
         before = self.groups.last_ones_leave()
         self.groups.leaves(seat, e.reason)
-        if e.reason == DONE and not seat.stopping:
+        if e.reason is LeaveReason.DONE and not seat.stopping:
             self.duty.ended_well(self.members, seat)
         out = self._save_for_leavers(before, e.at)
         out += self.groups.settle(e.at)
@@ -1256,7 +1262,8 @@ class Brain:
         out: list[InstructionType] = []
         if not before and self.groups.last_ones_leave():
             more = self.groups.steps_on()
-            out = save_in_time(self.checkpoints, self.job, self.state.groups, "reclaim", at, more)
+            why = CheckpointReason.RECLAIM
+            out = save_in_time(self.checkpoints, self.job, self.state.groups, why, at, more)
         self._tell_groups()
         return out
 
@@ -1324,7 +1331,7 @@ class Brain:
         if not self.replicated and self.state.placement is None:
             return [Reply(Refused("the job has no parameters yet: not every ps has joined"))]
         out = checkpoints.late(e.at)
-        if e.reason != "late":
+        if e.reason is not CheckpointReason.LATE:
             out += checkpoints.begin(job, e.at, e.reason, e.base or self.replicated)
         else:
             out += self._finish_if_all_left(e.at)
@@ -1639,7 +1646,8 @@ class Brain:
     def _stop_when_saved(self, at: float) -> list[InstructionType]:
         """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
         if not self.checkpoints.stopped:
-            return self.checkpoints.begin(self.job, at, STOP, base=False)  # (nothing while another one is written)
+            # (nothing while another one is written)
+            return self.checkpoints.begin(self.job, at, CheckpointReason.STOP, base=False)
         why = Decision("stop the job", self.checkpoints.stopping)
         return [Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 
@@ -1701,7 +1709,8 @@ class Brain:
         if not self.duty.done:
             return self._run_for_the_chief(at)
         writing = self.checkpoints.writing
-        unsaved = writing is not None and writing.reason == FINAL and (writing.manifest or writing.draft) is None
+        final = writing is not None and writing.reason is CheckpointReason.FINAL
+        unsaved = final and writing is not None and (writing.manifest or writing.draft) is None
         if self.replicated and unsaved:
             what = "every state was lost before what the job ends with was written"
             return self._not_the_end(at, f"its script had ended, and {what}", what)
@@ -1732,11 +1741,4 @@ def _fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: Seat) -> Rep
 _CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its own doing
 
 
-def exit_words(status: int) -> str:
-    """An exit status in words."""
-    if status >= 0:
-        return f"it ended with exit status {status}"
-    return f"it was killed by {_SIGNALS.get(-status, f'signal {-status}')}"
-
-
-__all__ = ["Brain", "State", "exit_words"]
+__all__ = ["Brain", "State"]

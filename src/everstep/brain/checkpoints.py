@@ -31,8 +31,10 @@ from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import BucketImage, Manifest
+from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import shard_key
 from everstep.model.table import TableSpec
+from everstep.model.words import checkpoint_words
 from everstep.policies.checkpoints import since_of
 from everstep.policies.retention import Taken, to_drop
 from everstep.units import seconds
@@ -41,8 +43,6 @@ TRIES = 3  # errors that one ps may tell of one checkpoint
 GIVE_UP_S = 900.0  # a checkpoint that is not complete after so long is given up
 GIVE_UP_FINAL_S = 60.0  # so long a job waits at its end for a place that has never taken a checkpoint of it, or to stop
 LOAD_TRIES = 2  # so often a checkpoint may kill or fail who loads it
-FINAL = "final"  # the reason of the one that a job with checkpoints ends with
-STOP = "stop"  # of the one that it is stopped with
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -74,7 +74,7 @@ class Writing(msgspec.Struct, kw_only=True):
 
     number: int
     since: int
-    reason: str
+    reason: CheckpointReason
     began_at: float
     images: dict[int, BucketImage] = {}
     tables: dict[str, TableSpec] = {}
@@ -83,6 +83,11 @@ class Writing(msgspec.Struct, kw_only=True):
     disowned: list[int] = []
     writer: Slot = Slot(-1)  # mode allreduce: who is to write the replica; -1: rank 0 of the group
     draft: Manifest | None = None  # mode allreduce with ps: it has the replica, and no images yet
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job ends with this one."""
+        return self.reason in (CheckpointReason.FINAL, CheckpointReason.STOP)
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -211,7 +216,7 @@ class Checkpoints(msgspec.Struct):
 
     # ------------------------------------------------------------ one checkpoint
 
-    def begin(self, job: Job, at: float, reason: str, base: bool) -> list[InstructionType]:
+    def begin(self, job: Job, at: float, reason: CheckpointReason, base: bool) -> list[InstructionType]:
         """Order images from every ps; nothing if one is being written."""
         if self.writing is not None:
             return []
@@ -223,8 +228,9 @@ class Checkpoints(msgspec.Struct):
         what = f"what changed since checkpoint {since}" if since else "a base: every page"
         if job.spec.mode == "allreduce":
             what = "the state of rank 0" + (", then every page" if job.spec.ps else "")
-        inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": reason}
-        why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({reason}): {what}", inputs)
+        words = checkpoint_words(reason)
+        inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": words}
+        why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({words}): {what}", inputs)
         return [OrderImages(self.numbers, since), Note("", why)]
 
     def take(
@@ -336,7 +342,8 @@ class Checkpoints(msgspec.Struct):
             size_bytes += manifest.replica.file.size_bytes
         self.shown = Kept(checkpoint, at, writing.since, size_bytes, took_s)
         self.newest, self.writing, self.committed, self.usable = manifest, None, True, True
-        self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
+        self.final = writing.reason is CheckpointReason.FINAL
+        self.stopped = writing.reason is CheckpointReason.STOP
         self.last = checkpoint if self.final or self.stopped else 0
         self.increments = self.increments + 1 if manifest.base else 0
         out = self._release(job, shards) if has_checkpoints(job.spec) else []
@@ -369,7 +376,8 @@ class Checkpoints(msgspec.Struct):
         if writing is None:
             return []
         self.writing = None
-        self.final, self.stopped = writing.reason == FINAL, writing.reason == STOP
+        self.final = writing.reason is CheckpointReason.FINAL
+        self.stopped = writing.reason is CheckpointReason.STOP
         self.given_up += 1
         newest = f"checkpoint {self.newest.checkpoint}" if self.newest is not None else "none yet"
         inputs: Inputs = {"checkpoint": writing.number, "images": len(writing.images)}
@@ -380,7 +388,7 @@ class Checkpoints(msgspec.Struct):
     @property
     def limit_s(self) -> float:
         """How long the one in progress may take."""
-        never = self.writing is not None and self.writing.reason == FINAL and not self.committed
+        never = self.writing is not None and self.writing.reason is CheckpointReason.FINAL and not self.committed
         return GIVE_UP_FINAL_S if never or self.stopping else GIVE_UP_S
 
     def late(self, at: float) -> list[InstructionType]:
@@ -398,14 +406,15 @@ class Checkpoints(msgspec.Struct):
         if job.spec.mode == "allreduce":  # nobody is left to write one; the last member did before it went
             begun = self.writing is not None and (self.writing.manifest or self.writing.draft) is not None
             return [] if begun else None
-        return self.begin(job, at, FINAL, base=False)  # (nothing while another is written, which may lack the end)
+        # (nothing while another is written, which may lack the end)
+        return self.begin(job, at, CheckpointReason.FINAL, base=False)
 
     def not_the_end(self) -> None:
         """Training goes on after every script had ended: a last checkpoint that was begun will not be the last."""
         self.reruns += 1
         self.final, self.last = False, 0
-        if self.writing is not None and self.writing.reason == FINAL:
-            self.writing.reason = "due"
+        if self.writing is not None and self.writing.reason is CheckpointReason.FINAL:
+            self.writing.reason = CheckpointReason.DUE
 
     # ------------------------------------------------------------ going on from another job's
 

@@ -18,6 +18,7 @@ from everstep.model.image import BucketImage, Holdings, Manifest, ReplicaImage
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
+from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import Lease, Plan
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
@@ -83,14 +84,14 @@ class MirrorsReady(Event, frozen=True, tag="mirrors_ready"):
 
 
 class BucketsReady(Event, frozen=True, tag="buckets_ready"):
-    """Buckets that a placement gave to a ps are whole there. ``how``: promoted, rebuilt, loaded, ...; stuck: they are
-    not, and the ps has no way to get them."""
+    """Buckets that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to get
+    them."""
 
     slot: Slot
     incarnation: Incarnation
     placement: int  # version
     buckets: tuple[BucketId, ...]
-    how: str
+    how: Arrival
 
 
 class LoadFailed(Event, frozen=True, tag="load_failed"):
@@ -133,9 +134,10 @@ class CheckpointCommitted(Event, frozen=True, tag="checkpoint_committed"):
 
 
 class CheckpointAsked(Event, frozen=True, tag="checkpoint_asked"):
-    """``reason``: "asked", "due", "reclaim". ``base``: everything, not only what changed."""
+    """A checkpoint is due, or somebody wants one; ``reason`` LATE: the one in progress takes too long. ``base``:
+    everything, not only what changed."""
 
-    reason: str
+    reason: CheckpointReason
     base: bool = False
 
 
@@ -238,13 +240,15 @@ class ShardDone(Event, frozen=True, tag="shard_done"):
 
 
 class ShardReturned(Event, frozen=True, tag="shard_returned"):
-    """A worker gives a shard back unfinished (clean leave, lease refused)."""
+    """A worker gives a shard back unfinished (clean leave, lease refused). ``reason``: for people. ``late``: its step
+    went on without it, which is nothing to tell people of each time."""
 
     worker: Slot
     incarnation: Incarnation
     shard: ShardKey
     lease: LeaseNo
     reason: str
+    late: bool = False
 
 
 class LeaseExpired(Event, frozen=True, tag="lease_expired"):
@@ -291,7 +295,7 @@ class GroupLeft(Event, frozen=True, tag="group_left"):
 
     worker: Slot
     incarnation: Incarnation
-    reason: str
+    reason: LeaveReason
 
 
 class StepsCommitted(Event, frozen=True, tag="steps_committed"):
@@ -537,6 +541,19 @@ class Note(Instruction, frozen=True, tag="note"):
 
     member: str  # "worker:1", "" for the job as a whole
     decision: Decision
+
+
+class LossNote(Note, frozen=True, tag="note"):
+    """Tells people that a process was lost; code goes by ``key`` and ``incarnation``."""
+
+    @property
+    def key(self) -> MemberKey:
+        role, _, slot = self.member.partition(":")
+        return MemberKey(Role(role), Slot(int(slot)))
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(int(self.decision.inputs["incarnation"]))
 
 
 class FinishJob(Instruction, frozen=True, tag="finish_job"):

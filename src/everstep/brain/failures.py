@@ -31,12 +31,3 @@ def judge(failure: Failure | None, seat: Seat, members: Members, retries: int, p
     if seat.failures > retries:
         return f"it failed {seat.failures} times in a row without a step between; script_retries={retries}"
     return ""
-
-
-WORDS = {
-    "data": "what it reads may be there again",
-    "memory": "memory may be free again in a new process",
-    "device": "a new process, on another node if there is one, may not meet it",
-    "node": "another node may have what is missing here",
-}
-"""Why another try is made."""

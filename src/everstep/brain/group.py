@@ -42,6 +42,7 @@ from everstep.model.decision import Decision
 from everstep.model.group import Committed, Group, GroupMember, Mark, Split
 from everstep.model.member import Address, Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
+from everstep.model.reasons import LeaveReason
 from everstep.model.shard import lease_no
 from everstep.policies.groups import (
     BLAME_APART_S,
@@ -56,7 +57,6 @@ from everstep.policies.stragglers.shares import even
 
 STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
 LOST_REMEMBERED = 256
-DONE = "done"  # the reason of who leaves since its script came to its end
 STUCK_S = (
     10.0  # who has waited for others for so long is stuck (a bucket of gradients takes less, on slow networks too),
 )
@@ -68,7 +68,7 @@ Adjust = AdjustBatch | AdjustAccum | AdjustRate
 
 
 class Asker(msgspec.Struct):
-    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, "": it stays.
+    """A worker in its loop. ``synced``: the generation that it follows, 0: none; ``leaving``: why, if it does.
     ``over``: it was told that its loop is over, and enters nothing until it asks for another one."""
 
     incarnation: Incarnation
@@ -78,7 +78,7 @@ class Asker(msgspec.Struct):
     address: Address | None = None
     mark: Mark | None = None
     synced: int = 0
-    leaving: str = ""
+    leaving: LeaveReason = LeaveReason.STAYS
     over: bool = False
 
 
@@ -139,6 +139,7 @@ class Groups(msgspec.Struct, kw_only=True):
     ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
     ``ended``: who had to end since, as that had not helped.
     ``passed``: who copied the state of the end, and came out of its loop with it without having been in the group.
+    ``apart``: how often members of different groups waited for each other, which must never be.
     ``final_for``: the line of which a last checkpoint was begun.
     ``blamed``: losses in a row without getting further than ``furthest``. ``splits``: counts versions of splits."""
 
@@ -171,6 +172,7 @@ class Groups(msgspec.Struct, kw_only=True):
     ended: list[Slot] = []
     passed: dict[Slot, Incarnation] = {}
     final_for: int = 0
+    apart: int = 0
 
     def __repr__(self) -> str:
         size = self.group.size if self.group is not None else 0
@@ -334,7 +336,7 @@ class GroupKeeper:
         ask = Asker(e.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
         if known is not None and known.incarnation == e.incarnation:
             ask.synced = known.synced
-            ask.leaving = known.leaving if self.member(seat) or seat.stopping else ""
+            ask.leaving = known.leaving if self.member(seat) or seat.stopping else LeaveReason.STAYS
         books.asked[e.worker] = ask
         return None
 
@@ -402,7 +404,7 @@ class GroupKeeper:
     def has_ended(self, seat: Seat) -> bool:
         """Whether this process told that its script came to its end."""
         ask = self._ask_of(seat)
-        return ask is not None and ask.leaving == DONE
+        return ask is not None and ask.leaving is LeaveReason.DONE
 
     def has_state(self, seat: Seat) -> bool:
         """Whether this process has the state of all committed steps for certain."""
@@ -417,10 +419,10 @@ class GroupKeeper:
         """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
         return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
 
-    def leaves(self, seat: Seat, reason: str) -> None:
+    def leaves(self, seat: Seat, reason: LeaveReason) -> None:
         ask = self._ask_of(seat)
         if ask is not None:
-            ask.leaving = reason if reason == DONE else ask.leaving or reason or "it wants to leave"
+            ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
 
     def stalled(self, generation: int) -> None:
         """Somebody waits in a collective of ``generation``: whoever left it early is a loss to it."""
@@ -455,6 +457,7 @@ class GroupKeeper:
         if len(waits) < 2:
             return None, ""
         books.stuck = {}
+        books.apart += len(where) > 1
         apart = ", in different groups" if len(where) > 1 else ""
         words = (
             f"{_workers(len(waits))} wait for each other in step {books.step} for {waited_s:.1f} s{apart}, and all are "
@@ -883,7 +886,7 @@ class GroupKeeper:
         for slot in sorted(self.books.asked):
             ask = self.books.asked[slot]
             seat = self.living(slot, ask.incarnation)
-            behind = ask.leaving == DONE or self.books.passed.get(slot) == ask.incarnation
+            behind = ask.leaving is LeaveReason.DONE or self.books.passed.get(slot) == ask.incarnation
             if seat is None or seat.stopping or behind:
                 continue
             seat.stopping = True

@@ -28,6 +28,7 @@ from everstep.model.decision import Decision
 from everstep.model.image import Holdings
 from everstep.model.member import Member, MemberState
 from everstep.model.placement import MirrorKind, Placement, PsPlace
+from everstep.model.reasons import Arrival
 from everstep.policies.draft import Draft, How, Pending, level_counts
 from everstep.policies.hot import HotMove
 from everstep.policies.moves import Steps, advance, under_way
@@ -174,7 +175,7 @@ class Keeper:
         if isinstance(e, MirrorsReady):
             self.mirrors_ready(e.slot, e.mirrors)
             return self._torn(e)
-        if e.how == "stuck":
+        if e.how is Arrival.STUCK:
             return self._stuck(e)
         news = self.buckets_ready(e.slot, e.placement, e.buckets)
         if not news:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.checkpoints import FINAL, STOP, Checkpoints, by_word, has_checkpoints
+from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
 from everstep.brain.job import Job
@@ -17,6 +17,7 @@ from everstep.brain.shards import Shards
 from everstep.model.decision import Decision
 from everstep.model.group import Mark
 from everstep.model.image import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaImage
+from everstep.model.reasons import CheckpointReason
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -45,7 +46,7 @@ def take_replica(
     if writing is None or writing.number != checkpoint or (writing.manifest or writing.draft) is not None:
         return [], ""
     if replica is None or error:
-        if writing.reason in (FINAL, STOP):  # (the worker has tried again for long)
+        if writing.ends_job:  # (the worker has tried again for long)
             return checkpoints.give_up(f"worker:{slot}: {error or 'no state'}"), ""
         return checkpoints.failed(f"worker:{slot}", slot, error or "no state"), ""
     if replica.origin != groups.origin:
@@ -138,17 +139,17 @@ def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
     return _turned(newest.replica.mark, newest), newest.checkpoint
 
 
-def why_save(event: object, out: Sequence[InstructionType], job: Job) -> str:
-    """Why to save the state while there is still somebody who can: one member is left, or a node is taken away; "": no
-    reason."""
+def why_save(event: object, out: Sequence[InstructionType], job: Job) -> CheckpointReason | None:
+    """Why to save the state while there is still somebody who can: one member is left, or a node is taken away; None:
+    no reason."""
     for one in out:
         if isinstance(one, PublishGroup) and one.group.size == 1 and one.group.lost and job.workers_wanted > 1:
-            return "one healthy replica is left"
-    return "reclaim" if isinstance(event, DrainAsked) and len(out) > 1 else ""
+            return CheckpointReason.LAST_REPLICA
+    return CheckpointReason.RECLAIM if isinstance(event, DrainAsked) and len(out) > 1 else None
 
 
 def save_in_time(
-    checkpoints: Checkpoints, job: Job, groups: Groups, reason: str, at: float, more: bool = False
+    checkpoints: Checkpoints, job: Job, groups: Groups, reason: CheckpointReason, at: float, more: bool = False
 ) -> list[InstructionType]:
     """A checkpoint, if there is anything that is in none yet. ``more``: there are steps that were not told yet."""
     if job.over or not has_checkpoints(job.spec) or groups.group is None:

@@ -19,7 +19,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.brain.brain import Brain
-from everstep.brain.checkpoints import FINAL, STOP, has_checkpoints, leaves_model
+from everstep.brain.checkpoints import has_checkpoints, leaves_model
 from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
 from everstep.brain.job import Phase
 from everstep.brain.replicas import replica_start
@@ -30,6 +30,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.master.readings import Readings
 from everstep.model.image import Manifest
 from everstep.model.member import MemberKey, Role
+from everstep.model.reasons import CheckpointReason
 from everstep.net.messages import OrderType, TakeImages, TakeReplica
 from everstep.net.retry import backoff
 from everstep.policies.checkpoints import is_due
@@ -105,12 +106,12 @@ class CheckpointKeeper:
         writing = brain.checkpoints.writing
         if writing is None:
             if brain.job.phase is Phase.TRAINING and self._due(at):
-                self._tell(CheckpointAsked(at, "due"))
+                self._tell(CheckpointAsked(at, CheckpointReason.DUE))
             return
         if writing.manifest is not None:
             self.commit(writing.manifest)  # (ordered by the master before this one)
         elif at - writing.began_at >= brain.checkpoints.limit_s:
-            self._tell(CheckpointAsked(at, "late"))
+            self._tell(CheckpointAsked(at, CheckpointReason.LATE))
         elif (self._asked, self._asked_of) != (writing.number, writing.writer) or at - self._asked_at >= REASK_S:
             self.order_images()
 
@@ -148,7 +149,7 @@ class CheckpointKeeper:
         if self._asked != writing.number:
             self._batches_then = self._batches_now
         self._asked, self._asked_at = writing.number, at
-        if writing.reason in (FINAL, STOP) and not has_checkpoints(self._spec) and (why := self._too_large()):
+        if writing.ends_job and not has_checkpoints(self._spec) and (why := self._too_large()):
             self._tell(CheckpointCommitted(at, writing.number, why))
             return
         lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
@@ -169,7 +170,7 @@ class CheckpointKeeper:
         group, writing = self._brain.state.groups.group, self._brain.checkpoints.writing
         self._asked_of = writing.writer if writing is not None else Slot(-1)
         order = TakeReplica(number, self._url)
-        if writing is not None and writing.reason in (FINAL, STOP) and leaves_model(self._spec):
+        if writing is not None and writing.ends_job and leaves_model(self._spec):
             only = self._limit if not has_checkpoints(self._spec) else 0
             order = TakeReplica(number, self._url, model_url(self._spec, self._run_dir), only)
         writer = self._brain.members.workers.get(writing.writer) if writing is not None else None

@@ -91,6 +91,7 @@ from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
+from everstep.model.reasons import CheckpointReason
 from everstep.model.turn import Turn
 from everstep.monitor.prometheus import Key, Page
 from everstep.net import messages as wire
@@ -253,7 +254,9 @@ class Master:
             wire.StoreGet: lambda peer, r: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
             wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count, r.also)),
             wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s, r.again)),
-            wire.AskCheckpoint: lambda peer, r: self._submit(CheckpointAsked(self.clock.now(), "asked", r.base)),
+            wire.AskCheckpoint: lambda peer, r: self._submit(
+                CheckpointAsked(self.clock.now(), CheckpointReason.ASKED, r.base)
+            ),
             wire.ImagesWritten: lambda peer, r: self._submit(
                 ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)
             ),
@@ -635,8 +638,8 @@ class Master:
         )
 
     def _give_back(self, peer: Peer, r: wire.GiveBack) -> Any:
-        who = peer.identity
-        return self._submit(ShardReturned(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.reason))
+        who, at = peer.identity, self.clock.now()
+        return self._submit(ShardReturned(at, who.slot, who.incarnation, r.shard, r.lease, r.reason, r.late))
 
     def _ask_group(self, peer: Peer, r: wire.AskGroup) -> Any:
         who, at = peer.identity, self.clock.now()

@@ -9,9 +9,6 @@ import msgspec
 from everstep.bounds import Whole, WholeOrNone
 from everstep.ids import Incarnation, Slot
 
-LATE = "its step went on without it"
-"""Why a worker gives a shard back in a sync job with backups: as often as it is late, so nobody is told each time."""
-
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
     """One worker's part of a step: its samples, of which it has the gradient."""

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.ids import ShardKey
+from everstep.model.reasons import Arrival
 from everstep.monitor.facts import JobFacts
 from everstep.monitor.prints import Prints, tile
 from everstep.monitor.pslog import PsLog, Stint
@@ -121,10 +122,10 @@ class JourneyCheck:
         stint = stints[i]
         took = stint.took
         counts = self.report.counts
-        if took is None or took.how == "begun":  # empty: nothing of the old one is left
+        if took is None or took.how is Arrival.BEGUN:  # empty: nothing of the old one is left
             if took is not None:
                 counts["taken"] += 1
-                counts["begun"] = counts.get("begun", 0) + 1
+                counts[Arrival.BEGUN] = counts.get(Arrival.BEGUN, 0) + 1
             counts["void"] += len(counted.shard)
             counted.keep(np.zeros(len(counted.shard), bool))
             return True

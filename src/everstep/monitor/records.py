@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
+from everstep.model.reasons import Arrival
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False):
@@ -63,7 +64,7 @@ class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
 
     seq: int
     bucket: int
-    how: str
+    how: Arrival
     bucket_seq: int
     shards: bytes
     fingerprint: int

@@ -26,6 +26,7 @@ import hmac
 import os
 import secrets
 import stat
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -208,8 +209,16 @@ class _Proof(msgspec.Struct, frozen=True, tag="proof"):
     mac: bytes
 
 
+class RefusalReason(StrEnum):
+    """Why one side of a handshake refuses the other."""
+
+    VERSION = "version"
+    SECRET = "secret"
+    PURPOSE = "purpose"
+
+
 class _Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    reason: Literal["version", "secret", "purpose"]
+    reason: RefusalReason
     protocol: Whole = PROTOCOL
     package: str = __version__
 
@@ -276,16 +285,16 @@ class ClientAuth:
         """Raises SecretError, VersionError, WireError."""
         message = _decode(frame)
         if isinstance(message, _Refusal):
-            if message.reason == "version":
+            if message.reason is RefusalReason.VERSION:
                 raise _version_error("the server", message.protocol, message.package)
-            if message.reason == "purpose":
+            if message.reason is RefusalReason.PURPOSE:
                 raise WireError(f"the server takes no {self._hello.identity.purpose} connections")
             raise SecretError("the server refused this secret: is it another job's?")
         if not isinstance(message, _Challenge) or len(message.nonce) != _NONCE_BYTES:
             raise WireError("malformed handshake: no challenge")
         expected = _mac(self._secret, b"server", self._hello, message.nonce, message.identity)
         if not hmac.compare_digest(expected, message.mac):
-            self.farewell = _frame(_Refusal("secret"))
+            self.farewell = _frame(_Refusal(RefusalReason.SECRET))
             raise SecretError("the server does not have this job's secret: the secret file belongs to another job")
         self.server = message.identity
         self._nonce = message.nonce
@@ -327,7 +336,7 @@ class ServerAuth:
             if not isinstance(message, _Hello) or len(message.nonce) != _NONCE_BYTES:
                 raise WireError("malformed handshake: no hello")
             if message.identity.purpose != self._identity.purpose:
-                self.farewell = _frame(_Refusal("purpose"))
+                self.farewell = _frame(_Refusal(RefusalReason.PURPOSE))
                 raise WireError(f"{message.identity} asked for a {message.identity.purpose} connection here")
             self._hello = message
             mac = _mac(self._secret, b"server", message, self._nonce, self._identity)
@@ -336,7 +345,7 @@ class ServerAuth:
             raise WireError("malformed handshake: no proof")
         expected = _mac(self._secret, b"client", self._hello, self._nonce, self._identity)
         if not hmac.compare_digest(expected, message.mac):
-            self.farewell = _frame(_Refusal("secret"))
+            self.farewell = _frame(_Refusal(RefusalReason.SECRET))
             raise SecretError(f"the peer that calls itself {self._hello.identity} has another secret than this job's")
         self.client = self._hello.identity
         return b""
@@ -351,7 +360,7 @@ class ServerAuth:
         # Before anything else is decoded: another version may have other fields.
         versions = decode_header(_old_hello, frame.header, "handshake").identity
         if (versions.protocol, versions.package) != (PROTOCOL, __version__):
-            self.farewell = _frame(_Refusal("version"))
+            self.farewell = _frame(_Refusal(RefusalReason.VERSION))
             raise _version_error("the peer", versions.protocol, versions.package)
 
 

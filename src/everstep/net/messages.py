@@ -22,6 +22,7 @@ from everstep.model.image import BucketImage, Holdings, ReplicaImage
 from everstep.model.member import Address, Role
 from everstep.model.observation import Observations
 from everstep.model.placement import Placement
+from everstep.model.reasons import Arrival, LeaveReason
 from everstep.model.shard import Lease, Plan, Span, Token
 from everstep.model.table import TableSpec
 from everstep.model.turn import Place, Turn
@@ -69,13 +70,13 @@ class MirrorReady(Request, frozen=True, tag="mirror_ready"):
 
 class BucketsReady(Request, frozen=True, tag="buckets_ready"):
     """A ps: these buckets, which the placement ``version`` gave it, are whole here: promoted, rebuilt or loaded.
-    ``how``: "promoted" | "rebuilt" | "loaded" | ...; "stuck": it has no way to get them. Answer: Ok | Fenced."""
+    ``how`` STUCK: it has no way to get them. Answer: Ok | Fenced."""
 
     slot: Slot
     incarnation: Incarnation
     version: Whole
     buckets: tuple[BucketId, ...]
-    how: str
+    how: Arrival
 
 
 class LoadFailed(Request, frozen=True, tag="load_failed"):
@@ -200,11 +201,12 @@ class Done(Request, frozen=True, tag="done"):
 
 
 class GiveBack(Request, frozen=True, tag="give_back"):
-    """Answer: Ok | Fenced."""
+    """See brain.events.ShardReturned. Answer: Ok | Fenced."""
 
     shard: ShardKey
     lease: LeaseNo
     reason: str
+    late: bool = False
 
 
 class AskGroup(Request, frozen=True, tag="ask_group"):
@@ -227,7 +229,7 @@ class Synced(Request, frozen=True, tag="synced"):
 class LeaveGroup(Request, frozen=True, tag="leave_group"):
     """Answer: Grouped (the group may still have you: go on until a later one does not) | Fenced."""
 
-    reason: str
+    reason: LeaveReason
 
 
 class AskChief(Request, frozen=True, tag="ask_chief"):

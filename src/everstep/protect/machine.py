@@ -53,6 +53,7 @@ import msgspec
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.image import Holdings
 from everstep.model.placement import Mirror, Placement
+from everstep.model.reasons import Arrival
 from everstep.net.messages import (
     DataAnswer,
     Entry,
@@ -161,11 +162,10 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 
 
 class Took(Action, frozen=True, gc=False):
-    """``bucket`` is served here from now on. ``how``: "new", "promoted", "rebuilt" (early: rows are still to come),
-    "loaded", "resumed"; "begun": empty, after all that it had was lost."""
+    """``bucket`` is served here from now on. ``how`` REBUILT, early: rows are still to come."""
 
     bucket: BucketId
-    how: str
+    how: Arrival
 
 
 class Whole(Action, frozen=True, gc=False):
@@ -327,7 +327,7 @@ class Machine:
         self._several: set[BucketId] = set()  # more than one mirror of it may have to be brought to the same point
         self.placement: Placement | None = None
         self.buckets: dict[BucketId, State] = {}
-        self.gained: dict[BucketId, tuple[int, str]] = {}  # bucket -> version and how it came
+        self.gained: dict[BucketId, tuple[int, Arrival]] = {}  # bucket -> version and how it came
         self.dirty = False
         self.arrived = False  # rows that were demanded; whoever waits for them resets it
         self._early: set[BucketId] = set()
@@ -415,9 +415,9 @@ class Machine:
         """Buckets whose contents are on their way out, and recoveries that are under way here."""
         return len(self._sweeps) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
 
-    def ready(self) -> list[tuple[int, str, tuple[BucketId, ...]]]:
+    def ready(self) -> list[tuple[int, Arrival, tuple[BucketId, ...]]]:
         """(placement version, how, buckets) of all buckets that came here by a placement and are whole."""
-        found: dict[tuple[int, str], list[BucketId]] = {}
+        found: dict[tuple[int, Arrival], list[BucketId]] = {}
         for bucket, key in sorted(self.gained.items()):
             found.setdefault(key, []).append(bucket)
         return [(version, how, tuple(buckets)) for (version, how), buckets in found.items()]
@@ -463,7 +463,7 @@ class Machine:
             elif before is not None and (placement.version > before.version + 1 or (not same and self._image(bucket))):
                 # It may have been given away and back meanwhile, or was whole before the master heard of it and ordered
                 # it anew: the master waits to hear that it is here.
-                how = self.gained[bucket][1] if bucket in self.gained else "kept"
+                how = self.gained[bucket][1] if bucket in self.gained else Arrival.KEPT
                 self.gained[bucket] = (placement.version, how)
         self._keep_mirrors(placement)
         self.streams.live({(s.slot, s.incarnation) for s in placement.servers}, placement.version)
@@ -1001,7 +1001,7 @@ class Machine:
             self.port.hand_over(bucket)
             self.port.drop(bucket)
         elif there:
-            self._got(bucket, "loaded")
+            self._got(bucket, Arrival.LOADED)
         if gain is not None:
             gain.loading = False
             gain.stuck = gain.stuck or (failed and wanted)
@@ -1100,7 +1100,7 @@ class Machine:
                 self._actions.append(Load(bucket, image))
         elif image == 0 or self.placement.route == 1:
             self.port.own(bucket)
-            self._got(bucket, "new" if self.placement.route == 1 else "begun")
+            self._got(bucket, Arrival.NEW if self.placement.route == 1 else Arrival.BEGUN)
         elif not gain.stuck and not any(bucket in h.mirror.members for h in self._mirrors.values()):
             gain.stuck = True
             why = (
@@ -1108,10 +1108,10 @@ class Machine:
             )
             self._actions.append(Stuck(bucket, why))
 
-    def _got(self, bucket: BucketId, how: str) -> None:
+    def _got(self, bucket: BucketId, how: Arrival) -> None:
         self.buckets[bucket] = State.SERVING
         self._gains.pop(bucket)
-        if how != "new":
+        if how is not Arrival.NEW:
             self.gained[bucket] = (self.version, how)
         if bucket in self._early:
             self._early.remove(bucket)
@@ -1125,7 +1125,7 @@ class Machine:
     def _got_early(self, bucket: BucketId) -> None:
         self._early.add(bucket)
         self._since[bucket] = self.port.ticket()
-        self._actions.append(Took(bucket, "rebuilt"))
+        self._actions.append(Took(bucket, Arrival.REBUILT))
         self.streams.routes.pop(bucket, None)
         self._route()
 
@@ -1148,7 +1148,7 @@ class Machine:
         self._used.add(mirror)
         self._index()
         self._bid_farewell(bucket, held.owners[bucket])
-        self._got(bucket, "promoted")
+        self._got(bucket, Arrival.PROMOTED)
 
     def _bid_farewell(self, bucket: BucketId, old: PeerKey) -> None:
         if old != self.me and self._alive(old):
@@ -1166,7 +1166,7 @@ class Machine:
             return
         self.port.resume(bucket)
         self._fenced.pop(bucket, None)
-        self._got(bucket, "resumed")
+        self._got(bucket, Arrival.RESUMED)
 
     # ------------------------------------------------------------ levelling
 
@@ -1269,7 +1269,7 @@ class Machine:
             self.port.recover_end(id_, False)
             held.recovery = None
             for bucket in lost:
-                self._got(bucket, "rebuilt")
+                self._got(bucket, Arrival.REBUILT)
             return
         assert recovery.asker is not None
         self._say_torn(held, recovery)

@@ -26,6 +26,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.image import BucketImage
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
+from everstep.model.reasons import Arrival
 from everstep.monitor.process import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
@@ -262,14 +263,14 @@ class PsProcess:
     def _report_for_ever(self) -> None:
         """Tell the master what became whole, a little later: much of it comes together. After a hello, all of it."""
         keeper = self.service.keeper
-        told: tuple[set[int], dict[BucketId, tuple[int, str]], set[int]] = (set(), {}, set())
+        told: tuple[set[int], dict[BucketId, tuple[int, Arrival]], set[int]] = (set(), {}, set())
         stuck: tuple[int, tuple[BucketId, ...]] = (0, ())
         while not self._over.is_set():
             if not self._news.wait(_LOOK_S):
                 with keeper.lock:
                     before, stuck = stuck, (keeper.machine.version, keeper.machine.stuck)
                 if stuck[1] and stuck == before:  # no other placement came
-                    self._tell(BucketsReady(self.slot, self.incarnation, *stuck, "stuck"))
+                    self._tell(BucketsReady(self.slot, self.incarnation, *stuck, Arrival.STUCK))
                 continue
             self._over.wait(_TOGETHER_S)
             self._news.clear()
@@ -282,7 +283,7 @@ class PsProcess:
             mirrors, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
             if mirrors or lacking:
                 self._tell(MirrorReady(self.slot, self.incarnation, mirrors, lacking))
-            new: dict[tuple[int, str], list[BucketId]] = {}
+            new: dict[tuple[int, Arrival], list[BucketId]] = {}
             for bucket, key in sorted(gained.items()):
                 if told[1].get(bucket) != key:
                     new.setdefault(key, []).append(bucket)

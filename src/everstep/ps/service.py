@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
+from everstep.model.reasons import Arrival
 from everstep.model.shard import Span, Token
 from everstep.monitor.drag import Drag
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
@@ -209,7 +210,7 @@ class PsService:
 
     def _carry_out(self, actions: list[Action]) -> None:
         """What the machine wants done; the gate is held alone."""
-        new = [a.bucket for a in actions if isinstance(a, machine.Took) and a.how == "new"]
+        new = [a.bucket for a in actions if isinstance(a, machine.Took) and a.how is Arrival.NEW]
         if self._log is None and self.keeper.machine.placement is not None:
             header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in new])
             self._log = ChainWriter(self._audit_path, header)
@@ -233,11 +234,11 @@ class PsService:
                         self.on_report()
                 case machine.Stuck(why=why) | machine.Torn(why=why):
                     logger.warning("%s", why)
-        came = any(isinstance(a, machine.Took) and a.how != "new" for a in actions)
+        came = any(isinstance(a, machine.Took) and a.how is not Arrival.NEW for a in actions)
         if came and self._released and not self.keeper.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
-    def _log_took(self, bucket: BucketId, how: str) -> None:
+    def _log_took(self, bucket: BucketId, how: Arrival) -> None:
         facts = marks_facts(self.store.marks(bucket))
         shards, version = np.array(facts.watermarks, "<i8").tobytes(), self.version
         self._append(lambda seq, at: Took(seq, bucket, how, facts.seq, shards, facts.fingerprint, at, version))

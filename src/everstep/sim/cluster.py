@@ -51,6 +51,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
+from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import Lease, ShardState, Span, Token
 from everstep.model.turn import Place, Turn
 from everstep.native.ledger import Ledger, SpanTuple
@@ -376,11 +377,11 @@ class Master(Process):
         if writing is None:
             began_at = max(brain.checkpoints.begun_at, brain.job.started_at)
             if brain.job.phase is Phase.TRAINING and now - began_at >= self.sim.scenario.checkpoint_s:
-                self.record(CheckpointAsked(now, "due"))
+                self.record(CheckpointAsked(now, CheckpointReason.DUE))
         elif writing.manifest is not None:
             self.commit(writing.manifest)
         elif now - writing.began_at >= GIVE_UP_S:
-            self.record(CheckpointAsked(now, "late"))
+            self.record(CheckpointAsked(now, CheckpointReason.LATE))
         elif now - self.images_asked_at >= 1.0:
             self.order_images()
 
@@ -1028,7 +1029,7 @@ class Worker(Child):
                 self.call(ShardDone, self.on_done, key, *me, a.lease.shard, a.lease.no, a.servers, a.skipped, a.route)  # type: ignore[attr-defined]
             elif kind is SendGiveBack:
                 key = (a.lease.no,)  # type: ignore[attr-defined]
-                self.call(ShardReturned, self.on_given_back, key, *me, a.lease.shard, a.lease.no, a.reason)  # type: ignore[attr-defined]
+                self.call(ShardReturned, self.on_given_back, key, *me, a.lease.shard, a.lease.no, a.reason, a.late)  # type: ignore[attr-defined]
             elif kind is AskLater:
                 self.later(min(a.after_s, 1.0), self.ask_again, a.ask)  # type: ignore[attr-defined]
             elif kind is Halt:

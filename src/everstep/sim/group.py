@@ -28,7 +28,7 @@ from everstep.brain.events import (
     GroupStalled,
     GroupSynced,
     InstructionType,
-    Note,
+    LossNote,
     PlanMade,
     PlanRegistered,
     PublishGroup,
@@ -51,6 +51,7 @@ from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Action as PlanAction
 from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
 from everstep.model.plan import Plan as PolicyPlan
+from everstep.model.reasons import LeaveReason
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
 from everstep.policies.split import Cut as StepCut
 from everstep.policies.split import cut_step
@@ -301,13 +302,13 @@ class GroupMaster(Master):
     ) -> None:
         super().carry_out(instructions, conn, handler, args, event)
         for i in instructions:
-            if isinstance(i, Note) and i.decision.action == "lost" and i.member.startswith("worker:"):
+            if isinstance(i, LossNote) and i.key.role is Role.WORKER:
                 sim: Any = self.sim
                 before = self.brain.state.groups.generations - any(isinstance(j, PublishGroup) for j in instructions)
-                sim.lost[int(i.member.removeprefix("worker:")), i.decision.inputs["incarnation"]] = before
+                sim.lost[int(i.key.slot), i.incarnation] = before
             if isinstance(i, PublishGroup):
-                if "in different groups" in i.decision.reason:
-                    raise Violation(i.decision.reason)  # the brain helps, but members must not get there
+                if self.brain.state.groups.apart:  # the brain helps, but members must not get there
+                    raise Violation("members of different groups waited for each other")
                 for other in list(self.conns.values()):
                     if isinstance(other.client, GroupWorker):
                         self.net.to_client(other, other.client.on_group, other, i.group)
@@ -507,7 +508,7 @@ class GroupWorker(Child):
                 self.exit(143)
         elif self.leaving_since < 0 and self.entered and not self.closing:
             self.leaving_since = self.kernel.now
-            self.call(GroupLeft, self.on_grouped, (), *self.me, "asked")
+            self.call(GroupLeft, self.on_grouped, (), *self.me, LeaveReason.ASKED)
             self.pump()
         elif not self.closing and not self.entered:
             self.exit(143)
@@ -851,7 +852,7 @@ class GroupWorker(Child):
                 self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
             elif not self.done_said:
                 self.gsim.finished(self)
-                self.call(GroupLeft, self.on_done_said, (), *self.me, "done")
+                self.call(GroupLeft, self.on_done_said, (), *self.me, LeaveReason.DONE)
             self.later(END_LOOK_S, self.end, status, since)
             return
         self.exit(status)
@@ -889,7 +890,7 @@ class GroupWorker(Child):
             self.say_synced()
         if self.leaving_since >= 0 and now - self.asked_at > NEWS_EVERY_S:
             self.asked_at = now
-            self.call(GroupLeft, self.on_grouped, (), *self.me, "asked")
+            self.call(GroupLeft, self.on_grouped, (), *self.me, LeaveReason.ASKED)
         self.stall(now, lost)
         self.pump()
 

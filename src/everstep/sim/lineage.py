@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.image import DatasetPosition
+from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Plan, shard_key, split_key
 from everstep.native.ledger import batch_fingerprint
 from everstep.protect.streams import PeerKey
@@ -103,20 +104,20 @@ class Lineage(Truth):
     def gave(self, ps: PeerKey, bucket: BucketId) -> None:
         """``ps`` serves it no longer; it stays the holder of what is in it."""
 
-    def took(self, ps: PeerKey, bucket: BucketId, how: str, what: Bucket) -> None:
+    def took(self, ps: PeerKey, bucket: BucketId, how: Arrival, what: Bucket) -> None:
         """``ps`` serves ``bucket`` from now on, and this is in it."""
         log = self.log[bucket]
-        if how == "new":
+        if how is Arrival.NEW:
             if bucket in self.holder:
                 had = self.holder[bucket]
                 where = f"ps:{had[0]} had it" if had is not None else "there is an image of it"
                 raise Violation(f"ps:{ps[0]} began bucket {bucket} empty, {where}")
-        elif how == "begun":
+        elif how is Arrival.BEGUN:
             self.begun += 1
             if what.seq or what.content:
                 raise Violation(f"ps:{ps[0]} began bucket {bucket} again, and it is not empty")
             self._loaded(bucket, what)
-        elif how == "loaded":
+        elif how is Arrival.LOADED:
             self.loaded += 1
             self._loaded(bucket, what)
         else:

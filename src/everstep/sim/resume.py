@@ -9,7 +9,7 @@ just the buckets that lack it, and nothing else.
 from __future__ import annotations
 
 import random
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -18,6 +18,7 @@ from everstep.brain.job import Phase
 from everstep.ids import Incarnation
 from everstep.model.image import Manifest
 from everstep.model.member import Role
+from everstep.model.reasons import Arrival
 from everstep.sim.cluster import Agent, Disk, Master
 from everstep.sim.kernel import Conn, Violation
 from everstep.sim.run import Outcome, Parts, Simulation
@@ -28,11 +29,12 @@ TRY_AGAIN_S = 0.6  # a job without any checkpoint is left alone for so long
 
 
 class Resumption(msgspec.Struct, frozen=True):
-    """At ``at`` the job ends (``how``: all of it is lost, or it is asked to stop); the next one has so many members.
-    ``older``: the newest checkpoint is damaged, where there is another. ``hasty``: its first master dies at once."""
+    """At ``at`` the job ends (``stopped``: it is asked to stop; else all of it is lost); the next one has so many
+    members. ``older``: the newest checkpoint is damaged, where there is another. ``hasty``: its first master dies at
+    once."""
 
     at: float
-    how: Literal["lost", "stop"]
+    stopped: bool
     ps: int
     workers: int
     parity: str
@@ -59,7 +61,7 @@ def resume_scenario(seed: int) -> ResumeScenario:
         resumptions.append(
             Resumption(
                 at=round(rng.uniform(0.6, chaos_s), 3),
-                how=rng.choice(["lost", "lost", "stop"]),
+                stopped=rng.choice([False, False, True]),
                 ps=least_ps(code) + rng.choice([0, 0, 1, 2]),
                 workers=rng.randint(1, 3),
                 parity=code,
@@ -122,7 +124,7 @@ class ResumedMaster(Master):
 def tells_of_a_loss(event: BrainEvent) -> bool:
     """Whether a ps may have been lost, by this."""
     if isinstance(event, BucketsReady):
-        return event.how == "stuck"
+        return event.how is Arrival.STUCK
     if isinstance(event, ProcessExited | MemberSilent):
         return event.role is not Role.WORKER
     return isinstance(event, NodeLost)
@@ -152,10 +154,10 @@ class ResumeSimulation(Simulation):
             return
         brain = self.master.brain
         trains = brain.job.phase is Phase.TRAINING and any(d.epochs for d in brain.shards.datasets)
-        resumable = bool(self.manifests) or (resumption.how == "stop" and trains)
+        resumable = bool(self.manifests) or (resumption.stopped and trains)
         if resumption is not self.to_come[0] or not resumable or not self.agents["node0"].alive:
             self.kernel.after(TRY_AGAIN_S, self.end, resumption)
-        elif resumption.how == "stop":
+        elif resumption.stopped:
             self.kernel.say("FAULT", "the job is asked to stop")
             self.record(StopAsked(self.master.now(), "asked", True))
             self.kernel.after(STOP_S, self.lose, resumption)

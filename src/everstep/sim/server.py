@@ -22,6 +22,7 @@ from everstep.ids import BucketId, Incarnation, NodeId, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
+from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Span, Token
 from everstep.native.ledger import SpanTuple
 from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
@@ -183,7 +184,7 @@ class MirrorPs(Child):
                 if bucket in truth.restarted and self.sim.outlived(self.me, bucket):
                     continue  # it ends, by an old map, what is over for everybody else: nothing of it counts
                 truth.took(self.me, bucket, action.how, store.buckets[bucket])  # type: ignore[attr-defined]
-                came = came or action.how != "new"  # type: ignore[attr-defined]
+                came = came or action.how is not Arrival.NEW  # type: ignore[attr-defined]
             elif kind is Whole:
                 truth.whole(self.me, action.bucket, store.buckets[action.bucket])  # type: ignore[attr-defined]
             elif kind is Gave:
@@ -247,7 +248,7 @@ class MirrorPs(Child):
             self.stuck, self.stuck_at = stuck, now
         elif stuck[1] and now - self.stuck_at > STUCK_S:  # no other placement came
             self.stuck_at = now
-            self.call(BucketsReady, self.on_images, (), *self.me, *stuck, "stuck")
+            self.call(BucketsReady, self.on_images, (), *self.me, *stuck, Arrival.STUCK)
         self.asked = {i: (a, until) for i, (a, until) in self.asked.items() if until > now}
         under_way = [a for a, _ in self.asked.values()]
         for ask in self.machine.asks():

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.brain.brain import Brain
+from everstep.brain.earlier import as_now
 from everstep.brain.events import BrainEvent, InstructionType
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
@@ -55,6 +56,11 @@ CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NU
 
 _encode = msgspec.msgpack.Encoder().encode
 _event_decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
+
+
+def decode_event(raw: bytes) -> BrainEvent:
+    """An event of the journal, also of an earlier release's. Raises ``msgspec.MsgspecError``."""
+    return as_now(_event_decoder.decode(raw))
 
 
 def digest_of(instructions: Sequence[InstructionType]) -> bytes:
@@ -191,13 +197,13 @@ class Journal:
             rows = self._db.execute("SELECT seq, event, digest FROM events WHERE seq > ? ORDER BY seq", (seq,))
             for row_seq, raw, digest in rows:
                 sound_row(self.path, seq, row_seq, raw, digest)
-                event = _event_decoder.decode(raw)
+                event = decode_event(raw)
                 brain.handle(event)
                 seq, at = row_seq, event.at
                 replayed += 1
             if not replayed and seq:
                 row = self._db.execute("SELECT event FROM events WHERE seq = ?", (seq,)).fetchone()
-                at = _event_decoder.decode(row[0]).at if row else 0.0
+                at = decode_event(row[0]).at if row else 0.0
             return Restored(brain, seq, replayed, at)
         except sqlite3.Error as error:
             raise _failure(self.path, error) from error
@@ -410,7 +416,7 @@ def read_journal(path: Path) -> Iterator[Entry]:
             last = 0
             for seq, raw, digest in db.execute("SELECT seq, event, digest FROM events ORDER BY seq"):
                 short = sound_row(path, last, seq, raw, digest)
-                yield Entry(seq, _event_decoder.decode(raw), short)
+                yield Entry(seq, decode_event(raw), short)
                 last = seq
         finally:
             db.close()

@@ -60,7 +60,6 @@ from everstep.brain.events import Answer, EndOfData, Fenced, Granted, Ok, Refuse
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Span, Token
-from everstep.model.turn import LATE
 from everstep.net.messages import Opened, Pushed
 
 # ---------------------------------------------------------------- work
@@ -157,10 +156,12 @@ class SendDone(Action, frozen=True):
 
 
 class SendGiveBack(Action, frozen=True, gc=False):
-    """Call the master (``messages.GiveBack``); when answered, ``given_back``."""
+    """Call the master (``messages.GiveBack``); when answered, ``given_back``. ``late``: the step of what was computed
+    went on without it."""
 
     lease: Lease
     reason: str
+    late: bool = False
 
 
 class Settled(Action, frozen=True):
@@ -305,7 +306,7 @@ class WorkerProtocol:
         self._owned: dict[Slot, tuple[int, ...]] = {}
         self._servers: dict[Slot, Incarnation] = {}
         self._held: dict[LeaseNo, _Held] = {}  # in the order in which they are worked on
-        self._returning: dict[LeaseNo, tuple[Lease, str]] = {}
+        self._returning: dict[LeaseNo, SendGiveBack] = {}
         self._unacknowledged = 0
 
     def __repr__(self) -> str:
@@ -513,7 +514,7 @@ class WorkerProtocol:
         if self._asking and not self._waiting:
             out.append(self._ask())
         out += [self._done(h) for h in self._held.values() if h.state is _State.REPORTED]
-        out += [SendGiveBack(lease, reason) for lease, reason in self._returning.values()]
+        out += self._returning.values()
         return out
 
     def leave(self, reason: str) -> list[Action]:
@@ -756,7 +757,7 @@ class WorkerProtocol:
         """``work`` is computed, but its step went on without it: none of it is pushed. Its lease goes back, so that
         whoever is free computes it again."""
         out: list[Action] = [Settled(work, False)]
-        return out + self._over(work.lease.no, LATE)
+        return out + self._over(work.lease.no, "its step went on without it", late=True)
 
     # ------------------------------------------------------------ inside
 
@@ -911,12 +912,12 @@ class WorkerProtocol:
         servers = tuple(sorted((ps, opened[0]) for ps, opened in held.opened.items()))
         return SendDone(held.lease, servers, tuple(sorted(held.skipped)), held.route)
 
-    def _over(self, lease: LeaseNo, reason: str) -> list[Action]:
+    def _over(self, lease: LeaseNo, reason: str, late: bool = False) -> list[Action]:
         out: list[Action] = []
         held = self._held.get(lease)
         if held is not None and held.state is not _State.REPORTED:
             self._drop(held, reason, out)
-            self._give_back(held.lease, reason, out)
+            self._give_back(held.lease, reason, out, late)
             out += self._more()
         return out
 
@@ -925,9 +926,9 @@ class WorkerProtocol:
         self._forget(held, out)
         out.append(Drop(held.lease, reason))
 
-    def _give_back(self, lease: Lease, reason: str, out: list[Action]) -> None:
-        self._returning[lease.no] = (lease, reason)
-        out.append(SendGiveBack(lease, reason))
+    def _give_back(self, lease: Lease, reason: str, out: list[Action], late: bool = False) -> None:
+        back = self._returning[lease.no] = SendGiveBack(lease, reason, late)
+        out.append(back)
 
     def _finish(self, out: list[Action]) -> None:
         over = self._ended or (bool(self._leaving) and not self._asking)

@@ -1,0 +1,43 @@
+"""The words of what code goes by: the one place that turns enums and numbers into what people read."""
+
+from __future__ import annotations
+
+from everstep.model.failure import Cause
+from everstep.model.reasons import CheckpointReason
+
+_CHECKPOINT = {CheckpointReason.LAST_REPLICA: "one healthy replica is left"}
+
+_CAUSES: dict[Cause, str] = {
+    "data": "what it reads may be there again",
+    "memory": "memory may be free again in a new process",
+    "device": "a new process, on another node if there is one, may not meet it",
+    "node": "another node may have what is missing here",
+}
+
+_SIGNALS = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
+
+
+def checkpoint_words(reason: CheckpointReason) -> str:
+    """Why a checkpoint is taken, in words."""
+    return _CHECKPOINT.get(reason, reason.value)
+
+
+def cause_words(cause: Cause) -> str:
+    """Why another try is made after a failure of this cause."""
+    return _CAUSES[cause]
+
+
+def exit_words(status: int) -> str:
+    """An exit status in words; below 0: minus the signal's number."""
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    return f"it was killed by {_SIGNALS.get(-status, f'signal {-status}')}"
