@@ -358,7 +358,7 @@ void bag_forward(const Input& rows, const Input& inverse, std::optional<Input> o
 }
 
 void bag_backward(const Input& grad, const Input& inverse, std::optional<Input> offsets, const std::string& mode,
-                  std::optional<Input> weights, int64_t u, const Output& out) {
+                  std::optional<Input> weights, int64_t u, const Output& out, bool add) {
   const size_t stride = row_stride(grad, "grad_out"), bags = grad.shape(0), dim = grad.shape(1);
   const int32_t* inv = vec<int32_t>(inverse, "inverse");
   const size_t n = inverse.shape(0);
@@ -370,7 +370,7 @@ void bag_backward(const Input& grad, const Input& inverse, std::optional<Input> 
   const auto* g = static_cast<const float*>(grad.data());
   nb::gil_scoped_release free;
   check_inverse(inv, n, size_t(u));
-  row_kernels().bag_backward(g, stride, inv, offs, bags, dim, mean, w, o, size_t(u));
+  row_kernels().bag_backward(g, stride, inv, offs, bags, dim, mean, w, o, size_t(u), add);
 }
 
 bool isfinite_all(const Input& x) {
@@ -453,7 +453,7 @@ NB_MODULE(_native, m) {
         nb::arg("out").noconvert());
   m.def("bag_backward", &bag_backward, nb::arg("grad_out").noconvert(), nb::arg("inverse").noconvert(),
         nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(), nb::arg("u"),
-        nb::arg("out").noconvert());
+        nb::arg("out").noconvert(), nb::arg("add") = false);
   m.def("isfinite_all", &isfinite_all, nb::arg("x").noconvert());
   m.def("crc32c", [](nb::handle data, uint32_t crc) {
     Py_buffer view;

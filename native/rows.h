@@ -38,8 +38,9 @@ struct RowKernels {
   // offsets: [b + 1], or null: every id is its own bag. weights: [n] or null.
   void (*bag_forward)(const float* rows, const int32_t* inverse, const int64_t* offsets, size_t b, size_t dim,
                       bool mean, const float* weights, float* out, size_t out_stride);
+  // `add`: to what `out` has, otherwise over it.
   void (*bag_backward)(const float* grad, size_t grad_stride, const int32_t* inverse, const int64_t* offsets, size_t b,
-                       size_t dim, bool mean, const float* weights, float* out, size_t u);
+                       size_t dim, bool mean, const float* weights, float* out, size_t u, bool add);
 };
 
 // Stores past the caches pay, as in memcpy, when what is written does not fit into them.

@@ -244,6 +244,9 @@ def test_bags(seed: int, bags: int, dim: int, how: str) -> None:
     for out, module in zip(outs, (native, twin), strict=True):
         module.bag_backward(grad, inverse, offsets, mode, weights, u, out)
     same(outs[0], outs[1])
+    for out, module in zip(outs, (native, twin), strict=True):
+        module.bag_backward(grad, inverse, offsets, mode, weights, u, out, True)
+    same(outs[0], outs[1])
     if offsets is None and weights is None:
         gathered = np.zeros((bags, dim + 5), np.float32)
         native.gather_rows(rows, inverse, gathered[:, 3 : 3 + dim])

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.rows import LOOKUPS, BatchTable, TableParameter, table_of
+from everstep.api.rows import LOOKUPS, BatchTable, GradientSum, TableParameter, table_of
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows
@@ -31,7 +31,7 @@ class Lookup:
     ``ids`` int64 [n]: what was looked up, whatever becomes of the tensor that it came from. ``table``: None for one
     outside of training, whose rows are only read."""
 
-    __slots__ = ("batch", "by_count", "dim", "ids", "inverse", "layout", "padding_at", "table", "u", "values")
+    __slots__ = ("by_count", "dim", "ids", "inverse", "padding_at", "sum", "table", "values")
 
     def __init__(
         self,
@@ -42,33 +42,53 @@ class Lookup:
         padding_at: int = -1,
     ) -> None:
         self.table, self.values, self.inverse, self.ids = table, values, inverse, ids
-        self.u, self.dim = values.shape
+        self.dim = values.shape[1]
         self.padding_at = padding_at  # index of the padding row, which gets no gradient
         self.by_count = False  # the gradient of a row is divided by how often it was looked up
-        self.batch, self.layout = (table.batch, table.layout) if table is not None else (0, 0)
+        self.sum: GradientSum | None = None  # where its gradient goes
 
-    def gradient(self, fill: Callable[[NDArray[np.float32]], None]) -> Tensor | None:
-        """The gradient of the table's parameter: ``fill`` writes that of all rows. None: it was added by hand.
+    def source(self, weight: Tensor) -> Tensor:
+        """What a module's output is computed from, for autograd: ``weight``, by way of the sum of all lookups."""
+        table = self.table
+        if table is None or not torch.is_grad_enabled() or not table.learns:
+            return weight
+        self.sum = found = table.sum(self.padding_at)
+        if found.node is None:
+            found.node = _Sum.apply(weight, found)  # type: ignore[no-untyped-call]
+        return found.node
+
+    def gradient(
+        self,
+        grad: NDArray[np.float32],
+        offsets: NDArray[np.int64] | None = None,
+        mode: Mode = "sum",
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add the gradient ``grad`` float32 [bags, dim] of what this lookup gave to that of the table's rows.
 
         Raises ScriptError when the batch is over."""
-        table = self.table
-        if table is None or table.batch != self.batch:
+        table, found = self.table, self.sum
+        if table is None or found is None or table.batch != found.batch:
             name = table.name if table is not None else ""
             raise ScriptError(
                 f"backward() reached {f'table {name!r}' if name else 'a table'} of a batch that is over, or of an "
                 "evaluation: call backward() inside the same iteration of job.steps()"
             )
-        if table.layout != self.layout:
-            grown = np.empty((self.u, self.dim), np.float32)
-            fill(grown)
-            self._finish(grown)
-            table.backwards += 1
-            table.add(torch.from_numpy(grown))
-            return None
-        out = table.target(self.u)
-        fill(out)
-        self._finish(out)
-        return torch.from_numpy(out)
+        out, begun = found.target()
+        u = len(out)
+        if not self.by_count and (self.padding_at < 0 or not table.grown):
+            bag_backward(grad, self.inverse, offsets, mode, weights, u, out, begun)
+            return
+        own = np.empty((u, self.dim), np.float32)
+        bag_backward(grad, self.inverse, offsets, mode, weights, u, own)
+        if self.by_count:
+            own /= np.maximum(np.bincount(self.inverse, minlength=u), 1).astype(np.float32)[:, None]
+        if self.padding_at >= 0:
+            own[self.padding_at] = 0.0
+        if begun:
+            out += own
+        else:
+            np.copyto(out, own)
 
     def pad(self, padding_idx: int | None) -> None:
         """``padding_idx`` is what this call says of padding, whatever the table's module says. Raises ScriptError where
@@ -83,12 +103,6 @@ class Lookup:
             )
         found = np.flatnonzero(self.ids == padding_idx) if padding_idx is not None else np.empty(0, np.int64)
         self.padding_at = int(self.inverse[found[0]]) if len(found) else -1
-
-    def _finish(self, out: NDArray[np.float32]) -> None:
-        if self.by_count:
-            out /= np.maximum(np.bincount(self.inverse, minlength=self.u), 1).astype(np.float32)[:, None]
-        if self.padding_at >= 0:
-            out[self.padding_at] = 0.0
 
 
 class Source(Protocol):
@@ -115,6 +129,20 @@ def _rows_of(grad: Tensor) -> NDArray[np.float32]:
     return out
 
 
+class _Sum(torch.autograd.Function):
+    """Between a table's parameter and the lookups of a batch: they add to one array, and autograd sums up nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, found: GradientSum) -> Tensor:
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.found.take(), None
+
+
 class _Gather(torch.autograd.Function):
     """One row per id."""
 
@@ -129,20 +157,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lookup: Lookup = ctx.lookup
         grad = _rows_of(grads[0].reshape(-1, lookup.dim))
-        return lookup.gradient(lambda out: _bags(lookup, grad, None, "sum", None, out)), None, None
-
-
-class _Rows(torch.autograd.Function):
-    """The rows of a lookup, each once."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, lookup: Lookup) -> Tensor:
-        ctx.lookup = lookup
-        return torch.from_numpy(lookup.values.copy())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.lookup.gradient(lambda out: np.copyto(out, _rows_of(grads[0]))), None
+        lookup.gradient(grad)
+        return None, None, None
 
 
 class _Bag(torch.autograd.Function):
@@ -162,7 +178,8 @@ class _Bag(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lookup: Lookup = ctx.lookup
-        weights = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        saved = ctx.saved_tensors  # once: gradient checkpointing unpacks a tensor one time
+        weights = saved[0] if saved else None
         w = None if weights is None else weights.detach().numpy()
         grad = _rows_of(grads[0])
         grad_weights = None
@@ -170,21 +187,9 @@ class _Bag(torch.autograd.Function):
             bags = np.repeat(np.arange(len(ctx.offsets) - 1), np.diff(ctx.offsets))
             products = np.einsum("nd,nd->n", grad[bags], lookup.values[lookup.inverse])
             grad_weights = torch.from_numpy(products.astype(np.float32))
-        of_rows = None
         if ctx.needs_input_grad[0]:
-            of_rows = lookup.gradient(lambda out: _bags(lookup, grad, ctx.offsets, ctx.mode, w, out))
-        return of_rows, grad_weights, None, None, None
-
-
-def _bags(
-    lookup: Lookup,
-    grad: NDArray[np.float32],
-    offsets: NDArray[np.int64] | None,
-    mode: Mode,
-    weights: NDArray[np.float32] | None,
-    out: NDArray[np.float32],
-) -> None:
-    bag_backward(grad, lookup.inverse, offsets, mode, weights, lookup.u, out)
+            lookup.gradient(grad, ctx.offsets, ctx.mode, w)
+        return None, grad_weights, None, None, None
 
 
 class Options(NamedTuple):
@@ -206,7 +211,7 @@ def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids:
         return torch.empty((*ids.shape, dim))
     lookup = source.lookup(name, ids)
     options.tell(lookup)
-    out: Tensor = _Gather.apply(weight, lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(lookup.source(weight), lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -256,21 +261,24 @@ def _bag(
         weights = _without_padding(lookup, bounds, mode, weights)
         mode = "sum"
     out: Tensor
+    origin = lookup.source(weight)
     if bounds is None and weights is None:
-        out = _Gather.apply(weight, lookup, (bags, dim))  # type: ignore[no-untyped-call]
+        out = _Gather.apply(origin, lookup, (bags, dim))  # type: ignore[no-untyped-call]
     else:
         if bounds is None:
             bounds = np.arange(bags + 1, dtype=np.int64)
-        out = _Bag.apply(weight, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
+        out = _Bag.apply(origin, weights, lookup, bounds, mode)  # type: ignore[no-untyped-call]
     return out
 
 
 def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) -> Tensor:
     """The largest of each column in each bag. Torch itself finds it, among the rows of the batch: which of equal ones
     gets the gradient is torch's choice."""
-    rows: Tensor = _Rows.apply(weight, lookup)  # type: ignore[no-untyped-call]
+    inverse = lookup.inverse[: bounds[-1]].astype(np.int64)
+    lookup.inverse = np.arange(len(lookup.values), dtype=np.int32)
+    rows: Tensor = _Gather.apply(lookup.source(weight), lookup, lookup.values.shape)  # type: ignore[no-untyped-call]
     return nn.functional.embedding_bag(
-        torch.from_numpy(lookup.inverse[: bounds[-1]].astype(np.int64)),
+        torch.from_numpy(inverse),
         rows,
         torch.from_numpy(bounds[:-1].astype(np.int64)),
         mode="max",

@@ -12,6 +12,7 @@ script may change it later, so a copy is pushed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,11 @@ class TableParameter(nn.Parameter):
     def grad(self) -> None:
         self._table.set_grad(None)
 
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As ``Tensor.register_hook``. Where rows came behind those of a lookup, its gradient is added by hand, and
+        autograd has none for the hook."""
+        return super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<rows of table {self.everstep_table!r} in the batch in hand: {tuple(self.shape)}>"
 
@@ -142,9 +148,48 @@ class TableParameter(nn.Parameter):
                     f"the weight of table {table.everstep_table!r} is read ({name}) outside of a batch: its rows are "
                     "on the ps; model.state_dict() pulls them all"
                 )
+        if func is torch.autograd.grad:
+            return _asked_gradients(*args, **kwargs)
         _refuse_whole(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``, where tables are asked for. Of a table whose rows came in several parts, autograd knows
+    the last part only: it goes by the nodes of all parts, and the lookups have added up the whole."""
+    if isinstance(inputs, dict):
+        found = _asked_gradients(outputs, list(inputs.values()), *args, **kwargs)
+        return dict(zip(inputs, found, strict=True))
+    wanted: list[Tensor] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    grown = {i: p._table for i, p in enumerate(wanted) if isinstance(p, TableParameter) and p._table.grown}
+    differentiate: Any = torch.autograd.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        if not grown:
+            return differentiate(outputs, wanted, *args, **kwargs)
+        unused, zeros = kwargs.pop("allow_unused", None), kwargs.pop("materialize_grads", False)
+        before = {i: set(table.summed) for i, table in grown.items()}
+        parts = [found.node for table in grown.values() for found in table.parts if found.node is not None]
+        for table in grown.values():
+            table.asked = True
+        try:
+            out = list(differentiate(outputs, [*wanted, *parts], *args, allow_unused=True, **kwargs))
+        finally:
+            for table in grown.values():
+                table.asked = False
+        out = out[: len(wanted)]
+        for i, table in grown.items():
+            for task in table.summed.keys() - before[i]:
+                out[i] = torch.from_numpy(table.whole(task))
+        for i, p in enumerate(wanted):
+            if out[i] is None and zeros:
+                out[i] = torch.zeros_like(p)
+        if any(g is None for g in out) and not unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+    return tuple(out)
 
 
 def asks_for_values(func: Any) -> bool:
@@ -251,6 +296,46 @@ class Gradient(NamedTuple):
     rows: TableRows | None
 
 
+class GradientSum:
+    """The gradient of the rows that a table has in one batch: all lookups of a backward pass add to one array."""
+
+    __slots__ = ("_open", "_padding_at", "_table", "batch", "layout", "node")
+
+    def __init__(self, table: BatchTable, padding_at: int) -> None:
+        """``padding_at``: the index of the row that gets no gradient; -1: there is none."""
+        self._table, self._padding_at = table, padding_at
+        self.batch, self.layout = table.batch, table.layout
+        self.node: Tensor | None = None  # of autograd; all lookups of the batch come by it
+        self._open: dict[int, NDArray[np.float32]] = {}  # by backward pass; one that failed stays until the batch ends
+
+    def target(self) -> tuple[NDArray[np.float32], bool]:
+        """The array float32 [rows, dim] of this backward pass, and whether it has a gradient already."""
+        table, task = self._table, torch._C._current_graph_task_id()
+        if table.grown:
+            return table.by_hand(task), True
+        if (found := self._open.get(task)) is not None:
+            return found, True
+        out = self._open[task] = table.target(len(table.keys))
+        return out, False
+
+    def take(self) -> Tensor | None:
+        """The sum, at the end of a backward pass. None: nothing has come, or it is added by hand."""
+        table, task = self._table, torch._C._current_graph_task_id()
+        out = self._open.pop(task, None)
+        if table.grown:
+            if out is not None:  # rows came in the middle of this pass
+                if self._padding_at >= 0:
+                    out[self._padding_at] = 0.0
+                table.by_hand(task)[: len(out)] += out
+            table.add_at_the_end(task)
+            return None
+        if out is None:
+            return None
+        if self._padding_at >= 0:
+            out[self._padding_at] = 0.0
+        return torch.from_numpy(out)
+
+
 class BatchTable:
     """Behind a ``TableParameter``. ``keys`` int64 [u] and ``values`` float32 [u, dim]: what the parameter shows."""
 
@@ -277,8 +362,14 @@ class BatchTable:
         self.hidden = False  # torch's optimizer, which holds the parameter, is not to step it
         self._arrived: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # see ``arrive``
         self._digest = 0
+        self.grown = False  # rows of this batch came behind those that a lookup has used
         self._used = False  # of this batch: the script has the parameter in hand, and may change its values
         self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # of the keys, and their order
+        self._sums: dict[int, GradientSum] = {}  # of these rows, by the index of the padding row
+        self.parts: list[GradientSum] = []  # of this batch, if ``grown``: of all rows, and of fewer before
+        self.summed: dict[int, NDArray[np.float32]] = {}  # if ``grown``: gradients of all rows, by backward pass
+        self.asked = False  # by torch.autograd.grad, which takes them
+        self._ending: set[int] = set()  # backward passes whose gradients are added by hand when they end
         self.param = TableParameter(torch.empty((0, dim)))
         self.param.everstep_table = name
         self.param._table = self
@@ -293,7 +384,12 @@ class BatchTable:
         self.stash()
         self.batch += 1
         self._rows = rows
-        self._lent = self._handed = self._used = False
+        self._lent = self._handed = self._used = self.grown = False
+        for part in self.parts:
+            part.node = None  # which knows of it: a circle that keeps the rows' memory
+        self.parts.clear()
+        self.summed.clear()
+        self._ending.clear()
         if rows is None:
             self._set(np.empty(0, np.int64), np.empty((0, self.dim), np.float32))
         else:
@@ -305,6 +401,7 @@ class BatchTable:
             return
         grad, edited = self._grad(), self.changed()
         old = len(self.keys)
+        self.grown = self.grown or any(found.node is not None for found in self._sums.values())
         self._set(np.concatenate([self.keys, keys]), np.concatenate([self.values, values]))
         if not edited:
             self.seen()
@@ -333,6 +430,7 @@ class BatchTable:
         self.keys, self.values = keys, values
         self.layout += 1
         self._sorted = None
+        self._sums.clear()
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self.param, None)
             # An accumulator of a graph that still lives would want the gradient in the old shape: another type ends it.
@@ -350,6 +448,14 @@ class BatchTable:
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self.param, value)
 
+    def sum(self, padding_at: int) -> GradientSum:
+        """Where lookups of these rows add their gradients."""
+        found = self._sums.get(padding_at)
+        if found is None or found.batch != self.batch:
+            found = self._sums[padding_at] = GradientSum(self, padding_at)
+            self.parts.append(found)
+        return found
+
     def target(self, n_rows: int) -> NDArray[np.float32]:
         """Where a backward pass may write the gradient of ``n_rows`` rows."""
         rows = self._rows
@@ -362,11 +468,38 @@ class BatchTable:
         self._lent = True
         return rows.grads
 
-    def add(self, grads: Tensor) -> None:
-        """Add the gradient of the first rows by hand: they were looked up before others came behind them."""
+    def by_hand(self, task: int) -> NDArray[np.float32]:
+        """Where lookups of a backward pass add gradients, float32 [rows, dim], if rows came behind others."""
+        found = self.summed.get(task)
+        if found is None or len(found) < len(self.keys):
+            whole = np.zeros((len(self.keys), self.dim), np.float32)
+            if found is not None:
+                whole[: len(found)] = found
+            found = self.summed[task] = whole
+        return found
+
+    def whole(self, task: int) -> NDArray[np.float32]:
+        """What lookups of a backward pass have added up, float32 [rows, dim]; it is gone from here."""
+        self.by_hand(task)
+        return self.summed.pop(task)
+
+    def add_at_the_end(self, task: int) -> None:
+        """When this backward pass ends, its gradient is added by hand: an accumulator of autograd has the shape of the
+        rows that there were when it was made."""
+        if self.asked or task in self._ending:
+            return
+        self._ending.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._add_whole, task))
+
+    def _add_whole(self, task: int) -> None:
+        self._ending.discard(task)
+        if task in self.summed:
+            self.backwards += 1
+            self._stepped = False
+            self._add(torch.from_numpy(self.whole(task)))
+
+    def _add(self, whole: Tensor) -> None:
         self._begin_local()
-        whole = torch.zeros((len(self.keys), self.dim))
-        whole[: len(grads)] = grads
         for hook in (self.param._backward_hooks or {}).values():
             whole = whole if (changed := hook(whole)) is None else changed
         now = self._grad()

@@ -12,8 +12,8 @@ Worker side, on one batch of one table (``u`` distinct keys, ``n`` ids, ``b`` ba
 - ``gather_rows(rows f32[u, dim], inverse, out f32[n, dim])``.
 - ``bag_forward(rows, inverse, offsets i64[b + 1] | None, "sum" | "mean", weights f32[n] | None, out f32[b, dim])``;
   ``offsets`` None: every id is its own bag (b == n). An empty bag is 0. Weights go with "sum" only.
-- ``bag_backward(grad_out f32[b, dim], inverse, offsets, mode, weights, u, out f32[u, dim])``: the gradient of the rows;
-  ``out`` is overwritten. Sums run in the order of the ids: the same bits every time.
+- ``bag_backward(grad_out f32[b, dim], inverse, offsets, mode, weights, u, out f32[u, dim], add=False)``: the gradient
+  of the rows, written over ``out`` or added to it. Sums run in the order of the ids: the same bits every time.
 
 For the members of a group: ``sum_bits(data, "float32")`` gives the sum of the 64-bit words of ``data`` (mod 2^64; the
 last one filled up with zeros) and whether all its elements are finite; ``talk(fds, mine, spin_us, wait_ms)`` sends

@@ -937,10 +937,12 @@ def bag_backward(
     weights: F32 | None,
     u: int,
     out: F32,
+    add: bool = False,
 ) -> None:
     """As the native one."""
     bounds = np.arange(len(inverse) + 1) if offsets is None else offsets
-    out[:u] = 0
+    if not add:
+        out[:u] = 0
     for i, (lo, hi) in enumerate(pairwise(bounds.tolist())):
         for k in range(lo, hi):
             g = grad_out[i] if weights is None else weights[k] * grad_out[i]
