@@ -462,11 +462,20 @@ class BatchTable:
         self.backwards += 1
         self._stepped = False
         self._begin_local()
-        plain = self.param._backward_hooks is None and not self.param._post_accumulate_grad_hooks
-        if rows is None or self._lent or n_rows != rows.u or not hasattr(rows, "grads") or not plain:
+        if rows is None or self._lent or n_rows != rows.u or not hasattr(rows, "grads") or self._hooked():
             return np.empty((n_rows, self.dim), np.float32)
         self._lent = True
         return rows.grads
+
+    def _hooked(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param._backward_hooks is not None or bool(self.param._post_accumulate_grad_hooks)
+
+    @property
+    def learns(self) -> bool:
+        """Whether autograd is to bring a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.param.requires_grad
 
     def by_hand(self, task: int) -> NDArray[np.float32]:
         """Where lookups of a backward pass add gradients, float32 [rows, dim], if rows came behind others."""

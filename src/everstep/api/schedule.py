@@ -56,8 +56,10 @@ class JobSchedule:
 
     def begin(self) -> None:
         """A batch is in hand: bring schedulers up to the job's steps."""
+        if not self._schedulers:
+            return
         steps = round(float(self.count.steps))
-        self._by_step |= {int(i) for i in self.count.by_step.nonzero() if i < len(self._schedulers)}
+        self._by_step |= {i for i, n in enumerate(self.count.by_step.tolist()[: len(self._schedulers)]) if n}
         for i in self._by_step:
             scheduler = self._schedulers[i]
             with warnings.catch_warnings():

@@ -353,7 +353,8 @@ class TableSet:
         found = item.lookups.get((table, key))
         wanted = _flat([ids])
         batch = self.batches[table]
-        if found is not None and found.rows is item.found.get(table) and np.array_equal(found.ids, wanted):
+        same = found is not None and found.rows is item.found.get(table) and len(found.ids) == len(wanted)
+        if found is not None and same and (found.ids == wanted).all():
             self.hits += 1
             return Lookup(batch, batch.values, found.inverse, found.ids, found.rows.padding_at)
         with self._lock:
