@@ -1,0 +1,104 @@
+"""What a change costs: throughput, allreduce_step and control_plane of another version beside this one.
+
+``python -m benchmarks before_after [--quick] [--old FOLDER] [--old-python PYTHON] [--only NAME,...]``. ``FOLDER`` is a
+checkout of the other version with its native part built, ``PYTHON`` the interpreter that imports it; without them this
+version is compared with itself, which shows the noise. Each round runs old, new, old. A figure is new divided by the
+mean of both olds, the median of the rounds; beside it stands the second old divided by the first (``.aa``), which
+nothing but the machine makes differ from 1. CPU seconds per sample differ least between quiet and busy machines.
+
+Figures: ``throughput.samples_per_s``, ``throughput.cpu_s_per_million`` (2 workers, 1 ps, dim 16, batch 2048, all
+processes of the job), ``allreduce_step.median_s``, ``.p10_s`` and ``.cpu_s`` (2 workers, 1 MB of gradients; CPU seconds
+of the whole job a step), ``control_plane.per_s`` (durable leases and reports).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks._measure import ROOT, Result, median, say, spread
+
+LIMIT_S = 400.0
+MOST = 1.02
+
+_THROUGHPUT = """
+from benchmarks.throughput import Config, run_everstep, _make_data
+config = Config(16, 2048, {n}, Path({data!r}))
+_make_data(config)
+out = {{k: v for k, v in run_everstep(config, 1, False).items() if k in ("samples_per_s", "cpu_s_per_million")}}
+"""
+_STEP = """
+import resource
+from benchmarks.allreduce_step import everstep_s
+found = everstep_s(1, {n}, [])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+out = {{"median_s": found["median_s"], "p10_s": found["p10_s"], "cpu_s": (used.ru_utime + used.ru_stime) / {n}}}
+"""
+_CONTROL = """
+from benchmarks.control_plane import _round
+out = {{"per_s": _round("master", {n}, 2)}}
+"""
+PARTS: dict[str, tuple[str, float, float]] = {  # what runs, and how much of it: quick, and else
+    "throughput": (_THROUGHPUT, 60_000, 60_000),
+    "allreduce_step": (_STEP, 600, 3000),
+    "control_plane": (_CONTROL, 2.0, 4.0),
+}
+FASTER = ("per_s",)  # more is better
+
+
+def measure(tree: Path, python: str, part: str, n: float, data: Path) -> dict[str, float]:
+    """One run of a part in a version's own tree, by its own benchmark. Raises RuntimeError with its last words."""
+    code = PARTS[part][0].format(n=int(n) if n == int(n) else n, data=str(data))
+    program = f"import json, sys\nfrom pathlib import Path\n{code}\nprint(json.dumps(out))"
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PYTHONPATH": str(tree), "PATH": path}
+    done = subprocess.run(
+        [python, "-c", program], cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{part} in {tree} ended with {done.returncode}:\n{done.stderr[-1500:]}")
+    out: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return out
+
+
+def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks before_after")
+    parser.add_argument("--old", type=Path, default=ROOT, metavar="FOLDER")
+    parser.add_argument("--old-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="NAME,...")
+    parser.add_argument("--rounds", type=int, default=0)
+    args = parser.parse_args(list(arguments))
+    parts = [p for p in args.only.split(",") if p]
+    if unknown := [p for p in parts if p not in PARTS]:
+        parser.error(f"--only {unknown[0]}: there are {', '.join(PARTS)}")
+    rounds = args.rounds or (1 if quick else 7)
+    sides = {"old": (args.old.resolve(), args.old_python), "new": (ROOT, sys.executable)}
+    ratios: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        for number in range(rounds):
+            for part in parts:
+                n = PARTS[part][1 if quick else 2]
+                first, new, second = (measure(*sides[s], part, n, Path(folder)) for s in ("old", "new", "old"))
+                for name, value in new.items():
+                    figure = f"{part}.{name}"
+                    ratios.setdefault(figure, []).append(value / ((first[name] + second[name]) / 2))
+                    ratios.setdefault(f"{figure}.aa", []).append(second[name] / first[name])
+                    now, noise = ratios[figure][-1], ratios[f"{figure}.aa"][-1]
+                    load = os.getloadavg()[0]
+                    say(
+                        f"round {number + 1}/{rounds} {figure}: new/old {now:.3f}, old/old {noise:.3f}, load {load:.1f}"
+                    )
+    result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
+    for figure, values in ratios.items():
+        result["figures"][figure], result["spread"][figure] = median(values), spread(values)
+        if not figure.endswith(".aa"):
+            more = figure.endswith(FASTER)
+            result["aims"][figure] = f">= {1 / MOST:.3f}" if more else f"<= {MOST}"
+            result["holds"][figure] = median(values) >= 1 / MOST if more else median(values) <= MOST
+    return result
