@@ -15,8 +15,12 @@ import everstep as es
 from everstep.api.group_tables import Stepped, in_intervals, pack, unpack
 from everstep.api.job import Job
 from everstep.errors import InternalError, ScriptError
-from everstep.ids import TableId
+from everstep.ids import Incarnation, LeaseNo, Slot, TableId
+from everstep.model.shard import Token
 from everstep.monitor.audit import audit
+from everstep.native.ledger import bitmap
+from everstep.native.twin import bucket_of
+from everstep.net.messages import Push, Pushed
 from everstep.tables.steps import Owed, table_shard
 
 N, BATCH = 240, 30
@@ -185,3 +189,131 @@ def test_a_step_with_a_table_stepped_several_times_is_several_intervals() -> Non
     assert in_intervals(owed, []) == [(owed, [])]
     with pytest.raises(ScriptError, match="stepped 4 times in one step of 3 samples"):
         in_intervals(owed, [*content, stepped(1)])
+
+
+def accumulated(job: Job, model: Any, every: int, epochs: int = 2, nan: int = -1, largest: int = 0) -> None:
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in job.steps(job.loader(data(), BATCH, epochs=epochs, shuffle=False, largest_batch=largest or None)):
+        loss = loss_of(model, batch)
+        (loss * (float("nan") if job.step == nan else 1.0)).backward()
+        if job.step % every == every - 1:
+            opt.step()
+            opt.zero_grad()
+
+
+def plainly(every: int, epochs: int = 2, nan: int = -1) -> dict[str, torch.Tensor]:
+    plain, whole = Net(), {k: torch.from_numpy(v) for k, v in data().items()}
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(epochs * N // BATCH):
+        lo = number * BATCH % N
+        if number != nan:
+            loss_of(plain, {k: v[lo : lo + BATCH] for k, v in whole.items()}).backward()
+        if number % every == every - 1 and number != nan:
+            opt.step()
+            opt.zero_grad()
+    return plain.state_dict()
+
+
+@pytest.mark.parametrize("nan", [-1, 4])
+def test_gradients_that_wait_go_to_the_ps_with_the_step_that_uses_them(join: Callable[..., Job], nan: int) -> None:
+    """Three batches to a step, across the end of the epoch; the last batch is left over. ``nan``: one in between is
+    skipped, and what was accumulated before it is not lost."""
+    job = join(mode="allreduce", ps=1, nonfinite="skip")
+    model = job.replicate(job.sparse(Net()))
+    accumulated(job, model, 3, nan=nan)
+    wanted = plainly(3, nan=nan)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+    job.close()
+    report = audit(Path(job.run_dir))
+    assert report.ok and len(report.finished) == 2, report.text()
+    assert report.counts["left_out_samples"] == BATCH + (BATCH if nan >= 0 else 0), report.counts
+    assert "tables: 6 steps applied at 1 ps x 64 buckets" in report.text(), report.text()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_that_the_script_zeroes_in_a_pass_of_a_step_are_not_lost(
+    join: Callable[..., Job], every: int
+) -> None:
+    """Each batch is computed in three passes, and the script steps and zeroes in each of them: neither their gradients
+    are lost, nor what was accumulated before."""
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net()))
+    accumulated(job, model, every, largest=10)
+    wanted = plainly(every)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_waits_is_a_part_of_the_state(join: Callable[..., Job]) -> None:
+    """A state that is copied, or loaded from a checkpoint, between two batches of a step."""
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net()))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state: Any = job._state  # type: ignore[attr-defined]
+    tables: Any = job._engine.tables
+    for batch in job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False)):
+        if job.step == 3:
+            packed, digest = state.snapshot(), state.quick_digest()
+            ranges = list(tables._held_back.ranges)
+            assert [(r.lo, r.hi, r.learnt) for r in ranges] == [(BATCH * 2, BATCH * 3, True)]
+            model.table.weight.grad = None
+            tables._held_back.ranges.clear()
+            assert state.quick_digest() != digest
+            state.load(packed, "a copy")
+            assert tables._held_back.ranges == ranges and state.quick_digest() == digest
+        loss_of(model, batch).backward()
+        if job.step % 2:
+            opt.step()
+            opt.zero_grad()
+    wanted = plainly(2, 1)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+class Counted(nn.Module):
+    """A row for each sample, which gains one when the sample's gradient is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(N, 1)
+        self.top = nn.Linear(1, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.top(torch.zeros(1)).sum() * 0.0 - self.rows(batch["row"]).sum()
+        return loss
+
+
+def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..., Job]) -> None:
+    """A line of states that is over has brought some buckets beyond the first batch of a step of two."""
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Counted(), optimizer=es.SGD(lr=1.0)))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    rows = torch.arange(N)
+    before = model.state_dict()["rows.weight"].flatten()
+    ahead = list(range(0, 64, 2))
+    first = True
+    for batch in job.steps(job.loader({"row": rows}, BATCH, epochs=1, shuffle=False)):
+        if first:
+            first = False
+            client, shard = job._seat.client, table_shard(0, 0)
+            version, lease = client.router.version, LeaseNo(job._engine.session.group.lease)  # type: ignore[attr-defined]
+            (ps,), lives = client.router.slots, {p.slot: p.incarnation for p in client.router.placement.servers}
+            token = Token(shard, 0, BATCH, lease, lives[ps], Slot(0), Incarnation(1))
+            push = Push(version, token, (), True, bitmap(ahead, 64), True, left_out=True)
+            ticket = client.everywhere(lambda i, ps, push=push: push, client.router)  # type: ignore[misc]
+            ticket.wait()
+            (answer,) = (answer for _, answer, _ in ticket.answers)
+            assert isinstance(answer, Pushed) and answer.applied == len(ahead)
+            job._engine.tables._surveyed = (None, 0, 0)  # type: ignore[union-attr]
+        model(batch).backward()
+        if job.step % 2:
+            opt.step()
+            opt.zero_grad()
+    gained = (model.state_dict()["rows.weight"].flatten() - before).round().int()
+    table = next(iter(job._tables.infos.values())).spec.id
+    bucket = torch.from_numpy(bucket_of(rows.numpy(), table, 64))
+    had = torch.isin(bucket, torch.tensor(ahead)) & (rows < BATCH)
+    assert had.any() and torch.equal(gained, (~had).int())
+    job.close()
+    assert audit(Path(job.run_dir)).ok

@@ -12,7 +12,18 @@ import pytest
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
-from everstep.tables.steps import Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
+from everstep.tables.steps import (
+    Action,
+    Again,
+    HeldBack,
+    Open,
+    Owed,
+    Range,
+    Send,
+    StepPushes,
+    pusher_of,
+    table_shard,
+)
 
 BUCKETS, STEPS, SHARD = 6, 14, table_shard(0, 0)
 
@@ -278,3 +289,46 @@ def test_without_the_barrier_others_do_otherwise_what_is_pushed() -> None:
     """The simulation can fail: the survivors divide the step anew, and a ps has the dead one's already."""
     with pytest.raises(AssertionError):
         killed_after_the_result(eager=True).run()
+
+
+NEXT = table_shard(0, 1)
+
+
+def test_what_is_held_back_goes_with_the_step_that_consumes_it() -> None:
+    """Across the end of an epoch: both shards are opened, and one push has all ranges in order."""
+    back = HeldBack()
+    for r in (Range(SHARD, 8, 12), Range(SHARD, 12, 16), Range(NEXT, 0, 4, False)):
+        back.add(r)
+    assert back.shards == [SHARD, NEXT] and back.begin(SHARD, 16) == 8 and back.begin(NEXT, 4) == 0
+    owed = Owed(5, NEXT, 4, 8, before=back.take())
+    assert not back.ranges
+    assert owed.ranges == [Range(SHARD, 8, 16), Range(NEXT, 0, 4, False), Range(NEXT, 4, 8)] and owed.learns
+    pushes = StepPushes(Slot(0), Incarnation(1))
+    pushes.placed(1, {Slot(0): Incarnation(1)})
+    pushes.hold(owed)
+    (first,) = pushes.entered(LeaseNo(3))
+    assert isinstance(first, Open) and first.shard == SHARD
+    (second,) = pushes.opened(Slot(0), SHARD, first.life, True)
+    assert isinstance(second, Open) and second.shard == NEXT
+    (send,) = pushes.opened(Slot(0), NEXT, first.life, True)
+    assert isinstance(send, Send) and (send.token.shard, send.token.lo, send.token.hi) == (SHARD, 8, 16)
+    assert [(s.shard, s.lo, s.hi, s.learnt) for s in send.more] == [(NEXT, 0, 4, False), (NEXT, 4, 8, True)]
+    ledger = Ledger(2)
+    for shard in (SHARD, NEXT):
+        ledger.open(shard, 0, 3)
+    ledger.push(SHARD, 0, 8, 3)
+    more = [(s.shard, s.lo, s.hi, s.lease, s.learnt) for s in send.more]
+    assert ledger.push(SHARD, 8, 16, 3, b"", send.skipped, more).applied == 2
+    assert ledger.watermarks(SHARD) == ([0, 1], [16, 16]) and ledger.watermarks(NEXT) == ([0, 1], [8, 8])
+    again = pushes.pushed(Slot(0), owed, first.life, Pushed(0, 0, fenced=True))
+    assert [type(a) for a in again] == [Open], "both are opened anew"
+
+
+def test_a_bucket_that_has_what_is_held_back_is_noticed() -> None:
+    back = HeldBack([Range(SHARD, 8, 16), Range(NEXT, 0, 4)])
+    assert not back.crossed({SHARD: [8, 8], NEXT: [0, 0]})
+    assert back.crossed({SHARD: [8, 12], NEXT: [0, 0]})
+    assert back.crossed({SHARD: [8, 8], NEXT: [0, 4]})
+    back.zeroed()
+    assert back.ranges == [Range(SHARD, 8, 16, False), Range(NEXT, 0, 4, False)]
+    assert not HeldBack().crossed({})

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,6 +39,16 @@ WRITE_S = 120.0  # a place that does not take the file is tried again for so lon
 TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
 
 logger = logging.getLogger("everstep.worker")
+
+
+class Copied(NamedTuple):
+    """A snapshot to be written: the fields of ``ReplicaImage`` that are known when it is taken."""
+
+    packed: Packed
+    mark: Mark
+    numbers: int
+    waits_in: int
+    waits_from: int
 
 
 class ReplicaWriter:
@@ -85,8 +95,9 @@ class ReplicaWriter:
         again = self._told.get(order.checkpoint)
         packed = self._state.snapshot(into) if again is None else Packed(b"", torch.empty(0))
         mark, numbers = self._state.mark, sum(p.numel() for _, p in self._state.parameters())
+        copied = Copied(packed, mark, numbers, *self._state.waits)
         threading.Thread(
-            target=self._work, args=(order, packed, mark, numbers, again), name="everstep-checkpoint", daemon=True
+            target=self._work, args=(order, copied, again), name="everstep-checkpoint", daemon=True
         ).start()
 
     @property
@@ -100,7 +111,8 @@ class ReplicaWriter:
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self, order: TakeReplica, packed: Packed, mark: Mark, numbers: int, again: ReplicaImage | None) -> None:
+    def _work(self, order: TakeReplica, copied: Copied, again: ReplicaImage | None) -> None:
+        packed, mark = copied.packed, copied.mark
         try:
             error, image = "", again
             if image is None:
@@ -111,7 +123,14 @@ class ReplicaWriter:
                     file = self._write(order, packed, mark)
                     if order.model:
                         self._leave_model(order, packed, mark)
-                    image = ReplicaImage(mark=mark, file=file, origin=self.origin, parameters=numbers)
+                    image = ReplicaImage(
+                        mark=mark,
+                        file=file,
+                        origin=self.origin,
+                        parameters=copied.numbers,
+                        waits_in=copied.waits_in,
+                        waits_from=copied.waits_from,
+                    )
                     faults.step("checkpoint")
                     took_s = time.monotonic() - began
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)

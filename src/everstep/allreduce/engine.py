@@ -570,6 +570,7 @@ class GroupEngine:
             if self.tables is not None:
                 self.tables.collect(reducer.weight)
                 self.tables.release()
+                self.tables.put_back()
             return
         if self._outcome is None and not self._unsure:
             self._round()
@@ -596,6 +597,8 @@ class GroupEngine:
             reducer.buffers.roll_back()
             reducer.put_back()
             self._saved.restore()
+            if self.tables is not None:
+                self.tables.put_back()
             carried = any(p.grad is not None for p in reducer.params)
         if self._outcome is Outcome.REDO:
             self.redone += 1
@@ -606,6 +609,8 @@ class GroupEngine:
         self.step_number = step.number + 1
         if self.state is not None:
             self.state.carried = carried
+        if self.tables is not None:
+            self.tables.hold_step()
         session.done(step, self._stepped)
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
@@ -738,6 +743,8 @@ class GroupEngine:
         reducer = self._reducer
         assert reducer is not None
         self._saved.save_large()
+        if self.tables is not None:
+            self.tables.collect(reducer.weight)  # (the script may zero it)
         reducer.hide()
         if reducer.ordered:
             self._may, reducer.dead = False, True
@@ -911,6 +918,11 @@ class GroupEngine:
     def _has_scaler(self) -> bool:
         """Whether a GradScaler looks after gradients that are not finite."""
         return any(hasattr(t, "get_scale") and t.is_enabled() for t in self.tracked.values())
+
+    def loss_scale(self) -> float:
+        """By which gradients are multiplied until their step."""
+        scalers = [t for t in self.tracked.values() if hasattr(t, "get_scale") and t.is_enabled()]
+        return float(scalers[0].get_scale()) if scalers else 1.0
 
     def _nonfinite_error(self, step: Step) -> NonFiniteGradientError:
         assert self._reducer is not None

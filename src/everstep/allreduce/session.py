@@ -373,6 +373,9 @@ class Session:
             self._ended = self._leaving is None
             if self._leaving is None:
                 self.state.loop = max(self.state.loop, self._loop + 1)  # what follows the last loop is done too
+                newest = self.machine.newest
+                if self.tables is not None and newest is not None:
+                    self.tables.finish(self.state.mark.step - 1, newest.lease)
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):

@@ -25,6 +25,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF = 1 << 63
 _TABLE = "everstep_table"  # attribute of a parameter that stands for rows on the ps: they are no part of a replica
 _TRAINABLE = "trainable"  # the tree of what is frozen
+_ROWS = "rows"  # the tree of gradients of tables on the ps that wait for a step
 
 
 class Named(NamedTuple):
@@ -57,11 +58,18 @@ class ReplicaState:
         self.carried = False
         self._rolling = RollingDigest(self)
         self.reserve: set[str] = set()  # see ``GroupEngine.reserve``
+        self.rows: Any = None  # with state_dict and load_state_dict: gradients of tables on the ps
 
     def __repr__(self) -> str:
         return f"<ReplicaState {len(self.models)} models, {len(self.optimizers)} optimizers, {self.mark}>"
 
     # ------------------------------------------------------------ what there is
+
+    @property
+    def waits(self) -> tuple[int, int]:
+        """From which position of which shard on gradients of tables wait for a step; (-1, 0): there are none."""
+        found: tuple[int, int] = (-1, 0) if self.rows is None else self.rows.begin
+        return found
 
     def parameters(self) -> Iterator[Named]:
         """All that are trained, each once, in a fixed order; also those that only an optimizer knows."""
@@ -147,6 +155,8 @@ class ReplicaState:
         }
         frozen = [names[id(p)] for model in self.models for p in model.parameters() if self._frozen(p, names)]
         trees[_TRAINABLE] = [frozen, sorted(self.reserve)]
+        if self.rows is not None and (rows := self.rows.state_dict()):
+            trees[_ROWS] = packer.tree("gradients of tables", rows)
         for name, thing in self.tracked.items():
             trees[f"tracked.{name}"] = packer.tree(f"tracked.{name}", thing.state_dict())
         for prefix, model in self._models():
@@ -186,7 +196,7 @@ class ReplicaState:
 
     def _check_trees(self, unpacker: Unpacker) -> None:
         mine = [f"optimizer{o}" for o in range(len(self.optimizers))] + [f"tracked.{name}" for name in self.tracked]
-        others = ("extra.", _TRAINABLE)
+        others = ("extra.", _TRAINABLE, _ROWS)
         theirs = [name for name in unpacker.header.trees if not name.startswith(others)]
         for name in theirs:
             if name not in mine:
@@ -210,6 +220,8 @@ class ReplicaState:
         device = next((p.device for p in known.values()), None)
         for name, thing in self.tracked.items():
             thing.load_state_dict(unpacker.value(trees[f"tracked.{name}"], device))
+        if self.rows is not None:
+            self.rows.load_state_dict(unpacker.value(trees[_ROWS]) if _ROWS in trees else {})
         for prefix, model in self._models():
             for at, module in model.named_modules():
                 if f"extra.{prefix}{at}" in trees:

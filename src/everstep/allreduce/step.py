@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Protocol
 
+from everstep.ids import LeaseNo
 from everstep.model.group import Group, Mark, Micro
 from everstep.model.shard import Plan
 from everstep.policies.split import Cut, within
@@ -169,6 +170,18 @@ class StepTables(Protocol):
     def has_stepped(self) -> None: ...
 
     def zeroed(self, optimizer: Any) -> None: ...
+
+    def put_back(self) -> None:
+        """The iteration does not count, or not yet: gradients of before it are as they were."""
+        ...
+
+    def hold_step(self) -> None:
+        """The script's part of a committed (or skipped) step is over: what is left of it belongs to the state."""
+        ...
+
+    def finish(self, step: int, lease: LeaseNo) -> None:
+        """The script is over; ``step`` was the last one. ``lease``: of the newest group."""
+        ...
 
     def close_step(self, step: Step) -> bool:
         """After the script's part of a committed step. False: the group broke; the step is committed all the same."""

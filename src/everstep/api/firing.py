@@ -39,6 +39,7 @@ class TableFiring:
         self._tables = tables
         self._held: list[HeldTable] = []
         self._base_lrs: dict[int, float] = {}  # of an optimizer that tables follow
+        self._given: list[Any] = []
         self.optimizers = 0
 
     def __repr__(self) -> str:
@@ -69,7 +70,12 @@ class TableFiring:
                 own = info.spec.optimizer if info.own else None
                 base = float(group.get("initial_lr", group["lr"]))
                 self._held.append(HeldTable(self._tables.batches[name], group, own, base, optimizer))
+        self._given.append(optimizer)
         self.optimizers += 1
+
+    def all_fired(self) -> list[HeldTable]:
+        """The tables that steps of all optimizers fire."""
+        return [held for optimizer in self._given for held in self.fired(optimizer)]
 
     def fired(self, optimizer: Any) -> list[HeldTable]:
         """The tables that a step of ``optimizer`` fires. One that no optimizer holds follows the only one, by the

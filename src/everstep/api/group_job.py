@@ -62,7 +62,8 @@ class GroupJob(Job):
         session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
         engine.session = LeadingSession(session, unit) if unit.size > 1 else session
         if self._seat.spec.ps:
-            engine.tables = session.tables = GroupTables(self._seat, self._tables)
+            tables = engine.tables = session.tables = self._state.rows = GroupTables(self._seat, self._tables)
+            tables.scale = engine.loss_scale
 
     # ------------------------------------------------------------ facts
 

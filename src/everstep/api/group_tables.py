@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from everstep.api.firing import TableFiring
 from everstep.api.rows import BatchTable
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, Peeked, TableSet
-from everstep.errors import DeadlineError, EverstepError, InternalError, ScriptError
-from everstep.ids import ShardKey, Slot, TableId
+from everstep.errors import CheckpointError, DeadlineError, EverstepError, InternalError, ScriptError
+from everstep.ids import LeaseNo, ShardKey, Slot, TableId
 from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
 from everstep.model.table import OptimizerSpec
@@ -47,7 +47,19 @@ from everstep.tables.client import PsClient, Ticket
 from everstep.tables.inputs import Inputs
 from everstep.tables.protocol import watermarks_of
 from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
-from everstep.tables.steps import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
+from everstep.tables.steps import (
+    HELD_MAX,
+    Action,
+    Again,
+    HeldBack,
+    Open,
+    Owed,
+    Range,
+    Send,
+    StepPushes,
+    pusher_of,
+    table_shard,
+)
 
 GIVE_UP_S = 300.0
 """So long a ps may take to have its buckets back, before the job is given up."""
@@ -55,6 +67,7 @@ GIVE_UP_S = 300.0
 _TICK_S = 0.1
 _AGAIN_S = 0.05
 _GAP_S = 60.0  # a ps lacks what is before, and nobody pushes it
+_REST_S = 60.0  # for the rest of an accumulation, when the script is over
 _MEMBER_BYTES = 1 << 30  # of one member's gradients of rows in one step
 
 Entry = tuple[TableId, NDArray[np.int64], NDArray[np.float32]]
@@ -127,8 +140,8 @@ class Ahead(NamedTuple):
 
 
 def in_intervals(owed: Owed, content: list[Stepped]) -> list[tuple[Owed, list[Stepped]]]:
-    """``owed`` as intervals in each of which a table is stepped once. Raises ScriptError if it has too few
-    positions."""
+    """``owed`` as intervals in each of which a table is stepped once; what was held back goes with the first. Raises
+    ScriptError if it has too few positions."""
     parts: list[list[Stepped]] = [[]]
     for found in content:
         nth = sum(found.table == other.table for part in parts for other in part)
@@ -142,7 +155,11 @@ def in_intervals(owed: Owed, content: list[Stepped]) -> list[tuple[Owed, list[St
             "there is at most one for each sample; use a larger batch_size"
         )
     ends = [owed.lo + n for n in range(len(parts))] + [owed.hi]
-    return [(replace(owed, lo=lo, hi=hi), part) for lo, hi, part in zip(ends, ends[1:], parts, strict=False)]
+    before = [owed.before, *((),) * last]
+    return [
+        (replace(owed, lo=lo, hi=hi, before=held), part)
+        for lo, hi, held, part in zip(ends, ends[1:], before, parts, strict=False)
+    ]
 
 
 class GroupTables:
@@ -164,6 +181,11 @@ class GroupTables:
         self._entries: list[Entry] = []
         self._saved: dict[str, Any] = {}  # the gradients that an iteration began with
         self._content: list[Stepped] = []  # of the steps of this iteration
+        self._held_back = HeldBack()
+        self._drops: dict[str, int] = {}  # of the tables that have gradients of these ranges
+        self._before: tuple[Range, ...] | None = None  # that this iteration's first step consumes
+        self._saved_back: tuple[tuple[Range, ...], dict[str, int]] = (), {}  # with which the iteration began
+        self._backwards = 0  # gradients that had come before it
         self._to_hold: Owed | None = None
         self._agreed: tuple[int, bool] = (0, False)  # map that everybody had at the exchange, and whether all had it
         self._barrier: Work | None = None
@@ -174,6 +196,7 @@ class GroupTables:
         self._stop = 0
         self._gap_since = 0.0
         self.pushed = 0
+        self.scale: Callable[[], float] = lambda: 1.0
         self.firing = TableFiring(tables)
         self.client.on_wait = self._waits_for_rows
         tables.fresh, tables.all_since = self._apply_steps, True
@@ -207,25 +230,56 @@ class GroupTables:
             with self._lock:
                 for owed in self.pushes.void():
                     self._drop(owed)
-        self.tables.since = (table_shard(mark.dataset, mark.epoch), mark.position)
+        self._show_since(table_shard(mark.dataset, mark.epoch), mark.position)
         where = collective, mark.dataset, cut.epoch
         if where == self._surveyed and cut.lo != self._stop:
             return self._stop
         self.flush(group, collective)
         collective.gather([0])  # what the others still had to push is there as well
         shard = table_shard(mark.dataset, cut.epoch)
-        marks = self._open(shard, group, collective)
-        ahead = min((m for m in marks if m > cut.lo), default=0)
-        lowest = min(marks, default=cut.lo)
-        words = collective.gather([ahead, lowest, int(any(t.has_grad for t in self.tables.batches.values()))])
+        marks = {of: self._open(of, group, collective) for of in dict.fromkeys((*self._held_back.shards, shard))}
+        ahead = min((m for m in marks[shard] if m > cut.lo), default=0)
+        crossed = self._held_back.crossed(marks)  # (all members hold the same back: it is a part of the state)
+        carries = any(t.has_grad for t in self.tables.batches.values())
+        words = collective.gather([ahead, min(marks[shard]), int(carries), int(crossed)])
         if len({word[2] for word in words}) > 1:
             self._share_carried(collective, [word[2] for word in words])
-        lowest = min(word[1] for word in words)
-        if lowest < cut.lo:
-            raise self._lacking(cut.epoch, lowest, cut.lo)
+        lowest, begin = min(word[1] for word in words), self._held_back.begin(shard, cut.lo)
+        if lowest < begin:
+            raise self._lacking(cut.epoch, lowest, begin)
         self._stop = min((word[0] for word in words if word[0]), default=0)
         self._surveyed = where
+        if any(word[3] for word in words):
+            self._cut_held_back(mark, cut.lr_factor)
+            self._show_since(shard, cut.lo)
+            self.flush(group, collective)
         return self._stop
+
+    def _show_since(self, shard: ShardKey, position: int) -> None:
+        """Rows to train with are those with all steps before ``position``, as far as these are not held back."""
+        shards = self._held_back.shards
+        of = shards[0] if shards else shard
+        self.tables.since = (of, self._held_back.begin(of, position))
+
+    def _cut_held_back(self, mark: Mark, lr_factor: float) -> None:
+        """Some buckets have samples already whose gradients are carried: a line of states that is over has consumed
+        them with steps of its own. What is carried becomes a step by itself, for the buckets that have not, and tables
+        carry nothing any more."""
+        ranges = self._take_held_back()
+        scale = np.float32(self.scale())
+        content: list[Stepped] = []
+        for held in self.firing.all_fired():
+            found = held.table.take()
+            if found is not None:
+                table = self.tables.infos[held.table.name].spec.id
+                content.append(Stepped(table, found.keys.copy(), found.grads / scale, held.lr() * lr_factor))
+        for batch in self.tables.batches.values():
+            batch.zero()
+        if not content or not all(isfinite_all(found.grads) for found in content):
+            ranges = _left_out(ranges)
+        *before, last = ranges
+        skipped = not last.learnt
+        self._hold(Owed(mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before)), content)
 
     def _share_carried(self, collective: Collective, carries: list[int]) -> None:
         """Gradients that are accumulated over steps go to newcomers, from the first member that has them."""
@@ -283,6 +337,8 @@ class GroupTables:
         self._item = item = self.tables.prepare(None, batch, create=True)
         self.tables.take(item)
         self._saved = {name: table.save() for name, table in self.tables.batches.items()}
+        self._saved_back = tuple(self._held_back.ranges), dict(self._drops)
+        self._backwards = self._count_backwards()
 
     def collect(self, weight: float) -> None:
         if self._item is None:
@@ -302,6 +358,8 @@ class GroupTables:
             found = table.take()
             if found is None:
                 continue
+            if self._before is None:
+                self._before = self._take_held_back()
             spec = self.tables.infos[table.name].spec
             self._stale.add(table.name)
             table.stale = self._make_fresh
@@ -437,8 +495,7 @@ class GroupTables:
         if self._redo:
             self._barrier = self._to_hold = None
             self._forget_steps()
-            for name, saved in self._saved.items():
-                self.tables.batches[name].restore(saved)
+            self.put_back()
             return
         if self._to_hold is not None:
             return  # (a further round of a step that is committed)
@@ -453,24 +510,58 @@ class GroupTables:
             except CollectiveError:
                 self._agreed = -1, False
 
-    def _hold_step(self) -> None:
-        """The script's part of a committed step is over: what it stepped with is owed to the ps."""
+    def put_back(self) -> None:
+        """The iteration does not count, or not yet: its gradients, and what the script did to those of before."""
+        for name, saved in self._saved.items():
+            self.tables.batches[name].restore(saved)
+        self._held_back, self._drops = HeldBack(self._saved_back[0]), dict(self._saved_back[1])
+        self._before = None
+
+    def hold_step(self) -> None:
+        """The script's part of a committed step is over: what it stepped with is owed to the ps; or its range is held
+        back, while its gradients wait for a step."""
         owed, self._to_hold = self._to_hold, None
-        content = self._content
+        content, before = self._content, self._before or ()
+        self._before = None
         self._forget_steps()
         if owed is None:
             return
-        if not content and not owed.skipped:
-            owed = replace(owed, skipped=True, left_out=True)
-        parts = in_intervals(owed, [] if owed.skipped else content)
+        if content and not owed.skipped:
+            self._hold(replace(owed, before=before), content)
+            return
+        if self._held_back.ranges and self._was_zeroed():
+            self._held_back.zeroed()
+        waiting = {name: table.drops for name, table in self.tables.batches.items() if table.waits}
+        if waiting and (self._held_back.ranges or not owed.skipped):
+            learnt = not owed.skipped and self._backwards != self._count_backwards()
+            self._held_back.add(Range(owed.shard, owed.lo, owed.hi, learnt))
+            self._drops = waiting
+            return
+        self._hold(replace(owed, skipped=True, left_out=not owed.skipped, before=_left_out(self._take_held_back())), [])
+
+    def _hold(self, owed: Owed, content: list[Stepped]) -> None:
+        """``owed`` is to be pushed, once it is known that everybody has it."""
+        parts = in_intervals(owed, content if owed.learns else [])
         with self._lock:
             for part, found in parts:
                 self._sums[part.step, part.lo] = _Sum(found, self.client, self.tables)
                 self.pushes.hold(part)
 
+    def _take_held_back(self) -> tuple[Range, ...]:
+        if self._was_zeroed():
+            self._held_back.zeroed()
+        self._drops = {}
+        return self._held_back.take()
+
+    def _was_zeroed(self) -> bool:
+        """Whether the script has dropped the gradients of what is held back."""
+        return all(self.tables.batches[name].drops != drops for name, drops in self._drops.items())
+
+    def _count_backwards(self) -> int:
+        return sum(table.backwards for table in self.tables.batches.values())
+
     def close_step(self, step: Step) -> bool:
-        self._hold_step()
-        self.tables.since = (table_shard(step.dataset, step.epoch), step.hi)
+        self._show_since(table_shard(step.dataset, step.epoch), step.hi)
         barrier, self._barrier = self._barrier, None
         if step.size > 1:
             try:
@@ -486,6 +577,60 @@ class GroupTables:
         route = version if all_same and router.version == version else -1
         self._feed(lambda: self.pushes.committed(step.number, route, mine))
         return True
+
+    def finish(self, step: int, lease: LeaseNo) -> None:
+        """The script is over: what it has accumulated and not stepped with is left out. ``step``: the last one;
+        ``lease``: of a group, for one that was in none."""
+        ranges = _left_out(self._take_held_back())
+        if not ranges:
+            return
+        *before, last = ranges
+        self._hold(Owed(step, last.shard, last.lo, last.hi, True, True, tuple(before)), [])
+        self._feed(lambda: self.pushes.entered(self.pushes.lease or lease))
+        limit = time.monotonic() + _REST_S
+        with self._changed:  # (stale: somebody in a later group is at the same end)
+            while self.pushes.owes and not self.pushes.stale and time.monotonic() < limit:
+                if self.failure is not None or self.client.failure is not None:
+                    return
+                self._changed.wait(_TICK_S)
+
+    # ------------------------------------------------------------ a part of the training state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps: gradients that wait for a step, and of which ranges; {}: there are none."""
+        if not self._held_back.ranges:
+            return {}
+        kept = {name: (table.kept(), table.waits) for name, table in self.tables.batches.items()}
+        return {
+            "ranges": [[r.shard, r.lo, r.hi, r.learnt] for r in self._held_back.ranges],
+            "zeroed": self._was_zeroed(),
+            "tables": {name: [*found, waits] for name, (found, waits) in kept.items() if found is not None},
+        }
+
+    @property
+    def begin(self) -> tuple[int, int]:
+        """Shard and position from which on ranges are held back; (-1, 0): there are none."""
+        ranges = self._held_back.ranges
+        return (ranges[0].shard, ranges[0].lo) if ranges else (-1, 0)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` gave at another member, or before. Raises CheckpointError."""
+        if not state and not self._held_back.ranges:
+            return
+        for table in self.tables.batches.values():
+            table.zero()
+        try:
+            for name, (keys, grads, waits) in state.get("tables", {}).items():
+                self.tables.batches[name].put_kept(keys, grads, waits)
+            self._held_back = HeldBack(
+                [Range(ShardKey(s), lo, hi, learnt) for s, lo, hi, learnt in state.get("ranges", [])]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the state has gradients of a table that this script does not have: {error}"
+            ) from None
+        waiting = {name: table.drops for name, table in self.tables.batches.items() if table.waits}
+        self._drops = {name: -1 if state["zeroed"] else drops for name, drops in waiting.items()} if state else {}
 
     def close(self) -> None:
         self.release()
@@ -522,7 +667,7 @@ class GroupTables:
         held = self._sums.get((owed.step, owed.lo))
         if held is None or router.version != self.pushes.route:
             return
-        parts = () if owed.skipped else tuple(held.parts(router)[router.slots.index(action.ps)])
+        parts = tuple(held.parts(router)[router.slots.index(action.ps)]) if owed.learns else ()
         held.sent()
 
         def then(answer: DataAnswer, body: memoryview) -> None:
@@ -535,7 +680,10 @@ class GroupTables:
             elif not isinstance(answer, Moved):
                 self.fail(self._refused(action.ps, answer))
 
-        message = Push(router.version, action.token, parts, True, b"", owed.skipped, left_out=owed.left_out)
+        left_out = action.skipped and (owed.left_out or owed.learns)
+        message = Push(
+            router.version, action.token, parts, True, b"", action.skipped, left_out=left_out, more=action.more
+        )
         self.client.submit(action.ps, message, then, router)
 
     def _say_again(self, action: Again) -> None:
@@ -580,6 +728,10 @@ class GroupTables:
         ticket.then(landed)
         self._wait(lambda: ticket.ready, collective)
         ticket.wait()
+
+
+def _left_out(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    return tuple(replace(r, learnt=False) for r in ranges)
 
 
 # ---------------------------------------------------------------- gradients on their way

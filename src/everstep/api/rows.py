@@ -350,6 +350,7 @@ class BatchTable:
         self.batch = 0  # grows with every ``show``
         self.layout = 0  # grows whenever the rows are others, or more
         self.backwards = 0  # gradients that have come
+        self.drops = 0  # times that its gradient was dropped
         self._rows: TableRows | None = None  # of the first ``u`` keys: as they were pulled
         self._carried: Carried | None = None
         self._exposed = False  # somebody has looked at the gradient
@@ -547,11 +548,37 @@ class BatchTable:
 
     def save(self) -> Any:
         """The gradient from before this iteration, to go back to (mode allreduce)."""
-        return self._carried, list(self._arrived)
+        return self._carried, list(self._arrived), self.drops, self._stepped
 
     def restore(self, saved: Any) -> None:
         self._put_grad(None)
         self._carried, self._arrived = saved[0], list(saved[1])
+        self.drops, self._stepped = saved[2:]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient is here that no step has taken."""
+        return self.has_grad and not self._stepped
+
+    def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Between two batches: what is carried, by ascending key, without rows that have nothing; None: nothing is. The
+        same on all members of a group."""
+        self._take_in()
+        if self._carried is None:
+            return None
+        keys, grads = self._carried.keys, _numbers(self._carried.grads).reshape(-1, self.dim)
+        order = np.argsort(keys, kind="stable")
+        order = order[np.any(grads[order] != 0, axis=1)]
+        return keys[order].copy(), grads[order].copy()
+
+    def put_kept(self, keys: NDArray[np.int64], grads: NDArray[np.float32], waits: bool) -> None:
+        """What ``kept`` gave elsewhere. ``waits``: as there."""
+        if len(keys) != len(grads) or grads.shape[1:] != (self.dim,):
+            raise ValueError(
+                f"gradients {list(grads.shape)} of {len(keys)} rows of table {self.name!r}, dim {self.dim}"
+            )
+        self.arrive(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(grads, np.float32))
+        self._stepped = not waits
 
     def take_local(self) -> Gradient | None:
         """What backward has brought here, without what is carried; it is gone from here."""
@@ -590,6 +617,7 @@ class BatchTable:
     def set_grad(self, value: Tensor | None) -> None:
         """The script assigns it."""
         if value is None:
+            self.drops += 1
             self._carried = None
             self._arrived = []
             self._put_grad(None)

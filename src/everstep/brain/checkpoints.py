@@ -32,7 +32,7 @@ from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.reasons import CheckpointReason
-from everstep.model.shard import shard_key
+from everstep.model.shard import shard_key, split_key
 from everstep.model.table import TableSpec
 from everstep.model.words import checkpoint_words
 from everstep.policies.checkpoints import since_of
@@ -459,7 +459,11 @@ def lacks(draft: Manifest, image: BucketImage) -> str:
     epoch, position = mark.epoch, mark.position
     if not position and epoch and mark.dataset < len(draft.datasets):
         epoch, position = epoch - 1, draft.datasets[mark.dataset].plan.samples
-    found = dict(image.watermarks).get(shard_key(mark.dataset, epoch, 0), 0)
+    shard = shard_key(mark.dataset, epoch, 0)
+    if draft.replica.waits_in >= 0:  # (the replica has the gradients from there on itself)
+        shard, position = ShardKey(draft.replica.waits_in), draft.replica.waits_from
+        epoch = split_key(shard)[1]
+    found = dict(image.watermarks).get(shard, 0)
     if found >= position:
         return ""
     return f"bucket {image.bucket} is at sample {found} of epoch {epoch}, the replica at {position}"

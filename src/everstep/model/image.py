@@ -42,12 +42,16 @@ class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReplicaImage(msgspec.Struct, frozen=True, kw_only=True):
     """The training state of a group (mode allreduce) at ``mark``. ``file``: see ``protect.replicafile``.
-    ``parameters``: numbers in the models' parameters; ``origin``: of the line of states that it belongs to."""
+    ``parameters``: numbers in the models' parameters; ``origin``: of the line of states that it belongs to.
+    ``waits_in``, ``waits_from``: from this position of this shard on, up to the mark, it has gradients of tables that
+    wait for a step; -1: there are none."""
 
     mark: Mark
     file: ImageFile
     origin: Whole = 0
     parameters: Whole = 0
+    waits_in: WholeOrNone = -1
+    waits_from: Whole = 0
 
 
 class EpochPosition(msgspec.Struct, frozen=True, array_like=True):

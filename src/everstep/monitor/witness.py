@@ -146,7 +146,7 @@ def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectatio
         journal.advance()
         facts = journal.facts
     at = None if facts.done_well else facts.manifests.get(checkpoint)
-    made = _of_groups(facts, at) if facts.brain.replicated else _of_servers(facts, run_dir, at)
+    made = _of_groups(facts, run_dir, at) if facts.brain.replicated else _of_servers(facts, run_dir, at)
     url = facts.brain.checkpoints.resumed_from
     if not url:
         return made
@@ -170,7 +170,8 @@ def _run_of(url: str) -> Path | None:
     return next((p for p in (path, path.parent) if (p / "journal.sqlite").is_file()), None)
 
 
-def _of_groups(facts: JobFacts, manifest: Manifest | None) -> Expectation:
+def _of_groups(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Expectation:
+    on_ps = facts.brain.job.spec.ps > 0
     check = StepCheck(facts.steps, facts.plans, AuditReport(""), over=False)
     check.run([])
     epochs: dict[Where, Expected] = {}
@@ -184,7 +185,13 @@ def _of_groups(facts: JobFacts, manifest: Manifest | None) -> Expectation:
         for epoch in range(cursor.epoch + (cursor.position > 0)):
             done = samples if epoch < cursor.epoch else cursor.position
             epochs[number, epoch] = Expected(samples, done, True)
-        if mark is not None and facts.brain.job.spec.ps:  # (its tables are of a little later than the rest)
+        replica = manifest.replica if manifest is not None else None
+        if replica is not None and replica.waits_in >= 0:  # (gradients that had not reached its tables yet)
+            first = split_key(ShardKey(replica.waits_in))[:2]
+            for where, known in epochs.items():
+                if where[0] == first[0] == number and where >= first:
+                    known.perhaps.append((replica.waits_from if where == first else 0, known.done))
+        if mark is not None and on_ps:  # (its tables are of a little later than the rest)
             now = facts.brain.state.groups.cursor(number)
             for epoch in range(cursor.epoch, now.epoch + (now.position > 0)):
                 done = cursor.position if epoch == cursor.epoch else 0
@@ -199,11 +206,18 @@ def _of_groups(facts: JobFacts, manifest: Manifest | None) -> Expectation:
             hi = min(p.hi, one.done)
             told = [c for c in line.told if (c.dataset, c.epoch) == (p.dataset, p.epoch)]
             one.not_applied += _inside([s for c in told for s in c.skipped], p.lo, hi)
-            one.perhaps += _inside([s for c in told for s in c.unstepped], p.lo, hi)
+            if not on_ps:  # (else a later step may have applied it: the ps have written down which are left out)
+                one.perhaps += _inside([s for c in told for s in c.unstepped], p.lo, hi)
             at = p.loop, p.epoch
             least, most = steps.get(at, (0, 0))
             steps[at] = least + last + 1 - p.first, most + last + 1 - p.first
     odd = any(one.not_applied or one.perhaps for one in epochs.values())
+    odd = odd or (on_ps and any(c.unstepped for line, _ in check.lines() for c in line.told))
+    for log in [read_log(p) for p in sorted((run_dir / "audit").glob("ps-*.log"))] if on_ps else ():
+        for i in np.flatnonzero(log.skipped).tolist():
+            number, of_epoch, _ = split_key(ShardKey(int(log.shard[i])))
+            if (number, of_epoch) in epochs:
+                epochs[number, of_epoch].perhaps.append((int(log.lo[i]), int(log.hi[i])))
     return Expectation(epochs, None if odd or any(loop == 0 for loop, _ in steps) else steps)
 
 

@@ -83,6 +83,7 @@ class GroupScenario(Scenario, frozen=True, kw_only=True):
     min_workers: int = 1
     logical: int = 0
     patient: bool = False  # max_restarts and the like never end the job
+    accumulate: int = 1  # steps whose gradients of tables are one step of these (``sim.hybrid``)
 
     def spec(self) -> JobSpec:
         return JobSpec(

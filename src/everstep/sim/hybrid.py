@@ -3,12 +3,15 @@
 The group is that of ``sim.group``; ``tables.steps`` is the machine under test, round it a model of its shell
 (``api.group_tables``): rows are exchanged before the vote, a barrier follows the vote, each ps is served by one member,
 and the others hold what it needs. The ps are ledgers that live on; the way to them loses, repeats and delays messages.
+In some runs the script steps its tables in every second or third step only.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,14 +19,26 @@ import msgspec
 from everstep.allreduce.protocol import GroupMachine
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.group import Committed
-from everstep.model.shard import Token, split_key
+from everstep.model.shard import split_key
 from everstep.native.ledger import Ledger
 from everstep.net.messages import Pushed
 from everstep.policies.split import Cut as StepCut
 from everstep.sim.group import GroupScenario, GroupSimulation, GroupWorker, Ring, group_scenario
 from everstep.sim.kernel import Process, Violation
 from everstep.sim.run import Outcome, Parts
-from everstep.tables.steps import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of, table_shard
+from everstep.tables.steps import (
+    HELD_MAX,
+    Action,
+    Again,
+    HeldBack,
+    Open,
+    Owed,
+    Range,
+    Send,
+    StepPushes,
+    pusher_of,
+    table_shard,
+)
 
 SERVERS = 2
 BUCKETS = 3
@@ -44,10 +59,18 @@ class TablePs(Process):
         answer = self.ledger.open(shard, 0, lease)
         self.sim.net.send(self, worker, worker.answered, request, answer)
 
-    def on_push(self, worker: HybridWorker, request: int, owed: Owed, token: Token, origin: int) -> None:
-        r = self.ledger.push(token.shard, token.lo, token.hi, token.lease)
+    def on_push(
+        self,
+        worker: HybridWorker,
+        request: int,
+        send: Send,
+        content: tuple[Range, ...],
+        origin: int,
+    ) -> None:
+        token, more = send.token, [(s.shard, s.lo, s.hi, s.lease, s.learnt) for s in send.more]
+        r = self.ledger.push(token.shard, token.lo, token.hi, token.lease, b"", send.skipped, more)
         if r.applied:
-            self.sim.reached(self.slot, origin, owed, worker)
+            self.sim.reached(self.slot, origin, send.owed, content, worker)
         self.sim.net.send(self, worker, worker.answered, request, Pushed(r.applied, r.repeats, r.gap, r.fenced))
 
 
@@ -68,7 +91,10 @@ class HybridWorker(GroupWorker):
         self.surveyed_at = -1  # where the step begins before which it was
         self.stop = 0  # a position that the ps are at; the next step ends there at the latest
         self.stage: tuple[Ring | None, str] = (None, "")  # of a survey
-        self.marks: dict[Slot, list[int]] = {}
+        self.marks: dict[tuple[Slot, ShardKey], list[int]] = {}
+        self.held_back = HeldBack()
+        self.held_of: int | None = 0  # state (its chain) that this is a part of
+        self.contents: dict[tuple[int, int], tuple[Range, ...]] = {}  # of what is owed: whose gradients are in it
         self.origin_of_held: int | None = None
         self.pushed = 0
         self.waits_for_ps = 0.0
@@ -115,7 +141,7 @@ class HybridWorker(GroupWorker):
                 )
             else:
                 s = action
-                what = s.owed, s.token, self.origin_of_held
+                what = s, self.contents.get((s.owed.step, s.owed.lo), ()), self.origin_of_held
                 self.request(ps, "on_push", what, lambda found, s=s: self.landed(s, found))  # type: ignore[misc]
 
     def opened(self, action: Open, found: Any) -> None:
@@ -150,6 +176,9 @@ class HybridWorker(GroupWorker):
         if self.origin_of_held != self.origin:
             self.origin_of_held = self.origin
             self.pushes.void()
+            self.contents.clear()
+            self.held_of = None
+        self.sync_held_back()
         if self.stage[0] is not ring:
             self.stage = ring, ""
         if cut is None:
@@ -166,23 +195,54 @@ class HybridWorker(GroupWorker):
         elif stage == "flushed":
             self.stage = ring, "opening"
             self.marks = {}
-            shard = table_shard(0, cut.epoch)
-            for ps in self.hsim.ps.values():
-                self.request(ps, "on_open", (shard, group.lease), lambda a, ps=ps: self.marked(ring, ps, a))  # type: ignore[misc]
-        elif stage == "opening" and len(self.marks) == SERVERS:
-            marks = [mark for found in self.marks.values() for mark in found]
+            for shard in self.to_open(cut):
+                for ps in self.hsim.ps.values():
+                    marked = partial(self.marked, ring, ps, shard)
+                    self.request(ps, "on_open", (shard, group.lease), marked)
+        elif stage == "opening" and len(self.marks) == SERVERS * len(self.to_open(cut)):
+            by_shard = {
+                shard: [mark for (_, of), found in self.marks.items() if of == shard for mark in found]
+                for shard in self.to_open(cut)
+            }
+            marks = by_shard[table_shard(0, cut.epoch)]
+            ahead = min((m for m in marks if m > cut.lo), default=0)
             self.stage = ring, "surveying"
-            self.post("survey", (min((m for m in marks if m > cut.lo), default=0), min(marks), cut.lo, cut.epoch))
+            self.post("survey", (ahead, min(marks), cut.lo, cut.epoch, self.crossed(by_shard)))
         return False
 
-    def marked(self, ring: Ring, ps: TablePs, answer: tuple[list[int], list[int]] | None) -> None:
+    def to_open(self, cut: StepCut) -> list[ShardKey]:
+        return list(dict.fromkeys((*self.held_back.shards, table_shard(0, cut.epoch))))
+
+    def crossed(self, marks: dict[ShardKey, list[int]]) -> bool:
+        return self.held_back.crossed(marks)
+
+    def sync_held_back(self) -> None:
+        """A state that was copied brings what is carried with it."""
+        if self.held_of != self.chain:
+            self.held_of, self.held_back = self.chain, HeldBack(self.hsim.held_back.get(self.chain, ()))
+
+    def cut_held_back(self) -> None:
+        """What ``GroupTables`` does of that name."""
+        ranges = self.held_back.take()
+        if ranges:
+            self.owe(ranges, tuple(r for r in ranges if r.learnt))
+
+    def owe(self, ranges: tuple[Range, ...], content: tuple[Range, ...]) -> None:
+        """Of the last step, without a step of its own."""
+        *before, last = ranges
+        skipped = not last.learnt
+        owed = Owed(self.mark.step - 1, last.shard, last.lo, last.hi, skipped, skipped, tuple(before))
+        self.contents[owed.step, owed.lo] = content
+        self.pushes.hold(owed)
+
+    def marked(self, ring: Ring, ps: TablePs, shard: ShardKey, answer: tuple[list[int], list[int]] | None) -> None:
         if self.stage != (ring, "opening"):
             return
         if answer is None:
             self.pushes.stale = True
             self.clear_of_debts()
         else:
-            self.marks[ps.slot] = answer[1]
+            self.marks[ps.slot, shard] = answer[1]
 
     # ------------------------------------------------------------ a step
 
@@ -223,10 +283,17 @@ class HybridWorker(GroupWorker):
             self.stage = ring, "flushed"
         elif kind == "survey":
             lowest, lo, epoch = min(v[1] for v in values), values[0][2], values[0][3]
-            if lowest < lo:
-                raise Violation(f"a ps is at {lowest} of epoch {epoch}, the group at {lo}: nobody has what is between")
+            begin = self.held_back.begin(table_shard(0, epoch), lo)
+            if lowest < begin:
+                raise Violation(
+                    f"a ps is at {lowest} of epoch {epoch}, the group at {begin}: nobody has what is between"
+                )
             self.stop = min((v[0] for v in values if v[0]), default=0)
-            self.known, self.surveyed_at, self.stage = (ring, epoch), lo, (ring, "")
+            if any(v[4] for v in values):
+                self.cut_held_back()
+                self.known, self.stage = (None, -1), (ring, "")  # (flushed again, and looked at)
+            else:
+                self.known, self.surveyed_at, self.stage = (ring, epoch), lo, (ring, "")
         elif self.beside is not None:
             (_, owed), self.beside = self.beside, None
             self.known_by_all(owed)
@@ -235,12 +302,45 @@ class HybridWorker(GroupWorker):
     def apply(self) -> None:
         assert self.step is not None
         c = self.step[0]
+        self.sync_held_back()
         super().apply()
         owed = Owed(c.first, table_shard(0, c.epoch), c.lo, c.hi)
-        self.pushes.hold(owed)
+        mine = Range(owed.shard, owed.lo, owed.hi)
+        if (c.first + 1) % self.hsim.accumulate:
+            self.hold_back(owed, mine)
+        else:
+            before, content = self.consume(mine)
+            self.contents[owed.step, owed.lo] = content
+            self.pushes.hold(replace(owed, before=before))
+        self.held_of = self.chain
+        self.hsim.held_back[self.chain] = tuple(self.held_back.ranges)
         ring = self.ring
         if self.voting and ring is not None:
             self.beyond_the_vote(ring, owed)
+
+    def hold_back(self, owed: Owed, mine: Range) -> None:
+        """The script does not step its tables in this step."""
+        self.held_back.add(mine)
+
+    def consume(self, mine: Range) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+        """It does: what is pushed besides, and all whose gradients are in it."""
+        before = self.held_back.take()
+        return before, (*(r for r in before if r.learnt), mine)
+
+    def end(self, status: int, since: float) -> None:
+        """At the script's end, what is held back is left out."""
+        newest = self.machine.newest
+        if status == 0 and newest is not None and not self.pushes.stale:
+            self.sync_held_back()
+            self.held_back.zeroed()
+            if ranges := self.held_back.take():
+                self.origin_of_held = self.origin
+                self.owe(ranges, ())
+                self.feed(self.pushes.entered(self.pushes.lease or newest.lease))
+            if self.pushes.owes:
+                self.later(0.02, self.end, status, since)
+                return
+        super().end(status, since)
 
     def beyond_the_vote(self, ring: Ring, owed: Owed) -> None:
         """Who has the vote's result may be the only one: nobody pushes before everybody is beyond the vote."""
@@ -272,7 +372,8 @@ class HybridWorker(GroupWorker):
 
 
 class HybridSimulation(GroupSimulation):
-    """``there``: what each ps applied, by origin and step: epoch, lo, hi. ``counts``: by epoch, bucket and position."""
+    """``there``: what each ps applied, by origin and step: epoch, hi. ``counts``: by epoch, bucket and position.
+    ``held_back``: by state."""
 
     def __init__(
         self,
@@ -286,20 +387,22 @@ class HybridSimulation(GroupSimulation):
     ) -> None:
         super().__init__(seed, scenario, parts, trace, validate, worker, machine)
         self.counts = [[bytearray(scenario.samples) for _ in range(BUCKETS)] for _ in range(scenario.epochs)]
-        self.there: dict[tuple[Slot, int, int], tuple[int, int, int]] = {}
+        self.there: dict[tuple[Slot, int, int], tuple[int, int]] = {}
+        self.held_back: dict[int, tuple[Range, ...]] = {}
+        self.accumulate = scenario.accumulate
         self.ps = {Slot(slot): TablePs(self, Slot(slot)) for slot in range(SERVERS)}
 
-    def reached(self, ps: Slot, origin: int, owed: Owed, worker: HybridWorker) -> None:
-        """``ps`` applied a step of the line ``origin``."""
-        epoch = split_key(owed.shard)[1]
+    def reached(self, ps: Slot, origin: int, owed: Owed, content: tuple[Range, ...], worker: HybridWorker) -> None:
+        """``ps`` applied a step of the line ``origin``; the gradients of ``content`` are in it."""
+        left_out = [r for r in owed.ranges if not r.learnt]
         for bucket in self.ps[ps].ledger.buckets:
-            row = self.counts[epoch][bucket]
-            if any(row[owed.lo : owed.hi]):
-                raise Violation(
-                    f"bucket {BucketId(bucket)} has [{owed.lo}, {owed.hi}) of epoch {epoch} twice: {worker}"
-                )
-            row[owed.lo : owed.hi] = b"\1" * (owed.hi - owed.lo)
-        what = epoch, owed.lo, owed.hi
+            for r in (*content, *left_out):
+                epoch = split_key(r.shard)[1]
+                row = self.counts[epoch][bucket]
+                if any(row[r.lo : r.hi]):
+                    raise Violation(f"bucket {BucketId(bucket)} has [{r.lo}, {r.hi}) of epoch {epoch} twice: {worker}")
+                row[r.lo : r.hi] = b"\1" * (r.hi - r.lo)
+        what = split_key(owed.shard)[1], owed.hi
         if self.there.setdefault((ps, origin, owed.step), what) != what:
             raise Violation(f"step {owed.step} of line {origin} came to ps:{ps} as {what}, and before as another one")
 
@@ -315,11 +418,11 @@ class HybridSimulation(GroupSimulation):
                     raise Violation(f"bucket {bucket} lacks position {row.index(0)} of epoch {epoch} at the end")
         origin = self.master.brain.state.groups.origin
         chains = [chain for line, chain in self.ended_with if line == origin]
-        steps: dict[int, tuple[int, int, int]] = {}
+        steps: dict[int, tuple[int, int]] = {}
         chain = chains[0]
         while chain in self.history:
             chain, c = self.history[chain]
-            steps[c.first] = c.epoch, c.lo, c.hi
+            steps[c.first] = c.epoch, c.hi
         for (ps, line, step), what in self.there.items():
             if line == origin and steps.get(step) != what:
                 raise Violation(f"ps:{ps} has step {step} as {what}, which is {steps.get(step)} in the trained state")
@@ -330,6 +433,11 @@ def hybrid_scenario(seed: int) -> GroupScenario:
     rng = random.Random(f"hybrid {seed}")
     calm = group_scenario(seed)
     kills = [(round(rng.uniform(0.3, calm.chaos_s), 3), "kill worker") for _ in range(rng.choice([0, 2, 5, 9]))]
+    accumulate = 1
+    if seed % 7 == 6:
+        other = random.Random(f"accumulate {seed}")
+        accumulate = other.choice([2, 3, 4])
+        kills += [(round(other.uniform(0.3, calm.chaos_s), 3), "kill all workers") for _ in range(other.choice([1, 2]))]
     return msgspec.structs.replace(
         calm,
         workers=max(2, calm.workers),
@@ -337,6 +445,7 @@ def hybrid_scenario(seed: int) -> GroupScenario:
         loss=rng.choice([0.0, 0.01, 0.05]),
         batch_s=rng.choice([0.01, 0.03, 0.08]),
         faults=tuple(sorted([*calm.faults, *kills])),
+        accumulate=accumulate,
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from everstep.ids import LeaseNo, Slot
+from everstep.ids import LeaseNo, ShardKey, Slot
 from everstep.policies.split import Cut as StepCut
 from everstep.sim.group import Ring
 from everstep.sim.hybrid import HybridWorker, hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import Mutation
 from everstep.sim.run import Outcome, Parts
-from everstep.tables.steps import Action, Owed, StepPushes
+from everstep.tables.steps import Action, HeldBack, Owed, Range, StepPushes
 
 _committed, _entered, _anew = StepPushes.committed, StepPushes.entered, StepPushes._anew
 
@@ -54,6 +55,24 @@ def _steps_over_watermarks(self: HybridWorker, size: int) -> StepCut | None:
     return self.gsim.cut_of(self.mark, size, self.machine.split)
 
 
+def _pushes_what_waits(self: HybridWorker, owed: Owed, mine: Range) -> None:
+    self.held_back.add(mine)
+    self.pushes.hold(replace(owed, skipped=True, left_out=True))
+
+
+def _consumes_its_own(self: HybridWorker, mine: Range) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    return (), (*self.held_back.take(), mine)
+
+
+def _crosses_nothing(self: HeldBack, marks: Mapping[ShardKey, Sequence[int]]) -> bool:
+    return False
+
+
+def _carries_nothing_over(self: HybridWorker) -> None:
+    if self.held_of != self.chain:
+        self.held_of, self.held_back = self.chain, HeldBack()
+
+
 def _patch(name: str, what: str, owner: object, attribute: str, value: object) -> Mutation:
     return Mutation(name, what, Parts(), ((owner, attribute, value),))
 
@@ -80,5 +99,23 @@ HYBRID_MUTATIONS: tuple[Mutation, ...] = (
         HybridWorker,
         "next_cut",
         _steps_over_watermarks,
+    ),
+    Mutation(
+        "waits-at-the-ps",
+        "watermarks pass gradients that only the members have",
+        Parts(),
+        (
+            (HybridWorker, "hold_back", _pushes_what_waits),
+            (HybridWorker, "consume", _consumes_its_own),
+            (HeldBack, "crossed", _crosses_nothing),
+        ),
+    ),
+    _patch("carries-across", "a step consumes what some buckets have", HeldBack, "crossed", _crosses_nothing),
+    _patch(
+        "carries-nothing-over",
+        "a newcomer does not get what is held back",
+        HybridWorker,
+        "sync_held_back",
+        _carries_nothing_over,
     ),
 )

@@ -15,15 +15,19 @@ interval lies in one shard per epoch: all of its positions (``table_shard``).
 
 If the script steps a table several times in one iteration, the step is several intervals, one behind the other: all but
 the last have one position each.
+
+If the script accumulates gradients over several steps, the ranges of those in which it does not step any table are
+*held back* (``HeldBack``): they go to the ps with the step that consumes their gradients, as one push, which a bucket
+takes whole or not at all. So a bucket's watermark never passes a gradient that only the members have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Token, shard_key
+from everstep.model.shard import Span, Token, shard_key
 from everstep.net.messages import Pushed
 
 HELD_MAX = 4
@@ -36,9 +40,62 @@ def table_shard(dataset: int, epoch: int) -> ShardKey:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Positions ``[lo, hi)`` of ``shard``. ``learnt``: their gradients are in what a step applies."""
+
+    shard: ShardKey
+    lo: int
+    hi: int
+    learnt: bool = True
+
+
+class HeldBack:
+    """Ranges of committed steps, in order, whose gradients no step of a table has consumed yet."""
+
+    def __init__(self, ranges: Sequence[Range] = ()) -> None:
+        self.ranges = list(ranges)
+
+    def __repr__(self) -> str:
+        return f"<HeldBack {self.ranges}>"
+
+    def add(self, new: Range) -> None:
+        last = self.ranges[-1] if self.ranges else None
+        if last is not None and (last.shard, last.hi, last.learnt) == (new.shard, new.lo, new.learnt):
+            self.ranges[-1] = Range(last.shard, last.lo, new.hi, last.learnt)
+        else:
+            self.ranges.append(new)
+
+    def zeroed(self) -> None:
+        """The script has dropped the gradients of all of them."""
+        ranges, self.ranges = self.ranges, []
+        for r in ranges:
+            self.add(Range(r.shard, r.lo, r.hi, False))
+
+    def take(self) -> tuple[Range, ...]:
+        """A step consumes them."""
+        taken, self.ranges = tuple(self.ranges), []
+        return taken
+
+    @property
+    def shards(self) -> list[ShardKey]:
+        return list(dict.fromkeys(r.shard for r in self.ranges))
+
+    def begin(self, shard: ShardKey, position: int) -> int:
+        """The lowest position of ``shard`` that is held back; ``position`` if there is none."""
+        return next((r.lo for r in self.ranges if r.shard == shard), position)
+
+    def crossed(self, marks: Mapping[ShardKey, Sequence[int]]) -> bool:
+        """Whether a bucket has some of them already. ``marks``: all buckets' watermarks, by shard.
+
+        A line of states that is over has consumed them in steps of its own. No step of this line can consume them
+        together with what comes: one bucket would have a gradient twice, or another one not at all."""
+        return any(mark > self.begin(shard, mark) for shard in self.shards for mark in marks[shard])
+
+
+@dataclass(frozen=True)
 class Owed:
     """One committed step. ``skipped``: its gradients were not finite, or (``left_out``) the script has not stepped; the
-    watermarks move, nothing else does."""
+    watermarks move, nothing else does. ``before``: what was held back and is consumed by the same step."""
 
     step: int
     shard: ShardKey
@@ -46,6 +103,23 @@ class Owed:
     hi: int
     skipped: bool = False
     left_out: bool = False
+    before: tuple[Range, ...] = ()
+
+    @property
+    def ranges(self) -> list[Range]:
+        """All that it consumes, in order."""
+        whole = HeldBack(self.before)
+        whole.add(Range(self.shard, self.lo, self.hi, not self.skipped))
+        return whole.ranges
+
+    @property
+    def shards(self) -> list[ShardKey]:
+        return HeldBack(self.ranges).shards
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has gradients."""
+        return any(r.learnt for r in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -60,12 +134,15 @@ class Open:
 
 @dataclass(frozen=True)
 class Send:
-    """Push ``owed`` to all buckets of ``ps``, then say ``pushed``."""
+    """Push ``owed`` to all buckets of ``ps``, then say ``pushed``. ``token``: of its first range; ``more``: the
+    others; ``skipped``: the first is not learnt."""
 
     ps: Slot
     owed: Owed
     token: Token
     life: int
+    more: tuple[Span, ...] = ()
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +267,7 @@ class StepPushes:
             return []
         self._busy.discard(ps)
         if answer.fenced:  # not open there, or a later lease is: opening it tells
-            self._open.get(ps, set()).discard(owed.shard)
+            self._open.get(ps, set()).difference_update(owed.shards)
             return self._next(ps)
         if answer.gap >= 0:  # another member has what is missing, and pushes it now
             self.gaps += 1
@@ -229,10 +306,13 @@ class StepPushes:
         if owed is None:
             return []
         self._busy.add(ps)
-        if owed.shard not in self._open.get(ps, set()):
-            return [Open(ps, owed.shard, self.lease, self._life)]
-        token = Token(owed.shard, owed.lo, owed.hi, self.lease, self._servers[ps], self.worker, self.incarnation)
-        return [Send(ps, owed, token, self._life)]
+        for shard in owed.shards:
+            if shard not in self._open.get(ps, set()):
+                return [Open(ps, shard, self.lease, self._life)]
+        first, *others = owed.ranges
+        token = Token(first.shard, first.lo, first.hi, self.lease, self._servers[ps], self.worker, self.incarnation)
+        more = tuple(Span(r.shard, r.lo, r.hi, self.lease, r.learnt) for r in others)
+        return [Send(ps, owed, token, self._life, more, not first.learnt)]
 
 
 def pusher_of(position: int, size: int) -> int:
