@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from everstep.native import sum_bits
@@ -119,11 +121,23 @@ def measure(flat: Tensor) -> Measured:
     """The digest of ``flat``; of one on a device it is only begun, and ``told`` waits for it."""
     if not flat.numel():
         return 0, True
+    here = octets(flat)
+    return measure_there(flat) if here is None else digest_of(*here)
+
+
+Octets = tuple[NDArray[np.uint8], str]
+
+
+def octets(flat: Tensor) -> Octets | None:
+    """The bytes of a flat tensor and what they are, for ``digest_of``. None: native code can not read them."""
     dtype = _NATIVE.get(flat.dtype)
-    if dtype is not None and flat.device.type == "cpu":
-        sums, finite = sum_bits(flat.view(torch.uint8).numpy(), dtype)
-        return sums & _DIGEST_MASK, finite
-    return measure_there(flat)
+    return (flat.view(torch.uint8).numpy(), dtype) if dtype is not None and flat.device.type == "cpu" else None
+
+
+def digest_of(data: NDArray[np.uint8], dtype: str) -> tuple[int, bool]:
+    """As ``measure``."""
+    sums, finite = sum_bits(data, dtype)
+    return sums & _DIGEST_MASK, finite
 
 
 def measure_there(flat: Tensor) -> Tensor:

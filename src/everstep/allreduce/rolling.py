@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from everstep.allreduce import parts
-from everstep.allreduce.flats import join_digests, measure, told
+from everstep.allreduce.flats import Measured, digest_of, join_digests, measure, octets, told
 
 if TYPE_CHECKING:
     from everstep.allreduce.state import ReplicaState
@@ -25,8 +25,24 @@ _EVERY_MAX: Final = 4
 _OVERHEAD_BYTES: Final = 32 << 10  # as many are digested in the time that a call takes
 _ALIGN: Final = 64  # elements
 
-Piece = tuple[Tensor, int, int]
-"""Elements ``[lo, hi)`` of a tensor."""
+
+class Piece:
+    """Elements ``[lo, hi)`` of a tensor, and where they lay when slices were cut."""
+
+    __slots__ = ("_octets", "_ptr", "hi", "lo", "tensor")
+
+    def __init__(self, tensor: Tensor, lo: int, hi: int) -> None:
+        self.tensor, self.lo, self.hi = tensor, lo, hi
+        mine = parts.local(tensor).detach()
+        self._ptr = mine.data_ptr()
+        self._octets = octets(mine.view(-1)[lo:hi]) if mine.is_contiguous() else None
+
+    def measured(self) -> Measured:
+        """Its digest. Where the script has put other memory into the tensor, or freed it, that is looked at."""
+        known, mine = self._octets, parts.local(self.tensor)
+        if known is not None and mine.data_ptr() == self._ptr:
+            return digest_of(*known)
+        return measure(mine.detach().reshape(-1)[self.lo : self.hi])
 
 
 class RollingDigest:
@@ -36,6 +52,7 @@ class RollingDigest:
         self._state = state
         self._slices: list[list[Piece]] = []
         self._shape: tuple[int, ...] = ()
+        self._cut_of: list[tuple[int, int, int]] = []  # the tensors that there were: which, where, elements
 
     def __repr__(self) -> str:
         return f"<RollingDigest of {len(self._slices)} slices>"
@@ -51,13 +68,17 @@ class RollingDigest:
         number = step // every % len(self._slices)
         if not number:
             self._plan(shape)
-        sums = [measure(_flat(tensor)[lo:hi]) for tensor, lo, hi in self._slices[number]]
-        return join_digests([total for total, _ in told(sums)])
+        return join_digests([total for total, _ in told([piece.measured() for piece in self._slices[number]])])
 
     def _plan(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
         tensors = [tensor for _, tensor in self._state.tensors() if tensor.numel()]
+        cut_of = [(id(t), parts.local(t).data_ptr(), t.numel()) for t in tensors]
+        if cut_of == self._cut_of:
+            return
+        self._cut_of = cut_of
         room = max(1, sum(_cost(t) for t in tensors) // _SLICES)
-        self._shape, self._slices = shape, _cut(tensors, room)
+        self._slices = _cut(tensors, room)
         while len(self._slices) > _SLICES_MAX:
             room += 1 + room // 4
             self._slices = _cut(tensors, room)
@@ -80,11 +101,7 @@ def _cut(tensors: Sequence[Tensor], room: int) -> list[list[Piece]]:
                 left = room
             fits = max(_ALIGN, max(left - _OVERHEAD_BYTES, room // 4) // mine.element_size() // _ALIGN * _ALIGN)
             hi = min(n, lo + fits)
-            slices[-1].append((tensor, lo, hi))
+            slices[-1].append(Piece(tensor, lo, hi))
             left -= (hi - lo) * mine.element_size() + _OVERHEAD_BYTES
             lo = hi
     return slices
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return parts.local(tensor).detach().reshape(-1)

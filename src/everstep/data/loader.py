@@ -161,9 +161,8 @@ class Loader:
         return self._split.train_samples(positions)
 
     def read(self, epoch: int, lo: int, hi: int) -> Any:
-        """The samples at positions ``[lo, hi)`` of ``epoch``: of columns key -> tensor [hi - lo, ...]; of a dataset "
-        "what
-        its collate_fn makes."""
+        """The samples at positions ``[lo, hi)`` of ``epoch``: of columns key -> tensor [hi - lo, ...]; otherwise what
+        collate_fn makes."""
         return self._batch(self.indices(epoch, lo, hi), epoch)
 
     def eval_batches(self, batch_size: int | None = None) -> Iterator[Any]:
@@ -178,9 +177,8 @@ class Loader:
             yield self._batch(self._split.test_samples(ranks), 0)
 
     def _batch(self, rows: Int64s, epoch: int) -> Any:
-        seeds = sample_seeds(rows, self.seed, epoch)
         if isinstance(self.source, DatasetSource):
-            batch = self._of_dataset(self.source, rows, seeds, epoch)
+            batch = self._of_dataset(self.source, rows, sample_seeds(rows, self.seed, epoch), epoch)
         else:
             batch = {key: as_torch(array) for key, array in self.source.read(rows).items()}
         if self._seeds:
@@ -190,7 +188,7 @@ class Loader:
                     "'seeds'; "
                     "give a dataset of dicts, or columns="
                 )
-            batch["seeds"] = torch.from_numpy(seeds)
+            batch["seeds"] = torch.from_numpy(sample_seeds(rows, self.seed, epoch))
         return batch if self.transform is None else self._transform(batch, rows, epoch)
 
     def _of_dataset(self, source: DatasetSource, rows: Int64s, seeds: Int64s, epoch: int) -> Any:

