@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.api.optim import table_twin_of
-from everstep.api.rows import BatchTable, TableParameter
+from everstep.api.optim import moves_all, table_twin_of
+from everstep.api.rows import STEPPED_WHOLE, BatchTable, TableParameter
 from everstep.api.tables import TableSet
 from everstep.model.table import OptimizerSpec
 
@@ -68,8 +68,10 @@ class TableFiring:
                 if not info.own:
                     self._tables.set_optimizer(name, table_twin_of(of_torch, group))
                 own = info.spec.optimizer if info.own else None
+                table = self._tables.batches[name]
+                table.moves_all = not info.own and moves_all(of_torch, group) and table.fits(STEPPED_WHOLE)
                 base = float(group.get("initial_lr", group["lr"]))
-                self._held.append(HeldTable(self._tables.batches[name], group, own, base, optimizer))
+                self._held.append(HeldTable(table, group, own, base, optimizer))
         self._given.append(optimizer)
         self.optimizers += 1
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.rows import LOOKUPS, BatchTable, GradientSum, TableParameter, table_of
+from everstep.api.rows import ALL_ROWS, LOOKUPS, BatchTable, GradientSum, TableParameter, table_of
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec
 from everstep.native import bag_backward, bag_forward, gather_rows
@@ -75,16 +75,19 @@ class Lookup:
                 "evaluation: call backward() inside the same iteration of job.steps()"
             )
         out, begun = found.target()
-        u = len(out)
-        if not self.by_count and (self.padding_at < 0 or not table.grown):
-            bag_backward(grad, self.inverse, offsets, mode, weights, u, out, begun)
+        u, inverse, padding_at = len(out), self.inverse, self.padding_at
+        if table.complete and found.layout != table.layout:  # the rows stand elsewhere since
+            inverse = table.moved[inverse].astype(np.int32)
+            padding_at = int(table.moved[padding_at]) if padding_at >= 0 else -1
+        if not self.by_count and (padding_at < 0 or not table.grown):
+            bag_backward(grad, inverse, offsets, mode, weights, u, out, begun)
             return
         own = np.empty((u, self.dim), np.float32)
-        bag_backward(grad, self.inverse, offsets, mode, weights, u, own)
+        bag_backward(grad, inverse, offsets, mode, weights, u, own)
         if self.by_count:
-            own /= np.maximum(np.bincount(self.inverse, minlength=u), 1).astype(np.float32)[:, None]
-        if self.padding_at >= 0:
-            own[self.padding_at] = 0.0
+            own /= np.maximum(np.bincount(inverse, minlength=u), 1).astype(np.float32)[:, None]
+        if padding_at >= 0:
+            own[padding_at] = 0.0
         if begun:
             out += own
         else:
@@ -192,6 +195,18 @@ class _Bag(torch.autograd.Function):
         return None, grad_weights, None, None, None
 
 
+def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
+    """What a lookup of no ids gives. The gradient of the table is zero then, and not None: an optimizer that moves all
+    rows steps because of it."""
+    table = weight._table
+    if not table.moves_all or not table.source.in_batch:
+        return torch.zeros(shape)
+    lookup = Lookup(table, table.values, np.empty(0, np.int32), np.empty(0, np.int64))
+    bounds = np.zeros(shape[0] + 1, np.int64)
+    out: Tensor = _Bag.apply(lookup.source(weight), None, lookup, bounds, "sum")  # type: ignore[no-untyped-call]
+    return out.view(shape)
+
+
 class Options(NamedTuple):
     """What a call says beside its ids; names as in ``torch.nn.functional``."""
 
@@ -208,7 +223,7 @@ class Options(NamedTuple):
 def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
     """``torch.nn.functional.embedding``."""
     if ids.numel() == 0:
-        return torch.empty((*ids.shape, dim))
+        return _nothing(weight, (0, dim)).view((*ids.shape, dim))
     lookup = source.lookup(name, ids)
     options.tell(lookup)
     out: Tensor = _Gather.apply(lookup.source(weight), lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
@@ -233,7 +248,7 @@ def _bag(
         bags, per_bag = ids.shape
         bounds = None if per_bag == 1 else np.arange(0, bags * per_bag + 1, max(per_bag, 1), dtype=np.int64)
         if per_bag == 0:
-            return torch.zeros((bags, dim))
+            return _nothing(weight, (bags, dim))
     elif ids.dim() == 1:
         if offsets is None:
             raise ScriptError(f"table {name!r}: ids of one dimension need offsets")
@@ -250,7 +265,7 @@ def _bag(
             )
         weights = weights.reshape(-1).float().contiguous()
     if ids.numel() == 0 or bags == 0:
-        return torch.zeros((bags, dim))
+        return _nothing(weight, (bags, dim))
     lookup = source.lookup(name, ids)
     options.tell(lookup)
     if mode == "max":
@@ -565,6 +580,16 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _all_rows(weight: TableParameter) -> Tensor:
+    """float32 [vocabulary, dim] of a complete table, by the way of lookups."""
+    table = weight._table
+    ids = np.arange(len(table.keys))
+    lookup = Lookup(table, table.values, ids.astype(np.int32), ids)
+    out: Tensor = _Gather.apply(lookup.source(weight), lookup, table.values.shape)  # type: ignore[no-untyped-call]
+    return out
+
+
+ALL_ROWS.append(_uncompiled(_all_rows))
 LOOKUPS.update(
     {
         nn.functional.embedding: _uncompiled(_functional_embedding),

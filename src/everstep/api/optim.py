@@ -128,8 +128,15 @@ def fixed_options(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in _HARMLESS and not k.startswith("_")}
 
 
+def moves_all(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a step of torch's moves rows whose gradient is zero, too."""
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        return bool(group.get("momentum") or group["weight_decay"])
+    return not isinstance(optimizer, torch.optim.SparseAdam)
+
+
 def table_twin_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> OptimizerSpec:
-    """The ps-side twin of a group for the tables in it: rows that a step does not touch are not changed.
+    """The ps-side twin of a group for the tables in it: rows that are not pushed are not changed.
 
     Raises ScriptError as ``twin_of`` does."""
     if type(optimizer) is torch.optim.SparseAdam:

@@ -24,6 +24,14 @@ from everstep.errors import ScriptError
 from everstep.native import bag_backward, sum_bits
 from everstep.tables.routing import TableRows
 
+STEPPED_WHOLE = 1 << 16
+"""Numbers (rows x dim) of a table that is as whole as a dense one, without being asked for: an optimizer that moves
+rows without a gradient moves all of them, and what the script does with ``weight`` is done with all rows. Of a larger
+table it is the rows of the batch."""
+USED_WHOLE = 1 << 22
+"""Numbers of a table that is pulled whole where the script asks for what only the whole can be: ``weight.T``, say, or
+values outside of a batch. A larger one is refused."""
+
 _GRAD: Any = torch._C.TensorBase.grad
 _DATA: Any = torch._C.TensorBase.data
 _OTHER_TYPE = torch.empty(0, dtype=torch.float64)
@@ -59,9 +67,6 @@ _READS = frozenset(
         *("allclose", "equal", "isnan", "isfinite", "all", "any", "stack", "cat", "copysign", "dist", "histc"),
     }
 )
-_ABOUT = frozenset(
-    {"__get__", "__set__", "size", "dim", "numel", "is_floating_point", "is_complex", "__repr__", "stride"}
-)
 _HARMLESS = frozenset({"requires_grad_", "detach_", "retain_grad_", "is_shared_"})
 _VALUELESS = _HARMLESS | {
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "ndimension", "element_size", "__len__"),
@@ -76,11 +81,14 @@ _VALUELESS_ATTRIBUTES = frozenset(
         "_post_accumulate_grad_hooks",
     }
 )
+_SHOWN = frozenset({"detach", "data.__get__"})
 _WRITES = frozenset({"__setitem__", "index_copy_", "scatter_", "index_fill_"})
 
 LOOKUPS: dict[Any, Callable[..., Any]] = {}
 """Functions of torch that look rows up in a weight, and what they are for the weight of a table (``api/nn``): called
 with the same arguments, NotImplemented where these mean something else."""
+ALL_ROWS: list[Callable[[Any], Tensor]] = []
+"""One function (of ``api/nn``): all rows of a weight, as a lookup of all ids gives them."""
 
 
 class TableParameter(nn.Parameter):
@@ -120,39 +128,44 @@ class TableParameter(nn.Parameter):
         kwargs = kwargs or {}
         if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
             return found
+        name = _word(func)
+        if name.endswith("_like") or name.startswith("new_"):
+            return _outside(func, name, args, kwargs)
         if asks_for_values(func):
+            asks = func is torch.autograd.grad or name == "backward"
+            limit = 0 if asks else USED_WHOLE if name in _WHOLE or name in _WRITES else STEPPED_WHOLE
+            outside = False
             for a in flat_arguments(args, kwargs):
                 if isinstance(a, TableParameter):
-                    a._table.used()
-        name = _word(func)
-        if name.endswith("_") and not name.endswith("__") and name not in _HARMLESS:
-            table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
-            if table is not None and not table._table.in_hand:
-                raise ScriptError(
-                    f"{name}() on the weight of table {table.everstep_table!r} outside of a batch: its rows are on the "
-                    "ps; give it its values before job.sparse(), or job.sparse(model, init=...)"
-                )
-        if name in ("detach", "data.__get__") and len(args) == 1:
-            table = args[0]._table
+                    a._table.used(limit)
+                    outside |= not a._table.in_hand
+            if func is torch.autograd.grad:
+                return _asked_gradients(*args, **kwargs)
+            if outside and not asks:
+                return _outside(func, name, args, kwargs)
+            if not asks and not _writes(name) and name not in _SHOWN and torch.is_grad_enabled():
+                args, kwargs = _by_lookups(args), dict(zip(kwargs, _by_lookups(kwargs.values()), strict=True))
+        if name in _SHOWN and len(args) == 1 and not args[0]._table.complete:
             with torch._C.DisableTorchFunctionSubclass():
-                if table.in_hand:
-                    shown = func(*args).as_subclass(_Detached)
-                else:
-                    shown = torch.empty((0, table.dim)).as_subclass(_NotHere)
-            shown.everstep_table = table
+                shown = func(*args).as_subclass(_Detached)
+            shown.everstep_table = args[0]._table
             return shown
-        if name in _READS:
-            table = next((a for a in args[:1] if isinstance(a, TableParameter)), None)
-            if table is not None and not table._table.in_hand:
-                raise ScriptError(
-                    f"the weight of table {table.everstep_table!r} is read ({name}) outside of a batch: its rows are "
-                    "on the ps; model.state_dict() pulls them all"
-                )
-        if func is torch.autograd.grad:
-            return _asked_gradients(*args, **kwargs)
         _refuse_whole(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _by_lookups(args: Any) -> list[Any]:
+    """A weight whose rows were looked up before all were there gets its gradient by the way of lookups only: so hooks
+    see one gradient."""
+    out = []
+    for a in args:
+        if type(a) in (list, tuple):
+            a = type(a)(_by_lookups(a))
+        elif isinstance(a, TableParameter) and a._table.grown and a._table.complete and a._table.learns:
+            a = ALL_ROWS[0](a)
+        out.append(a)
+    return out
 
 
 def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,6 +205,59 @@ def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
     return tuple(out)
 
 
+def _outside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A function of torch on the weight of a table outside of a batch, or one that wants its shape."""
+    table = next(t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None)
+    if name.endswith("_") and not name.endswith("__"):
+        if name not in _HARMLESS:
+            raise ScriptError(
+                f"{name}() on the weight of table {table.name!r} outside of a batch: its rows are on the "
+                "ps; give it its values before job.sparse(), or job.sparse(model, init=...)"
+            )
+    elif name in _SHOWN and len(args) == 1:
+        return _not_here(table)
+    elif (name.endswith("_like") or name.startswith("new_")) and not table.in_hand:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(_not_here(table), *args[1:], **kwargs)
+    elif table.fits(USED_WHOLE) and not _writes(name) and not name.startswith("__reduce") and "storage" not in name:
+        return _with_copies(func, args, kwargs)
+    elif name in _READS:
+        raise ScriptError(
+            f"the weight of table {table.name!r} is read ({name}) outside of a batch: its rows are "
+            "on the ps; model.state_dict() pulls them all"
+        )
+    _refuse_whole(name, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _not_here(table: BatchTable) -> _NotHere:
+    with torch._C.DisableTorchFunctionSubclass():
+        rows = table.vocabulary if table.vocabulary is not None and table.fits(USED_WHOLE) else 0
+        shown = torch.zeros((1, 1)).expand(rows, table.dim).as_subclass(_NotHere)
+    shown.everstep_table = table
+    return shown
+
+
+def _writes(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITES or "__set" in name
+
+
+def _with_copies(func: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` of all rows as they are now, where it is given the weight of a table: a copy, which is only read."""
+
+    def copied(a: Any) -> Any:
+        if isinstance(a, list | tuple):
+            return type(a)(copied(x) for x in a) if type(a) in (list, tuple) else a
+        return a if (table := table_of(a)) is None else torch.from_numpy(table.read_all())
+
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*(copied(a) for a in args), **{name: copied(a) for name, a in kwargs.items()})
+    if isinstance(out, np.ndarray):
+        out.flags.writeable = False
+    return out
+
+
 def asks_for_values(func: Any) -> bool:
     """Whether a function of torch may read or write the values of a tensor, and not only its gradient or its shape."""
     name = getattr(func, "__name__", "")
@@ -223,7 +289,8 @@ def table_of(weight: object) -> BatchTable | None:
 def _refuse_whole(name: str, args: Any, kwargs: Any) -> None:
     if name not in _WHOLE and name not in _WRITES:
         return
-    table = next((t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None), None)
+    tables = (t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None)
+    table = next((t for t in tables if not t.complete), None)
     if table is not None:
         word = name.removesuffix(".__get__")
         raise ScriptError(
@@ -251,9 +318,20 @@ class _Detached(Tensor):
         kwargs = kwargs or {}
         if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
             return found
-        _refuse_whole(_word(func), args, kwargs)
+        name = _word(func)
+        if name in _WHOLE or name in _WRITES:
+            for a in flat_arguments(args, kwargs):
+                if isinstance(a, _Detached):
+                    a.everstep_table.used(USED_WHOLE)
+            _refuse_whole(name, args, kwargs)
+            args, kwargs = _renewed(args), dict(zip(kwargs, _renewed(kwargs.values()), strict=True))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _renewed(args: Any) -> list[Any]:
+    """What was detached when the weight had fewer rows, as it is now."""
+    return [a.everstep_table.param.detach() if isinstance(a, _Detached) else a for a in args]
 
 
 class _NotHere(Tensor):
@@ -266,12 +344,14 @@ class _NotHere(Tensor):
         kwargs = kwargs or {}
         if (ours := LOOKUPS.get(func)) is not None and (found := ours(*args, **kwargs)) is not NotImplemented:
             return found
-        name = getattr(func, "__name__", "")
-        if name not in _ABOUT:
-            table = next((t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None), None)
+        name = _word(func)
+        if asks_for_values(func):
+            table = next(t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None)
+            if table.fits(USED_WHOLE) and not _writes(name) and "out" not in kwargs:
+                return _with_copies(func, args, kwargs)
             raise ScriptError(
-                f"the weight of table {table.name if table is not None else ''!r} is used ({name}) outside of a batch: "
-                "its rows are on the ps; model.state_dict() pulls them all, and values are given before job.sparse()"
+                f"the weight of table {table.name!r} is used ({name}) outside of a batch: its rows are on the ps; "
+                "model.state_dict() pulls them all, and values are given before job.sparse()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -326,7 +406,8 @@ class GradientSum:
             if out is not None:  # rows came in the middle of this pass
                 if self._padding_at >= 0:
                     out[self._padding_at] = 0.0
-                table.by_hand(task)[: len(out)] += out
+                moved = table.complete and self.layout != table.layout
+                table.by_hand(task)[table.moved[: len(out)] if moved else slice(len(out))] += out
             table.add_at_the_end(task)
             return None
         if out is None:
@@ -345,6 +426,11 @@ class BatchTable:
         """``read``: values of rows as they are now, float32 [n, dim], by their keys."""
         self.name, self.dim, self.padding, self._read = name, dim, padding, read
         self.source: Any = None  # who looks rows up (``api/nn.Source``)
+        self.vocabulary: int | None = None  # rows of the whole table, whose keys are 0, 1, ...; None: it has no whole
+        self.complete = False  # the parameter shows all rows, in the order of their keys
+        self.moved: NDArray[np.int64] = np.empty(0, np.int64)  # ``complete``: where rows stand that were there before
+        self.zero_padding = padding is not None  # the padding row is zero, whatever the script makes of its gradient
+        self.moves_all = False  # the optimizer that steps it moves rows without a gradient, too
         self.keys: NDArray[np.int64] = np.empty(0, np.int64)
         self.values: NDArray[np.float32] = np.empty((0, dim), np.float32)
         self.batch = 0  # grows with every ``show``
@@ -385,7 +471,7 @@ class BatchTable:
         self.stash()
         self.batch += 1
         self._rows = rows
-        self._lent = self._handed = self._used = self.grown = False
+        self._lent = self._handed = self._used = self.grown = self.complete = False
         for part in self.parts:
             part.node = None  # which knows of it: a circle that keeps the rows' memory
         self.parts.clear()
@@ -410,6 +496,48 @@ class BatchTable:
             grown = torch.zeros((len(self.keys), self.dim))
             grown[:old] = grad
             self._put_grad(grown)
+
+    def fits(self, numbers: int) -> bool:
+        """Whether there is a whole of at most so many numbers."""
+        return self.vocabulary is not None and self.vocabulary * self.dim <= numbers
+
+    def read_all(self) -> NDArray[np.float32]:
+        """All rows as they are now, float32 [vocabulary, dim]: a copy."""
+        assert self.vocabulary is not None
+        if self.stale is not None:
+            self.stale()
+        return self._read(np.arange(self.vocabulary, dtype=np.int64))
+
+    def make_whole(self) -> None:
+        """From now on, in this batch, the parameter shows all rows."""
+        n = self.vocabulary
+        if self.complete or n is None:
+            return
+        grad, edited, old = self._grad(), self.changed(), self.keys
+        values = np.empty((n, self.dim), np.float32)
+        values[old] = self.values
+        missing = np.ones(n, np.bool_)
+        missing[old] = False
+        others = np.flatnonzero(missing)
+        values[others] = self._read(others)
+        self.grown = self.grown or any(found.node is not None for found in self._sums.values())
+        self.summed = {task: self._placed(found, old) for task, found in self.summed.items()}
+        self._set(np.arange(n, dtype=np.int64), values)
+        self.complete, self.moved = True, old
+        if not edited:
+            self.seen()
+        if grad is not None:
+            grown = torch.zeros((n, self.dim), dtype=grad.dtype)
+            grown[torch.from_numpy(old)] = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+            _DATA.__set__(grad, grown)  # the script may have it in hand
+            self._put_grad(grad)
+
+    def _placed(self, first: NDArray[np.float32], at: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Numbers of the rows that were there first, among those of all rows."""
+        assert self.vocabulary is not None
+        out = np.zeros((self.vocabulary, self.dim), np.float32)
+        out[at[: len(first)]] = first
+        return out
 
     def place(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where each key stands, int64; -1: nowhere."""
@@ -463,7 +591,14 @@ class BatchTable:
         self.backwards += 1
         self._stepped = False
         self._begin_local()
-        if rows is None or self._lent or n_rows != rows.u or not hasattr(rows, "grads") or self._hooked():
+        if (
+            rows is None
+            or self.complete
+            or self._lent
+            or n_rows != rows.u
+            or not hasattr(rows, "grads")
+            or self._hooked()
+        ):
             return np.empty((n_rows, self.dim), np.float32)
         self._lent = True
         return rows.grads
@@ -589,7 +724,7 @@ class BatchTable:
         if now is None:
             return None
         keys, numbers = self.keys, _numbers(now)
-        if self.padding is not None and not (keep := keys != self.padding).all():
+        if self.zero_padding and not (keep := keys != self.padding).all():
             keys, numbers = keys[keep], numbers[keep]
         found = Gradient(keys.copy(), numbers.copy(), None)
         self._put_grad(None)
@@ -635,7 +770,7 @@ class BatchTable:
 
     @property
     def in_hand(self) -> bool:
-        """Whether a batch is, and has rows of this table."""
+        """Whether a batch is, and has rows of this table here."""
         return self._rows is not None or len(self.keys) > 0
 
     @property
@@ -678,6 +813,14 @@ class BatchTable:
 
     def take(self) -> Gradient | None:
         """The gradient for a step; it stays what the script sees. None: there is none."""
+        found = self._take()
+        if found is None or not self.moves_all or self.vocabulary is None:
+            return found
+        grads = np.zeros((self.vocabulary, self.dim), np.float32)
+        grads[found.keys] = found.grads
+        return Gradient(np.arange(self.vocabulary, dtype=np.int64), grads, None)
+
+    def _take(self) -> Gradient | None:
         self._stepped = True
         self._take_in()
         if self._carried is None or self._grad() is not None or len(self.keys):
@@ -688,7 +831,7 @@ class BatchTable:
         if now is None:
             return None
         rows, numbers = self._rows, _numbers(now)
-        if self.padding is not None and not (keep := keys != self.padding).all():
+        if self.zero_padding and not (keep := keys != self.padding).all():
             return Gradient(keys[keep], numbers[keep], None)
         lies = rows is not None and self._lent and numbers.ctypes.data == rows.grads.ctypes.data
         if rows is None or not lies or self._exposed or numbers.shape != rows.grads.shape:
@@ -699,10 +842,13 @@ class BatchTable:
 
     # ------------------------------------------------------------ edits
 
-    def used(self) -> None:
-        """The script is about to use the values, perhaps to change them."""
+    def used(self, whole: int = 0) -> None:
+        """The script is about to use the values, perhaps to change them. ``whole``: a table of at most so many numbers
+        is to be there as a whole."""
         if self.stale is not None:
             self.stale()
+        if self.fits(whole) and (self.in_hand or (self.source is not None and self.source.in_batch)):
+            self.make_whole()
         if not self._used and self.in_hand:
             self._used = True
             self.seen()

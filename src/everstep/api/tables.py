@@ -137,11 +137,24 @@ class TableSet:
             self.infos.setdefault(info.spec.name, info)
             if info.spec.name not in self.batches:
                 name, read = info.spec.name, partial(self._read_again, info.spec.name)
-                self.batches[name] = BatchTable(name, info.spec.dim, info.padding, read)
-                self.batches[name].source = self
+                self.batches[name] = table = BatchTable(name, info.spec.dim, info.padding, read)
+                table.source = self
+                table.zero_padding = info.padding is not None and info.zero_padding
+                table.vocabulary = None if info.spec.has_life_cycle else info.spec.rows
 
     def _read_again(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        return self.read(self.infos[name].spec, keys)
+        """Rows beside those of the batch, as they are now."""
+        self.declare()
+        info = self.infos[name]
+        values = self.read(info.spec, keys)
+        if info.padding is not None and info.zero_padding:
+            values[keys == info.padding] = 0.0
+        return values
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether a batch to train with is in hand."""
+        return self.current is not None and self.current.create
 
     def parameter(self, table: str) -> TableParameter:
         return self.batches[table].param
@@ -353,6 +366,10 @@ class TableSet:
         found = item.lookups.get((table, key))
         wanted = _flat([ids])
         batch = self.batches[table]
+        if batch.complete:
+            check_vocabulary(self.infos[table].spec, wanted)
+            padding = self.infos[table].padding
+            return Lookup(batch, batch.values, wanted.astype(np.int32), wanted, -1 if padding is None else padding)
         same = found is not None and found.rows is item.found.get(table) and len(found.ids) == len(wanted)
         if found is not None and same and (found.ids == wanted).all():
             self.hits += 1
@@ -573,7 +590,7 @@ class TableSet:
         if self.started:
             raise ScriptError(f"table {table!r} is in use: load values before the first batch or evaluation")
         info.upload, info.upload_keys = weight, keys
-        info.zero_padding = False
+        info.zero_padding = self.batches[table].zero_padding = False
 
 
 def _peeked(ticket: Ticket, dim: int, width: int) -> Peeked:

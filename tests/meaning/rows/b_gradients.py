@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meaning.kit import Script, as_it_lies, mine, whole
+from meaning.kit import DIM, Net, Script, as_it_lies, mine, whole
 from meaning.rows.a_steps import OWN_GRADIENT
 from meaning.table import Result, row, topic
 
@@ -16,7 +16,7 @@ PARTS = "sync elastic fixed logical logical-2 passes hybrid-2 shard"
 DRAWN = {"logical passes": "What stands behind `backward` is drawn in each pass; only the last one's counts."}
 PENALTY = {PARTS: "A penalty of gradients is one of each part of a step, as with DDP."}
 OF_ROWS = {
-    "alone async bounded sync hybrid hybrid-2": "In the loop a table's `weight` has the rows of the batch: a penalty "
+    "alone async bounded sync hybrid hybrid-2": "Of so large a table `weight` has the rows of the batch: a penalty "
     "of it is one of these rows."
 }
 HOOKED = {PARTS: "A hook sees the gradient of one worker's batch, or of one pass: a clip there is of that part."}
@@ -265,9 +265,25 @@ def l2_rows(es: Any) -> Result:
     return s.end()
 
 
-@row(GRADS, "a penalty: L2 over a table's whole weight in the loss (DeepCTR's `l2_reg_embedding`)", stated=OF_ROWS)
+@row(GRADS, "a penalty: L2 over a table's whole weight in the loss (DeepCTR's `l2_reg_embedding`)")
 def l2_table(es: Any) -> Result:
     s = Script(es)
+    opt = s.sgd()
+    for batch in s.batches():
+        opt.zero_grad()
+        (s.loss(batch) + 0.01 * s.model.emb.weight.square().sum()).backward()
+        opt.step()
+    return s.end()
+
+
+@row(GRADS, "the same of a table of more than 65,536 numbers", stated=OF_ROWS)
+def l2_table_large(es: Any) -> Result:
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(20_000, DIM)
+
+    s = Script(es, Large)
     opt = s.sgd()
     for batch in s.batches():
         opt.zero_grad()

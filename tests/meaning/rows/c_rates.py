@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import lr_scheduler as sched
 
-from meaning.kit import Script
+from meaning.kit import DIM, Net, Script
 from meaning.table import Result, row, topic
 
 RATES = topic("Optimizers and learning rates")
 LAZY = {
     "alone async bounded sync hybrid hybrid-2": "A table's row is moved by the steps whose batches look it up, as with "
-    "`torch.optim.SparseAdam`: PyTorch's dense optimizer also moves rows that no batch of the step has. "
-    "Adam counts the steps of each row."
+    "`torch.optim.SparseAdam`, if it has more than 65,536 numbers: PyTorch's dense optimizer also moves rows that no "
+    "batch of the step has. Adam counts the steps of each row."
 }
 
 
@@ -39,25 +40,37 @@ def one_adagrad(es: Any) -> Result:
     return train(s, s.of(torch.optim.Adagrad(s.model.parameters(), lr=0.1)))
 
 
-@row(RATES, "one Adam for dense part and tables", stated=LAZY, lazy=True)
+@row(RATES, "one Adam for dense part and tables")
 def one_adam(es: Any) -> Result:
     s = Script(es, table=None)
     return train(s, s.of(torch.optim.Adam(s.model.parameters(), lr=0.01)))
 
 
-@row(RATES, "one AdamW for dense part and tables", stated=LAZY, lazy=True)
+@row(RATES, "the same with tables of more than 65,536 numbers", stated=LAZY, lazy=True)
+def one_adam_large(es: Any) -> Result:
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(20_000, DIM)
+            self.bag = nn.EmbeddingBag(20_000, DIM, mode="sum")
+
+    s = Script(es, Large, table=None)
+    return train(s, s.of(torch.optim.Adam(s.model.parameters(), lr=0.01)))
+
+
+@row(RATES, "one AdamW for dense part and tables")
 def one_adamw(es: Any) -> Result:
     s = Script(es, table=None)
     return train(s, s.of(torch.optim.AdamW(s.model.parameters(), lr=0.01, weight_decay=0.1)))
 
 
-@row(RATES, "one SGD with momentum for dense part and tables", stated=LAZY, lazy=True)
+@row(RATES, "one SGD with momentum for dense part and tables")
 def one_momentum(es: Any) -> Result:
     s = Script(es, table=None)
     return train(s, s.sgd(0.03, momentum=0.9))
 
 
-@row(RATES, "one SGD with weight decay for dense part and tables", stated=LAZY, lazy=True)
+@row(RATES, "one SGD with weight decay for dense part and tables")
 def one_decay(es: Any) -> Result:
     s = Script(es, table=None)
     return train(s, s.sgd(weight_decay=0.1))

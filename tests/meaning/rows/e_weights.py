@@ -364,14 +364,7 @@ def lookahead(es: Any) -> Result:
     return train(s, s.sgd(), after)
 
 
-@row(
-    WEIGHTS,
-    "a table's rows edited after `step` (clamped)",
-    stated={
-        "alone async bounded sync": "In the loop a table's `weight` has the rows of the batch: an edit is one of these "
-        "rows."
-    },
-)
+@row(WEIGHTS, "a table's rows edited after `step` (clamped)")
 def table_clamped(es: Any) -> Result:
     s = Script(es)
 
