@@ -14,7 +14,6 @@ from torch import nn
 import everstep as es
 from everstep.api import job as api_job
 from everstep.api.embedded import EmbeddedSeat
-from everstep.api.group_job import GroupJob
 from everstep.api.job import Job, pass_too_large
 from everstep.errors import ScriptError
 from everstep.monitor.audit import audit
@@ -38,7 +37,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
-    one = GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "run")}, None))
+    one = Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "run")}, None))
     yield one
     one.close()
 
@@ -128,7 +127,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_passes_that_do(job: Any, monke
     ("kind", "options", "words"),
     [
         (Job, {}, r"largest_batch=3 is below batch_size=8: in mode ps \(async\)"),
-        (GroupJob, {"mode": "allreduce", "logical_workers": 2}, "largest_batch=3 is below batch_size=8: a logical"),
+        (Job, {"mode": "allreduce", "logical_workers": 2}, "largest_batch=3 is below batch_size=8: a logical"),
     ],
 )
 def test_where_a_batch_cannot_be_cut_it_has_to_fit(
@@ -157,7 +156,7 @@ def test_state_dict_round_trip(job: Any, tmp_path: Path) -> None:
     first, _ = script(job)
     torch.save(first, tmp_path / "state.pt")
     job.close()
-    again = GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "again")}, None))
+    again = Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(tmp_path / "again")}, None))
     try:
         _, opt = script(again, torch.load(tmp_path / "state.pt", weights_only=True))
         assert {float(s["step"]) for s in opt.state.values()} == {2.0 * N / BATCH}

@@ -250,8 +250,8 @@ def test_what_waits_is_a_part_of_the_state(join: Callable[..., Job]) -> None:
     job = join(mode="allreduce", ps=1)
     model = job.replicate(job.sparse(Net()))
     opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state: Any = job._state  # type: ignore[attr-defined]
-    tables: Any = job._engine.tables
+    state: Any = job._trainer.state  # type: ignore[attr-defined]
+    tables: Any = job._trainer.engine.tables
     for batch in job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False)):
         if job.step == 3:
             packed, digest = state.snapshot(), state.quick_digest()
@@ -297,7 +297,7 @@ def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..
         if first:
             first = False
             client, shard = job._seat.client, table_shard(0, 0)
-            version, lease = client.router.version, LeaseNo(job._engine.session.group.lease)  # type: ignore[attr-defined]
+            version, lease = client.router.version, LeaseNo(job._trainer.engine.session.group.lease)  # type: ignore[attr-defined]
             (ps,), lives = client.router.slots, {p.slot: p.incarnation for p in client.router.placement.servers}
             token = Token(shard, 0, BATCH, lease, lives[ps], Slot(0), Incarnation(1))
             push = Push(version, token, (), True, bitmap(ahead, 64), True, left_out=True)
@@ -305,7 +305,7 @@ def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..
             ticket.wait()
             (answer,) = (answer for _, answer, _ in ticket.answers)
             assert isinstance(answer, Pushed) and answer.applied == len(ahead)
-            job._engine.tables._surveyed = (None, 0, 0)  # type: ignore[union-attr]
+            job._trainer.engine.tables._surveyed = (None, 0, 0)  # type: ignore[union-attr]
         model(batch).backward()
         if job.step % 2:
             opt.step()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from everstep.api.embedded import EmbeddedSeat
-from everstep.api.group_job import GroupJob
+from everstep.api.job import Job
 from everstep.errors import ScriptError
 
 
@@ -45,7 +45,7 @@ def forked(body: Callable[[Path], None], folder: Path) -> None:
 
 
 def make(folder: Path, name: str) -> Any:
-    return GroupJob(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(folder / name)}, None))
+    return Job(EmbeddedSeat.alone({"mode": "allreduce", "run_dir": str(folder / name)}, None))
 
 
 def net() -> nn.Sequential:

@@ -85,7 +85,8 @@ _ALWAYS = (
     "pyarrow",
     "pyarrow.parquet",
     "everstep.api.job",
-    "everstep.api.group_job",
+    "everstep.api.group_trainer",
+    "everstep.api.ps_trainer",
     "everstep.api.nn",
     "everstep.api.worker",
 )

@@ -35,7 +35,7 @@ VARIABLE: Final = "EVERSTEP_UNIT"  # as in agent.unit
 _MAX_BYTES: Final = 160 << 10  # of a message: one packet
 _FDS: Final = 1
 
-# Before scripts are kept from calling it (``api.group_job``).
+# Before scripts are kept from calling it (``api.group_trainer``).
 _init_process_group: Final[Callable[..., None]] = dist.init_process_group
 
 

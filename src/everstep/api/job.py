@@ -6,18 +6,16 @@ import atexit
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from everstep.api.dense import PsOptimizer
-from everstep.api.engine import Engine
 from everstep.api.seat import Seat
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
-from everstep.api.tables import TableSet
+from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, Refused, Yes
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
@@ -25,6 +23,9 @@ from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptErr
 from everstep.ids import Slot
 from everstep.model.table import OptimizerSpec
 from everstep.net import messages
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _job: Job | None = None
 _MASTER_S = 300.0  # a master may be away so long
@@ -75,36 +76,26 @@ def join(
             "ps": ps,
         }
         seat = EmbeddedSeat.alone({k: v for k, v in given.items() if v is not None}, prefetch)
-    if seat.spec.mode == "allreduce":
-        from everstep.api.group_job import GroupJob
-
-        _job = GroupJob(seat)
-    else:
-        _job = Job(seat)
+    _job = Job(seat)
     return _job
 
 
 class Job:
     """What a script touches. Made by ``join``."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, trainer: Callable[[Seat], Trainer] = trainer_for) -> None:
+        """``trainer``: makes what trains the models."""
         self._seat = seat
         spec = seat.spec
         _keep_memory()
         torch.manual_seed(spec.seed)  # before the model is built: every worker builds the same one
         if spec.threads_per_worker:
             torch.set_num_threads(spec.threads_per_worker)
-        self._models: list[nn.Module] = []
         self.closed = False
-        self._build()
+        self._trainer = trainer(seat)
+        self._engine, self._tables, self._models = self._trainer.engine, self._trainer.tables, self._trainer.models
         seat.start(self._engine)
         atexit.register(self._at_exit)
-
-    def _build(self) -> None:
-        """Make what runs the loop."""
-        self._tables = TableSet(self._seat.client)
-        self._engine = Engine(self._seat, self._tables)
-        self._engine.models = self._models
 
     def __repr__(self) -> str:
         how = "embedded" if self._seat.embedded else f"worker:{self.slot} #{self._seat.incarnation}"
@@ -121,9 +112,11 @@ class Job:
     def chief(self) -> bool:
         """Whether this is the worker that evaluates and saves: one at a time, which has the final state behind the loop
         (another one where it is lost, late or sent away). The job is done when the script of the chief has ended
-        well; if it is lost before, what stands behind the loop is run again (see ``once``)."""
+        well; if it is lost before, what stands behind the loop is run again (see ``once``). With ``--shard`` it is true
+        in all processes of that worker, so that they evaluate a sharded model together; for what only one of them shall
+        do, see ``shard``."""
         self._engine.clock.touch()
-        return self._seat.chief()
+        return self._trainer.chief
 
     @contextmanager
     def once(self, key: str) -> Iterator[bool]:
@@ -151,7 +144,29 @@ class Job:
         """Mode allreduce: where this worker's model shall be, ``model.to(job.device)`` before job.replicate: one of the
         GPUs of its node, which its workers take in turn, and which is the current one from now on (``.cuda()``); the
         CPU where there are none, with ``--shard``, and in mode ps."""
-        return torch.device("cpu")
+        return self._trainer.device
+
+    @property
+    def shards(self) -> int:
+        """Processes of this worker (``--shard``), over which the script shards its models."""
+        return self._trainer.shards
+
+    @property
+    def shard(self) -> int:
+        """Which of them this one is, from 0."""
+        return self._trainer.shard
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The processes of this worker: ``fully_shard(module, mesh=job.shard_mesh)``, before job.replicate and before
+        the optimizer is made. Of one process where the job has no ``--shard``. Raises ScriptError in mode ps."""
+        return self._trainer.mesh()
+
+    def digest(self) -> str:
+        """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
+        workers after the same step. With ``--shard`` all processes of a worker have to ask. Raises ScriptError in mode
+        ps."""
+        return f"{self._trainer.digest():016x}"
 
     @property
     def step(self) -> int:
@@ -204,6 +219,7 @@ class Job:
         touched for so many batches, or seconds, are freed, and begin anew should their key come back. An es.nn module
         may say it for its own table. Rows of an uploaded embedding are there from the beginning.
         """
+        self._trainer.check_sparse()
         life = LifeCycle(admit_after, expire_batches, expire_s)
         life.check("job.sparse")
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
@@ -233,6 +249,7 @@ class Job:
         Mode allreduce: every worker has it, gradients and buffers are reduced with every step."""
         if not isinstance(model, nn.Module):
             raise ScriptError(f"job.replicate needs a torch.nn.Module, not {type(model).__name__}")
+        self._trainer.check_model(model)
         self._remember(model)
         return model
 
@@ -244,14 +261,7 @@ class Job:
                 f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}; optimizers of the "
                 "tables go to job.sparse(model, optimizer=...)"
             )
-        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for older in self._engine.optimizers:
-            gone = older.give_up(taken)
-            self._tables.dense = [group for group in self._tables.dense if group not in gone]
-        twin = PsOptimizer(optimizer, len(self._engine.optimizers), self._engine, self._parameter_names())
-        self._engine.optimizers.append(twin)
-        self._tables.dense += twin.groups
-        return twin
+        return self._trainer.optimizer(optimizer)
 
     def track(self, **objects: Any) -> None:
         """More that is part of the training: learning rate schedulers, GradScaler, moving averages; whatever has
@@ -260,27 +270,19 @@ class Job:
         whichever worker does them; of others nothing."""
         if self._in_loop():
             raise ScriptError("job.track inside of job.steps(): call it before the loop")
-        for obj in objects.values():
-            self._engine.schedule.track(obj)
+        self._trainer.track(objects)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Several backward passes in one iteration: all but the last one in here (mode allreduce)."""
-        yield
+        with self._trainer.no_sync():
+            yield
 
     def reduce_gradients(self) -> None:
         """The gradients that a script has put into ``p.grad`` itself (``torch.autograd.grad``, ``torch.func``) are of
         this worker's batch: make them those of all workers' batches, before clipping and ``opt.step()``. Not needed
         behind ``backward()``. In other modes than allreduce nothing is to be done."""
-
-    def _parameter_names(self) -> dict[int, str]:
-        """Of the models' parameters by ``id()``; with several models, each name begins with the model's number."""
-        several = len(self._models) > 1
-        return {
-            id(p): f"{i}.{name}" if several else name
-            for i, model in enumerate(self._models)
-            for name, p in model.named_parameters()
-        }
+        self._trainer.reduce_gradients()
 
     def _remember(self, model: nn.Module) -> None:
         if not any(m is model for m in self._models):
@@ -306,7 +308,7 @@ class Job:
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         """The batches that this process is to work on. Leaving an iteration ends its step: see ``Engine.steps``."""
-        return self._engine.steps(loader)
+        return self._trainer.steps(loader)
 
     def report(self, **values: Any) -> None:
         """Numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each counts."""
@@ -327,40 +329,16 @@ class Job:
 
     def log(self, *words: Any) -> None:
         """Print a line, with the worker's name where there are several."""
+        if not self._trainer.speaks:
+            return
         text = " ".join(str(w) for w in words)
         print(text if self._seat.embedded or self._seat.spec.workers == 1 else f"worker:{self.slot} {text}", flush=True)
 
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
         """Evaluation: newest dense values, rows read only (none are created), modules in eval mode, no gradients."""
-        self._tables.refresh_dense()
-        current, self._tables.current = self._tables.current, None
-        self._tables.forget_asides()
-        try:
-            with self._evaluating(model):
-                yield
-        finally:
-            self._tables.forget_asides()
-            self._tables.current = current
-
-    @contextmanager
-    def _evaluating(self, model: nn.Module | None) -> Iterator[list[nn.Module]]:
-        """``model``, or all of them, in eval mode and without gradients; each goes back to the mode it was in."""
-        models = [model] if model is not None else list(self._models)
-        training = [m.training for m in models]
-        for m in models:
-            m.eval()
-        clock = self._engine.clock
-        clock.touch()
-        clock.aside += 1
-        try:
-            with torch.no_grad():
-                yield models
-        finally:
-            clock.aside -= 1
-            clock.touch()
-            for m, was in zip(models, training, strict=True):
-                m.train(was)
+        with self._trainer.evaluating([model] if model is not None else list(self._models)):
+            yield
 
     # ------------------------------------------------------------ state
 
@@ -369,17 +347,11 @@ class Job:
         "(tables
         pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a list. Mode
         allreduce: ``tracked`` too, the objects of ``job.track`` by name."""
-        self._tables.refresh_dense()
-        models = [m.state_dict() for m in self._models]
-        return with_model({"models": models, "optimizers": [o.state_dict() for o in self._engine.optimizers]})
+        return self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned, before the first batch."""
-        if self._tables.started:
-            raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
-        self._load_models(state)
-
-    def _load_models(self, state: dict[str, Any]) -> None:
+        self._trainer.check_load()
         models = state["models"] if "models" in state else [state["model"]] if "model" in state else None
         if models is None:
             raise ScriptError(
@@ -389,6 +361,7 @@ class Job:
             raise ScriptError(f"the state is of {len(models)} models, this script has {len(self._models)}")
         for model, values in zip(self._models, models, strict=True):
             model.load_state_dict(values)
+        self._trainer.load_state_dict(state)
 
     # ------------------------------------------------------------ the end
 
@@ -399,14 +372,12 @@ class Job:
         self.closed = True
         error = str(self._engine.failure or "")
         try:
-            self._leave(error)
+            # A script of a worker that failed has not ended: it is a loss to the others.
+            self._trainer.leave(error if self._seat.embedded else error or last_error())
         finally:
             self._seat.close(error or last_error())
             self._seat.client.close()
             atexit.unregister(self._at_exit)
-
-    def _leave(self, error: str) -> None:
-        self._engine.leave("the script ended")
 
     def never_took_a_batch(self) -> ScriptError | None:
         """The mistake of a script that ends without training, where there is one."""
@@ -427,12 +398,6 @@ class Job:
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
-
-
-def with_model(state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, with the only one of its models by its own name."""
-    models = state["models"]
-    return {"model": models[0], **state} if len(models) == 1 else state
 
 
 def _keep_memory() -> None:

@@ -1,10 +1,10 @@
-"""``Job`` in mode allreduce: every worker has the whole model, and all train it together, step by step."""
+"""Trains in mode allreduce: every worker has the whole model, and all train it together, step by step."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -23,8 +23,9 @@ from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.units import Unit
 from everstep.api.group_tables import GroupTables
-from everstep.api.job import Job, last_error, with_model
+from everstep.api.seat import Seat
 from everstep.api.tables import TableSet
+from everstep.api.trainer import not_started, rows_only_read, with_model, without_training
 from everstep.brain.events import Fenced, Refused, Registered
 from everstep.data.loader import Loader
 from everstep.errors import DataError, FencedError, InternalError, ScriptError
@@ -33,53 +34,46 @@ from everstep.net import messages
 _MASTER_S = 300.0  # a master may be away so long
 
 
-class GroupJob(Job):
-    """See the top of this file."""
+class GroupTrainer:
+    """A ``Trainer`` (``api.trainer``)."""
 
-    _engine: GroupEngine  # type: ignore[assignment]
-
-    def _build(self) -> None:
-        spec = self._seat.spec
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        spec = seat.spec
         if spec.logical_workers and not spec.threads_per_worker:
             torch.set_num_threads(1)  # the number of threads changes the order of sums, and so the bits
-        engine = GroupEngine(spec, self._seat.slot, alone=self._seat.embedded)
-        self._engine = engine
-        self._models = engine.models
+        engine = GroupEngine(spec, seat.slot, alone=seat.embedded)
+        self.engine = engine
+        self.models = engine.models
         unit = self._unit = engine.unit = Unit.from_environment(os.environ)
-        unit.chief = self._seat.slot == 0
+        unit.chief = seat.slot == 0
         if unit.size > 1 and unit.leads:
-            self._state: ReplicaState = UnitState(engine.models, engine.inner, engine.tracked, unit)
+            self.state: ReplicaState = UnitState(engine.models, engine.inner, engine.tracked, unit)
         else:
-            self._state = ReplicaState(engine.models, engine.inner, engine.tracked)
-        engine.state = self._state
+            self.state = ReplicaState(engine.models, engine.inner, engine.tracked)
+        engine.state = self.state
         self._epochs_done: dict[str, int] = {}
         self._unforbid = _forbid_process_groups()
-        self._tables = TableSet(self._seat.client)
-        self._tables.clock = engine.clock
+        self.tables = TableSet(seat.client)
+        self.tables.clock = engine.clock
         if not unit.leads:
-            engine.session = FollowingSession(self._state, unit)
+            engine.session = FollowingSession(self.state, unit)
             return
-        session = Session(self._seat, self._state, ReplicaKeeper(self._state, self._seat))
+        session = Session(seat, self.state, ReplicaKeeper(self.state, seat))
         engine.session = LeadingSession(session, unit) if unit.size > 1 else session
-        if self._seat.spec.ps:
-            tables = engine.tables = session.tables = self._state.rows = GroupTables(self._seat, self._tables)
+        if spec.ps:
+            tables = engine.tables = session.tables = self.state.rows = GroupTables(seat, self.tables)
             tables.scale = engine.loss_scale
 
     # ------------------------------------------------------------ facts
 
-    @property
-    def step(self) -> int:
-        return self._engine.step_number
-
-    def digest(self) -> str:
-        """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
-        workers after the same step. With ``--shard`` all processes of a worker have to ask."""
-        return f"{ReplicaState.digest(self._state) & (1 << 64) - 1:016x}"
+    def digest(self) -> int:
+        return ReplicaState.digest(self.state) & (1 << 64) - 1
 
     @property
     def device(self) -> torch.device:
         if self._unit.size > 1:
-            return super().device
+            return torch.device("cpu")
         device = device_for(os.environ, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -87,77 +81,65 @@ class GroupJob(Job):
 
     @property
     def chief(self) -> bool:
-        """With ``--shard``: true in all processes of that worker, so that they evaluate a sharded model together; for
-        what only one of them shall do, see ``shard``."""
         return self._seat.chief() if self._unit.size == 1 else self._unit.chief
 
     @property
+    def speaks(self) -> bool:
+        return self._unit.leads
+
+    @property
     def shards(self) -> int:
-        """Processes of this worker (``--shard``), over which the script shards its models."""
         return self._unit.size
 
     @property
     def shard(self) -> int:
-        """Which of them this one is, from 0."""
         return self._unit.index
 
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The processes of this worker: ``fully_shard(module, mesh=job.shard_mesh)``, before job.replicate and before
-        the optimizer is made. Of one process where the job has no ``--shard``."""
+    def mesh(self) -> DeviceMesh:
         life = f"unit-{self._seat.slot}.{self._seat.incarnation}"
         return self._unit.mesh(self._seat.run_dir / "sock" / life)
 
     # ------------------------------------------------------------ the model
 
-    def sparse(self, model: nn.Module, **options: Any) -> Any:
-        """As in mode ps: rows live on the ps, and the group pushes their gradients, summed up, once a step."""
+    def check_sparse(self) -> None:
         if not self._seat.spec.ps:
             raise ScriptError(
                 "job.sparse in mode allreduce: no ps to put tables on; run with --mode allreduce --ps 1 (or more), or "
                 "leave job.sparse out"
             )
-        if self._engine.in_loop or self._engine.registered:
+        if self.engine.in_loop or self.engine.registered:
             raise ScriptError("job.sparse after job.steps(): call it before the loop")
-        return super().sparse(model, **options)
 
-    def replicate(self, model: nn.Module) -> Any:
+    def check_model(self, model: nn.Module) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ScriptError(
                 f"job.replicate got a {type(model).__name__}: give it the plain model, everstep reduces the gradients"
             )
-        if isinstance(model, nn.Module):
-            for name, p in model.named_parameters():
-                if isinstance(p, nn.parameter.UninitializedParameter):
-                    raise ScriptError(
-                        f"job.replicate: parameter {name!r} has no shape yet (a lazy module): run the model on one "
-                        "batch first"
-                    )
-            if not self._seat.embedded:
-                check_max_norm([model])
-            mesh = self._unit.mesh_made
-            sharded = check_model(model, self._unit, mesh)
-            if self._models and sharded != self._engine.sharded:
-                raise ScriptError("job.replicate: one model is sharded and another one is not; shard both, or none")
-            self._engine.sharded = sharded
-        return super().replicate(model)
+        for name, p in model.named_parameters():
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise ScriptError(
+                    f"job.replicate: parameter {name!r} has no shape yet (a lazy module): run the model on one batch "
+                    "first"
+                )
+        if not self._seat.embedded:
+            check_max_norm([model])
+        sharded = check_model(model, self._unit, self._unit.mesh_made)
+        if self.models and sharded != self.engine.sharded:
+            raise ScriptError("job.replicate: one model is sharded and another one is not; shard both, or none")
+        self.engine.sharded = sharded
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ScriptError(f"job.optimizer needs a torch.optim optimizer, not {type(optimizer).__name__}")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ScriptError(
                 "torch.optim.LBFGS runs backward several times in one step, which a group cannot commit as one: use "
                 "another optimizer"
             )
-        wrapped = self._engine.add_optimizer(optimizer)
-        if self._engine.tables is not None:
-            self._engine.tables.hold(wrapped, optimizer)
+        wrapped = self.engine.add_optimizer(optimizer)
+        if self.engine.tables is not None:
+            self.engine.tables.hold(wrapped, optimizer)
         return wrapped
 
-    def track(self, **objects: Any) -> None:
-        if self._engine.in_loop:
-            raise ScriptError("job.track inside of job.steps(): call it before the loop")
+    def track(self, objects: Mapping[str, Any]) -> None:
         for name, obj in objects.items():
             if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
                 raise ScriptError(
@@ -165,17 +147,17 @@ class GroupJob(Job):
                 )
             if isinstance(obj, torch.optim.Optimizer):
                 raise ScriptError(f"job.track({name}=...): optimizers go to job.optimizer")
-            if self._engine.tracked.get(name, obj) is not obj:
+            if self.engine.tracked.get(name, obj) is not obj:
                 raise ScriptError(f"job.track({name}=...): another object is tracked by that name")
-        self._engine.tracked.update(objects)
+        self.engine.tracked.update(objects)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self._engine.no_sync():
+        with self.engine.no_sync():
             yield
 
     def reduce_gradients(self) -> None:
-        self._engine.reduce_gradients()
+        self.engine.reduce_gradients()
 
     # ------------------------------------------------------------ the loop
 
@@ -186,21 +168,21 @@ class GroupJob(Job):
                 "which "
                 "takes a dataset, or torch's DataLoader, with epochs="
             )
-        if self._engine.failure is not None:
-            raise self._engine.failure
+        if self.engine.failure is not None:
+            raise self.engine.failure
         plan = loader.plan()
         if self._seat.spec.ps:
-            if not self._tables.infos:
+            if not self.tables.infos:
                 raise ScriptError(
                     f"the job has {self._seat.spec.ps} ps, and the script puts no table on them: call "
                     "model = job.sparse(model) before job.replicate, or run without --ps"
                 )
-            self._tables.declare()
-            self._tables.forget_asides()
+            self.tables.declare()
+            self.tables.forget_asides()
             plan = msgspec.structs.replace(plan, shard_samples=plan.samples)  # the ps count by epoch: see tables.steps
         begin = self._epochs_done.get(plan.name, 0)
         until = begin + loader.epochs
-        request = messages.Register(plan, self._engine.registered + 1, begin, until)
+        request = messages.Register(plan, self.engine.registered + 1, begin, until)
         answer = self._seat.call(request, _MASTER_S)
         if isinstance(answer, Refused):
             raise DataError(answer.error)
@@ -208,17 +190,17 @@ class GroupJob(Job):
             raise FencedError(answer.reason)
         if not isinstance(answer, Registered):
             raise InternalError(f"Register was answered with {answer!r}")
-        self._engine.registered += 1
+        self.engine.registered += 1
         self._epochs_done[plan.name] = until
-        return self._engine.steps(loader, answer.dataset, until)
+        return self.engine.steps(loader, answer.dataset, until)
 
     @contextmanager
-    def eval(self, model: nn.Module | None = None) -> Iterator[None]:
+    def evaluating(self, models: Sequence[nn.Module]) -> Iterator[None]:
         if self._seat.spec.ps:
-            with super().eval(model):
+            with rows_only_read(self.tables), without_training(models, self.engine.clock):
                 yield
             return
-        with self._evaluating(model) as models:
+        with without_training(models, self.engine.clock):
             try:
                 yield
             finally:
@@ -227,48 +209,42 @@ class GroupJob(Job):
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        settle(self._models)
+        settle(self.models)
         state = {
-            "models": [m.state_dict() for m in self._models],
-            "optimizers": [o.state_dict() for o in self._engine.optimizers],
-            "tracked": {name: obj.state_dict() for name, obj in self._engine.tracked.items()},
+            "models": [m.state_dict() for m in self.models],
+            "optimizers": [o.state_dict() for o in self.engine.optimizers],
+            "tracked": {name: obj.state_dict() for name, obj in self.engine.tracked.items()},
         }
-        return with_model(gathered(state) if self._engine.sharded else state)
+        return with_model(gathered(state) if self.engine.sharded else state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._engine.registered:
+    def check_load(self) -> None:
+        if self.engine.registered:
             raise ScriptError("job.load_state_dict: only before job.steps()")
-        if self._tables.started:
-            raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
-        if self._engine.sharded:
+        not_started(self.tables)
+        if self.engine.sharded:
             raise ScriptError(
                 "job.load_state_dict of a sharded model: load the plain model before fully_shard (everstep resume goes "
                 "on from a checkpoint of the job)"
             )
-        self._load_models(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         optimizers = state.get("optimizers", [])
-        if len(optimizers) != len(self._engine.optimizers):
+        if len(optimizers) != len(self.engine.optimizers):
             raise ScriptError(
-                f"the state is of {len(optimizers)} optimizers, this script has {len(self._engine.optimizers)}"
+                f"the state is of {len(optimizers)} optimizers, this script has {len(self.engine.optimizers)}"
             )
-        for optimizer, values in zip(self._engine.optimizers, optimizers, strict=True):
+        for optimizer, values in zip(self.engine.optimizers, optimizers, strict=True):
             optimizer.load_state_dict(values)
         for name, values in state.get("tracked", {}).items():
-            if name not in self._engine.tracked:
+            if name not in self.engine.tracked:
                 raise ScriptError(f"the state has {name!r}, which is not tracked: call job.track({name}=...) first")
-            self._engine.tracked[name].load_state_dict(values)
+            self.engine.tracked[name].load_state_dict(values)
 
     # ------------------------------------------------------------ the end
 
-    def log(self, *words: Any) -> None:
-        if self._unit.leads:
-            super().log(*words)
-
-    def _leave(self, error: str) -> None:
+    def leave(self, error: str) -> None:
         self._unforbid()
-        if not self._seat.embedded:
-            error = error or last_error()  # a script that failed has not ended: it is a loss to the others
-        self._engine.close(error)
+        self.engine.close(error)
         if self._seat.embedded:
             self._unit.close()
 

@@ -1,0 +1,104 @@
+"""Trains in mode ps: the dense part and the tables are on the ps, and workers push the gradients of their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from everstep.api.dense import PsOptimizer
+from everstep.api.engine import Engine
+from everstep.api.seat import Seat
+from everstep.api.tables import TableSet
+from everstep.api.trainer import not_started, parameter_names, rows_only_read, with_model, without_training
+from everstep.data.loader import Loader
+from everstep.errors import ScriptError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class PsTrainer:
+    """A ``Trainer`` (``api.trainer``)."""
+
+    shards, shard, speaks = 1, 0, True
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self.tables = TableSet(seat.client)
+        self.engine = Engine(seat, self.tables)
+        self.models: list[nn.Module] = []
+        self.engine.models = self.models
+
+    def __repr__(self) -> str:
+        return f"<PsTrainer of {len(self.models)} models>"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def chief(self) -> bool:
+        return self._seat.chief()
+
+    def mesh(self) -> DeviceMesh:
+        raise ScriptError(
+            "job.shard_mesh: in mode ps a worker is one process; processes of a worker need mode allreduce"
+        )
+
+    def digest(self) -> int:
+        raise ScriptError("job.digest: in mode ps the model is on the ps; 'everstep audit' compares what they have")
+
+    def check_sparse(self) -> None:
+        """Always possible."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """``optimizer`` looks at its parameters."""
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The ps-side twin of ``optimizer``."""
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for older in self.engine.optimizers:
+            gone = older.give_up(taken)
+            self.tables.dense = [group for group in self.tables.dense if group not in gone]
+        twin = PsOptimizer(optimizer, len(self.engine.optimizers), self.engine, parameter_names(self.models))
+        self.engine.optimizers.append(twin)
+        self.tables.dense += twin.groups
+        return twin
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """Schedulers count the job's steps; of others nothing is kept."""
+        for obj in objects.values():
+            self.engine.schedule.track(obj)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    def reduce_gradients(self) -> None:
+        """Gradients go to the ps at ``step``."""
+
+    def steps(self, loader: Loader) -> Iterator[Any]:
+        return self.engine.steps(loader)
+
+    @contextmanager
+    def evaluating(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        with rows_only_read(self.tables), without_training(models, self.engine.clock):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        self.tables.refresh_dense()
+        models = [m.state_dict() for m in self.models]
+        return with_model({"models": models, "optimizers": [o.state_dict() for o in self.engine.optimizers]})
+
+    def check_load(self) -> None:
+        not_started(self.tables)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Optimizers on the ps begin anew."""
+
+    def leave(self, error: str) -> None:
+        self.engine.leave("the script ended")

@@ -1,0 +1,188 @@
+"""What differs between the modes of a job: how its models are trained. ``Job`` has one of these and knows no mode."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from everstep.api.seat import Listener, Seat
+from everstep.api.tables import TableSet
+from everstep.data.loader import Loader
+from everstep.errors import EverstepError, ScriptError
+from everstep.monitor.stepclock import StepClock
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TRAINERS: Final[Mapping[str, str]] = {
+    "ps": "everstep.api.ps_trainer:PsTrainer",
+    "allreduce": "everstep.api.group_trainer:GroupTrainer",
+}
+"""By mode: module and class. A module is imported when a job of its mode begins."""
+
+
+class Engine(Listener, Protocol):
+    """Runs the loop, and is told what the master orders."""
+
+    clock: StepClock
+    values: dict[str, float]
+    """What ``job.report`` was given, by name."""
+    failure: EverstepError | None
+    samples: int
+    batches: int
+    registered: int
+    """Loops that the script has begun."""
+    in_hand: int
+    """Samples of the batch that the script is at, or raised in."""
+    loader_batch: int
+    """Samples of a batch as the loader makes them."""
+
+    @property
+    def step_number(self) -> int: ...
+
+
+class Trainer(Protocol):
+    """Trains the models of a script in one mode."""
+
+    engine: Engine
+    tables: TableSet
+    models: list[nn.Module]
+    """In the order in which the script gave them to the job."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models shall be."""
+        ...
+
+    @property
+    def chief(self) -> bool:
+        """Whether this process evaluates and saves."""
+        ...
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints what the script logs: one process of each worker does."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """Processes of this worker."""
+        ...
+
+    @property
+    def shard(self) -> int:
+        """Which of them this one is, from 0."""
+        ...
+
+    def mesh(self) -> DeviceMesh:
+        """The processes of this worker."""
+        ...
+
+    def digest(self) -> int:
+        """A number of 64 bits, of everything that is trained. Raises ScriptError where no process has it."""
+        ...
+
+    def check_sparse(self) -> None:
+        """Raises ScriptError where embeddings cannot go to the ps (now)."""
+        ...
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ScriptError where the model cannot be trained in this mode."""
+        ...
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer that the script is to use. Raises ScriptError."""
+        ...
+
+    def track(self, objects: Mapping[str, Any]) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def reduce_gradients(self) -> None: ...
+
+    def steps(self, loader: Loader) -> Iterator[Any]:
+        """The batches that this process is to work on."""
+        ...
+
+    def evaluating(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Around an evaluation of ``models``: they show the newest values, and nothing is trained."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back the rest of what ``state_dict`` gave: ``Job`` has put back the models. Raises ScriptError."""
+        ...
+
+    def check_load(self) -> None:
+        """Raises ScriptError where it is too late to load a state."""
+        ...
+
+    def leave(self, error: str) -> None:
+        """Give back what is unfinished. ``error``: what ended the script, or ""."""
+        ...
+
+
+def trainer_for(seat: Seat) -> Trainer:
+    """That of the job's mode."""
+    module, _, name = TRAINERS[seat.spec.mode].partition(":")
+    make: Callable[[Seat], Trainer] = getattr(importlib.import_module(module), name)
+    return make(seat)
+
+
+@contextmanager
+def without_training(models: Sequence[nn.Module], clock: StepClock) -> Iterator[None]:
+    """Modules in eval mode and no gradients; each module goes back to the mode that it was in."""
+    training = [m.training for m in models]
+    for m in models:
+        m.eval()
+    clock.touch()
+    clock.aside += 1
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        clock.aside -= 1
+        clock.touch()
+        for m, was in zip(models, training, strict=True):
+            m.train(was)
+
+
+@contextmanager
+def rows_only_read(tables: TableSet) -> Iterator[None]:
+    """The newest dense values, and rows of tables as they are now; a lookup makes none."""
+    tables.refresh_dense()
+    current, tables.current = tables.current, None
+    tables.forget_asides()
+    try:
+        yield
+    finally:
+        tables.forget_asides()
+        tables.current = current
+
+
+def not_started(tables: TableSet) -> None:
+    """Raises ScriptError where a batch has been trained with, or evaluated."""
+    if tables.started:
+        raise ScriptError("job.load_state_dict: only before the first batch of job.steps, and before job.eval")
+
+
+def with_model(state: dict[str, Any]) -> dict[str, Any]:
+    """``state``, with the only one of its models by its own name."""
+    models = state["models"]
+    return {"model": models[0], **state} if len(models) == 1 else state
+
+
+def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Of parameters by ``id()``; with several models, each name begins with the model's number."""
+    several = len(models) > 1
+    return {
+        id(p): f"{i}.{name}" if several else name
+        for i, model in enumerate(models)
+        for name, p in model.named_parameters()
+    }
