@@ -1,4 +1,4 @@
-"""Tools shared by the benchmarks: interleaved rounds, medians and spreads, CPU time, child processes."""
+"""Tools shared by the benchmarks: interleaved rounds, their noise, medians and spreads, CPU time, child processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,140 @@ def p95(values: Sequence[float]) -> float:
     return float(ranked[max(0, -(-95 * len(ranked) // 100) - 1)])
 
 
-def interleaved(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, say: Callable[[str], None]
-) -> dict[str, list[Any]]:
-    """Run every side once a round, starting with another one each round, so that a slow spell of the machine hits
-    all of them. Returns the results by side, in order of rounds."""
-    names = list(sides)
-    out: dict[str, list[Any]] = {name: [] for name in names}
+QUIET_LOAD = 0.5
+"""A machine is quiet if its load of the last minute (``os.getloadavg``) is below this."""
+QUIET_WAIT_S = 600.0
+QUICK_S = 110.0
+
+
+class Conditions:
+    """What a run says about its machine: the load when the run began and before each round, and the rounds.
+
+    ``wait``: wait before each round until the machine is quiet, at most ``QUIET_WAIT_S``; the load of a minute also
+    holds the round before. ``limit_s``: a second measurement of one side (A/A) is left out if the run would take longer
+    with it.
+    """
+
+    def __init__(self, wait: bool = False, limit_s: float = float("inf")) -> None:
+        self.began = time.monotonic()
+        self.load_began = os.getloadavg()[0]
+        self.loads: list[float] = []
+        self.raw: list[dict[str, list[Any]]] = []
+        self._wait = wait
+        self._limit_s = limit_s
+        self._series: list[int] = []
+
+    def series(self) -> None:
+        """Several rounds of the same sides begin."""
+        self._series.append(0)
+
+    def round(self) -> None:
+        """A round begins."""
+        end = time.monotonic() + QUIET_WAIT_S
+        while self._wait and os.getloadavg()[0] >= QUIET_LOAD and time.monotonic() < end:
+            time.sleep(2.0)
+        self.loads.append(os.getloadavg()[0])
+        if self._series:
+            self._series[-1] += 1
+
+    def has_time(self, seconds: float) -> bool:
+        """Whether the run may take ``seconds`` more."""
+        return time.monotonic() - self.began + seconds <= self._limit_s
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the shortest series; 1 if the benchmark has none."""
+        return min(self._series, default=1)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine was quiet when the run began and before each round."""
+        return max([self.load_began, *self.loads]) < QUIET_LOAD
+
+    def facts(self) -> dict[str, Any]:
+        """What enters the result."""
+        loads = [round(load, 2) for load in self.loads]
+        return {"rounds": self.rounds, "quiet": self.quiet, "load_began": round(self.load_began, 2), "loads": loads}
+
+
+_now = Conditions()
+
+
+def begin(wait: bool = False, limit_s: float = float("inf")) -> Conditions:
+    """Start to note the conditions of a run."""
+    global _now
+    _now = Conditions(wait, limit_s)
+    return _now
+
+
+def each_round(rounds: int) -> Iterator[int]:
+    """Numbers of rounds from 0; the load before each is noted."""
+    _now.series()
     for number in range(rounds):
-        for i in range(len(names)):
-            name = names[(i + number) % len(names)]
-            out[name].append(sides[name]())
-            say(f"round {number + 1}/{rounds} {name}: {out[name][-1]}")
+        _now.round()
+        yield number
+
+
+class Rounds(dict[str, list[Any]]):
+    """Results by side, in order of rounds. ``again``: pairs (first, second) of the side that was measured twice."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__((name, []) for name in names)
+        self.again: list[tuple[Any, Any]] = []
+
+    def noise(self, pick: str | Callable[[Any], float] = float) -> list[float]:
+        """The second measurement over the first, by rounds (A/A). ``pick``: the number of a result, or its key."""
+        number = pick if callable(pick) else lambda result: float(result[pick])
+        return [number(second) / number(first) for first, second in self.again if number(first)]
+
+
+def interleaved(
+    sides: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    say: Callable[[str], None],
+    twice: str = "",
+    follow: int = 0,
+) -> Rounds:
+    """Run every side once a round, starting with another one each round, so that a slow spell of the machine hits
+    all of them. Returns the results by side, in order of rounds.
+
+    ``twice`` names the side that is measured a second time in each round (the first side if it names none): only noise
+    makes the two differ. The second time is left out where the run would take too long with it (``begin``).
+    ``follow``: series of about this length that follow in this run.
+    """
+    names = list(sides)
+    twice = twice or names[0]
+    if twice not in sides:
+        raise KeyError(f"no side '{twice}': there are {', '.join(names)}")
+    out = Rounds(names)
+    took_s: dict[str, float] = {}
+    for number in each_round(rounds):
+        second: list[Any] = []
+        turns = [*names, None]
+        at = number % len(turns)
+        for place, name in enumerate(turns[at:] + turns[:at]):
+            side = name or twice
+            if name is None and took_s:
+                more = len(names) - place + len(names) * (rounds - number - 1 + rounds * follow)
+                if not _now.has_time((1 + more) * sum(took_s.values()) / len(took_s)):
+                    continue
+            began = time.monotonic()
+            result = sides[side]()
+            took_s[side] = time.monotonic() - began
+            (second if name is None else out[side]).append(result)
+            say(f"round {number + 1}/{rounds} {side}{' again' if name is None else ''}: {result}")
+        out.again += [(out[twice][-1], value) for value in second]
+    _now.raw.append({**out, f"{twice} again": [value for _, value in out.again]})
     return out
+
+
+def beside(
+    figures: dict[str, Any], spreads: dict[str, Any], ratios: Sequence[float], claims: Sequence[str] | str
+) -> None:
+    """Put an A/A ratio beside each claim, as figure ``CLAIM.aa`` with its spread. Nothing without ratios."""
+    for claim in [claims] if isinstance(claims, str) else claims:
+        if ratios:
+            figures[f"{claim}.aa"], spreads[f"{claim}.aa"] = median(ratios), spread(ratios)
 
 
 def say(line: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks._measure import Result, interleaved, median, say, spread
+from benchmarks._measure import Result, beside, interleaved, median, say, spread
 from benchmarks._ps_job import BATCH, FULL, HALF, WINDOW_S, WORKERS, Case, History, Marks, PsJob, ceiling, history, rate
 
 
@@ -40,9 +40,11 @@ class Part(msgspec.Struct):
 
 def run_back(result: Result, s: float, rounds: int, quick: bool) -> None:
     part = Part(45.0 if quick else 80.0, 0.2, 0.55)
-    found = interleaved({"back": partial(_back, s, part)}, rounds, say)["back"]
+    rounds_of = interleaved({"back": partial(_back, s, part)}, rounds, say)
     name = f"back.s{s:g}"
-    _median(result, name, found)
+    _median(result, name, rounds_of["back"])
+    for what in ("moved", "after"):
+        beside(result["figures"], result["spread"], rounds_of.noise(what), f"{name}.{what}")
     best = ceiling(s, result["figures"][f"{name}.load"])
     _aim(result, f"{name}.moved", 0.9 * best)
     _aim(result, f"{name}.after", 0.9)
@@ -56,6 +58,7 @@ def run_restart(result: Result, s: float, rounds: int, quick: bool) -> None:
     for parity in parities:
         name = f"restart.{parity}.s{s:g}"
         _median(result, name, found[parity])
+        beside(result["figures"], result["spread"], found.noise("after"), f"{name}.after")
         _aim(result, f"{name}.after", 0.9)
         _at_most(result, f"{name}.plans", 0)
 

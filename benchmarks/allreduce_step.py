@@ -15,7 +15,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks._measure import Child, Result, everstep, last_json, median, python, say, spread
+from benchmarks._measure import (
+    Child,
+    Result,
+    Rounds,
+    beside,
+    everstep,
+    interleaved,
+    last_json,
+    median,
+    python,
+    say,
+    spread,
+)
 from benchmarks._replica import BASELINES, TWIN, interpreter, wait_until
 from everstep.net.rendezvous import read_master
 
@@ -85,30 +97,23 @@ def run(quick: bool) -> Result:
     say(f"torchft: {torchft or 'absent (EVERSTEP_TORCHFT_PYTHON is not set, or does not import torchft)'}")
     rounds = 2 if quick else 5
     plan = {1: 150 if quick else 600, 50: 30 if quick else 120}
-    times: dict[str, list[Side]] = {}
-    for number in range(rounds):
-        for mb, steps in plan.items():
-            sides: dict[str, Callable[[], Side]] = {
-                "ddp": lambda mb=mb, steps=steps: ddp_s(mb, steps),
-                "everstep": lambda mb=mb, steps=steps: everstep_s(mb, steps, []),
-            }
-            if mb == 1 or not quick:
-                flags = ["--logical-workers", "4"]
-                sides["logical"] = lambda mb=mb, steps=steps, f=flags: everstep_s(mb, steps, f, BATCH // 2)
-            if torchft and not quick:
-                sides["torchft"] = lambda mb=mb, steps=steps: torchft_s(torchft, mb, steps, False)
-                sides["torchft_flat"] = lambda mb=mb, steps=steps: torchft_s(torchft, mb, steps, True)
-            names = list(sides)
-            for i in range(len(names)):
-                name = names[(i + number) % len(names)]
-                got = sides[name]()
-                times.setdefault(f"{mb}mb.{name}", []).append(got)
-                took = f"{got['median_s'] * 1e3:.2f} ms, p10 {got['p10_s'] * 1e3:.2f} ms"
-                say(f"round {number + 1}/{rounds} {mb} MB {name}: {took}")
+    times: dict[str, Rounds] = {}
+    for follow, (mb, steps) in zip((1, 0), plan.items(), strict=True):
+        sides: dict[str, Callable[[], Side]] = {
+            "ddp": lambda mb=mb, steps=steps: ddp_s(mb, steps),
+            "everstep": lambda mb=mb, steps=steps: everstep_s(mb, steps, []),
+        }
+        if mb == 1 or not quick:
+            flags = ["--logical-workers", "4"]
+            sides["logical"] = lambda mb=mb, steps=steps, f=flags: everstep_s(mb, steps, f, BATCH // 2)
+        if torchft and not quick:
+            sides["torchft"] = lambda mb=mb, steps=steps: torchft_s(torchft, mb, steps, False)
+            sides["torchft_flat"] = lambda mb=mb, steps=steps: torchft_s(torchft, mb, steps, True)
+        times[f"{mb}mb"] = interleaved(sides, rounds, lambda line, mb=mb: say(f"{mb} MB {line}"), "ddp", follow)
     return _result(times)
 
 
-def _result(times: dict[str, list[Side]]) -> Result:
+def _result(times: dict[str, Rounds]) -> Result:
     result: Result = {"figures": {}, "aims": {}, "holds": {}, "spread": {}}
 
     def put(name: str, values: list[float], most: float | None = None) -> None:
@@ -117,14 +122,14 @@ def _result(times: dict[str, list[Side]]) -> Result:
             result["aims"][name], result["holds"][name] = f"<= {most}", median(values) <= most
 
     for mb, most in ((1, 1.05), (50, 1.03)):
-        ddp = times[f"{mb}mb.ddp"]
+        found = times[f"{mb}mb"]
         for side in ("ddp", "everstep"):
-            put(f"{mb}mb.{side}_ms", [t["median_s"] * 1e3 for t in times[f"{mb}mb.{side}"]])
+            put(f"{mb}mb.{side}_ms", [t["median_s"] * 1e3 for t in found[side]])
         for side in ("everstep", "logical", "torchft", "torchft_flat"):
             for kind, name in (("median_s", ""), ("p10_s", "_p10")):
-                found = times.get(f"{mb}mb.{side}", [])
-                ratios = [a[kind] / b[kind] for a, b in zip(found, ddp, strict=False)]
+                ratios = [a[kind] / b[kind] for a, b in zip(found.get(side, []), found["ddp"], strict=False)]
                 if ratios:
                     put(f"{mb}mb.{side}_ratio{name}", ratios, most if (side, name) == ("everstep", "") else None)
-    put("master_cpu_us_per_step", [t["cpu_s"] * 1e6 for t in times["1mb.everstep"]])
+                    beside(result["figures"], result["spread"], found.noise(kind), f"{mb}mb.{side}_ratio{name}")
+    put("master_cpu_us_per_step", [t["cpu_s"] * 1e6 for t in times["1mb"]["everstep"]])
     return result

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks._measure import ROOT, Result, median, say, spread
+from benchmarks._measure import ROOT, Result, each_round, median, say, spread
 
 LIMIT_S = 400.0
 MOST = 1.02
@@ -81,7 +81,7 @@ def run(quick: bool, arguments: Sequence[str] = ()) -> Result:
     sides = {"old": (args.old.resolve(), args.old_python), "new": (ROOT, sys.executable)}
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        for number in range(rounds):
+        for number in each_round(rounds):
             for part in parts:
                 n = PARTS[part][1 if quick else 2]
                 first, new, second = (measure(*sides[s], part, n, Path(folder)) for s in ("old", "new", "old"))

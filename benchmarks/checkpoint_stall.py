@@ -2,8 +2,9 @@
 
 One ps's store and its image writer in one process, as in a ps: a thread pulls and pushes every STEP_S (a batch: 2,048
 samples of 8 Zipf ids each, dim 16, Adagrad, in 64 buckets), while another writes images to a local directory. Sides in
-turns: no checkpoint, a base, a base written no faster than THROTTLE, an increment 100 and 3,000 batches (1 s and 30 s
-of this traffic) after a base. ``stall``: the longest pull-and-push of a side; the machine's own hiccups are in the side
+turns: no checkpoint (twice: ``.aa`` is what the second seems to add), a base, a base written no faster than THROTTLE,
+an increment 100 and 3,000 batches (1 s and 30 s of this traffic) after a base. ``stall``: the longest pull-and-push of
+a side; the machine's own hiccups are in the side
 without a checkpoint. ``added_of_step``: how much longer pulls and pushes take on average while images are written, of
 STEP_S. ``added_of_time``: all that a checkpoint costs the pushing thread, spread over the 30 s to the next one. Rows
 came into the table in the order in which Zipf traffic brings them. Restoring is loading all buckets (base and
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks._measure import Result, median, say, spread
+from benchmarks._measure import Result, each_round, median, say, spread
 from everstep.ids import BucketId
 from everstep.model.image import BucketImage
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
@@ -113,11 +114,11 @@ def _run(rows: int, rounds: int, where: Path) -> Result:
     def note(name: str, value: float) -> None:
         values.setdefault(name, []).append(value)
 
-    for turn in range(rounds):
-        sides = ["none", "base", "throttled_base", *INCREMENTS]
+    for turn in each_round(rounds):
+        sides = ["none", "base", "throttled_base", *INCREMENTS, "again"]
         found: dict[str, tuple[list[float], float, int]] = {}
-        for side in sides[turn % 5 :] + sides[: turn % 5]:  # another one first each time
-            if side == "none":
+        for side in sides[turn % 6 :] + sides[: turn % 6]:  # another one first each time
+            if side in ("none", "again"):
                 found[side] = pusher.paced(lambda times: len(times) >= 200), 0.0, 0
                 continue
             writer = ImageWriter(store, where, job="bench", bytes_per_s=THROTTLE if side == "throttled_base" else 0.0)
@@ -137,12 +138,14 @@ def _run(rows: int, rounds: int, where: Path) -> Result:
         plain = float(np.mean(found["none"][0]))
         note("step_ms", median(found["none"][0]) * 1e3)
         note("none_stall_ms", max(found["none"][0]) * 1e3)
-        for side in sides[1:]:
+        again_s = float(np.mean(found["again"][0])) - plain
+        for side in sides[1:-1]:
             times, took_s, written = found[side]
             more_s = float(np.mean(times)) - plain
             note(f"{side}_stall_ms", max(times) * 1e3)
             note(f"{side}_added_of_step", more_s / STEP_S)
             note(f"{side}_added_of_time", more_s * len(times) / EVERY_S)
+            note(f"{side}_added_of_time.aa", again_s * len(times) / EVERY_S)
             note(f"{side}_MB", written / 1e6)
             note(f"{side}_s", took_s)
         for side in INCREMENTS:

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks._jobs import Job, pushes, rate
-from benchmarks._measure import Result, cpu_of_tree_s, everstep, interleaved, median, say, spread
+from benchmarks._measure import Result, beside, cpu_of_tree_s, everstep, interleaved, median, say, spread
 
 BATCH, WORKERS = 512, 2
 SIDES = {"async": "async", "bounded2": "bounded:2", "sync": "sync"}
@@ -69,6 +69,8 @@ def run(quick: bool) -> Result:
     }
     found = interleaved(sides, rounds, say)
     for ps in ps_counts:
+        for of, key in (("of_async", "samples_per_s"), ("cpu_of_async", "cpu_s_per_million")):
+            beside(figures, spreads, found.noise(key), [f"{name}_{ps}ps_{of}" for name in SIDES if name != "async"])
         plain = found[f"async_{ps}ps"]
         for name in SIDES:
             runs = found[f"{name}_{ps}ps"]

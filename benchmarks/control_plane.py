@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks._measure import spread
+from benchmarks._measure import beside, interleaved, spread
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Granted,
@@ -282,16 +283,17 @@ def _sync_ms() -> float:
 def run(quick: bool) -> dict[str, Any]:
     """The row of docs/benchmarks.md."""
     seconds, rounds = (1.0, 1) if quick else (2.0, 4)
-    rates: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
-        for in_flight in (IN_FLIGHT, IN_FLIGHT_MANY):
-            for kind in ("echo", "master"):
-                rates.setdefault((kind, in_flight), []).append(_round(kind, seconds, in_flight))
-    echo, master = rates["echo", IN_FLIGHT], rates["master", IN_FLIGHT]
+    sides = {
+        f"{kind} {in_flight}": partial(_round, kind, seconds, in_flight)
+        for in_flight in (IN_FLIGHT, IN_FLIGHT_MANY)
+        for kind in ("echo", "master")
+    }
+    rates = interleaved(sides, rounds, lambda line: print(line, file=sys.stderr), f"master {IN_FLIGHT}")
+    echo, master = rates[f"echo {IN_FLIGHT}"], rates[f"master {IN_FLIGHT}"]
     per_s, echo_per_s = statistics.median(master), statistics.median(echo)
     ratio = statistics.median(m / e for m, e in zip(master, echo, strict=True))
-    many = rates["master", IN_FLIGHT_MANY]
-    many_ratio = statistics.median(m / e for m, e in zip(many, rates["echo", IN_FLIGHT_MANY], strict=True))
+    many, many_echo = rates[f"master {IN_FLIGHT_MANY}"], rates[f"echo {IN_FLIGHT_MANY}"]
+    many_ratio = statistics.median(m / e for m, e in zip(many, many_echo, strict=True))
     command = [sys.executable, "-m", "benchmarks.control_plane", "memory"]
     memory = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     figures = {
@@ -320,12 +322,9 @@ def run(quick: bool) -> dict[str, Any]:
         "rss_100k_shards_1000_members_mb": memory["rss_bytes"] < 150e6,
         "plan_1e9_samples_s": figures["plan_1e9_samples_s"] < 1,
     }
-    return {
-        "figures": figures,
-        "aims": aims,
-        "holds": holds,
-        "spread": {"durable_requests_per_s": spread(master), "echo_per_s": spread(echo)},
-    }
+    spreads: dict[str, Any] = {"durable_requests_per_s": spread(master), "echo_per_s": spread(echo)}
+    beside(figures, spreads, rates.noise(), ["durable_requests_per_s", "ratio_to_echo"])
+    return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}
 
 
 def main(argv: list[str]) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks._measure import interleaved, median, say, spread
+from benchmarks._measure import beside, interleaved, median, say, spread
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, bag_backward, gather_rows, isa, isfinite_all, unique_route
 
@@ -226,6 +226,7 @@ def _lookup(rows: int, rounds: int, figures: dict[str, float], spreads: dict[str
     ratios = [b / a for a, b in zip(times["ours"], times["pandas"], strict=True)]
     figures["lookup_over_pandas"] = median(ratios)
     spreads["lookup_over_pandas"] = spread(ratios)
+    beside(figures, spreads, times.noise(), "lookup_over_pandas")
     figures["lookup_ns_per_key"] = median(times["ours"]) / BATCH * 1e9
 
 
@@ -241,7 +242,7 @@ def run(quick: bool) -> dict[str, Any]:
         rows = 2_000_000 if quick else 4_000_000
         say(f"dim {dim}: filling {rows} rows for each of {len(kinds)} optimizers")
         bench = _Bench(dim, rows, kinds, bare)
-        times = interleaved(bench.sides, rounds, _quiet)
+        times = interleaved(bench.sides, rounds, _quiet, "memcpy")
         copy_per_s = [bench.bytes["memcpy"] / t for t in times["memcpy"]]
         figures[f"memcpy_dim{dim}_gb_per_s"] = median(copy_per_s) / 1e9
         for name in bench.sides:
@@ -250,6 +251,7 @@ def run(quick: bool) -> dict[str, Any]:
             ratios = [bench.bytes[name] / t / c for t, c in zip(times[name], copy_per_s, strict=True)]
             figures[f"{name}_dim{dim}_of_memcpy"] = median(ratios)
             spreads[f"{name}_dim{dim}_of_memcpy"] = spread(ratios)
+            beside(figures, spreads, times.noise(), f"{name}_dim{dim}_of_memcpy")
             say(f"  {name}: {median(ratios):.2f} of memcpy")
         began = time.perf_counter()
         assert isfinite_all(bench.grads)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks._measure import interleaved, median, say, spread
+from benchmarks._measure import Rounds, beside, interleaved, median, say, spread
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, _native, unique_route
 
@@ -30,7 +30,7 @@ def _quiet(_: str) -> None:
     """Single rounds of milliseconds are not worth a line."""
 
 
-def _kernels(mega: int, rounds: int) -> dict[str, list[float]]:
+def _kernels(mega: int, rounds: int) -> Rounds:
     """Bytes of the source per second, by side."""
     src: NDArray[np.uint8] = np.random.default_rng(0).integers(0, 256, mega << 20, np.uint8)
     dst = np.zeros_like(src)
@@ -213,9 +213,11 @@ def run(quick: bool) -> dict[str, Any]:
     say(f"kernels for {_native.gf_isa()}")
     rates = _kernels(128 if quick else 256, rounds)
     figures["memcpy_gb_per_s"] = median(rates["memcpy"]) / 1e9
+    noise = rates.noise()
     for name in ("xor", "gf"):
         ratios = [a / b for a, b in zip(rates[name], rates["memcpy"], strict=True)]
         figures[f"{name}_of_memcpy"], spreads[f"{name}_of_memcpy"] = median(ratios), spread(ratios)
+        beside(figures, spreads, noise, f"{name}_of_memcpy")
         say(f"  {name}: {median(ratios):.2f} of memcpy")
     bench = _Pushed(400_000 if quick else 1_500_000, 20_000)
     times = [bench.round() for _ in range(rounds)][2:]

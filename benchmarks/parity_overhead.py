@@ -28,7 +28,19 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks._measure import ROOT, Child, Result, everstep, interleaved, last_json, median, python, say, spread
+from benchmarks._measure import (
+    ROOT,
+    Child,
+    Result,
+    beside,
+    everstep,
+    interleaved,
+    last_json,
+    median,
+    python,
+    say,
+    spread,
+)
 from benchmarks.throughput import Config, CpuLog, _make_data
 from everstep.policies.advise import Case, break_even_bytes, break_even_mtbf_s
 
@@ -130,6 +142,8 @@ def run(quick: bool) -> Result:
             figures[f"{name}_of_none"], spreads[f"{name}_of_none"] = median(ratios), spread(ratios)
             cpu = [m["cpu_s_per_million"] / b["cpu_s_per_million"] for m, b in zip(measured[name], none, strict=True)]
             figures[f"{name}.cpu_of_none"], spreads[f"{name}.cpu_of_none"] = median(cpu), spread(cpu)
+            beside(figures, spreads, measured.noise("samples_per_s"), f"{name}_of_none")
+            beside(figures, spreads, measured.noise("cpu_s_per_million"), f"{name}.cpu_of_none")
             ps = [m["ps_cpu_ms_per_batch"] for m in measured[name]]
             figures[f"{name}.ps_cpu_ms_per_batch"], spreads[f"{name}.ps_cpu_ms_per_batch"] = median(ps), spread(ps)
             written = [m["bytes"] for m in measured[name] if "bytes" in m]

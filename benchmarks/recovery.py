@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._jobs import Job, longest_gap, pushes, rate
-from benchmarks._measure import Result, interleaved, median, say, spread
+from benchmarks._measure import Result, beside, interleaved, median, say, spread
 
 BATCH = 512
 EPOCHS = 200  # more than any side trains: they are stopped
@@ -166,7 +166,8 @@ def run(quick: bool) -> Result:
         with tempfile.TemporaryDirectory(prefix="everstep-recovery-") as folder:
             return ways[way](Path(folder), interval_s)
 
-    found = interleaved({name: (lambda name=name: one(name)) for name in ways}, rounds, say)  # type: ignore[misc]
+    sides = {name: (lambda name=name: one(name)) for name in ways}  # type: ignore[misc]
+    found = interleaved(sides, rounds, say, "restore")
     values = {name: [r[name] for r in results] for results in found.values() for name in results[0]}
     figures = {"interval_s": interval_s} | {name: median(v) for name, v in values.items()}
     floor = max(figures["parity_lost_s"], 0.1)
@@ -181,4 +182,6 @@ def run(quick: bool) -> Result:
         "restore_over_parity": figures["restore_over_parity"] >= 10.3,
         "speed_10s": figures["speed_10s"] >= 0.9,
     }
-    return {"figures": figures, "aims": aims, "holds": holds, "spread": {n: spread(v) for n, v in values.items()}}
+    spreads = {n: spread(v) for n, v in values.items()}
+    beside(figures, spreads, found.noise("restore_lost_s"), "restore_over_parity")
+    return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}

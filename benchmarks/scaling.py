@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks._jobs import Job, longest_gap, pushes
-from benchmarks._measure import Result, everstep, interleaved, median, say, spread
+from benchmarks._measure import Result, beside, everstep, interleaved, median, say, spread
 from everstep.model.member import MemberState, Role
 
 BATCH = 512
@@ -96,7 +96,8 @@ def run(quick: bool) -> Result:
         with tempfile.TemporaryDirectory(prefix="everstep-scaling-") as folder:
             return ways[way](Path(folder), 50)
 
-    found = interleaved({name: (lambda name=name: one(name)) for name in ways}, rounds, say)  # type: ignore[misc]
+    sides = {name: (lambda name=name: one(name)) for name in ways}  # type: ignore[misc]
+    found = interleaved(sides, rounds, say, "restart")
     values: dict[str, list[float]] = {n: [r[n] for r in found["live"]] for n in found["live"][0]}
     values |= {n: [r[n] for r in found["restart"]] for n in found["restart"][0]}
     for name in ("out", "in"):
@@ -105,4 +106,7 @@ def run(quick: bool) -> Result:
     figures = {name: median(v) for name, v in values.items()}
     aims = {"out_ratio": ">= 5", "in_ratio": ">= 5"}
     holds = {name: figures[name] >= 5 for name in aims}
-    return {"figures": figures, "aims": aims, "holds": holds, "spread": {n: spread(v) for n, v in values.items()}}
+    spreads = {n: spread(v) for n, v in values.items()}
+    for name in ("out", "in"):
+        beside(figures, spreads, found.noise(f"restart_{name}_gap_s"), f"{name}_ratio")
+    return {"figures": figures, "aims": aims, "holds": holds, "spread": spreads}

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._measure import Result, interleaved, median, say, spread
+from benchmarks._measure import Result, beside, interleaved, median, say, spread
 from benchmarks._ps_job import BATCH, FULL, HALF, WORKERS, Case, PsJob, ceiling, history, rate
 from benchmarks._slow_server_ends import run_back, run_restart
 
@@ -114,6 +114,8 @@ def run(quick: bool, arguments: Sequence[str] | None = None) -> Result:
                     key = f"{name}.{side}" + (".whole" if what == "whole" else "")
                     of = [getattr(f, what) / f.healthy for f in found[side]]
                     figures[key], result["spread"][key] = median(of), spread(of)
+            for side in found:
+                beside(figures, result["spread"], found.noise(lambda f: f.late / f.healthy), f"{name}.{side}")
             figures[f"{name}.moves"] = median([f.moved for f in found["nondedicated"]])
             figures[f"{name}.restarts"] = median([f.restarts for f in found["nondedicated"]])
             key, aim = f"{name}.nondedicated", 0.9 * best

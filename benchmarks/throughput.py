@@ -30,7 +30,19 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks._measure import ROOT, Child, Result, everstep, interleaved, last_json, median, python, say, spread
+from benchmarks._measure import (
+    ROOT,
+    Child,
+    Result,
+    beside,
+    everstep,
+    interleaved,
+    last_json,
+    median,
+    python,
+    say,
+    spread,
+)
 
 MODEL = ROOT / "benchmarks" / "throughput_model.py"
 TWINS = ROOT / "benchmarks" / "twins"
@@ -210,9 +222,12 @@ def run(quick: bool) -> Result:
             if torchrec:
                 sides["torchrec"] = partial(run_twin, torchrec, TWINS / "dlrm_torchrec.py", config)
             measured = interleaved(sides, rounds, say)
+            of = ("_of_bound", "_of_torch", "_of_torchrec")
             for name, values in _figures(measured).items():
                 full = f"{config.name}.{name}"
                 figures[full], spreads[full] = median(values), spread(values)
+                key = "cpu_s_per_million" if name.endswith("_cpu_of_bound") else "samples_per_s"
+                beside(figures, spreads, measured.noise(key), [full] if name.endswith(of) else [])
                 if name in AIMS:
                     relation, aim = AIMS[name]
                     aims[full] = f"{relation} {aim}"

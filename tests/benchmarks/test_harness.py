@@ -60,14 +60,87 @@ def test_every_row_of_the_document_names_a_benchmark_that_exists() -> None:
         assert any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in ast.parse(path.read_text()).body)
 
 
-def test_rounds_take_turns() -> None:
-    from benchmarks._measure import interleaved
+def test_rounds_take_turns_and_one_side_is_measured_twice() -> None:
+    from benchmarks._measure import begin, interleaved
 
     order: list[str] = []
+    conditions = begin()
     sides = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
-    found = interleaved(sides, 3, lambda line: None)
-    assert "".join(order) == "abcbcacab"
-    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+    found = interleaved(sides, 3, lambda line: None, "b")
+    assert "".join(order) == "abcbbcbacbab"
+    assert found == {"a": [1, 8, 11], "b": [2, 5, 12], "c": [3, 6, 9]}
+    assert found.again == [(2, 4), (5, 7), (12, 10)] and found.noise() == [2, 7 / 5, 10 / 12]
+    assert conditions.rounds == len(conditions.loads) == 3
+    assert conditions.raw == [{**found, "b again": [4, 7, 10]}]
+    with pytest.raises(KeyError, match="no side 'd': there are a, b, c"):
+        interleaved(sides, 1, lambda line: None, "d")
+
+
+def test_a_quick_run_leaves_out_the_second_measurement_that_it_has_no_time_for() -> None:
+    from benchmarks._measure import begin, interleaved
+
+    sides = {"a": lambda: 1.0, "b": lambda: 2.0}
+    begin(limit_s=-1.0)
+    assert interleaved(sides, 2, lambda line: None).again == []
+    begin(limit_s=3600.0)
+    assert interleaved(sides, 2, lambda line: None).noise() == [1.0, 1.0]
+    begin()
+
+
+def test_a_machine_is_quiet_if_all_loads_are_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import _measure
+
+    loads = iter([0.1, 0.2, 0.2, 0.49, 0.49, 0.5, 0.5])
+    monkeypatch.setattr(_measure.os, "getloadavg", lambda: (next(loads), 9.0, 9.0))
+    conditions = _measure.Conditions()
+    conditions.series()
+    conditions.round()
+    conditions.round()
+    assert conditions.quiet and conditions.rounds == 2
+    conditions.round()
+    conditions.round()
+    conditions.round()
+    assert not conditions.quiet
+    assert conditions.facts()["loads"] == [0.2, 0.2, 0.49, 0.49, 0.5]
+
+
+def test_a_recorded_run_takes_the_mark_off_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from benchmarks._marks import DAGGER, backed, marked, recorded, wrong
+    from benchmarks._measure import Conditions, interleaved
+
+    from benchmarks import __main__ as harness
+
+    def run(quick: bool) -> dict[str, object]:
+        found = interleaved({"a": lambda: 1.0, "b": lambda: 3.0}, 5, lambda line: None)
+        assert found.noise() == [1.0] * 5
+        return {"figures": {"ratio": 3.0, "ratio.aa": 1.01}, "aims": {}, "holds": {}, "spread": {"ratio": (3.0, 3.0)}}
+
+    monkeypatch.setattr(harness, "available", lambda: {"mine": "a line"})
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(Conditions, "quiet", True)
+    monkeypatch.setitem(sys.modules, "benchmarks.mine", SimpleNamespace(run=run))
+    assert harness.main(["mine", "--quick", "--record"]) == 0
+    out = capsys.readouterr().out
+    assert "A/A 1.01" in out and not any(line.startswith("ratio.aa") for line in out.splitlines())
+    [whole] = recorded(tmp_path)
+    assert whole["raw"] == [{"a": [1.0] * 5, "b": [3.0] * 5, "a again": [1.0] * 5}] and whole["rounds"] == 5
+    page = "| `python -m benchmarks mine` | `ratio` | 3 | 3 .. 3 |  |  |\n| command | claim |\n"
+    assert backed([whole]) == set()  # quick
+    assert marked(page, set()) == page.replace("| 3 |", f"| 3 {DAGGER} |")
+    allowed = backed([{**whole, "quick": False}])
+    assert ("python -m benchmarks mine", "ratio", "3") in allowed
+    assert wrong(page, allowed) == [] and marked(marked(page, set()), allowed) == page
+    assert not backed([{**whole, "quick": False, "quiet": False}]) | backed([{**whole, "quick": False, "rounds": 4}])
+    assert harness.record(whole, tmp_path).name.endswith("-2.json")
+
+
+def test_rows_of_the_document_are_marked_as_the_recorded_runs_say() -> None:
+    from benchmarks._marks import backed, recorded, wrong
+
+    rows = wrong((ROOT / "docs" / "benchmarks.md").read_text(), backed(recorded()))
+    assert not rows, f"run python -m benchmarks._marks --write; wrong: {rows[:3]}"
 
 
 def test_p95_is_a_value_that_was_measured() -> None:
