@@ -214,7 +214,6 @@ def test_no_vocabulary(join: Join) -> None:
 
 
 WRONG: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: nn.Embedding(9, 3, max_norm=1.0), "max_norm"),
     (lambda: nn.EmbeddingBag(9, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
     (lambda: nn.Embedding(9, 3, dtype=torch.float64), "float32"),
     (lambda: nn.Linear(3, 3), "found no nn.Embedding"),

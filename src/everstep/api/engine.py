@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from everstep.api.buffers import BufferGroup, Constant, find_buffers
 from everstep.api.dense import DenseGroup, FlatGroup, PsOptimizer, StaleValues
 from everstep.api.firing import TableFiring
-from everstep.api.rows import TableParameter, is_table
+from everstep.api.rows import BatchTable, TableParameter, is_table
 from everstep.api.schedule import JobSchedule
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, TableSet
@@ -225,6 +225,7 @@ class Engine:
         self.in_hand = 0  # samples of the batch that the script is at, or raised in
         self._stale = StaleValues(self._freshen)
         tables.before_refresh = self._before_refresh
+        tables.keeps_outside = lambda: self._only
         self._began_at = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque([(self._began_at, 0)], maxlen=12)
 
@@ -793,8 +794,10 @@ class Engine:
             self.loader_batch, self._largest_batch = loader.batch_size, loader.largest_batch
             self.protocol.set_batch_samples(self._one_pass())
         self.feed(lambda: self.protocol.begin(dataset, until))
-        run = _Run(loader, self._ahead)
-        if self._ahead:
+        ahead = 0 if any(table.renorms for table in self.tables.batches.values()) else self._ahead
+        self.tables.ahead = ahead > 0
+        run = _Run(loader, ahead)
+        if ahead:
             run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
             run.thread.start()
         complete = False
@@ -1136,8 +1139,14 @@ class Engine:
             self.tables.put(group.spec, None, group.initial(), replace=True)
             group.seen()
         for name, table in self.tables.batches.items():
-            if not self.in_loop or not len(table.keys) or not table.changed():
+            if not self.in_loop or not len(table.keys) or not (table.changed() or self._renormed(table)):
                 continue
+            if table.renormed and not self._edits_are_kept:
+                raise ScriptError(
+                    f"max_norm of table {name!r} changes rows in forward: with several workers and no common step, "
+                    "steps of the others would be lost by that; run with --consistency sync, with --mode allreduce "
+                    "without ps, or leave it out"
+                )
             if not self._edits_are_kept:
                 raise ScriptError(
                     f"the script changed rows of table {name!r} in place (not through an optimizer): with several "
@@ -1148,13 +1157,21 @@ class Engine:
             self._await_pulls()
             self.tables.put(spec, table.keys, table.values, replace=True)
             table.seen()
+            table.renormed = False
         self._pulled = False
+
+    def _renormed(self, table: BatchTable) -> bool:
+        """Sync: each worker's lookups change rows of its own; all take the step that lies before such changes."""
+        return table.renormed and self._sync and not self._alone
+
+    @property
+    def _only(self) -> bool:
+        """Whether no other worker steps."""
+        return self.seat.embedded or (self.seat.spec.workers == 1 and self.seat.slot == 0)
 
     @property
     def _edits_are_kept(self) -> bool:
-        spec = self.seat.spec
-        only = self.seat.embedded or (spec.workers == 1 and self.seat.slot == 0)
-        return only or (self._sync and self.in_loop)
+        return self._only or (self._sync and self.in_loop)
 
     def _await_pulls(self) -> None:
         """Before a change by hand is stored: what was pushed is at the ps. Sync: a step of the job without gradients

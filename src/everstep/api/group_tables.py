@@ -200,6 +200,10 @@ class GroupTables:
         self.firing = TableFiring(tables)
         self.client.on_wait = self._waits_for_rows
         tables.fresh, tables.all_since = self._apply_steps, True
+        tables.refuses_renorm = (
+            "changes rows in forward, and in mode allreduce only optimizers change a table on the ps: leave it out, "
+            "keep the embedding in the dense part, job.sparse(model, only=...), or run with --mode ps"
+        )
 
     def __repr__(self) -> str:
         return f"<GroupTables {self.pushes}>"

@@ -117,6 +117,10 @@ class Source(Protocol):
 
     def vocabulary(self, table: str) -> int | None: ...
 
+    def renorms(self, table: str) -> None: ...
+
+    def renorm(self, table: str, lookup: Lookup, max_norm: float, norm_type: float) -> None: ...
+
     def export(self, table: str) -> dict[str, Tensor]: ...
 
     def restore(self, table: str, state: dict[str, Tensor]) -> None: ...
@@ -214,10 +218,14 @@ class Options(NamedTuple):
     scale_grad_by_freq: bool = False
     mode: str = "sum"
     include_last_offset: bool = False
+    max_norm: float | None = None
+    norm_type: float = 2.0
 
-    def tell(self, lookup: Lookup) -> None:
+    def tell(self, lookup: Lookup, source: Source, name: str) -> None:
         lookup.pad(self.padding_idx)
         lookup.by_count = self.scale_grad_by_freq
+        if self.max_norm is not None:
+            source.renorm(name, lookup, self.max_norm, self.norm_type)
 
 
 def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
@@ -225,7 +233,7 @@ def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids:
     if ids.numel() == 0:
         return _nothing(weight, (0, dim)).view((*ids.shape, dim))
     lookup = source.lookup(name, ids)
-    options.tell(lookup)
+    options.tell(lookup, source, name)
     out: Tensor = _Gather.apply(lookup.source(weight), lookup, (*ids.shape, dim))  # type: ignore[no-untyped-call]
     return out
 
@@ -267,7 +275,7 @@ def _bag(
     if ids.numel() == 0 or bags == 0:
         return _nothing(weight, (bags, dim))
     lookup = source.lookup(name, ids)
-    options.tell(lookup)
+    options.tell(lookup, source, name)
     if mode == "max":
         return _largest(weight, lookup, np.arange(bags + 1) if bounds is None else bounds)
     if lookup.padding_at >= 0:
@@ -336,6 +344,8 @@ class _Table(nn.Module):
         self.embedding_dim = dim
         self.padding_idx = padding_idx
         self.scale_grad_by_freq = False
+        self.max_norm: float | None = None
+        self.norm_type = 2.0
         self.init, self.optimizer = init, optimizer
         self._source: Source | None = None
         self.freeze = False  # its rows do not learn
@@ -345,6 +355,8 @@ class _Table(nn.Module):
         """Belong to a job: from now on ``weight`` is the parameter of the table's rows."""
         self._source = source
         self.weight = source.parameter(self.name)
+        if self.max_norm is not None:
+            source.renorms(self.name)
         if self.freeze:
             self.weight.requires_grad_(False)
 
@@ -352,7 +364,8 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def _options(self) -> Options:
-        return Options(self.padding_idx, self.scale_grad_by_freq)
+        norm = self.max_norm, self.norm_type
+        return Options(self.padding_idx, self.scale_grad_by_freq, "sum", False, *norm)
 
     def _uncompiled(self) -> Callable[..., Tensor]:
         """``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps."""
@@ -452,7 +465,8 @@ class EmbeddingBag(_Table):
         return self._uncompiled()(input, offsets, per_sample_weights)
 
     def _options(self) -> Options:
-        return Options(self.padding_idx, False, self.mode, self.include_last_offset)
+        norm = self.max_norm, self.norm_type
+        return Options(self.padding_idx, False, self.mode, self.include_last_offset, *norm)
 
     def _look_up(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
         source, options = self._attached(), self._options()
@@ -502,7 +516,8 @@ def _functional_embedding(
     if (known := table_of(weight)) is None:
         return NotImplemented
     table, source = known, known.source
-    options = Options(_within(source, table, padding_idx), scale_grad_by_freq)
+    norm = max_norm, norm_type
+    options = Options(_within(source, table, padding_idx), scale_grad_by_freq, "sum", False, *norm)
     with _as_the_weight(weight):
         return _embedding(table.param, source, table.name, table.dim, input, options)
 
@@ -529,7 +544,8 @@ def _functional_bag(
         raise ScriptError(f"table {table.name!r}: mode={mode!r} is not one of sum, mean and max")
     if scale_grad_by_freq:
         raise bags_by_frequency(f"table {table.name!r}")
-    options = Options(_within(source, table, padding_idx), False, mode, include_last_offset)
+    norm = max_norm, norm_type
+    options = Options(_within(source, table, padding_idx), False, mode, include_last_offset, *norm)
     with _as_the_weight(weight):
         return _bag(table.param, source, table.name, table.dim, input, offsets, per_sample_weights, options)
 

@@ -430,6 +430,8 @@ class BatchTable:
         self.complete = False  # the parameter shows all rows, in the order of their keys
         self.moved: NDArray[np.int64] = np.empty(0, np.int64)  # ``complete``: where rows stand that were there before
         self.zero_padding = padding is not None  # the padding row is zero, whatever the script makes of its gradient
+        self.renorms = False  # lookups change rows: those above a norm are scaled down (``max_norm``)
+        self.renormed = False  # of this batch: such a lookup was
         self.moves_all = False  # the optimizer that steps it moves rows without a gradient, too
         self.keys: NDArray[np.int64] = np.empty(0, np.int64)
         self.values: NDArray[np.float32] = np.empty((0, dim), np.float32)
@@ -471,7 +473,7 @@ class BatchTable:
         self.stash()
         self.batch += 1
         self._rows = rows
-        self._lent = self._handed = self._used = self.grown = self.complete = False
+        self._lent = self._handed = self._used = self.grown = self.complete = self.renormed = False
         for part in self.parts:
             part.node = None  # which knows of it: a circle that keeps the rows' memory
         self.parts.clear()

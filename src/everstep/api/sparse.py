@@ -153,8 +153,6 @@ def _of_torch(
     init: InitChoice,
     life: LifeCycle,
 ) -> tuple[esnn.Embedding | esnn.EmbeddingBag, TableInfo]:
-    if module.max_norm is not None:
-        raise ScriptError(f"{name!r}: max_norm is not offered for tables on the ps: leave it out, or use only=")
     meta = module.weight.device.type == "meta"
     if not meta and (module.weight.device.type != "cpu" or module.weight.dtype != torch.float32):
         raise ScriptError(f"{name!r}: the weight must be float32 on the CPU or on meta, not {module.weight.dtype}")
@@ -174,6 +172,7 @@ def _of_torch(
     else:
         twin = esnn.Embedding(name, dim, vocabulary=rows, padding_idx=padding)
     twin.scale_grad_by_freq = module.scale_grad_by_freq
+    twin.max_norm, twin.norm_type = module.max_norm, module.norm_type
     twin.train(module.training)
     twin.freeze = not module.weight.requires_grad
     begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)

@@ -117,6 +117,10 @@ class TableSet:
         self.fresh: Callable[[str, NDArray[np.int64], NDArray[np.float32]], None] | None = None
         """Called with a table, keys int64 [n] and their values float32 [n, dim], which came from the ps: makes them, in
         place, what they are for this script."""
+        self.ahead = False  # rows are pulled ahead, and may lack the step before
+        self.refuses_renorm = ""  # why lookups may not change rows here
+        self.keeps_outside: Callable[[], bool] | None = None
+        """Whether rows that a lookup outside of a batch has changed may be stored: no worker's step is lost by it."""
         self._declared: set[str] = set()
         self._asides: list[Item] = []  # evaluation lookups, oldest first
         self._lock = threading.Lock()
@@ -386,6 +390,39 @@ class TableSet:
             )
         self.declare()
         return self._on_demand(item, table, wanted)
+
+    def renorms(self, table: str) -> None:
+        """Lookups of this table will change its rows. Raises ScriptError where they may not."""
+        if self.refuses_renorm:
+            raise ScriptError(f"max_norm of table {table!r} {self.refuses_renorm}")
+        self.batches[table].renorms = True
+
+    def renorm(self, table: str, lookup: Lookup, max_norm: float, norm_type: float) -> None:
+        """Scale rows of a lookup down to ``max_norm``, as torch does: each once, and in place. In a batch this is a
+        change of rows by hand; outside of one it is kept where the job lets it be."""
+        batch = self.batches[table]
+        if self.refuses_renorm:
+            raise ScriptError(f"max_norm of table {table!r} {self.refuses_renorm}")
+        if lookup.table is not None and not batch.renorms and self.ahead:
+            raise ScriptError(
+                f"max_norm of table {table!r} is given to a function, and rows are pulled ahead: give it to "
+                "nn.Embedding, or set EVERSTEP_PREFETCH=0"
+            )
+        at = np.unique(lookup.inverse)
+        if lookup.table is not None:
+            batch.used()
+            batch.renormed = True
+        else:
+            lookup.values = lookup.values.copy()
+        before = lookup.values[at]
+        with torch.no_grad():
+            torch.embedding_renorm_(torch.from_numpy(lookup.values), torch.from_numpy(at), max_norm, norm_type)
+        if lookup.table is None and self.keeps_outside is not None and self.keeps_outside():
+            at = at[(lookup.values[at] != before).any(1)]
+            ids = np.empty(len(lookup.values), np.int64)
+            ids[lookup.inverse] = lookup.ids
+            if len(at):
+                self.put(self.infos[table].spec, ids[at], lookup.values[at], replace=True)
 
     def _on_demand(self, item: Item, table: str, ids: NDArray[np.int64]) -> Lookup:
         """Rows that were not foreseen, beside those that the batch has already."""
