@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._measure import Result, each_round, median, say, spread
+from everstep.brain.events import ImagesWritten
 from everstep.ids import BucketId
 from everstep.model.image import BucketImage
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
-from everstep.net.messages import ImagesWritten
 from everstep.protect.images import ImageWriter
 from everstep.protect.restore import load_bucket
 

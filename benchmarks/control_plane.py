@@ -25,6 +25,7 @@ import msgspec
 from benchmarks._measure import beside, interleaved, spread
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    Event,
     Granted,
     MasterStarted,
     MemberJoined,
@@ -33,6 +34,8 @@ from everstep.brain.events import (
     PlanRegistered,
     Reply,
     ShardAsked,
+    ShardDone,
+    by_worker,
 )
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
@@ -82,7 +85,7 @@ def client_main(run_dir: Path, slot: int, seconds: float, in_flight: int) -> Non
             if frame.kind == Kind.RETURN:
                 return decode(frame.header)
 
-    send(wire.HelloMember(Role.WORKER, Slot(slot), Incarnation(1), NodeId("node0"), os.getpid()))
+    send(MemberJoined(Role.WORKER, Slot(slot), Incarnation(1), NodeId("node0"), os.getpid()))
     receive()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -91,15 +94,15 @@ def client_main(run_dir: Path, slot: int, seconds: float, in_flight: int) -> Non
     ps = ((Slot(0), Incarnation(1)),)
     for _ in range(in_flight):
         asks += 1
-        send(wire.AskShard(0, 1 << 19, asks))
+        send(ShardAsked(0, 1 << 19, asks))
     while time.perf_counter() < end:
         answer = receive().answer
         count += 1
         if isinstance(answer, Granted):
-            send(wire.Done(answer.lease.shard, answer.lease.no, ps))
+            send(ShardDone(answer.lease.shard, answer.lease.no, ps))
         else:
             asks += 1
-            send(wire.AskShard(0, 1 << 19, asks))
+            send(ShardAsked(0, 1 << 19, asks))
     print(count, flush=True)
 
 
@@ -114,7 +117,7 @@ async def _echo(run_dir: Path) -> None:
     server = ControlServer(
         load_secret(run_dir / "secret"),
         Identity(purpose="control", role="master"),
-        lambda peer, request: granted if isinstance(request, wire.AskShard) else ok,
+        lambda peer, request: granted if isinstance(request, ShardAsked) else ok,
     )
     await server.listen(listen_unix(run_dir / ECHO_SOCKET))
     write_master(run_dir, MasterInfo(pid=os.getpid(), incarnation=Incarnation(1), unix=ECHO_SOCKET))
@@ -153,10 +156,10 @@ def _agent(run_dir: Path) -> tuple[ControlClient, ControlClient]:
         )
 
     node = NodeId("node0")
-    agent = client("agent", lambda: wire.HelloNode(node, "", 0, 0, ()))
+    agent = client("agent", lambda: NodeJoined(node, "", 0, 0, ()))
     agent.call(wire.GetStatus(), 10.0)
     place = Address(node, "sock/ps-0.sock")
-    ps = client("ps", lambda: wire.HelloMember(Role.PS, Slot(0), Incarnation(1), node, os.getpid(), place))
+    ps = client("ps", lambda: MemberJoined(Role.PS, Slot(0), Incarnation(1), node, os.getpid(), place))
     ps.call(wire.GetStatus(), 10.0)
     return agent, ps
 
@@ -219,11 +222,11 @@ def _round(kind: str, seconds: float, in_flight: int) -> float:
 def _register(run_dir: Path) -> None:
     secret = load_secret(run_dir / "secret")
     who = Identity(purpose="control", role="worker", incarnation=Incarnation(1), node=NodeId("node0"))
-    hello = wire.HelloMember(Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), os.getpid())
+    hello = MemberJoined(Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), os.getpid())
     client = ControlClient(
         address=lambda: master_address(run_dir), run_dir=run_dir, secret=secret, identity=who, hello=lambda: hello
     )
-    client.call(wire.Register(Plan(name="bench", samples=10**9, shard_samples=1000, seed=0)), 10.0)
+    client.call(PlanRegistered(Plan(name="bench", samples=10**9, shard_samples=1000, seed=0)), 10.0)
     client.close()
 
 
@@ -236,16 +239,16 @@ def memory_main() -> None:
 
     brain = Brain()
     node = NodeId("node0")
-    brain.handle(MasterStarted(0.0, Incarnation(1), JobSpec(workers=999, ps=1)))
-    brain.handle(NodeJoined(0.0, node, "", 0, 0))
+    brain.handle(Event(0.0, MasterStarted(Incarnation(1), JobSpec(workers=999, ps=1))))
+    brain.handle(Event(0.0, NodeJoined(node, "", 0, 0)))
     place = Address(node, "sock/ps-0.sock")
-    brain.handle(MemberJoined(0.0, Role.PS, Slot(0), Incarnation(1), node, 1, place))
+    brain.handle(Event(0.0, MemberJoined(Role.PS, Slot(0), Incarnation(1), node, 1, place)))
     for slot in map(Slot, range(999)):
-        brain.handle(MemberJoined(0.0, Role.WORKER, slot, Incarnation(1), node, 1))
+        brain.handle(Event(0.0, MemberJoined(Role.WORKER, slot, Incarnation(1), node, 1)))
     plan = Plan(name="d", samples=10**9, shard_samples=10_000, seed=0)
-    brain.handle(PlanRegistered(0.0, Slot(0), Incarnation(1), plan))
+    brain.handle(Event(0.0, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
     for n in range(plan.shards):
-        out = brain.handle(ShardAsked(1.0, Slot(n % 999), Incarnation(1), 0, 1, 1 + n // 999))
+        out = brain.handle(Event(1.0, ShardAsked(0, 1, 1 + n // 999), by_worker(Slot(n % 999), Incarnation(1))))
         assert isinstance(out[0], Reply) and isinstance(out[0].answer, Granted)
     snapshot = brain.snapshot()
     rss = next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS"))
@@ -256,14 +259,14 @@ def _planning_s() -> float:
     """From a registered plan of 10^9 samples to its first granted shard."""
     brain = Brain()
     node = NodeId("node0")
-    brain.handle(MasterStarted(0.0, Incarnation(1), JobSpec(workers=1, ps=1)))
-    brain.handle(NodeJoined(0.0, node, "", 0, 0))
-    brain.handle(MemberJoined(0.0, Role.PS, Slot(0), Incarnation(1), node, 1, Address(node, "x")))
-    brain.handle(MemberJoined(0.0, Role.WORKER, Slot(0), Incarnation(1), node, 1))
+    brain.handle(Event(0.0, MasterStarted(Incarnation(1), JobSpec(workers=1, ps=1))))
+    brain.handle(Event(0.0, NodeJoined(node, "", 0, 0)))
+    brain.handle(Event(0.0, MemberJoined(Role.PS, Slot(0), Incarnation(1), node, 1, Address(node, "x"))))
+    brain.handle(Event(0.0, MemberJoined(Role.WORKER, Slot(0), Incarnation(1), node, 1)))
     began = time.perf_counter()
     plan = Plan(name="d", samples=10**9, shard_samples=8192, seed=0)
-    brain.handle(PlanRegistered(0.0, Slot(0), Incarnation(1), plan))
-    out = brain.handle(ShardAsked(1.0, Slot(0), Incarnation(1), 0, 1, 1))
+    brain.handle(Event(0.0, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
+    out = brain.handle(Event(1.0, ShardAsked(0, 1, 1), by_worker(Slot(0), Incarnation(1))))
     assert isinstance(out[0], Reply) and isinstance(out[0].answer, Granted)
     return time.perf_counter() - began
 

@@ -35,13 +35,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks._measure import ROOT, Result, say
+from everstep.brain.events import ScaleAsked, StopAsked
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
 from everstep.monitor.report import Verdict
 from everstep.monitor.witness import witnessed
-from everstep.net.messages import GetStatus, MemberStatus, Scale, StatusReport, Stop
+from everstep.net.messages import GetStatus, MemberStatus, StatusReport
 
 SCRIPT = ROOT / "benchmarks" / "_witness_job.py"
 FORKSERVER = ROOT / "tests" / "forkserver"
@@ -228,11 +229,11 @@ class Job:
 
     def _scale(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(EverstepError, OSError):
-            ask_master(self.run_dir, Scale(Role.WORKER, 1 if self.plan.workers > 2 else 3), timeout_s=10.0)
+            ask_master(self.run_dir, ScaleAsked(Role.WORKER, 1 if self.plan.workers > 2 else 3), timeout_s=10.0)
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(EverstepError, OSError):
-            ask_master(self.run_dir, Stop("everstep stop", True), timeout_s=10.0)
+            ask_master(self.run_dir, StopAsked("everstep stop", True), timeout_s=10.0)
 
     def _done(self) -> bool:
         with contextlib.suppress(OSError, ValueError):

@@ -15,12 +15,12 @@ import pytest
 from everstep.agent import agent as agent_module
 from everstep.agent.agent import Agent, Outcome, free_number, last_error_line
 from everstep.agent.mastersilence import CutOff
-from everstep.brain.events import Ok
+from everstep.brain.events import DrainAsked, Ok, ProcessExited, StopAsked
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
-from everstep.net.messages import Drain, End, Exited, Finish, RequestType, Start, Stop
+from everstep.net.messages import End, Finish, RequestType, Start
 from everstep.platforms.local import ended
 
 pytestmark = pytest.mark.processes
@@ -66,8 +66,8 @@ class Told:
     def refused_s(self) -> float:
         return 0.0
 
-    def exits(self) -> list[Exited]:
-        return [r for r in self.requests if isinstance(r, Exited)]
+    def exits(self) -> list[ProcessExited]:
+        return [r for r in self.requests if isinstance(r, ProcessExited)]
 
     def wait_for(self, what: Callable[[], object]) -> None:
         with self.seen:
@@ -179,7 +179,7 @@ def test_killed_members_are_reported_and_everything_ends_with_the_job(stage: Sta
                 pid = stage.pid(role, incarnation)
                 pids.append(pid)
                 os.kill(pid, signal.SIGKILL)
-                report = Exited(role, Slot(0), Incarnation(incarnation), -signal.SIGKILL)
+                report = ProcessExited(role, Slot(0), Incarnation(incarnation), -signal.SIGKILL)
                 stage.told.wait_for(lambda report=report: report in stage.told.requests)  # type: ignore[misc]
         stage.start(Role.WORKER, 3)
         stage.start(Role.PS, 3)
@@ -304,7 +304,7 @@ def test_signals_ask_the_master_to_stop_and_exit_by_their_number(stage: Stage, s
         stage.start(Role.WORKER, 1)
         stage.pid(Role.WORKER, 1)
         os.kill(os.getpid(), signo)
-        stage.told.wait_for(lambda: any(isinstance(r, Stop) for r in stage.told.requests))
+        stage.told.wait_for(lambda: any(isinstance(r, StopAsked) for r in stage.told.requests))
 
     try:
         assert stage.run(play).exit_code == (143 if signo == signal.SIGTERM else 130)
@@ -319,8 +319,8 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
         stage.start(Role.PS, 1)
         stage.pid(Role.PS, 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        stage.told.wait_for(lambda: any(isinstance(r, Drain) for r in stage.told.requests))
-        assert Drain(NodeId("node0"), agent_module.RECLAIM_S) in stage.told.requests
+        stage.told.wait_for(lambda: any(isinstance(r, DrainAsked) for r in stage.told.requests))
+        assert DrainAsked(NodeId("node0"), agent_module.RECLAIM_S) in stage.told.requests
         assert not stage.told.exits()  # it goes on until the master has emptied it
         stage.agent.on_order(End(Role.PS, Slot(0), Incarnation(1), 5.0))
         stage.told.wait_for(stage.told.exits)

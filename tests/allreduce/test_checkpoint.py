@@ -15,13 +15,13 @@ from replica_runs import Run
 from torch import nn
 
 from everstep.allreduce.checkpoint import ReplicaWriter, read_replica, state_dicts
-from everstep.brain.events import Answer, Ok, Refused
+from everstep.brain.events import Answer, Ok, Refused, ReplicaWritten
 from everstep.cli.ckpt import ckpt
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError
 from everstep.model.group import Mark
 from everstep.model.image import REPLICA_VERSION, Manifest, ReplicaImage
-from everstep.net.messages import ReplicaWritten, RequestType, TakeReplica
+from everstep.net.messages import RequestType, TakeReplica
 from everstep.net.retry import Deadline
 from everstep.protect.manifest import drop_checkpoints, latest_intact, problems, read_manifest, write_manifest
 from everstep.storage.places import open_place

@@ -17,7 +17,7 @@ from everstep.allreduce import session as session_module
 from everstep.allreduce.collective import CollectiveError, GlooCollective
 from everstep.allreduce.session import Session
 from everstep.allreduce.step import LeaveJob, Outcome
-from everstep.brain.events import Answer, Grouped, Ok
+from everstep.brain.events import Answer, GroupAsked, Grouped, GroupLeft, GroupStalled, GroupSynced, Ok, StepsCommitted
 from everstep.config.spec import JobSpec
 from everstep.errors import (
     EverstepError,
@@ -29,7 +29,7 @@ from everstep.errors import (
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.shard import Plan
-from everstep.net.messages import AskGroup, CommitSteps, LeaveGroup, RequestType, Stalled, Synced
+from everstep.net.messages import RequestType
 from everstep.storage.chain import read_chain
 
 BATCH = 4
@@ -104,17 +104,17 @@ class Seat:
 
     def ask(self, request: RequestType, then: Callable[[Any], None]) -> None:
         self.asked.append(request)
-        if isinstance(request, AskGroup):
+        if isinstance(request, GroupAsked):
             step = max((c.last + 1 for c in self.world.steps), default=0)
             then(Grouped(self.world.newest, Mark(step, 0, 0, 0)))
         else:
-            if isinstance(request, CommitSteps):
+            if isinstance(request, StepsCommitted):
                 self.world.told(request.steps)
             self.world.hub.ask(request, then)
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
         self.asked.append(request)
-        if isinstance(request, AskGroup):
+        if isinstance(request, GroupAsked):
             done = [c for c in self.world.steps if c.dataset == request.dataset]
             epoch, position = (done[-1].epoch, done[-1].hi) if done else (0, 0)
             return Grouped(self.world.newest, Mark(0, request.dataset, epoch, position))
@@ -275,7 +275,7 @@ def test_members_train_every_sample_once_and_end_together(world: World) -> None:
         assert problem is None and header["kind"] == "steps"
         mine = [msgspec.msgpack.decode(r, type=Committed) for r in records]
         assert mine[0].first == 0 and mine[-1].last == steps[-1]
-    assert [r.reason for r in world.members[1].seat.said(LeaveGroup)] == ["done"]
+    assert [r.reason for r in world.members[1].seat.said(GroupLeft)] == ["done"]
 
 
 def test_two_datasets_in_turn_each_where_it_was_left(world: World) -> None:
@@ -408,16 +408,16 @@ def test_who_copied_a_state_of_the_end_waits_until_the_journal_has_it(world: Wor
     """Else its source may be lost untold: the steps are done again, and there was one that had gone already."""
     world.publish(0)  # which has trained all, and cannot reach the master
     (newcomer,) = world.start(1)
-    world.wait(lambda: bool(newcomer.seat.said(AskGroup)))
+    world.wait(lambda: bool(newcomer.seat.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
     newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
     newcomer.session._on_synced()
-    asked = len(newcomer.seat.said(AskGroup))
-    world.wait(lambda: len(newcomer.seat.said(AskGroup)) > asked + 2)
+    asked = len(newcomer.seat.said(GroupAsked))
+    world.wait(lambda: len(newcomer.seat.said(GroupAsked)) > asked + 2)
     assert not newcomer.ended
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
     world.wait(lambda: newcomer.ended == "end")
-    assert not newcomer.outcomes and not newcomer.seat.said(Synced)
+    assert not newcomer.outcomes and not newcomer.seat.said(GroupSynced)
 
 
 def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(world: World) -> None:
@@ -425,7 +425,7 @@ def test_a_script_that_is_beyond_the_loop_of_the_restored_state_begins_anew(worl
     world.loops = [(0, 1), (0, 2)]
     world.publish(0)  # which trains
     (newcomer,) = world.start(1)
-    world.wait(lambda: bool(newcomer.seat.said(AskGroup)))
+    world.wait(lambda: bool(newcomer.seat.said(GroupAsked)))
     newcomer.state.loop, newcomer.state.mark = 2, Mark(5, 0, 1, 0)
     newcomer.session.keeper.line, newcomer.session.keeper.has_state = 1, True
     world.told((Committed(1, 4, 4, 0, 0, 1500, 1600),))
@@ -448,7 +448,7 @@ def test_the_end_of_a_line_that_is_void_is_no_end(world: World) -> None:
     member.session.grouped(Group(generation=2, members=(), origin=2))
     with pytest.raises(PlatformError, match="are void"):
         member.session.close()
-    assert not member.seat.said(LeaveGroup)
+    assert not member.seat.said(GroupLeft)
 
 
 def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
@@ -458,7 +458,7 @@ def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
     world.publish(0, 1, 2)
     world.reached(4, 0, 1, 2)
     assert c.session.leave_soon(143)
-    world.wait(lambda: bool(c.seat.said(LeaveGroup)))
+    world.wait(lambda: bool(c.seat.said(GroupLeft)))
     world.publish(0, 1)
     for m in (a, b, c):
         m.go.set()
@@ -466,7 +466,7 @@ def test_who_is_asked_to_leave_goes_at_a_vote(world: World) -> None:
     assert c.ended == "left 143"
     assert len(a.outcomes) == len(a.committed)
     assert c.committed == a.committed[: len(c.committed)]
-    assert max(s.last for r in c.seat.said(CommitSteps) for s in r.steps) == c.committed[-1]  # told before it went
+    assert max(s.last for r in c.seat.said(StepsCommitted) for s in r.steps) == c.committed[-1]  # told before it went
 
 
 def test_a_connection_that_failed_without_a_loss_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,8 +529,8 @@ def test_who_waits_for_long_says_so(world: World, monkeypatch: pytest.MonkeyPatc
     a, b = world.start(0, 1)
     b.hold_at = 3
     world.publish(0, 1)
-    world.wait(lambda: any(r.step == 3 and r.generation == 1 for r in a.seat.said(Stalled)))
-    assert a.seat.said(Stalled)[-1].waited_s >= 0.05
+    world.wait(lambda: any(r.step == 3 and r.generation == 1 for r in a.seat.said(GroupStalled)))
+    assert a.seat.said(GroupStalled)[-1].waited_s >= 0.05
     b.go.set()
     world.end(0, 1)
 

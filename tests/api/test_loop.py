@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,8 +156,7 @@ def test_a_lease_taken_away_in_the_middle(join: Join, prefetch: int) -> None:
         (-model(batch["id"]).sum()).backward()
         if i % 37 == 5:
             lease = engine.tables.current.work.lease  # type: ignore[union-attr]
-            expired = events.LeaseExpired(time.time(), lease.shard, lease.no, 1.0)
-            seat.master.handle(expired)  # type: ignore[attr-defined]
+            seat.master.tell(events.LeaseExpired(lease.shard, lease.no, 1.0))  # type: ignore[attr-defined]
             engine.revoked(lease.no)
             taken += 1
     assert taken > 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class OneOfTwo(EmbeddedSeat):
             super().start(listener)
             return
         self._listener = listener
-        answer = self.master.handle(events.MemberJoined(time.time(), Role.WORKER, self.slot, ONE, HERE, 1))
+        answer = self.master.dispatch(events.MemberJoined(Role.WORKER, self.slot, ONE, HERE, 1), self._me)
         assert isinstance(answer, events.Welcome) and answer.placement is not None
         self._placed(answer.placement)
 
@@ -97,7 +96,7 @@ class OneOfTwo(EmbeddedSeat):
         if not self.seats:
             super().close(error)
             return
-        self.master.handle(events.ProcessExited(time.time(), Role.WORKER, self.slot, ONE, 0, error))
+        self.master.tell(events.ProcessExited(Role.WORKER, self.slot, ONE, 0, error))
         self._let_go()
 
 

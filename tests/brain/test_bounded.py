@@ -55,15 +55,15 @@ class Job:
     def __init__(self, nodes: int, per_node: int, ps: int = 0, **fields: Any) -> None:
         self.brain, self.at = Brain(), 1000.0
         self.lines: dict[str, int] = {}
-        self.tell(said.MasterStarted(self.at, Incarnation(1), JobSpec(workers=0, ps=ps, **fields)))
-        self.tell(said.NodeJoined(self.at, HOME_NODE, "", 0, 0, ()))
+        self.tell(said.Event(self.at, said.MasterStarted(Incarnation(1), JobSpec(workers=0, ps=ps, **fields))))
+        self.tell(said.Event(self.at, said.NodeJoined(HOME_NODE, "", 0, 0, ())))
         for n in range(nodes):
-            self.tell(said.NodeJoined(self.at, NodeId(f"n{n}"), "h", per_node, 0, ()))
+            self.tell(said.Event(self.at, said.NodeJoined(NodeId(f"n{n}"), "h", per_node, 0, ())))
         self.hello()
         for slot, life in self.workers():
-            self.tell(said.PlanRegistered(self.at, slot, life, PLAN))
+            self.tell(said.Event(self.at, said.PlanRegistered(PLAN), said.by_worker(slot, life)))
 
-    def tell(self, event: said.BrainEvent, name: str = "") -> None:
+    def tell(self, event: said.Event, name: str = "") -> None:
         self.at += 0.001
         count = 0
 
@@ -90,35 +90,43 @@ class Job:
             m = seat.member
             if m.state is MemberState.STARTING:
                 address = Address(m.node, f"sock/{m.role}-{m.slot}.sock")
-                self.tell(said.MemberJoined(self.at, m.role, m.slot, m.incarnation, m.node, 1, address))
+                self.tell(said.Event(self.at, said.MemberJoined(m.role, m.slot, m.incarnation, m.node, 1, address)))
 
     def losses(self) -> None:
         """What ends members, and what brings them back."""
         tell, (slot, life) = self.tell, self.workers()[0]
-        tell(said.MemberSilent(self.at, Role.WORKER, slot, life, 9.0, lost=True), "a worker is silent")
+        tell(said.Event(self.at, said.MemberSilent(Role.WORKER, slot, life, 9.0, lost=True)), "a worker is silent")
         slot, life = self.workers()[1]
-        tell(said.ProcessExited(self.at, Role.WORKER, slot, life, -9), "a worker ends")
-        tell(said.ChiefAsked(self.at, slot, life), "who is the chief")
+        tell(said.Event(self.at, said.ProcessExited(Role.WORKER, slot, life, -9)), "a worker ends")
+        tell(said.Event(self.at, said.ChiefAsked(), said.by_worker(slot, life)), "who is the chief")
         for n in range(2):
-            tell(said.NodeLost(self.at, NodeId(f"n{n}"), "silent"), "a node is lost")
+            tell(said.Event(self.at, said.NodeLost(NodeId(f"n{n}"), "silent")), "a node is lost")
         per_node = self.brain.members.nodes[NodeId("n0")].worker_places
-        tell(said.NodeJoined(self.at, NodeId("n0"), "h", per_node, 0, ()), "a node is back")
+        tell(said.Event(self.at, said.NodeJoined(NodeId("n0"), "h", per_node, 0, ())), "a node is back")
         self.hello()
-        tell(said.DrainAsked(self.at, "n2", 10.0, False), "a node is emptied")
+        tell(said.Event(self.at, said.DrainAsked("n2", 10.0, False)), "a node is emptied")
         n = self.brain.job.workers_wanted
-        tell(said.ScaleAsked(self.at, Role.WORKER, 2 * n), "twice the workers")
+        tell(said.Event(self.at, said.ScaleAsked(Role.WORKER, 2 * n)), "twice the workers")
         self.hello()
-        tell(said.ScaleAsked(self.at, Role.WORKER, n // 2), "a quarter of the workers")
+        tell(said.Event(self.at, said.ScaleAsked(Role.WORKER, n // 2)), "a quarter of the workers")
 
 
 def tables(n: int) -> Job:
     job = Job(4, n // 4, ps=4, parity="2+1")
     for number in (1, 2):
         for slot, life in job.workers():
-            job.tell(said.ShardAsked(job.at, slot, life, 0, 3, number), "a shard is asked for" if slot < 2 else "")
+            job.tell(
+                said.Event(job.at, said.ShardAsked(0, 3, number), said.by_worker(slot, life)),
+                "a shard is asked for" if slot < 2 else "",
+            )
     acks = tuple((slot, seat.member.incarnation) for slot, seat in job.brain.members.servers.items())
     for held in list(job.brain.leases.values())[:3]:
-        job.tell(said.ShardDone(job.at, held.worker, held.incarnation, held.shard, held.no, acks), "a shard is done")
+        job.tell(
+            said.Event(
+                job.at, said.ShardDone(held.shard, held.no, acks), said.by_worker(held.worker, held.incarnation)
+            ),
+            "a shard is done",
+        )
     job.losses()
     return job
 
@@ -135,7 +143,10 @@ def group(n: int) -> Job:
     def ask() -> None:
         for slot, life in job.workers():
             last = slot == job.workers()[-1][0]
-            job.tell(said.GroupAsked(job.at, slot, life, 0, 3, 10), "a group is asked for" if last else "")
+            job.tell(
+                said.Event(job.at, said.GroupAsked(0, 3, 10), said.by_worker(slot, life)),
+                "a group is asked for" if last else "",
+            )
 
     def step() -> None:
         book = job.brain.state.groups
@@ -143,11 +154,11 @@ def group(n: int) -> Job:
         at, (_, lo) = book.step, book.cursors.get(0, (0, 0))
         done = Committed(book.group.generation, at, at, 0, 0, lo, lo + 10 * book.group.size)
         (slot, life), *_ = job.workers()
-        job.tell(said.StepsCommitted(job.at, slot, life, (done,)), "a step is committed")
+        job.tell(said.Event(job.at, said.StepsCommitted((done,)), said.by_worker(slot, life)), "a step is committed")
 
     def due() -> None:
         job.at += 10.0
-        job.tell(said.GroupDue(job.at), "a group is due")
+        job.tell(said.Event(job.at, said.GroupDue()), "a group is due")
 
     ask()
     due()
@@ -157,13 +168,18 @@ def group(n: int) -> Job:
     step()
     ask()
     for slot, life in job.workers():
-        job.tell(said.GroupSynced(job.at, slot, life, job.brain.state.groups.generations))
+        job.tell(said.Event(job.at, said.GroupSynced(job.brain.state.groups.generations), said.by_worker(slot, life)))
     due()
     (slot, life), *_ = job.workers()
     generation, at = job.brain.state.groups.generations, job.brain.state.groups.step
-    job.tell(said.GroupStalled(job.at, slot, life, generation, at, 5.0, ()), "a member waits")
+    job.tell(
+        said.Event(job.at, said.GroupStalled(generation, at, 5.0, ()), said.by_worker(slot, life)), "a member waits"
+    )
     for slot, life in job.workers():
-        job.tell(said.GroupStalled(job.at, slot, life, generation, at, 15.0, ()), "all wait" if not slot else "")
+        job.tell(
+            said.Event(job.at, said.GroupStalled(generation, at, 15.0, ()), said.by_worker(slot, life)),
+            "all wait" if not slot else "",
+        )
     return job
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     EndOfData,
+    Event,
     FinishJob,
     Granted,
     LeaseExpired,
@@ -31,6 +31,7 @@ from everstep.brain.events import (
     ShardDone,
     ShardReturned,
     StartProcess,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
@@ -52,9 +53,9 @@ class Chaos:
         self.master = 0
         self.leases: list[Lease] = []  # ever granted, also to those who are dead by now
         self.done: dict[int, int] = {}  # shard -> how often its done was taken
-        self.said: list[BrainEvent] = []
+        self.said: list[Event] = []
 
-    def say(self, event: BrainEvent) -> list[object]:
+    def say(self, event: Event) -> list[object]:
         self.said.append(event)
         out = self.brain.handle(event)
         for instruction in out:
@@ -90,24 +91,24 @@ class Chaos:
         kind = rng.randrange(14)
         if kind == 0:
             self.master += rng.choice((0, 1))
-            self.say(MasterStarted(at, Incarnation(self.master), SPEC))
+            self.say(Event(at, MasterStarted(Incarnation(self.master), SPEC)))
         elif kind == 1:
             node = rng.choice(NODES)
-            self.say(NodeJoined(at, node, "", 0 if node == "node0" else 2, 0, self.running(node)))
+            self.say(Event(at, NodeJoined(node, "", 0 if node == "node0" else 2, 0, self.running(node))))
         elif kind == 2 and rng.random() < 0.3:
-            self.say(NodeLost(at, NODES[1], "chaos"))
+            self.say(Event(at, NodeLost(NODES[1], "chaos")))
         elif kind in (3, 4):
             leases = tuple(rng.sample(self.leases, min(len(self.leases), rng.randrange(3))))
-            self.say(MemberJoined(at, Role.WORKER, slot, incarnation, rng.choice(NODES), 1, None, leases))
+            self.say(Event(at, MemberJoined(Role.WORKER, slot, incarnation, rng.choice(NODES), 1, None, leases)))
         elif kind == 5:
-            self.say(MemberSilent(at, Role.WORKER, slot, incarnation, 9.0, rng.random() < 0.5))
-            self.say(MemberHeard(at, Role.WORKER, slot, incarnation))
+            self.say(Event(at, MemberSilent(Role.WORKER, slot, incarnation, 9.0, rng.random() < 0.5)))
+            self.say(Event(at, MemberHeard(Role.WORKER, slot, incarnation)))
         elif kind == 6:
-            self.say(ProcessExited(at, Role.WORKER, slot, incarnation, -9))
+            self.say(Event(at, ProcessExited(Role.WORKER, slot, incarnation, -9)))
         elif kind == 7:
-            self.say(PlanRegistered(at, slot, incarnation, PLAN))
+            self.say(Event(at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
         elif kind in (8, 9):
-            self.say(ShardAsked(at, slot, incarnation, 0, EPOCHS, rng.randrange(50)))
+            self.say(Event(at, ShardAsked(0, EPOCHS, rng.randrange(50)), by_worker(slot, incarnation)))
         elif kind in (10, 11) and self.leases:
             self.finish_shard(slot, incarnation, rng.choice(self.leases), self.servers())
         elif kind == 12 and self.leases:
@@ -115,19 +116,19 @@ class Chaos:
             self.say(
                 rng.choice(
                     (
-                        ShardReturned(at, slot, incarnation, lease.shard, lease.no, "chaos"),
-                        LeaseExpired(at, lease.shard, lease.no, 120.0),
+                        Event(at, ShardReturned(lease.shard, lease.no, "chaos"), by_worker(slot, incarnation)),
+                        Event(at, LeaseExpired(lease.shard, lease.no, 120.0)),
                     )
                 )
             )
         elif kind == 13 and rng.random() < 0.3:
-            self.say(ScaleAsked(at, Role.WORKER, rng.randrange(1, 5)))
+            self.say(Event(at, ScaleAsked(Role.WORKER, rng.randrange(1, 5))))
 
     def finish_shard(
         self, slot: Slot, incarnation: Incarnation, lease: Lease, acks: tuple[tuple[Slot, Incarnation], ...]
     ) -> None:
         current = self.brain.leases.get(lease.shard)
-        self.say(ShardDone(self.at, slot, incarnation, lease.shard, lease.no, acks))
+        self.say(Event(self.at, ShardDone(lease.shard, lease.no, acks), by_worker(slot, incarnation)))
         if (
             current is not None
             and lease.shard not in self.brain.leases
@@ -139,30 +140,30 @@ class Chaos:
     def heal(self) -> bool:
         """One fresh worker after the other does all that is left. Whether the job ended well."""
         self.master += 1
-        self.say(MasterStarted(self.at, Incarnation(self.master), SPEC))
-        self.say(NodeJoined(self.at, NODES[0], "", 0, 0, ()))
+        self.say(Event(self.at, MasterStarted(Incarnation(self.master), SPEC)))
+        self.say(Event(self.at, NodeJoined(NODES[0], "", 0, 0, ())))
         for slot, seat in list(self.brain.members.servers.items()):
             address = Address(NODES[0], f"ps{slot}")
-            self.say(MemberJoined(self.at, Role.PS, slot, seat.member.incarnation, NODES[0], 1, address))
+            self.say(Event(self.at, MemberJoined(Role.PS, slot, seat.member.incarnation, NODES[0], 1, address)))
         while alive := [s for s in self.brain.members.workers.values() if s.running]:
             seat = alive[0]
             slot, incarnation = seat.member.slot, seat.member.incarnation
-            self.say(MemberJoined(self.at, Role.WORKER, slot, incarnation, seat.member.node, 1))
-            self.say(PlanRegistered(self.at, slot, incarnation, PLAN))
+            self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, seat.member.node, 1)))
+            self.say(Event(self.at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
             for key in list(seat.held):
                 held = self.brain.leases[key]
-                self.say(LeaseExpired(self.at, held.shard, held.no, 120.0))
+                self.say(Event(self.at, LeaseExpired(held.shard, held.no, 120.0)))
             ask = 10_000
             while True:
                 ask += 1
-                answer = self.say(ShardAsked(self.at, slot, incarnation, 0, EPOCHS, ask))[0].answer  # type: ignore[attr-defined]
+                answer = self.say(Event(self.at, ShardAsked(0, EPOCHS, ask), by_worker(slot, incarnation)))[0].answer  # type: ignore[attr-defined]
                 if isinstance(answer, EndOfData):
                     break
                 if not isinstance(answer, Granted):  # another one holds the rest: it is not there any more
                     others = [s for s in alive[1:] if s.held] or [seat]
                     for other in others:
                         member = other.member
-                        self.say(MemberSilent(self.at, Role.WORKER, member.slot, member.incarnation, 9.0, True))
+                        self.say(Event(self.at, MemberSilent(Role.WORKER, member.slot, member.incarnation, 9.0, True)))
                     if others == [seat]:
                         break  # it is on its way out
                     continue
@@ -170,7 +171,7 @@ class Chaos:
                 assert placement is not None
                 acks = tuple((p.slot, p.incarnation) for p in placement.servers)
                 self.finish_shard(slot, incarnation, answer.lease, acks)
-            out = self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 0))
+            out = self.say(Event(self.at, ProcessExited(Role.WORKER, slot, incarnation, 0)))
             if any(isinstance(i, FinishJob) and i.exit_code == 0 for i in out):
                 return True
         return False
@@ -179,14 +180,14 @@ class Chaos:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chaos(seed: int) -> None:
     chaos = Chaos(seed)
-    chaos.say(MasterStarted(0.0, Incarnation(1), SPEC))
+    chaos.say(Event(0.0, MasterStarted(Incarnation(1), SPEC)))
     chaos.master = 1
-    started = chaos.say(NodeJoined(0.0, NODES[0], "", 0, 0))
+    started = chaos.say(Event(0.0, NodeJoined(NODES[0], "", 0, 0)))
     assert sum(isinstance(i, StartProcess) for i in started) == 5
     for slot in (Slot(0), Slot(1)):
-        chaos.say(MemberJoined(0.0, Role.PS, slot, Incarnation(1), NODES[0], 1, Address(NODES[0], f"ps{slot}")))
-    chaos.say(MemberJoined(0.0, Role.WORKER, Slot(0), Incarnation(1), NODES[0], 1))
-    chaos.say(PlanRegistered(0.0, Slot(0), Incarnation(1), PLAN))
+        chaos.say(Event(0.0, MemberJoined(Role.PS, slot, Incarnation(1), NODES[0], 1, Address(NODES[0], f"ps{slot}"))))
+    chaos.say(Event(0.0, MemberJoined(Role.WORKER, Slot(0), Incarnation(1), NODES[0], 1)))
+    chaos.say(Event(0.0, PlanRegistered(PLAN), by_worker(Slot(0), Incarnation(1))))
     for n in range(300):
         chaos.step()
         chaos.brain.validate()

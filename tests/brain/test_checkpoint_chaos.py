@@ -12,13 +12,13 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     BucketsReady,
     CheckpointAsked,
     CheckpointCommitted,
     CommitManifest,
     DropCheckpoints,
     EndOfData,
+    Event,
     Granted,
     ImagesWritten,
     JobResumed,
@@ -33,6 +33,8 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     StartProcess,
+    by_ps,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
@@ -66,7 +68,7 @@ class World:
         self.manifests: dict[int, Manifest] = {}
         self.to_commit: list[int] = []
 
-    def tell(self, event: BrainEvent) -> Reply | None:
+    def tell(self, event: Event) -> Reply | None:
         out = self.brain.handle(event)
         self.brain.validate()
         if self.rng.random() < 0.05:
@@ -88,11 +90,11 @@ class World:
 
     def begin(self, spec: JobSpec, manifest: Manifest | None = None) -> None:
         master = Incarnation(1 if manifest is None else manifest.master_incarnation + 1)
-        self.tell(MasterStarted(self.at, master, spec))
+        self.tell(Event(self.at, MasterStarted(master, spec)))
         if manifest is not None:
-            self.tell(JobResumed(self.at, manifest, "old", manifest.checkpoint + 3))
+            self.tell(Event(self.at, JobResumed(manifest, "old", manifest.checkpoint + 3)))
             self.live = [None] * BUCKETS
-        self.tell(NodeJoined(self.at, NODE, "", 0, 0))
+        self.tell(Event(self.at, NodeJoined(NODE, "", 0, 0)))
 
     # ------------------------------------------------------------ what may happen
 
@@ -102,12 +104,12 @@ class World:
         role, slot, incarnation = self.to_join.pop(self.rng.randrange(len(self.to_join)))
         self.alive[role, slot] = incarnation
         address = Address(NODE, f"sock/ps-{slot}.sock") if role is Role.PS else None
-        self.tell(MemberJoined(self.at, role, slot, incarnation, NODE, 1, address))
+        self.tell(Event(self.at, MemberJoined(role, slot, incarnation, NODE, 1, address)))
         if role is Role.WORKER:
             self.asks[slot], self.leases[slot] = 0, {}
             self.ended.discard(slot)
             plan = Plan(name="d", samples=SAMPLES, shard_samples=SHARD, seed=0)
-            self.tell(PlanRegistered(self.at, slot, incarnation, plan))
+            self.tell(Event(self.at, PlanRegistered(plan), by_worker(slot, incarnation)))
 
     def settle(self) -> None:
         """The ps do what the placement says, one ps and one thing at a time."""
@@ -137,11 +139,11 @@ class World:
             self.home[bucket] = (owner, incarnation)
         else:
             how = Arrival.LOADED
-        self.tell(BucketsReady(self.at, owner, incarnation, placement.version, (bucket,), how))
+        self.tell(Event(self.at, BucketsReady(placement.version, (bucket,), how), by_ps(owner, incarnation)))
         for (role, slot), life in list(self.alive.items()):
             mirrors = tuple(m.id for m in placement.mirrors_at(slot))
             if role is Role.PS and mirrors and all(self.live[b] is not None for b in range(BUCKETS)):
-                self.tell(MirrorsReady(self.at, slot, life, mirrors))
+                self.tell(Event(self.at, MirrorsReady(mirrors), by_ps(slot, life)))
 
     def whole(self) -> bool:
         placement = self.brain.placement
@@ -162,14 +164,14 @@ class World:
             return
         self.asks[slot] += 1
         life = self.alive[Role.WORKER, slot]
-        answer = self.tell(ShardAsked(self.at, slot, life, 0, EPOCHS, self.asks[slot]))
+        answer = self.tell(Event(self.at, ShardAsked(0, EPOCHS, self.asks[slot]), by_worker(slot, life)))
         assert answer is not None
         if isinstance(answer.answer, Granted):
             self.leases[slot][answer.answer.lease.shard] = answer.answer.lease
         elif isinstance(answer.answer, EndOfData) and not self.leases[slot]:
             self.ended.add(slot)
             del self.alive[Role.WORKER, slot]
-            self.tell(ProcessExited(self.at, Role.WORKER, slot, life, 0))
+            self.tell(Event(self.at, ProcessExited(Role.WORKER, slot, life, 0)))
 
     def train(self, wholly: bool) -> None:
         held = [(s, lease) for s, leases in self.leases.items() for lease in leases.values()]
@@ -192,7 +194,7 @@ class World:
         assert placement is not None
         acks = tuple((place.slot, place.incarnation) for place in placement.servers)
         life = self.alive[Role.WORKER, slot]
-        answer = self.tell(ShardDone(self.at, slot, life, lease.shard, LeaseNo(lease.no), acks))
+        answer = self.tell(Event(self.at, ShardDone(lease.shard, LeaseNo(lease.no), acks), by_worker(slot, life)))
         if answer is not None and isinstance(answer.answer, Ok):
             del self.leases[slot][lease.shard]
         else:
@@ -209,7 +211,7 @@ class World:
                     self.live[bucket] = None
         else:
             self.leases[slot] = {}
-        self.tell(ProcessExited(self.at, role, slot, life, -9))
+        self.tell(Event(self.at, ProcessExited(role, slot, life, -9)))
 
     def mirrored(self, bucket: BucketId) -> bool:
         """Whether a ps that lives has a complete mirror of it, on which it was to move there."""
@@ -218,7 +220,7 @@ class World:
         return any(m.id in ready and (Role.PS, m.at) in self.alive for m in placement.mirrors_of(bucket))
 
     def checkpoint(self) -> None:
-        self.tell(CheckpointAsked(self.at, CheckpointReason.DUE, self.rng.random() < 0.2))
+        self.tell(Event(self.at, CheckpointAsked(CheckpointReason.DUE, self.rng.random() < 0.2)))
 
     def write(self) -> None:
         """A ps images some of what it has; at once, or a part of it."""
@@ -238,7 +240,7 @@ class World:
                 images.append(
                     BucketImage(bucket=BucketId(bucket), seq=int(self.at), fingerprint=0, watermarks=marks, files=())
                 )
-        self.tell(ImagesWritten(self.at, slot, life, writing.number, tuple(images), (), error))
+        self.tell(Event(self.at, ImagesWritten(writing.number, tuple(images), (), error), by_ps(slot, life)))
 
     def commit(self) -> None:
         if not self.to_commit:
@@ -248,7 +250,7 @@ class World:
         if not error:
             images = self.manifests[number].images
             self.images[number] = {i.bucket: self.written[number, i.bucket, i.seq] for i in images}
-        self.tell(CheckpointCommitted(self.at, number, error))
+        self.tell(Event(self.at, CheckpointCommitted(number, error)))
 
     def step(self, trouble: bool) -> None:
         self.at += 1.0

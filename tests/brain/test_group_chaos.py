@@ -13,8 +13,8 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     DrainAsked,
+    Event,
     FinishJob,
     GroupAsked,
     GroupDue,
@@ -35,6 +35,7 @@ from everstep.brain.events import (
     Reply,
     ScaleAsked,
     StepsCommitted,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
@@ -61,12 +62,12 @@ class Chaos:
             self.spec = JobSpec(**{f: getattr(SPEC, f) for f in SPEC.__struct_fields__} | {"min_workers": 2})
         elif seed % 4 == 2:
             self.spec = JobSpec(**{f: getattr(SPEC, f) for f in SPEC.__struct_fields__} | {"logical_workers": 4})
-        self.said: list[BrainEvent] = []
+        self.said: list[Event] = []
         self.groups: dict[int, Group] = {}
         self.voids = 0
         self.steps: dict[int, Committed] = {}  # committed and not void, by first step
 
-    def say(self, event: BrainEvent) -> list[InstructionType]:
+    def say(self, event: Event) -> list[InstructionType]:
         self.said.append(event)
         restored = Brain.restore(self.brain.snapshot()) if self.rng.random() < 0.1 else None
         out = self.brain.handle(event)
@@ -126,9 +127,15 @@ class Chaos:
         return tuple((m.role, m.slot, m.incarnation, 1) for m in seats if self.rng.random() < 0.8)
 
     def enter(self, slot: Slot, incarnation: Incarnation) -> None:
-        self.say(MemberJoined(self.at, Role.WORKER, slot, incarnation, NODES[0], 1))
-        self.say(PlanRegistered(self.at, slot, incarnation, PLAN))
-        self.say(GroupAsked(self.at, slot, incarnation, 0, EPOCHS, 8, None, self.rng.choice((None, Mark(1, 0, 0, 8)))))
+        self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, NODES[0], 1)))
+        self.say(Event(self.at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
+        self.say(
+            Event(
+                self.at,
+                GroupAsked(0, EPOCHS, 8, None, self.rng.choice((None, Mark(1, 0, 0, 8)))),
+                by_worker(slot, incarnation),
+            )
+        )
 
     def commit(self, slot: Slot, incarnation: Incarnation) -> None:
         """What a living member may say: the next steps, and some before them."""
@@ -147,7 +154,7 @@ class Chaos:
             new = Committed(generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
             steps.append(new)
             self.steps[mark.step] = new
-        self.say(StepsCommitted(self.at, slot, incarnation, tuple(steps)))
+        self.say(Event(self.at, StepsCommitted(tuple(steps)), by_worker(slot, incarnation)))
 
     def step(self) -> None:
         rng = self.rng
@@ -162,51 +169,61 @@ class Chaos:
         kind = rng.randrange(16)
         if kind == 0:
             self.master += rng.choice((0, 1))
-            self.say(MasterStarted(at, Incarnation(self.master), self.spec))
+            self.say(Event(at, MasterStarted(Incarnation(self.master), self.spec)))
         elif kind == 1:
             node = rng.choice(NODES)
-            self.say(NodeJoined(at, node, "", 0 if node == "node0" else 2, 0, self.running(node)))
+            self.say(Event(at, NodeJoined(node, "", 0 if node == "node0" else 2, 0, self.running(node))))
         elif kind == 2 and rng.random() < 0.3:
-            self.say(NodeLost(at, NODES[1], "chaos"))
+            self.say(Event(at, NodeLost(NODES[1], "chaos")))
         elif kind in (3, 4, 5):
             self.enter(slot, incarnation)
         elif kind == 6:
-            self.say(MemberSilent(at, Role.WORKER, slot, incarnation, 9.0, rng.random() < 0.3))
-            self.say(MemberHeard(at, Role.WORKER, slot, incarnation))
+            self.say(Event(at, MemberSilent(Role.WORKER, slot, incarnation, 9.0, rng.random() < 0.3)))
+            self.say(Event(at, MemberHeard(Role.WORKER, slot, incarnation)))
         elif kind == 7:
-            self.say(ProcessExited(at, Role.WORKER, slot, incarnation, rng.choice((-9, -9, 143))))
+            self.say(Event(at, ProcessExited(Role.WORKER, slot, incarnation, rng.choice((-9, -9, 143)))))
         elif kind in (8, 9):
-            self.say(GroupSynced(at, slot, incarnation, rng.randrange(1, self.brain.state.groups.generations + 2)))
+            self.say(
+                Event(
+                    at,
+                    GroupSynced(rng.randrange(1, self.brain.state.groups.generations + 2)),
+                    by_worker(slot, incarnation),
+                )
+            )
         elif kind in (10, 11, 12):
             self.commit(slot, incarnation)
         elif kind == 13 and rng.random() < 0.3:
-            self.say(GroupLeft(at, slot, incarnation, LeaveReason.ASKED))
+            self.say(Event(at, GroupLeft(LeaveReason.ASKED), by_worker(slot, incarnation)))
         elif kind == 14 and rng.random() < 0.5:
             silent = (Slot(rng.randrange(5)),) if rng.random() < 0.5 else ()
-            self.say(GroupStalled(at, slot, incarnation, self.brain.state.groups.generations, 1, 1.5, silent))
+            self.say(
+                Event(
+                    at, GroupStalled(self.brain.state.groups.generations, 1, 1.5, silent), by_worker(slot, incarnation)
+                )
+            )
         elif kind == 15:
             what = rng.random()
             if what < 0.15:
                 limit = self.spec.logical_workers or 5
-                self.say(ScaleAsked(at, Role.WORKER, rng.randrange(1, limit)))
+                self.say(Event(at, ScaleAsked(Role.WORKER, rng.randrange(1, limit))))
             elif what < 0.25:
-                self.say(DrainAsked(at, f"worker:{slot}", 30.0))
+                self.say(Event(at, DrainAsked(f"worker:{slot}", 30.0)))
             else:
-                self.say(GroupDue(at))
+                self.say(Event(at, GroupDue()))
 
     def heal(self) -> None:
         """Everybody who runs does what a healthy worker does; the job comes to its end."""
         self.master += 1
-        self.say(MasterStarted(self.at, Incarnation(self.master), self.spec))
-        self.say(NodeJoined(self.at, NODES[0], "", 0, 0, self.running(NODES[0])))
-        self.say(NodeJoined(self.at, NODES[1], "", 4, 0, self.running(NODES[1])))  # some slots are at home there
-        self.say(ScaleAsked(self.at, Role.WORKER, 3))
+        self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec)))
+        self.say(Event(self.at, NodeJoined(NODES[0], "", 0, 0, self.running(NODES[0]))))
+        self.say(Event(self.at, NodeJoined(NODES[1], "", 4, 0, self.running(NODES[1]))))  # some slots are at home there
+        self.say(Event(self.at, ScaleAsked(Role.WORKER, 3)))
         for _ in range(80):
             if self.brain.job.over:
                 return
             self.at += 1.0
             if self.brain.state.groups.due_at:
-                self.say(GroupDue(self.at))
+                self.say(Event(self.at, GroupDue()))
             seats = [s for s in self.brain.members.workers.values() if s.running]
             for seat in seats:
                 self.healthy(seat.member.slot, seat.member.incarnation)
@@ -218,19 +235,19 @@ class Chaos:
         if seat is None:
             return
         if slot not in books.asked or books.asked[slot].incarnation != incarnation:
-            self.say(MemberJoined(self.at, Role.WORKER, slot, incarnation, NODES[0], 1))
-            self.say(PlanRegistered(self.at, slot, incarnation, PLAN))
-            self.say(GroupAsked(self.at, slot, incarnation, 0, EPOCHS, 8))
+            self.say(Event(self.at, MemberJoined(Role.WORKER, slot, incarnation, NODES[0], 1)))
+            self.say(Event(self.at, PlanRegistered(PLAN), by_worker(slot, incarnation)))
+            self.say(Event(self.at, GroupAsked(0, EPOCHS, 8), by_worker(slot, incarnation)))
             return
         group = books.group
         rank = group.rank(slot, incarnation) if group is not None else -1
         if rank < 0 or group is None:
             if seat.stopping or any(x.slot == slot for x in books.leavers):
-                self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 143))
+                self.say(Event(self.at, ProcessExited(Role.WORKER, slot, incarnation, 143)))
             elif self.brain.groups.data_done() and self.copies_the_end(slot):
                 self.end(slot, incarnation)
             elif group is not None:
-                self.say(GroupSynced(self.at, slot, incarnation, group.generation))
+                self.say(Event(self.at, GroupSynced(group.generation), by_worker(slot, incarnation)))
             return
         mark = books.cursor(0)
         if mark.epoch >= EPOCHS:
@@ -239,7 +256,7 @@ class Chaos:
             hi = min(PLAN.samples, mark.position + 8 * group.size)
             new = Committed(group.generation, mark.step, mark.step, 0, mark.epoch, mark.position, hi)
             self.steps[mark.step] = new
-            self.say(StepsCommitted(self.at, slot, incarnation, (new,)))
+            self.say(Event(self.at, StepsCommitted((new,)), by_worker(slot, incarnation)))
 
     def copies_the_end(self, slot: Slot) -> bool:
         """Whether somebody else has the state that this one's script ends with."""
@@ -249,18 +266,18 @@ class Chaos:
     def end(self, slot: Slot, incarnation: Incarnation) -> None:
         """Its script is over; it goes when nobody needs its state any more."""
         if not self.brain.groups.has_ended(self.brain.members.workers[slot]):
-            self.say(GroupLeft(self.at, slot, incarnation, LeaveReason.DONE))
+            self.say(Event(self.at, GroupLeft(LeaveReason.DONE), by_worker(slot, incarnation)))
         if self.brain.may_end(slot, incarnation):
-            self.say(ProcessExited(self.at, Role.WORKER, slot, incarnation, 0))
+            self.say(Event(self.at, ProcessExited(Role.WORKER, slot, incarnation, 0)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chaos(seed: int) -> None:
     chaos = Chaos(seed)
-    chaos.say(MasterStarted(0.0, Incarnation(0), chaos.spec))
+    chaos.say(Event(0.0, MasterStarted(Incarnation(0), chaos.spec)))
     chaos.master = 1
-    chaos.say(MasterStarted(0.0, Incarnation(1), chaos.spec))
-    chaos.say(NodeJoined(0.0, NODES[0], "", 0, 0, ()))
+    chaos.say(Event(0.0, MasterStarted(Incarnation(1), chaos.spec)))
+    chaos.say(Event(0.0, NodeJoined(NODES[0], "", 0, 0, ())))
     for i in range(80):
         chaos.step()
         if i % 10 == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_replica_checkpoints import Script, actions
 
-from everstep.brain.events import GroupSynced, StepsCommitted
+from everstep.brain.events import Event, GroupSynced, StepsCommitted, by_worker
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Mark
@@ -26,7 +26,7 @@ def with_newcomer() -> Script:
 
 
 def met(job: Script, slot: int, generation: int) -> None:
-    job.say(GroupSynced(0.0, Slot(slot), Incarnation(job.lives[slot]), generation))
+    job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(slot), Incarnation(job.lives[slot]))))
 
 
 @pytest.mark.parametrize("says", [0, 1, None])
@@ -42,7 +42,7 @@ def test_the_other_one_is_lost_before_the_group_has_trained(says: int | None) ->
         assert groups.origin == origin and groups.group is not None
         assert [m.slot for m in groups.group.members] == [1]
         steps = Committed(groups.generations, 6, 6, 0, 0, 60, 68)
-        job.say(StepsCommitted(0.0, Slot(1), Incarnation(2), (steps,)))
+        job.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(1), Incarnation(2))))
         assert groups.step == 7
     else:  # the newcomer cannot say for the others what the journal has
         assert groups.origin != origin or groups.group is None or not job.brain.groups.holds(groups.group.members[0])
@@ -59,4 +59,4 @@ def test_said_twice_and_late_it_changes_nothing() -> None:
     met(job, 0, generation + 5)
     after = job.brain.snapshot()
     assert before == after or groups.confirmed == generation
-    assert not actions(job.say(GroupSynced(0.0, Slot(1), Incarnation(1), generation)))
+    assert not actions(job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(1), Incarnation(1)))))

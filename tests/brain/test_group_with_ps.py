@@ -10,6 +10,7 @@ from everstep.brain.events import (
     CheckpointAsked,
     CheckpointCommitted,
     CommitManifest,
+    Event,
     Fenced,
     FinishJob,
     Grouped,
@@ -27,6 +28,8 @@ from everstep.brain.events import (
     StartProcess,
     StopProcess,
     Welcome,
+    by_ps,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -51,10 +54,10 @@ class Tables(Script):
     def serve(self, slot: int, life: int = 1) -> list[InstructionType]:
         address = Address(NodeId("node0"), f"sock/ps-{slot}.{life}")
         node, holds = NodeId("node0"), Holdings()
-        return self.say(MemberJoined(0.0, Role.PS, Slot(slot), Incarnation(life), node, 7, address, (), holds))
+        return self.say(Event(0.0, MemberJoined(Role.PS, Slot(slot), Incarnation(life), node, 7, address, (), holds)))
 
     def lose(self, slot: int, life: int = 1) -> list[InstructionType]:
-        return self.say(ProcessExited(0.0, Role.PS, Slot(slot), Incarnation(life), -9, ""))
+        return self.say(Event(0.0, ProcessExited(Role.PS, Slot(slot), Incarnation(life), -9, "")))
 
     def images(self, slot: int, at: int, checkpoint: int = 1) -> list[InstructionType]:
         placement = self.brain.placement
@@ -69,13 +72,13 @@ class Tables(Script):
             )
             for b in placement.owned_by(Slot(slot))
         )
-        return self.say(ImagesWritten(0.0, Slot(slot), Incarnation(1), checkpoint, mine))
+        return self.say(Event(0.0, ImagesWritten(checkpoint, mine), by_ps(Slot(slot), Incarnation(1))))
 
 
 def test_members_get_the_map_and_a_lease_that_grows_with_generation_and_master() -> None:
     job = Tables()
     assert any(isinstance(i, PublishPlacement) for i in job.placed)
-    (welcome, *_) = job.say(MemberJoined(0.0, Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), 100))
+    (welcome, *_) = job.say(Event(0.0, MemberJoined(Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), 100)))
     assert isinstance(welcome, Reply) and isinstance(welcome.answer, Welcome)
     assert welcome.answer.placement == job.brain.placement
     first = job.brain.state.groups.group
@@ -92,7 +95,7 @@ def test_a_ps_is_no_member_of_the_group_though_a_worker_has_its_number() -> None
     assert placement is not None
     for slot in (0, 1):
         mirrors = tuple(m.id for m in placement.mirrors_at(Slot(slot)))
-        job.say(MirrorsReady(0.0, Slot(slot), Incarnation(1), mirrors))
+        job.say(Event(0.0, MirrorsReady(mirrors), by_ps(Slot(slot), Incarnation(1))))
     group = job.brain.state.groups.group
     assert not any(isinstance(i, PublishGroup) for i in job.lose(1))
     assert job.brain.state.groups.group == group
@@ -104,7 +107,7 @@ def test_a_ps_is_no_member_of_the_group_though_a_worker_has_its_number() -> None
 def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    assert OrderImages(1, 0) in job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    assert OrderImages(1, 0) in job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     assert not any(isinstance(i, CommitManifest) for i in job.images(0, 100)), "from before the replica"
     out = job.written(Mark(3, 0, 0, 50))
     assert OrderImages(1, 0) in out and not any(isinstance(i, CommitManifest) for i in out)
@@ -119,10 +122,10 @@ def test_a_checkpoint_is_the_replica_and_then_images_that_have_what_it_has() -> 
 def test_images_behind_the_replica_or_a_replica_that_is_void_make_no_checkpoint() -> None:
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50))
     assert "checkpoint given up" in actions(job.images(0, 49))
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50), checkpoint=2)
     for slot in (0, 1):
         job.kill(slot)
@@ -136,11 +139,11 @@ def saved_tables() -> Tables:
     """Three steps, and a checkpoint that has them."""
     job = Tables()
     job.commit(0, 3, 0, 0, 60)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(3, 0, 0, 50))
     job.images(0, 60)
     job.images(1, 60)
-    job.say(CheckpointCommitted(0.0, 1))
+    job.say(Event(0.0, CheckpointCommitted(1)))
     return job
 
 
@@ -154,7 +157,7 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     )
     later: list[InstructionType] = []
     for slot in (0, 1):
-        later += job.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(1), 143, ""))
+        later += job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(1), 143, "")))
     later += job.serve(1, life=2)  # (its next life had been ordered meanwhile, and is waited for)
     placement = next(i for i in later if isinstance(i, PublishPlacement)).placement
     assert dict(placement.images)[BucketId(1)] == dict(placement.images)[BucketId(3)] == 1
@@ -166,8 +169,10 @@ def test_a_bucket_that_goes_back_takes_everybody_back() -> None:
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert (group.begin, group.restore) == (Mark(3, 0, 0, 50), 1)
     job.say(
-        BucketsReady(
-            0.0, Slot(0), Incarnation(1), placement.version, tuple(placement.owned_by(Slot(0))), Arrival.LOADED
+        Event(
+            0.0,
+            BucketsReady(placement.version, tuple(placement.owned_by(Slot(0))), Arrival.LOADED),
+            by_ps(Slot(0), Incarnation(1)),
         )
     )
 
@@ -183,9 +188,9 @@ def test_a_newcomer_gets_no_state_of_those_who_end_since_buckets_go_back() -> No
     job.hire(1)
     assert Reply(Grouped(None, Mark(6, 0, 0, 80))) in job.ask(1), "nobody to copy from"
     generation = job.brain.state.groups.generations
-    out = job.say(GroupSynced(0.0, Slot(1), Incarnation(2), generation))  # it had begun before
+    out = job.say(Event(0.0, GroupSynced(generation), by_worker(Slot(1), Incarnation(2))))  # it had begun before
     assert not any(isinstance(i, PublishGroup) for i in out)
-    job.say(ProcessExited(0.0, Role.WORKER, Slot(0), Incarnation(1), 143, ""))
+    job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(0), Incarnation(1), 143, "")))
     job.serve(1, life=2)
     job.hire(0)
     out = [*job.ask(0), *job.ask(1)]
@@ -197,12 +202,12 @@ def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -
     job = saved_tables()
     job.commit(4, 6, 0, 60, 100)
     job.commit(7, 12, 1, 0, 100)
-    job.say(GroupLeft(0.0, Slot(0), Incarnation(1), LeaveReason.DONE))
-    job.say(ProcessExited(0.0, Role.WORKER, Slot(0), Incarnation(1), 0, ""))
+    job.say(Event(0.0, GroupLeft(LeaveReason.DONE), by_worker(Slot(0), Incarnation(1))))
+    job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(0), Incarnation(1), 0, "")))
     out = job.lose(1)
     assert {i.slot for i in out if isinstance(i, StopProcess)} == {1}
     assert {i.role for i in out if isinstance(i, StartProcess)} == {Role.PS}, "nobody copies a state that is void"
-    later = job.say(ProcessExited(0.0, Role.WORKER, Slot(1), Incarnation(1), 143, ""))
+    later = job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(1), Incarnation(1), 143, "")))
     later += job.serve(1, life=2)
     assert not any(isinstance(i, FinishJob) for i in later)
     assert {i.slot for i in later if isinstance(i, StartProcess) and i.role is Role.WORKER} == {0, 1}

@@ -6,8 +6,8 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     BucketsReady,
+    Event,
     Instruction,
     JobResumed,
     LoadFailed,
@@ -17,6 +17,7 @@ from everstep.brain.events import (
     Note,
     ProcessExited,
     StartProcess,
+    by_ps,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -37,11 +38,11 @@ class Story:
         self.brain, self.at = Brain(), 0.0
         self.lives = {0: 0, 1: 0}
         manifest = Manifest(job="toy", checkpoint=7, at=0.0, seed=0, buckets=4, images=IMAGES)
-        self.say(MasterStarted(0.0, Incarnation(1), SPEC))
-        self.say(JobResumed(0.0, manifest, "old", 9))
-        self.say(NodeJoined(0.0, NODE, "", 0, 0))
+        self.say(Event(0.0, MasterStarted(Incarnation(1), SPEC)))
+        self.say(Event(0.0, JobResumed(manifest, "old", 9)))
+        self.say(Event(0.0, NodeJoined(NODE, "", 0, 0)))
 
-    def say(self, event: BrainEvent) -> list[Instruction]:
+    def say(self, event: Event) -> list[Instruction]:
         out = list(self.brain.handle(event))
         self.brain.validate()
         self.brain = Brain.restore(self.brain.snapshot())
@@ -49,7 +50,7 @@ class Story:
             if isinstance(one, StartProcess) and one.role is Role.PS:
                 self.lives[one.slot] = one.incarnation
                 where = Address(NODE, f"sock/ps-{one.slot}.sock")
-                out += self.say(MemberJoined(self.at, Role.PS, one.slot, one.incarnation, NODE, 1, where))
+                out += self.say(Event(self.at, MemberJoined(Role.PS, one.slot, one.incarnation, NODE, 1, where)))
         return out
 
     def fails(self, bucket: int, error: str = "it is not whole", checkpoint: int = 7, version: int = 0) -> None:
@@ -58,17 +59,17 @@ class Story:
         slot = placement.owner[bucket]
         life = Incarnation(self.lives[slot])
         version = version or placement.version
-        self.say(LoadFailed(self.at, slot, life, version, BucketId(bucket), checkpoint, error))
+        self.say(Event(self.at, LoadFailed(version, BucketId(bucket), checkpoint, error), by_ps(slot, life)))
 
     def ends(self, slot: int, status: int) -> list[Instruction]:
-        return self.say(ProcessExited(self.at, Role.PS, Slot(slot), Incarnation(self.lives[slot]), status))
+        return self.say(Event(self.at, ProcessExited(Role.PS, Slot(slot), Incarnation(self.lives[slot]), status)))
 
     def loads_all(self) -> None:
         placement = self.brain.placement
         assert placement is not None
         for slot in (Slot(0), Slot(1)):
             life, mine = Incarnation(self.lives[slot]), tuple(placement.owned_by(slot))
-            self.say(BucketsReady(self.at, slot, life, placement.version, mine, Arrival.LOADED))
+            self.say(Event(self.at, BucketsReady(placement.version, mine, Arrival.LOADED), by_ps(slot, life)))
 
     @property
     def error(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.control import Control, divide, portions, refuse
-from everstep.brain.events import MasterStarted, PlanMade
+from everstep.brain.events import Event, MasterStarted, PlanMade
 from everstep.brain.pacing import Pacing
 from everstep.config.consistency import parse_consistency
 from everstep.config.spec import JobSpec
@@ -214,8 +214,8 @@ def test_backup_workers_are_refused_where_there_is_no_quorum_and_kept_where_ther
     assert "wait for nobody" in refuse(plan, Observations(at=1.0, consistency="sync", wanted_workers=1))
     assert refuse(plan, Observations(at=1.0, consistency="sync", wanted_workers=4)) == ""
     brain = Brain()
-    brain.handle(MasterStarted(0.0, ONE, JobSpec(workers=4, consistency="sync")))
-    brain.handle(PlanMade(1.0, "backup", plan))
+    brain.handle(Event(0.0, MasterStarted(ONE, JobSpec(workers=4, consistency="sync"))))
+    brain.handle(Event(1.0, PlanMade("backup", plan)))
     assert Brain.restore(brain.snapshot()).state.control.backup == 1
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Answer,
-    BrainEvent,
     EndOfData,
+    Event,
     FinishJob,
     Granted,
     InstructionType,
@@ -23,6 +23,7 @@ from everstep.brain.events import (
     ShardDone,
     StartProcess,
     Wait,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
@@ -39,15 +40,17 @@ class Job:
     def __init__(self) -> None:
         self.brain, self.at = Brain(), 0.0
         self.done: list[InstructionType] = []
-        self.say(MasterStarted(1.0, ONE, JobSpec(workers=1, ps=1, buckets=2)))
-        self.say(NodeJoined(2.0, HOME, "", 0, 1))
-        self.say(MemberJoined(3.0, Role.PS, Slot(0), ONE, HOME, 1, Address(HOME, "ps-0")))
-        self.say(MemberJoined(3.0, Role.WORKER, Slot(0), ONE, HOME, 1))
-        self.say(NodeJoined(3.0, FAR, "", 1, 0))
-        self.say(MemberJoined(4.0, Role.WORKER, Slot(1), ONE, FAR, 1))
-        self.say(PlanRegistered(5.0, Slot(0), ONE, Plan(name="t", samples=20, shard_samples=10, seed=0)))
+        self.say(Event(1.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2))))
+        self.say(Event(2.0, NodeJoined(HOME, "", 0, 1)))
+        self.say(Event(3.0, MemberJoined(Role.PS, Slot(0), ONE, HOME, 1, Address(HOME, "ps-0"))))
+        self.say(Event(3.0, MemberJoined(Role.WORKER, Slot(0), ONE, HOME, 1)))
+        self.say(Event(3.0, NodeJoined(FAR, "", 1, 0)))
+        self.say(Event(4.0, MemberJoined(Role.WORKER, Slot(1), ONE, FAR, 1)))
+        self.say(
+            Event(5.0, PlanRegistered(Plan(name="t", samples=20, shard_samples=10, seed=0)), by_worker(Slot(0), ONE))
+        )
 
-    def say(self, event: BrainEvent) -> list[InstructionType]:
+    def say(self, event: Event) -> list[InstructionType]:
         self.at = event.at
         made = self.brain.handle(event)
         self.brain.validate()
@@ -57,7 +60,7 @@ class Job:
 
     def ask(self, slot: int, ask: int, *pending: Lease, until: int = 1, life: int = 1) -> Answer:
         numbers = tuple(lease.no for lease in pending)
-        event = ShardAsked(self.at + 1, Slot(slot), Incarnation(life), 0, until, ask, numbers)
+        event = Event(self.at + 1, ShardAsked(0, until, ask, numbers), by_worker(Slot(slot), Incarnation(life)))
         (answer,) = [i.answer for i in self.say(event) if isinstance(i, Reply)]
         return answer
 
@@ -67,7 +70,9 @@ class Job:
         return answer.lease
 
     def finish(self, slot: int, lease: Lease, life: int = 1) -> Answer:
-        event = ShardDone(self.at + 1, Slot(slot), Incarnation(life), lease.shard, lease.no, ((Slot(0), ONE),))
+        event = Event(
+            self.at + 1, ShardDone(lease.shard, lease.no, ((Slot(0), ONE),)), by_worker(Slot(slot), Incarnation(life))
+        )
         (answer,) = [i.answer for i in self.say(event) if isinstance(i, Reply)]
         return answer
 
@@ -122,13 +127,13 @@ def test_a_holder_that_is_lost_gives_its_pending_shard_back_and_another_does_it(
     job = Job()
     a, b = job.granted(0, 1), job.granted(1, 1)
     job.ask(1, 2, b)
-    job.say(NodeLost(job.at + 1, FAR, "gone"))
+    job.say(Event(job.at + 1, NodeLost(FAR, "gone")))
     again = job.granted(0, 2)
     assert again.shard == b.shard and again.no > b.no
     assert isinstance(job.ask(0, 3, a), Wait), "its own lease of that shard is not pending"
     assert job.finish(0, again) == Ok() and job.finish(0, a) == Ok()
     assert isinstance(job.ask(0, 3), EndOfData)
-    job.say(ProcessExited(job.at + 1, Role.WORKER, Slot(0), ONE, 0))
+    job.say(Event(job.at + 1, ProcessExited(Role.WORKER, Slot(0), ONE, 0)))
     assert job.ended()
 
 
@@ -139,16 +144,16 @@ def test_a_pending_shard_that_is_lost_after_the_end_was_told_is_trained_again() 
     assert job.finish(0, a) == Ok()
     assert isinstance(job.ask(1, 2, b), EndOfData)
     assert isinstance(job.ask(0, 2), EndOfData)
-    job.say(ProcessExited(job.at + 1, Role.WORKER, Slot(0), ONE, 0))
-    made = job.say(NodeLost(job.at + 1, FAR, "gone"))
+    job.say(Event(job.at + 1, ProcessExited(Role.WORKER, Slot(0), ONE, 0)))
+    made = job.say(Event(job.at + 1, NodeLost(FAR, "gone")))
     assert not job.ended()
     assert [(i.role, i.slot) for i in made if isinstance(i, StartProcess)] == [(Role.WORKER, 0)]
-    job.say(MemberJoined(job.at + 1, Role.WORKER, Slot(0), TWO, HOME, 1))
+    job.say(Event(job.at + 1, MemberJoined(Role.WORKER, Slot(0), TWO, HOME, 1)))
     again = job.granted(0, 1, life=2)
     assert again.shard == b.shard
     assert job.finish(0, again, life=2) == Ok()
     assert isinstance(job.ask(0, 2, life=2), EndOfData)
-    job.say(ProcessExited(job.at + 1, Role.WORKER, Slot(0), TWO, 0))
+    job.say(Event(job.at + 1, ProcessExited(Role.WORKER, Slot(0), TWO, 0)))
     assert job.ended()
 
 
@@ -157,9 +162,9 @@ def test_a_pending_lease_that_runs_out_after_the_end_was_told_is_trained_again()
     a, b = job.granted(0, 1), job.granted(1, 1)
     assert job.finish(0, a) == Ok()
     assert isinstance(job.ask(1, 2, b), EndOfData) and isinstance(job.ask(0, 2), EndOfData)
-    job.say(LeaseExpired(job.at + 1, b.shard, LeaseNo(b.no), 9.0))
+    job.say(Event(job.at + 1, LeaseExpired(b.shard, LeaseNo(b.no), 9.0)))
     assert job.brain.shards.came_back == {b.shard}
     assert job.granted(0, 3).shard == b.shard
     for slot in (0, 1):
-        job.say(ProcessExited(job.at + 1, Role.WORKER, Slot(slot), ONE, 0))
+        job.say(Event(job.at + 1, ProcessExited(Role.WORKER, Slot(slot), ONE, 0)))
     assert not job.ended()

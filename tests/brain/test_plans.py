@@ -9,6 +9,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     BucketsReady,
     DrainAsked,
+    Event,
     InstructionType,
     MasterStarted,
     MemberJoined,
@@ -20,6 +21,7 @@ from everstep.brain.events import (
     ProcessExited,
     PublishPlacement,
     StartProcess,
+    by_ps,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -33,18 +35,18 @@ NODE, ONE = NodeId("node0"), Incarnation(1)
 
 def job(ps: int) -> Brain:
     brain = Brain()
-    brain.handle(MasterStarted(1.0, ONE, JobSpec(workers=2, ps=ps, buckets=4, consistency="sync")))
-    brain.handle(NodeJoined(2.0, NODE, "", 0, 0))
+    brain.handle(Event(1.0, MasterStarted(ONE, JobSpec(workers=2, ps=ps, buckets=4, consistency="sync"))))
+    brain.handle(Event(2.0, NodeJoined(NODE, "", 0, 0)))
     for slot in map(Slot, range(ps)):
-        brain.handle(MemberJoined(3.0, Role.PS, slot, ONE, NODE, 1, Address(NODE, f"ps{slot}")))
+        brain.handle(Event(3.0, MemberJoined(Role.PS, slot, ONE, NODE, 1, Address(NODE, f"ps{slot}"))))
     for slot in map(Slot, range(2)):
-        brain.handle(MemberJoined(4.0, Role.WORKER, slot, ONE, NODE, 1))
+        brain.handle(Event(4.0, MemberJoined(Role.WORKER, slot, ONE, NODE, 1)))
     return brain
 
 
 def follow(brain: Brain, at: float, *actions: Action) -> list[InstructionType]:
     """What else than notes comes of a plan."""
-    made = brain.handle(PlanMade(at, "mine:own", Plan(actions=actions, decision=Decision("try", "a test"))))
+    made = brain.handle(Event(at, PlanMade("mine:own", Plan(actions=actions, decision=Decision("try", "a test")))))
     brain.validate()
     return [i for i in made if not isinstance(i, Note)]
 
@@ -83,25 +85,27 @@ def test_the_same_plan_twice_changes_nothing(action: Action, kind: type[object] 
 )
 def test_a_plan_for_somebody_who_has_left_is_dropped_and_said(action: Action, why: str) -> None:
     brain = job(ps=2)
-    brain.handle(MemberSilent(9.0, Role.WORKER, Slot(1), ONE, 99.0, True))
-    notes = brain.handle(PlanMade(10.0, "mine:own", Plan(actions=(action,), decision=Decision("try", "a test"))))
+    brain.handle(Event(9.0, MemberSilent(Role.WORKER, Slot(1), ONE, 99.0, True)))
+    notes = brain.handle(Event(10.0, PlanMade("mine:own", Plan(actions=(action,), decision=Decision("try", "a test")))))
     assert [str(n.decision) for n in notes if isinstance(n, Note)] == [f"drop a plan: try: a test: {why}"]
     assert len(notes) == 1 and brain.state.control.plan is None and not brain.state.control.disabled
 
 
 def test_buckets_move_also_when_a_ps_was_drained_and_its_slot_stays_empty() -> None:
     brain = job(ps=3)
-    brain.handle(DrainAsked(10.0, "ps:2", 30.0))
+    brain.handle(Event(10.0, DrainAsked("ps:2", 30.0)))
     kill = KillRestart(role=Role.PS, slot=Slot(2), incarnation=ONE)
     assert not follow(brain, 10.5, kill), "it would come back, and was to go for good"
     move = MoveBuckets(owners={BucketId(0): Slot(1)})
     assert not follow(brain, 11.0, move), "buckets are under way"
     assert brain.placement is not None
     for mirror in brain.placement.mirrors:
-        brain.handle(MirrorsReady(12.0, mirror.at, ONE, (mirror.id,)))
+        brain.handle(Event(12.0, MirrorsReady((mirror.id,)), by_ps(mirror.at, ONE)))
     owned = brain.placement.owned_by(Slot(1))
-    brain.handle(BucketsReady(13.0, Slot(1), ONE, brain.placement.version, tuple(owned), Arrival.PROMOTED))
-    brain.handle(ProcessExited(14.0, Role.PS, Slot(2), ONE, 0))
+    brain.handle(
+        Event(13.0, BucketsReady(brain.placement.version, tuple(owned), Arrival.PROMOTED), by_ps(Slot(1), ONE))
+    )
+    brain.handle(Event(14.0, ProcessExited(Role.PS, Slot(2), ONE, 0)))
     assert not brain.members.servers[Slot(2)].running
     assert follow(brain, 15.0, move)
 

@@ -13,9 +13,9 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     BucketsReady,
     DrainAsked,
+    Event,
     FinishJob,
     MasterStarted,
     MemberJoined,
@@ -26,6 +26,7 @@ from everstep.brain.events import (
     ScaleAsked,
     StartProcess,
     StopProcess,
+    by_ps,
 )
 from everstep.config.parity import parse_code
 from everstep.config.spec import JobSpec
@@ -70,9 +71,9 @@ class World:
         self.finish: FinishJob | None = None
         self.kills = self.tears = 0
         self.first: dict[BucketId, tuple[Slot, Incarnation]] = {}
-        self.said: list[BrainEvent] = []
+        self.said: list[Event] = []
 
-    def say(self, event: BrainEvent) -> None:
+    def say(self, event: Event) -> None:
         self.said.append(event)
         instructions = self.brain.handle(event)
         assert instructions == self.steady.handle(event), "the restored brain wants something else"
@@ -163,7 +164,7 @@ class World:
         address = Address(NODE, f"ps{ps.slot}.{ps.incarnation}")
         ps.joined = True
         self.ps[ps.slot] = ps
-        self.say(MemberJoined(self.at, Role.PS, ps.slot, ps.incarnation, NODE, 1, address, (), holds))
+        self.say(Event(self.at, MemberJoined(Role.PS, ps.slot, ps.incarnation, NODE, 1, address, (), holds)))
 
     def work(self, ps: Ps) -> None:
         """It sees the newest map and does one thing that it can do now."""
@@ -216,9 +217,9 @@ class World:
         if not ps.joined:
             return
         if ps.whole:
-            self.say(MirrorsReady(self.at, ps.slot, ps.incarnation, tuple(ps.whole)))
+            self.say(Event(self.at, MirrorsReady(tuple(ps.whole)), by_ps(ps.slot, ps.incarnation)))
         for bucket, (version, how) in list(ps.came.items()):
-            self.say(BucketsReady(self.at, ps.slot, ps.incarnation, version, (BucketId(bucket),), how))
+            self.say(Event(self.at, BucketsReady(version, (BucketId(bucket),), how), by_ps(ps.slot, ps.incarnation)))
 
     def tear(self, ps: Ps) -> None:
         """One of its mirrors lacks something: it is worth nothing from now on."""
@@ -226,14 +227,14 @@ class World:
         ps.whole.discard(mirror)
         ps.torn.add(mirror)
         before = self.brain.keeper.levels()["full"]
-        self.say(MirrorsReady(self.at, ps.slot, ps.incarnation, (), (mirror,)))
+        self.say(Event(self.at, MirrorsReady((), (mirror,)), by_ps(ps.slot, ps.incarnation)))
         self.tears += 1
         assert self.placement is not None and self.brain.keeper.levels()["full"] <= before
         assert all(m.id != mirror for m in self.placement.mirrors) or self.brain.state.protection.torn
 
     def kill(self, ps: Ps) -> None:
         del self.ps[ps.slot]
-        self.say(ProcessExited(self.at, Role.PS, ps.slot, ps.incarnation, -9))
+        self.say(Event(self.at, ProcessExited(Role.PS, ps.slot, ps.incarnation, -9)))
 
     def expendable(self) -> bool:
         """Whether the brain holds that any one ps may be lost now."""
@@ -250,7 +251,7 @@ class World:
             return
         for gone in [p for p in self.ps.values() if p.ended]:
             del self.ps[gone.slot]
-            self.say(ProcessExited(self.at, Role.PS, gone.slot, gone.incarnation, 0))
+            self.say(Event(self.at, ProcessExited(Role.PS, gone.slot, gone.incarnation, 0)))
             return
         ps = rng.choice(list(self.ps.values()))
         what = rng.random()
@@ -265,13 +266,13 @@ class World:
             self.hello(ps)
         elif what < 0.9:
             self.master += 1
-            self.say(MasterStarted(self.at, Incarnation(self.master), self.spec))
+            self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec)))
         elif what < 0.93:
             self.brain = Brain.restore(self.brain.snapshot())
         elif what < 0.95:
-            self.say(ScaleAsked(self.at, Role.PS, self.code.width + rng.randrange(5)))
+            self.say(Event(self.at, ScaleAsked(Role.PS, self.code.width + rng.randrange(5))))
         elif what < 0.955 and len(self.ps) > self.code.width + 1:
-            self.say(DrainAsked(self.at, f"ps:{ps.slot}", 10.0))
+            self.say(Event(self.at, DrainAsked(f"ps:{ps.slot}", 10.0)))
         elif what < 0.965 and ps.whole and self.expendable():
             self.tear(ps)
         elif self.expendable():
@@ -285,7 +286,7 @@ class World:
 
     def heal(self) -> None:
         """No more trouble: all that was begun comes to its end, and the protection is as promised."""
-        self.say(ScaleAsked(self.at, Role.PS, self.code.width + 2))
+        self.say(Event(self.at, ScaleAsked(Role.PS, self.code.width + 2)))
         for _ in range(4000):
             self.step(calm=True)
             if self.at_rest():
@@ -309,8 +310,8 @@ class World:
 @pytest.mark.parametrize("seed", seeds(8, 40))
 def test_ps_chaos(seed: int, parity: str) -> None:
     world = World(seed, parity, parse_code(parity).width + seed % 3)
-    world.say(MasterStarted(0.0, Incarnation(1), world.spec))
-    world.say(NodeJoined(0.0, NODE, "", 0, 0))
+    world.say(Event(0.0, MasterStarted(Incarnation(1), world.spec)))
+    world.say(Event(0.0, NodeJoined(NODE, "", 0, 0)))
     for _ in range(400):
         world.step()
         assert world.finish is None, world.finish

@@ -7,13 +7,13 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     CheckpointAsked,
     CheckpointBegun,
     CheckpointCommitted,
     ChiefAsked,
     CommitManifest,
     DrainAsked,
+    Event,
     Fenced,
     FinishJob,
     GroupAsked,
@@ -34,6 +34,7 @@ from everstep.brain.events import (
     Reply,
     StepsCommitted,
     StopAsked,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
@@ -52,17 +53,17 @@ FILE = ImageFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
 class Script:
     def __init__(self, spec: JobSpec = SPEC, resumed: Manifest | None = None) -> None:
         self.brain, self.at = Brain(), 0.0
-        self.say(MasterStarted(0.0, Incarnation(1), spec))
+        self.say(Event(0.0, MasterStarted(Incarnation(1), spec)))
         if resumed is not None:
-            self.say(JobResumed(0.0, resumed, "old", resumed.checkpoint))
-        self.say(NodeJoined(0.0, NodeId("node0"), "", 8, 8))
+            self.say(Event(0.0, JobResumed(resumed, "old", resumed.checkpoint)))
+        self.say(Event(0.0, NodeJoined(NodeId("node0"), "", 8, 8)))
         self.lives = dict.fromkeys(range(spec.workers), 0)
         for slot in self.lives:
             self.hire(slot)
         for slot in self.lives:
             self.ask(slot)
 
-    def say(self, event: BrainEvent) -> list[InstructionType]:
+    def say(self, event: Event) -> list[InstructionType]:
         self.at += 0.01
         event = msgspec.structs.replace(event, at=self.at)
         restored = Brain.restore(self.brain.snapshot())
@@ -73,31 +74,41 @@ class Script:
 
     def hire(self, slot: int) -> None:
         self.lives[slot] += 1
-        self.say(MemberJoined(0.0, Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), NodeId("node0"), 100 + slot))
+        self.say(
+            Event(
+                0.0, MemberJoined(Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), NodeId("node0"), 100 + slot)
+            )
+        )
         for plan in (TRAIN, MORE):
-            self.say(PlanRegistered(0.0, Slot(slot), Incarnation(self.lives[slot]), plan))
+            self.say(Event(0.0, PlanRegistered(plan), by_worker(Slot(slot), Incarnation(self.lives[slot]))))
 
     def ask(self, slot: int, mark: Mark | None = None) -> list[InstructionType]:
-        return self.say(GroupAsked(0.0, Slot(slot), Incarnation(self.lives[slot]), 0, 2, 8, None, mark))
+        return self.say(
+            Event(0.0, GroupAsked(0, 2, 8, None, mark), by_worker(Slot(slot), Incarnation(self.lives[slot])))
+        )
 
     def kill(self, slot: int) -> list[InstructionType]:
-        return self.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), -9, ""))
+        return self.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(self.lives[slot]), -9, "")))
 
     def commit(self, first: int, last: int, epoch: int, lo: int, hi: int, dataset: int = 0) -> list[InstructionType]:
         generation = self.brain.state.groups.generations
         steps = Committed(generation, first, last, dataset, epoch, lo, hi)
-        return self.say(StepsCommitted(0.0, Slot(0), Incarnation(self.lives[0]), (steps,)))
+        return self.say(Event(0.0, StepsCommitted((steps,)), by_worker(Slot(0), Incarnation(self.lives[0]))))
 
     def written(self, mark: Mark, checkpoint: int = 1, error: str = "") -> list[InstructionType]:
         image = ReplicaImage(mark=mark, file=FILE, origin=self.brain.state.groups.origin, parameters=5)
-        event = ReplicaWritten(0.0, Slot(0), Incarnation(self.lives[0]), checkpoint, None if error else image, error)
+        event = Event(
+            0.0,
+            ReplicaWritten(checkpoint, None if error else image, error),
+            by_worker(Slot(0), Incarnation(self.lives[0])),
+        )
         return self.say(event)
 
     def save(self, mark: Mark, checkpoint: int = 1) -> Manifest:
-        self.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+        self.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
         out = self.written(mark, checkpoint)
         (found,) = [i for i in out if isinstance(i, CommitManifest)]
-        self.say(CheckpointCommitted(0.0, checkpoint))
+        self.say(Event(0.0, CheckpointCommitted(checkpoint)))
         return found.manifest
 
 
@@ -109,20 +120,20 @@ def test_a_manifest_says_where_the_state_is() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 7, 1, 0, 37)
-    out = job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    out = job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     assert out[0] == Reply(CheckpointBegun(1)) and OrderImages(1, 0) in out
     out = job.written(Mark(7, 0, 1, 20))  # a step before the newest
     manifest = next(i for i in out if isinstance(i, CommitManifest)).manifest
     assert manifest.replica is not None and manifest.replica.mark == Mark(7, 0, 1, 20)
     assert manifest.samples_done == 120
     assert [(d.plan.name, d.finished_epochs) for d in manifest.datasets] == [("train", 1), ("more", 0)]
-    assert "checkpoint committed" in actions(job.say(CheckpointCommitted(0.0, 1)))
+    assert "checkpoint committed" in actions(job.say(Event(0.0, CheckpointCommitted(1))))
 
 
 def test_a_state_of_steps_that_the_journal_does_not_have_is_to_be_said_again() -> None:
     job = Script()
     job.commit(0, 1, 0, 0, 40)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     (reply,) = job.written(Mark(3, 0, 0, 60))
     assert isinstance(reply, Reply) and isinstance(reply.answer, Refused)
     job.commit(2, 2, 0, 40, 60)
@@ -150,25 +161,25 @@ def test_all_workers_lost_begin_again_at_the_newest_checkpoint() -> None:
 def test_all_workers_lost_wait_for_a_manifest_that_is_being_written() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     job.written(Mark(6, 0, 0, 100))
     for slot in (0, 1):
         job.kill(slot)
     for slot in (0, 1):
         job.hire(slot)
     assert not any(isinstance(i, PublishGroup) for i in [*job.ask(0), *job.ask(1)])
-    out = job.say(CheckpointCommitted(0.0, 1))
+    out = job.say(Event(0.0, CheckpointCommitted(1)))
     assert next(i for i in out if isinstance(i, PublishGroup)).group.restore == 1
 
 
 def test_a_state_of_a_void_line_is_not_taken() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     image = ReplicaImage(mark=Mark(6, 0, 0, 100), file=FILE, origin=77)
-    out = job.say(ReplicaWritten(0.0, Slot(0), Incarnation(1), 1, image))
+    out = job.say(Event(0.0, ReplicaWritten(1, image), by_worker(Slot(0), Incarnation(1))))
     assert "checkpoint given up" in actions(out)
-    old = ReplicaWritten(0.0, Slot(0), Incarnation(0), 1, image)
+    old = Event(0.0, ReplicaWritten(1, image), by_worker(Slot(0), Incarnation(0)))
     assert isinstance(job.say(old)[0].answer, Fenced)  # type: ignore[union-attr]
 
 
@@ -213,7 +224,7 @@ def test_the_last_healthy_replica_saves_itself() -> None:
 def test_a_reclaim_notice_saves_the_state() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    out = job.say(DrainAsked(0.0, "worker:1", 30.0))
+    out = job.say(Event(0.0, DrainAsked("worker:1", 30.0)))
     assert any(isinstance(i, OrderImages) for i in out)
 
 
@@ -221,7 +232,9 @@ def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
     job.save(Mark(3, 0, 0, 60))
-    out = [job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.ASKED)) for slot in (0, 1)][1]
+    out = [job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(slot), Incarnation(1)))) for slot in (0, 1)][
+        1
+    ]
     assert any(isinstance(i, OrderImages) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and group.size == 1, "somebody stays until it is saved"
@@ -229,13 +242,13 @@ def test_the_last_ones_that_leave_save_what_they_have_not_told_yet() -> None:
 
 def test_a_job_that_is_stopped_takes_a_last_checkpoint_first() -> None:
     job = Script()
-    stop = StopAsked(0.0, "everstep stop", True)
+    stop = Event(0.0, StopAsked("everstep stop", True))
     job.commit(0, 2, 0, 0, 60)
     out = job.say(stop)
     assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
     assert job.say(stop) == [Reply(Ok())]
     job.written(Mark(3, 0, 0, 60))
-    out = job.say(CheckpointCommitted(0.0, 1))
+    out = job.say(Event(0.0, CheckpointCommitted(1)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
@@ -243,34 +256,34 @@ def test_a_job_that_trains_takes_a_last_checkpoint_though_it_told_nothing_since_
     job = Script()
     job.commit(0, 2, 0, 0, 60)
     job.save(Mark(3, 0, 0, 60))
-    out = job.say(StopAsked(0.0, "everstep stop", True))
+    out = job.say(Event(0.0, StopAsked("everstep stop", True)))
     assert any(isinstance(i, OrderImages) for i in out) and not job.brain.job.over
     assert isinstance(job.written(Mark(5, 0, 0, 90), checkpoint=2)[0], Reply), "not before they are told"
     job.commit(3, 4, 0, 60, 90)
     job.written(Mark(5, 0, 0, 90), checkpoint=2)
-    out = job.say(CheckpointCommitted(0.0, 2))
+    out = job.say(Event(0.0, CheckpointCommitted(2)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
 def test_a_job_that_is_stopped_with_nothing_new_to_save_ends_at_once() -> None:
     job = Script()
-    assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
+    assert any(isinstance(i, FinishJob) for i in job.say(Event(0.0, StopAsked("everstep stop", True))))
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 11, 1, 0, 100)
     job.save(Mark(12, 1, 0, 100))
-    assert any(isinstance(i, FinishJob) for i in job.say(StopAsked(0.0, "everstep stop", True)))
+    assert any(isinstance(i, FinishJob) for i in job.say(Event(0.0, StopAsked("everstep stop", True))))
 
 
 def test_a_last_checkpoint_is_waited_for_until_nobody_can_write_it() -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
-    job.say(StopAsked(0.0, "everstep stop", True))
+    job.say(Event(0.0, StopAsked("everstep stop", True)))
     job.kill(0)
     job.kill(1)
     job.hire(0)  # there is no state any more, but a worker may come to it again: no checkpoint of nothing
     job.at += 61.0
-    out = job.say(CheckpointAsked(0.0, CheckpointReason.LATE))
+    out = job.say(Event(0.0, CheckpointAsked(CheckpointReason.LATE)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
@@ -278,10 +291,10 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
     job = Script()
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 11, 1, 0, 100)
-    job.say(StopAsked(0.0, "everstep stop", True))
+    job.say(Event(0.0, StopAsked("everstep stop", True)))
     for slot in (0, 1):
-        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.DONE))
-        out = job.say(ProcessExited(0.0, Role.WORKER, Slot(slot), Incarnation(1), 0, ""))
+        job.say(Event(0.0, GroupLeft(LeaveReason.DONE), by_worker(Slot(slot), Incarnation(1))))
+        out = job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(1), 0, "")))
     assert any(isinstance(i, FinishJob) for i in out)
 
 
@@ -289,31 +302,31 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
 def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) -> None:
     job = Script()
     job.commit(0, 2, 0, 0, 60)
-    out = job.say(GroupLeft(0.0, Slot(0), Incarnation(1), LeaveReason.ASKED))
+    out = job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(0), Incarnation(1))))
     assert not any(isinstance(i, OrderImages) for i in out)  # worker:1 has it
-    out = job.say(GroupLeft(0.0, Slot(1), Incarnation(1), LeaveReason.ASKED))
+    out = job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(1), Incarnation(1))))
     assert any(isinstance(i, OrderImages) for i in out)
     group = job.brain.state.groups.group
     assert group is not None and [m.slot for m in group.members] == [1]
     job.commit(3, 3, 0, 60, 68)
-    job.say(GroupLeft(0.0, Slot(1), Incarnation(1), LeaveReason.ASKED))  # a repeat
+    job.say(Event(0.0, GroupLeft(LeaveReason.ASKED), by_worker(Slot(1), Incarnation(1))))  # a repeat
     if saved:
         image = ReplicaImage(mark=Mark(4, 0, 0, 68), file=FILE, origin=1)
-        job.say(ReplicaWritten(0.0, Slot(1), Incarnation(1), 1, image))
-        job.say(CheckpointCommitted(0.0, 1))
+        job.say(Event(0.0, ReplicaWritten(1, image), by_worker(Slot(1), Incarnation(1))))
+        job.say(Event(0.0, CheckpointCommitted(1)))
     else:
         for _ in range(3):
-            job.say(ReplicaWritten(0.0, Slot(1), Incarnation(1), 1, None, "no space"))
+            job.say(Event(0.0, ReplicaWritten(1, None, "no space"), by_worker(Slot(1), Incarnation(1))))
     group = job.brain.state.groups.group
     assert group is not None and group.size == 0  # it is let go
-    job.say(ProcessExited(0.0, Role.WORKER, Slot(1), Incarnation(1), 143, ""))
+    job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(1), Incarnation(1), 143, "")))
     assert job.brain.groups.start == ((Mark(4, 0, 0, 68), 1) if saved else (Mark(), 0))
 
 
 def test_a_leader_that_cannot_write_costs_the_checkpoint_only() -> None:
     job = Script()
     job.commit(0, 5, 0, 0, 100)
-    job.say(CheckpointAsked(0.0, CheckpointReason.ASKED))
+    job.say(Event(0.0, CheckpointAsked(CheckpointReason.ASKED)))
     assert "checkpoint not written" in actions(job.written(Mark(), error="no space"))
     job.written(Mark(), error="no space")
     assert "checkpoint given up" in actions(job.written(Mark(), error="no space"))
@@ -326,8 +339,8 @@ def test_who_writes_what_the_job_ends_with_is_lost_and_another_one_writes_it() -
     job.commit(0, 5, 0, 0, 100)
     job.commit(6, 9, 1, 0, 100)
     for slot in (0, 1):
-        job.say(ChiefAsked(0.0, Slot(slot), Incarnation(1)))
-        job.say(GroupLeft(0.0, Slot(slot), Incarnation(1), LeaveReason.DONE))
+        job.say(Event(0.0, ChiefAsked(), by_worker(Slot(slot), Incarnation(1))))
+        job.say(Event(0.0, GroupLeft(LeaveReason.DONE), by_worker(Slot(slot), Incarnation(1))))
     assert not any(job.brain.may_end(Slot(slot), Incarnation(1)) for slot in (0, 1))
     writing = job.brain.checkpoints.writing
     assert writing is not None and writing.writer == 0

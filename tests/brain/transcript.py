@@ -21,7 +21,6 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     Answer,
-    BrainEvent,
     BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
@@ -31,6 +30,7 @@ from everstep.brain.events import (
     DrainAsked,
     DropCheckpoints,
     EndOfData,
+    Event,
     Fenced,
     FinishJob,
     Granted,
@@ -79,6 +79,8 @@ from everstep.brain.events import (
     Wait,
     Welcome,
     Yes,
+    by_ps,
+    by_worker,
 )
 from everstep.brain.shards import lease_words
 from everstep.config.spec import JobSpec
@@ -153,20 +155,22 @@ class Story:
 
     # ------------------------------------------------------------ commands
 
-    def _event(self, verb: str, plain: list[str], named: dict[str, str]) -> BrainEvent:
+    def _event(self, verb: str, plain: list[str], named: dict[str, str]) -> Event:
         at = self.at
         match verb:
             case "master":
                 fields = {name: msgspec.json.decode(value) for name, value in named.items()}
-                return MasterStarted(at, Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec))
+                return Event(at, MasterStarted(Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec)))
             case "node":
                 running = [(*parse_member(text), 0) for text in named.get("running", "").split(",") if text]
                 node = NodeId(plain[0])
-                return NodeJoined(at, node, "", int(named.get("workers", 0)), int(named.get("ps", 0)), tuple(running))
+                return Event(
+                    at, NodeJoined(node, "", int(named.get("workers", 0)), int(named.get("ps", 0)), tuple(running))
+                )
             case "node-lost":
-                return NodeLost(at, NodeId(plain[0]), " ".join(plain[1:]))
+                return Event(at, NodeLost(NodeId(plain[0]), " ".join(plain[1:])))
             case "node-heard":
-                return NodeHeard(at, NodeId(plain[0]))
+                return Event(at, NodeHeard(NodeId(plain[0])))
             case "join":
                 role, slot, incarnation = parse_member(plain[0])
                 node = NodeId(named.get("node", "node0"))
@@ -176,17 +180,17 @@ class Story:
                     shard, _, no = text.partition("@")
                     leases.append(self._lease(parse_shard(shard), parse_lease(no)))
                 holds = Holdings(slot=slot, incarnation=incarnation) if "nothing" in plain else None
-                return MemberJoined(at, role, slot, incarnation, node, 100 + slot, address, tuple(leases), holds)
+                return Event(at, MemberJoined(role, slot, incarnation, node, 100 + slot, address, tuple(leases), holds))
             case "silent":
-                return MemberSilent(at, *parse_member(plain[0]), float(plain[1]), "lost" in plain)
+                return Event(at, MemberSilent(*parse_member(plain[0]), float(plain[1]), "lost" in plain))
             case "heard":
-                return MemberHeard(at, *parse_member(plain[0]))
+                return Event(at, MemberHeard(*parse_member(plain[0])))
             case "exit":
                 told = tuple(
                     (parse_lease(no), int(position))
                     for no, position in (text.split("@") for text in named.get("at", "").split(",") if text)
                 )
-                return ProcessExited(at, *parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told)
+                return Event(at, ProcessExited(*parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told))
             case "plan":
                 _, slot, incarnation = parse_member(plain[0])
                 plan = Plan(
@@ -196,11 +200,11 @@ class Story:
                     seed=int(named.get("seed", 0)),
                     fingerprint=named.get("fingerprint", ""),
                 )
-                return PlanRegistered(at, slot, incarnation, plan)
+                return Event(at, PlanRegistered(plan), by_worker(slot, incarnation))
             case "ask":
                 _, slot, incarnation = parse_member(plain[0])
                 until, dataset = int(named.get("until", 1)), int(named.get("dataset", 0))
-                return ShardAsked(at, slot, incarnation, dataset, until, int(plain[1]))
+                return Event(at, ShardAsked(dataset, until, int(plain[1])), by_worker(slot, incarnation))
             case "done":
                 _, slot, incarnation = parse_member(plain[0])
                 text = named.get("ps", "0#1")
@@ -209,78 +213,88 @@ class Story:
                     (int(lo), int(hi)) for lo, hi in (r.split("-") for r in named.get("skipped", "").split(",") if r)
                 )
                 shard, no, route = parse_shard(plain[1]), parse_lease(plain[2]), int(named.get("route", 0))
-                return ShardDone(at, slot, incarnation, shard, no, servers, skipped, route)
+                return Event(at, ShardDone(shard, no, servers, skipped, route), by_worker(slot, incarnation))
             case "return":
                 _, slot, incarnation = parse_member(plain[0])
                 reason = " ".join(plain[3:])
-                return ShardReturned(at, slot, incarnation, parse_shard(plain[1]), parse_lease(plain[2]), reason)
+                return Event(
+                    at,
+                    ShardReturned(parse_shard(plain[1]), parse_lease(plain[2]), reason),
+                    by_worker(slot, incarnation),
+                )
             case "expire":
-                return LeaseExpired(at, parse_shard(plain[0]), parse_lease(plain[1]), float(plain[2]))
+                return Event(at, LeaseExpired(parse_shard(plain[0]), parse_lease(plain[1]), float(plain[2])))
             case "scale":
                 also = tuple((Role(plain[i]), int(plain[i + 1])) for i in range(2, len(plain), 2))
-                return ScaleAsked(at, Role(plain[0]), int(plain[1]), also)
+                return Event(at, ScaleAsked(Role(plain[0]), int(plain[1]), also))
             case "drain":
-                return DrainAsked(at, plain[0], float(plain[1]), "again" in plain)
+                return Event(at, DrainAsked(plain[0], float(plain[1]), "again" in plain))
             case "hot":
                 found = [text.replace(">", ":").split(":") for text in plain]
                 moves = tuple(HotMove(BucketId(int(b)), Slot(int(s)), Slot(int(t))) for b, s, t in found)
-                return HotBuckets(at, moves, ((Slot(0), 900), (Slot(1), 100)))
+                return Event(at, HotBuckets(moves, ((Slot(0), 900), (Slot(1), 100))))
             case "policy":
                 action = _action(plain[0], plain[1:])
-                return PlanMade(at, "mine", PolicyPlan(actions=(action,), decision=Decision("plan", "why not")))
+                return Event(at, PlanMade("mine", PolicyPlan(actions=(action,), decision=Decision("plan", "why not"))))
             case "policy_fails":
-                return PolicyDisabled(at, "mine", " ".join(plain))
+                return Event(at, PolicyDisabled("mine", " ".join(plain)))
             case "mirrors":
                 _, slot, incarnation = parse_member(plain[0])
-                return MirrorsReady(at, slot, incarnation, tuple(int(m) for m in plain[1].split(",")))
+                return Event(at, MirrorsReady(tuple(int(m) for m in plain[1].split(","))), by_ps(slot, incarnation))
             case "ready":
                 _, slot, incarnation = parse_member(plain[0])
                 buckets = tuple(BucketId(int(b)) for b in plain[2].split(","))
-                return BucketsReady(at, slot, incarnation, int(plain[1]), buckets, Arrival(plain[3]))
+                return Event(at, BucketsReady(int(plain[1]), buckets, Arrival(plain[3])), by_ps(slot, incarnation))
             case "stop":
-                return StopAsked(at, " ".join(plain), "checkpoint" in plain)
+                return Event(at, StopAsked(" ".join(plain), "checkpoint" in plain))
             case "checkpoint":
-                return CheckpointAsked(at, CheckpointReason(plain[0]), "base" in plain)
+                return Event(at, CheckpointAsked(CheckpointReason(plain[0]), "base" in plain))
             case "images":
                 _, slot, incarnation = parse_member(plain[0])
                 error = named.get("error", "")
                 buckets = [int(b) for b in plain[2].split(",")] if not error else []
                 images = tuple(self._image(b, named, int(named.get("bytes", 100))) for b in buckets)
-                return ImagesWritten(at, slot, incarnation, int(plain[1]), images, (), error)
+                return Event(at, ImagesWritten(int(plain[1]), images, (), error), by_ps(slot, incarnation))
             case "committed":
-                return CheckpointCommitted(at, int(plain[0]), named.get("error", ""))
+                return Event(at, CheckpointCommitted(int(plain[0]), named.get("error", "")))
             case "confirmed":
-                return ShardsConfirmed(at, float(plain[0]))
+                return Event(at, ShardsConfirmed(float(plain[0])))
             case "enter" | "synced" | "leave" | "commit" | "stalled":
                 return self._group_event(verb, plain, named)
             case "chief":
-                return ChiefAsked(at, *parse_member(plain[0])[1:])
+                return Event(at, ChiefAsked(), by_worker(*parse_member(plain[0])[1:]))
             case "once":
-                return OnceAsked(at, *parse_member(plain[0])[1:], plain[1], "done" in plain)
+                return Event(at, OnceAsked(plain[1], "done" in plain), by_worker(*parse_member(plain[0])[1:]))
             case "due":
-                return GroupDue(at)
+                return Event(at, GroupDue())
             case "resume":
                 manifest = self.manifests[int(plain[0])]
-                return JobResumed(at, manifest, "runs/old/checkpoints", int(named.get("numbers", plain[0])))
+                return Event(at, JobResumed(manifest, "runs/old/checkpoints", int(named.get("numbers", plain[0]))))
         raise ValueError(f"no such command: {verb}")
 
-    def _group_event(self, verb: str, plain: list[str], named: dict[str, str]) -> BrainEvent:
+    def _group_event(self, verb: str, plain: list[str], named: dict[str, str]) -> Event:
         at, (_, slot, incarnation) = self.at, parse_member(plain[0])
         match verb:
             case "enter":
                 mark = Mark(*map(int, named["mark"].split(","))) if "mark" in named else None
                 batch, dataset = int(named.get("batch", 8)), int(named.get("dataset", 0))
-                return GroupAsked(at, slot, incarnation, dataset, int(plain[1]), batch, None, mark)
+                return Event(at, GroupAsked(dataset, int(plain[1]), batch, None, mark), by_worker(slot, incarnation))
             case "synced":
-                return GroupSynced(at, slot, incarnation, int(plain[1]))
+                return Event(at, GroupSynced(int(plain[1])), by_worker(slot, incarnation))
             case "leave":
-                return GroupLeft(at, slot, incarnation, LeaveReason(named.get("reason", "asked")))
+                return Event(at, GroupLeft(LeaveReason(named.get("reason", "asked"))), by_worker(slot, incarnation))
             case "commit":
                 skipped = _spans(named.get("skipped", ""))
-                return StepsCommitted(at, slot, incarnation, tuple(_committed(text, skipped) for text in plain[1:]))
+                return Event(
+                    at,
+                    StepsCommitted(tuple(_committed(text, skipped) for text in plain[1:])),
+                    by_worker(slot, incarnation),
+                )
         silent = tuple(Slot(int(s)) for s in named.get("silent", "").split(",") if s)
-        return GroupStalled(
-            at, slot, incarnation, int(plain[1]), int(plain[2]), float(named.get("waited", 1.5)), silent
+        return Event(
+            at,
+            GroupStalled(int(plain[1]), int(plain[2]), float(named.get("waited", 1.5)), silent),
+            by_worker(slot, incarnation),
         )
 
     def _lease(self, shard: ShardKey, no: LeaseNo) -> Lease:

@@ -11,7 +11,7 @@ import pytest
 from local_jobs import Run
 from node_jobs import free_port, join
 
-from everstep.brain.events import Refused
+from everstep.brain.events import ImagesWritten, NodeJoined, ProcessExited, Refused, ScaleAsked, ShardDone, StopAsked
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, Role
@@ -66,17 +66,17 @@ def test_a_member_that_lies_changes_nothing(run: Run) -> None:
     life = run.alive(Role.WORKER, 0).incarnation
     run.alive(Role.WORKER, 1)
     run.trained(300)
-    huge = wire.HelloNode(NodeId("n9"), "", 300_000_000, 0, ())
+    huge = NodeJoined(NodeId("n9"), "", 300_000_000, 0, ())
     lies: list[tuple[Any, wire.RequestType]] = [
         ("agent", huge),
-        ("worker", wire.ImagesWritten(Slot(0), Incarnation(1), 1)),
-        ("worker", wire.Scale(Role.WORKER, 500)),
-        ("worker", wire.Exited(Role.WORKER, Slot(1), Incarnation(1), 0)),
-        ("worker", wire.Stop("because", False)),
-        ("worker", wire.Done(ShardKey(-(2**63)), LeaseNo(1), ())),
-        ("worker", wire.Done(ShardKey(1 << 40), LeaseNo(1), ())),
-        ("ps", wire.Done(ShardKey(0), LeaseNo(1), ())),
-        ("agent", wire.Exited(Role.WORKER, Slot(0), Incarnation(1), -9)),
+        ("worker", ImagesWritten(1)),
+        ("worker", ScaleAsked(Role.WORKER, 500)),
+        ("worker", ProcessExited(Role.WORKER, Slot(1), Incarnation(1), 0)),
+        ("worker", StopAsked("because", False)),
+        ("worker", ShardDone(ShardKey(-(2**63)), LeaseNo(1), ())),
+        ("worker", ShardDone(ShardKey(1 << 40), LeaseNo(1), ())),
+        ("ps", ShardDone(ShardKey(0), LeaseNo(1), ())),
+        ("agent", ProcessExited(Role.WORKER, Slot(0), Incarnation(1), -9)),
     ]
     for role, lie in lies:
         answer = said(run, port, role, lie, life if role == "worker" else 1)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
+    Event,
+    FactType,
     GroupAsked,
     MasterStarted,
     MemberJoined,
     NodeJoined,
     PlanMade,
     PlanRegistered,
+    by_worker,
 )
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
@@ -99,12 +101,12 @@ def run(
     brain = _brain(workers, policy)
     ran = Ran()
 
-    def tell(event: BrainEvent) -> None:
-        if isinstance(event, PlanMade):
-            ran.plans.append((event.at - began_s, event.plan))
+    def tell(fact: FactType) -> None:
+        if isinstance(fact, PlanMade):
+            ran.plans.append((at - began_s, fact.plan))
         else:
-            raise AssertionError(event)
-        brain.handle(event)
+            raise AssertionError(fact)
+        brain.handle(Event(at, fact))
 
     began_s = 10.0
     folder.mkdir(exist_ok=True)
@@ -163,11 +165,17 @@ def _look(keeper: PolicyKeeper, at: float) -> None:
 def _brain(workers: int, policy: str) -> Brain:
     brain = Brain()
     spec = JobSpec(mode="allreduce", workers=workers, ps=0, policy=policy)
-    events: list[BrainEvent] = [MasterStarted(0.0, ONE, spec), NodeJoined(0.0, NODE, "", 0, 0)]
+    events: list[Event] = [Event(0.0, MasterStarted(ONE, spec)), Event(0.0, NodeJoined(NODE, "", 0, 0))]
     for slot in map(Slot, range(workers)):
-        events.append(MemberJoined(1.0, Role.WORKER, slot, ONE, NODE, 100 + slot))
-        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=SAMPLES, shard_samples=BATCH, seed=0)))
-        events.append(GroupAsked(1.0, slot, ONE, 0, EPOCHS, BATCH))
+        events.append(Event(1.0, MemberJoined(Role.WORKER, slot, ONE, NODE, 100 + slot)))
+        events.append(
+            Event(
+                1.0,
+                PlanRegistered(DataPlan(name="d", samples=SAMPLES, shard_samples=BATCH, seed=0)),
+                by_worker(slot, ONE),
+            )
+        )
+        events.append(Event(1.0, GroupAsked(0, EPOCHS, BATCH), by_worker(slot, ONE)))
     for event in events:
         brain.handle(event)
     return brain

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     CheckpointAsked,
     CommitManifest,
     DropCheckpoints,
+    Event,
+    FactType,
     ImagesWritten,
     JobResumed,
     MasterStarted,
@@ -20,6 +21,8 @@ from everstep.brain.events import (
     OrderImages,
     PlanRegistered,
     ShardAsked,
+    by_ps,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -44,14 +47,15 @@ class Shell:
     def __init__(self, run_dir: Path, spec: JobSpec, brain: Brain | None = None) -> None:
         self.run_dir, self.at = run_dir, 1000.0
         self.brain = brain or Brain()
-        self.told: list[BrainEvent] = []
+        self.told: list[FactType] = []
         self.sent: list[tuple[int, OrderType]] = []
         self.keeper = CheckpointKeeper(
             self.brain, spec, run_dir, Readings(run_dir), lambda: self.at, self.tell, self.send, key=KEY
         )
 
-    def tell(self, event: BrainEvent) -> None:
-        self.told.append(event)
+    def tell(self, said: Event | FactType) -> None:
+        event = said if isinstance(said, Event) else Event(self.at, said)
+        self.told.append(event.fact)
         for instruction in self.brain.handle(event):
             match instruction:
                 case OrderImages():
@@ -66,12 +70,12 @@ class Shell:
         self.sent.append((slot, order))
 
     def begin(self, spec: JobSpec) -> None:
-        self.tell(MasterStarted(self.at, ONE, spec))
+        self.tell(Event(self.at, MasterStarted(ONE, spec)))
         self.keeper.start()
-        self.tell(NodeJoined(self.at, NodeId("node0"), "", 0, 0))
+        self.tell(Event(self.at, NodeJoined(NodeId("node0"), "", 0, 0)))
         for slot in map(Slot, range(spec.ps)):
             where = Address(NodeId("node0"), f"sock/ps-{slot}.sock")
-            self.tell(MemberJoined(self.at, Role.PS, slot, ONE, NodeId("node0"), 1, where))
+            self.tell(Event(self.at, MemberJoined(Role.PS, slot, ONE, NodeId("node0"), 1, where)))
 
     def write(self, slot: int, checkpoint: int, *buckets: int, error: str = "") -> None:
         """What that ps answers, with a real file for each bucket."""
@@ -89,7 +93,7 @@ class Shell:
                     bytes_written=10,
                 )
             )
-        self.tell(ImagesWritten(self.at, Slot(slot), ONE, checkpoint, tuple(images), (), error))
+        self.tell(Event(self.at, ImagesWritten(checkpoint, tuple(images), (), error), by_ps(Slot(slot), ONE)))
 
     @property
     def place(self) -> str:
@@ -108,9 +112,11 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         shell.begin(spec)
         shell.keeper.tick(2000.0)
         assert not shell.sent, "nobody has trained yet"
-        shell.tell(MemberJoined(shell.at, Role.WORKER, Slot(0), ONE, NodeId("node0"), 2))
-        shell.tell(PlanRegistered(shell.at, Slot(0), ONE, Plan(name="d", samples=9, shard_samples=3, seed=0)))
-        shell.tell(ShardAsked(shell.at, Slot(0), ONE, 0, 1, 1))
+        shell.tell(Event(shell.at, MemberJoined(Role.WORKER, Slot(0), ONE, NodeId("node0"), 2)))
+        shell.tell(
+            Event(shell.at, PlanRegistered(Plan(name="d", samples=9, shard_samples=3, seed=0)), by_worker(Slot(0), ONE))
+        )
+        shell.tell(Event(shell.at, ShardAsked(0, 1, 1), by_worker(Slot(0), ONE)))
         shell.keeper.tick(1029.0)
         assert not shell.sent
         shell.at = 1031.0
@@ -152,7 +158,7 @@ def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) ->
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.keeper.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
-        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
+        shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0)
         second = Shell(tmp_path, spec, Brain.restore(shell.brain.snapshot()))
         second.keeper.tick(second.at)
@@ -169,7 +175,7 @@ def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) ->
         spec = JobSpec(ps=1, buckets=1, checkpoint_to=str(tmp_path / "file" / "no"))
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
+        shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0)
         while not shell.brain.checkpoints.given_up:
             shell.at += 10.0  # (the keeper tries for a minute of this clock)
@@ -185,7 +191,7 @@ def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
         spec = JobSpec(ps=2, buckets=2)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
-        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
+        shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0)
         for _ in range(3):
             shell.write(1, 1, error="no space left")
@@ -201,7 +207,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         old = JobSpec(ps=1, buckets=2)
         shell = Shell(tmp_path / "old", old)
         shell.begin(old)
-        shell.tell(CheckpointAsked(shell.at, CheckpointReason.ASKED))
+        shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
         shell.write(0, 1, 0, 1)
         await shell.until(lambda: shell.brain.checkpoints.committed)
         manifest = latest_intact(open_place(shell.place), deep=False)
@@ -217,7 +223,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         assert placement is not None and placement.images == ((0, 1), (1, 1)) and placement.owner == (0, 1)
         found = ImageSources(new, run_dir, KEY).image(BucketId(1), 1)
         assert found == (shell.place, manifest.images[1])
-        resumed.tell(CheckpointAsked(resumed.at, CheckpointReason.ASKED))
+        resumed.tell(Event(resumed.at, CheckpointAsked(CheckpointReason.ASKED)))
         assert resumed.sent[-1] == (1, TakeImages(8, 0, resumed.place))
 
         # The next master of the new job does not begin again.

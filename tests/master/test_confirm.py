@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
+    Event,
+    FactType,
     InstructionType,
     MasterStarted,
     MemberJoined,
@@ -14,6 +15,8 @@ from everstep.brain.events import (
     ReleaseShards,
     ShardAsked,
     ShardDone,
+    by_ps,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
@@ -30,26 +33,28 @@ class Shell:
         self.brain = Brain()
         self.out: list[InstructionType] = []
         self.confirmations = Confirmations(self.brain, spec, self.tell)
-        self.tell(MasterStarted(0.0, ONE, spec))
-        self.tell(NodeJoined(0.0, NODE, "", 0, 0))
+        self.tell(Event(0.0, MasterStarted(ONE, spec)))
+        self.tell(Event(0.0, NodeJoined(NODE, "", 0, 0)))
         for slot in range(spec.ps):
             where = Address(NODE, f"sock/ps-{slot}.sock")
-            self.tell(MemberJoined(0.0, Role.PS, Slot(slot), ONE, NODE, 1, where))
-        self.tell(MemberJoined(0.0, Role.WORKER, Slot(0), ONE, NODE, 2))
+            self.tell(Event(0.0, MemberJoined(Role.PS, Slot(slot), ONE, NODE, 1, where)))
+        self.tell(Event(0.0, MemberJoined(Role.WORKER, Slot(0), ONE, NODE, 2)))
         placement = self.brain.placement
         assert placement is not None
         for mirror in placement.mirrors:  # before each was whole once, nothing is released
-            self.tell(MirrorsReady(0.0, mirror.at, ONE, (mirror.id,)))
-        self.tell(PlanRegistered(0.0, Slot(0), ONE, Plan(name="d", samples=40, shard_samples=10, seed=0)))
+            self.tell(Event(0.0, MirrorsReady((mirror.id,)), by_ps(mirror.at, ONE)))
+        self.tell(
+            Event(0.0, PlanRegistered(Plan(name="d", samples=40, shard_samples=10, seed=0)), by_worker(Slot(0), ONE))
+        )
 
-    def tell(self, event: BrainEvent) -> None:
-        self.out = self.brain.handle(event)
+    def tell(self, said: Event | FactType) -> None:
+        self.out = self.brain.handle(said if isinstance(said, Event) else Event(0.0, said))
 
     def done(self, at: float, index: int, ps: int) -> None:
-        self.tell(ShardAsked(at, Slot(0), ONE, 0, 1, index + 1))
+        self.tell(Event(at, ShardAsked(0, 1, index + 1), by_worker(Slot(0), ONE)))
         servers = tuple((Slot(s), ONE) for s in range(ps))
         lease = LeaseNo(lease_no(1, index + 1))
-        self.tell(ShardDone(at, Slot(0), ONE, shard_key(0, 0, index), lease, servers))
+        self.tell(Event(at, ShardDone(shard_key(0, 0, index), lease, servers), by_worker(Slot(0), ONE)))
 
     def beats(self, at: float, *tickets: tuple[int, int]) -> list[InstructionType]:
         """One beat of every ps: (made, confirmed); what the tick after it gave."""

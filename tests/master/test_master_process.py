@@ -17,7 +17,23 @@ from typing import Any
 
 import pytest
 
-from everstep.brain.events import EndOfData, Fenced, Granted, Ok, Refused, Registered, Welcome
+from everstep.brain.events import (
+    EndOfData,
+    Fenced,
+    Granted,
+    MemberJoined,
+    NodeJoined,
+    Ok,
+    PlanRegistered,
+    ProcessExited,
+    Refused,
+    Registered,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    StopAsked,
+    Welcome,
+)
 from everstep.cli.replay import replay
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
@@ -106,7 +122,7 @@ class Stage:
 
     def agent(self, beat: Callable[[], wire.Beat] | None = None) -> Client:
         """Connected: what is started after it is news to it."""
-        hello = lambda: wire.HelloNode(NODE, "", 0, 0, tuple(self.running))  # noqa: E731
+        hello = lambda: NodeJoined(NODE, "", 0, 0, tuple(self.running))  # noqa: E731
         client = self._client("agent", 0, 0, hello, True, beat)
         assert client.welcomes.get(timeout=LONG_S) == Ok()
         return client
@@ -115,7 +131,7 @@ class Stage:
         """A member: the master has taken it up."""
         self.running.append((Role.PS, Slot(slot), ONE, 1))
         address = Address(NODE, f"sock/ps-{slot}.sock")
-        hello = lambda: wire.HelloMember(Role.PS, Slot(slot), ONE, NODE, 1, address)  # noqa: E731
+        hello = lambda: MemberJoined(Role.PS, Slot(slot), ONE, NODE, 1, address)  # noqa: E731
         client = self._client("ps", slot, 1, hello, True)
         assert isinstance(client.welcomes.get(timeout=LONG_S), Welcome)
         return client
@@ -125,8 +141,8 @@ class Stage:
     ) -> Client:
         self.running.append((Role.WORKER, Slot(slot), Incarnation(incarnation), 1))
 
-        def hello() -> wire.HelloMember:
-            return wire.HelloMember(Role.WORKER, Slot(slot), Incarnation(incarnation), NODE, 1, leases=tuple(leases()))
+        def hello() -> MemberJoined:
+            return MemberJoined(Role.WORKER, Slot(slot), Incarnation(incarnation), NODE, 1, leases=tuple(leases()))
 
         return self._client("worker", slot, incarnation, hello, beats)
 
@@ -163,7 +179,7 @@ SERVERS = ((Slot(0), ONE),)
 
 
 def finish(agent: Client, ps: Client, master: subprocess.Popen[str]) -> None:
-    assert agent.call(wire.Exited(Role.WORKER, Slot(0), ONE, 0)) == Ok()
+    assert agent.call(ProcessExited(Role.WORKER, Slot(0), ONE, 0)) == Ok()
     assert ps.order(wire.Finish).exit_code == 0
     ps.control.close()
     assert master.wait(LONG_S) == 0
@@ -175,10 +191,10 @@ def test_kill_9_of_the_master_twice_changes_nothing_for_its_members(stage: Stage
     agent, ps = stage.agent(), stage.ps()
     held: list[Lease] = []
     worker = stage.worker(leases=lambda: held)
-    assert worker.call(wire.Register(PLAN)) == Registered(0)
+    assert worker.call(PlanRegistered(PLAN)) == Registered(0)
     done: list[Lease] = []
     for ask in range(1, 200):
-        answer = worker.call(wire.AskShard(0, 1, ask))
+        answer = worker.call(ShardAsked(0, 1, ask))
         if not isinstance(answer, Granted):
             break
         held.append(answer.lease)
@@ -187,7 +203,7 @@ def test_kill_9_of_the_master_twice_changes_nothing_for_its_members(stage: Stage
             masters[-1].wait()
             masters.append(stage.master())
         lease = held.pop()
-        assert worker.call(wire.Done(lease.shard, lease.no, SERVERS)) == Ok()
+        assert worker.call(ShardDone(lease.shard, lease.no, SERVERS)) == Ok()
         done.append(lease)
         if len(done) in (3, 6):
             masters[-1].kill()
@@ -218,17 +234,17 @@ def test_a_silent_worker_is_replaced_and_its_old_life_is_fenced(stage: Stage) ->
     master = stage.master()
     agent, ps = stage.agent(), stage.ps()
     worker = stage.worker(beats=False)
-    worker.call(wire.Register(PLAN))
-    lease = worker.call(wire.AskShard(0, 1, 1)).lease
+    worker.call(PlanRegistered(PLAN))
+    lease = worker.call(ShardAsked(0, 1, 1)).lease
     assert agent.order(wire.End).slot == 0
     start = agent.order(wire.Start)
     while start.role is not Role.WORKER or start.incarnation < 2:
         start = agent.order(wire.Start)
     assert (start.slot, start.incarnation) == (0, 2)
-    assert isinstance(worker.call(wire.Done(lease.shard, lease.no, SERVERS)), Fenced)
+    assert isinstance(worker.call(ShardDone(lease.shard, lease.no, SERVERS)), Fenced)
     stage.running = [entry for entry in stage.running if entry[0] is Role.PS]
     second = stage.worker(incarnation=2)
-    again = second.call(wire.AskShard(0, 1, 1)).lease
+    again = second.call(ShardAsked(0, 1, 1)).lease
     assert again.shard == lease.shard and again.no > lease.no
     events = [json.loads(line) for line in (stage.run_dir / "events.jsonl").read_text().splitlines()]
     actions = [event["action"] for event in events if event["member"] == "worker:0"]
@@ -242,16 +258,16 @@ def test_scale_stop_and_refusals(stage: Stage) -> None:
     master = stage.master()
     agent, ps = stage.agent(), stage.ps()
     command = stage._client("command", 0, 0, lambda: wire.GetStatus(), False)
-    assert command.call(wire.Scale(Role.WORKER, 2)) == Ok()
+    assert command.call(ScaleAsked(Role.WORKER, 2)) == Ok()
     start = agent.order(wire.Start)
     while (start.role, start.slot) != (Role.WORKER, 1):
         start = agent.order(wire.Start)
-    assert isinstance(command.call(wire.Scale(Role.PS, 0)), Refused)
-    assert isinstance(command.call(wire.HelloNode(NodeId("evil"), "", 0, 0, ())), Refused)
-    assert isinstance(command.call(wire.HelloMember(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
-    assert isinstance(command.call(wire.AskShard(0, 1, 1)), Refused)
+    assert isinstance(command.call(ScaleAsked(Role.PS, 0)), Refused)
+    assert isinstance(command.call(NodeJoined(NodeId("evil"), "", 0, 0, ())), Refused)
+    assert isinstance(command.call(MemberJoined(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
+    assert isinstance(command.call(ShardAsked(0, 1, 1)), Refused)
     assert command.call(wire.GetSpec()).spec.buckets == 4
-    assert command.call(wire.Stop("enough")) == Ok()
+    assert command.call(StopAsked("enough")) == Ok()
     assert ps.order(wire.Finish).exit_code == 0
     assert agent.order(wire.Finish).exit_code == 0
     ps.control.close()
@@ -266,10 +282,10 @@ def test_a_lost_ps_ends_the_job_with_one_clear_line(stage: Stage) -> None:
     stage.ps(0)
     second = stage.ps(1)
     worker = stage.worker()
-    worker.call(wire.Register(PLAN))
-    assert isinstance(worker.call(wire.AskShard(0, 1, 1)), Granted)
+    worker.call(PlanRegistered(PLAN))
+    assert isinstance(worker.call(ShardAsked(0, 1, 1)), Granted)
     second.control.close()
-    assert agent.call(wire.Exited(Role.PS, Slot(1), ONE, -9)) == Ok()
+    assert agent.call(ProcessExited(Role.PS, Slot(1), ONE, -9)) == Ok()
     told = worker.order(wire.Finish)
     assert told.exit_code == 4
     assert "ps:1 was lost" in told.error and "2 of 4 buckets" in told.error and "last export" in told.error
@@ -285,16 +301,16 @@ def test_no_space_for_the_journal_ends_the_job_and_says_so(stage: Stage) -> None
     agent = stage.agent()
     stage.ps()
     worker = stage.worker()
-    worker.call(wire.Register(Plan(name="d", samples=10**9, shard_samples=10, seed=0)))
-    granted = 0
-    calls = [worker.control.submit(wire.AskShard(0, 1, ask), LONG_S) for ask in range(1, 8000)]
+    worker.call(PlanRegistered(Plan(name="d", samples=10**9, shard_samples=10, seed=0)))
+    assert isinstance(worker.call(ShardAsked(0, 1, 1)), Granted)
+    calls = [worker.control.submit(ShardAsked(0, 1, ask), LONG_S) for ask in range(2, 8000)]
     assert agent.order(wire.Finish).exit_code == 4
     assert master.wait(LONG_S) == 4
     assert master.stderr is not None
     (line,) = [line for line in master.stderr.read().splitlines() if line.startswith("everstep:")]
     assert "cannot write the journal" in line
     # Whatever was answered is in the journal: nothing is acted on that is not durable.
-    granted = sum(call.done() and not call.exception() and isinstance(call.result(), Granted) for call in calls)
+    granted = 1 + sum(call.done() and not call.exception() and isinstance(call.result(), Granted) for call in calls)
     journal = Journal(stage.run_dir / "journal.sqlite")
     leases = len(journal.restore().brain.leases)
     journal.close()
@@ -311,7 +327,7 @@ def test_a_second_master_takes_over_and_the_first_one_leaves(stage: Stage) -> No
     while (info := read_master(stage.run_dir)) is None or info.pid != second.pid:
         assert time.monotonic() < deadline and second.poll() is None
         time.sleep(0.01)
-    agent.control.submit(wire.Scale(Role.WORKER, 2), LONG_S)  # goes to the first one: its connection is still up
+    agent.control.submit(ScaleAsked(Role.WORKER, 2), LONG_S)  # goes to the first one: its connection is still up
     assert first.wait(LONG_S) == 4
     assert first.stderr is not None and "was replaced" in first.stderr.read()
     stage.running.clear()

@@ -16,7 +16,8 @@ import pytest
 from everstep.brain.brain import Brain
 from everstep.brain.control import MAX_WORDS, as_plan, refuse
 from everstep.brain.events import (
-    BrainEvent,
+    Event,
+    FactType,
     GroupAsked,
     MasterStarted,
     MemberJoined,
@@ -27,6 +28,7 @@ from everstep.brain.events import (
     PolicyDisabled,
     ProcessExited,
     StartProcess,
+    by_worker,
 )
 from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
@@ -58,11 +60,13 @@ def group_of(workers: int) -> Brain:
     """Mode allreduce: a group that trains, eight samples a worker and step."""
     brain = Brain()
     spec = JobSpec(mode="allreduce", workers=workers, ps=0)
-    events: list[BrainEvent] = [MasterStarted(0.0, ONE, spec), NodeJoined(0.0, NODE, "", 0, 0)]
+    events: list[Event] = [Event(0.0, MasterStarted(ONE, spec)), Event(0.0, NodeJoined(NODE, "", 0, 0))]
     for slot in map(Slot, range(workers)):
-        events.append(MemberJoined(1.0, Role.WORKER, slot, ONE, NODE, 100 + slot))
-        events.append(PlanRegistered(1.0, slot, ONE, DataPlan(name="d", samples=1000, shard_samples=25, seed=0)))
-        events.append(GroupAsked(1.0, slot, ONE, 0, 2, 8))
+        events.append(Event(1.0, MemberJoined(Role.WORKER, slot, ONE, NODE, 100 + slot)))
+        events.append(
+            Event(1.0, PlanRegistered(DataPlan(name="d", samples=1000, shard_samples=25, seed=0)), by_worker(slot, ONE))
+        )
+        events.append(Event(1.0, GroupAsked(0, 2, 8), by_worker(slot, ONE)))
     for event in events:
         brain.handle(event)
     return brain
@@ -82,16 +86,16 @@ class Shell:
     def __init__(self, policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit_s: float = 60.0) -> None:
         monkeypatch.setitem(policies.SHIPPED, "dedicated", policy)
         self.brain = group_of(2)
-        self.events: list[BrainEvent] = []
+        self.events: list[FactType] = []
         spec = msgspec.structs.replace(self.brain.job.spec, policy="dedicated")
         self.keeper = PolicyKeeper(
             self.brain, spec, lambda at, span_s: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s
         )
         self.at = 10.0
 
-    def _tell(self, event: BrainEvent) -> None:
-        self.events.append(event)
-        self.brain.handle(event)
+    def _tell(self, fact: FactType) -> None:
+        self.events.append(fact)
+        self.brain.handle(Event(self.at, fact))
 
     def look(self) -> None:
         """One whole look: the call, and what comes of it."""
@@ -352,8 +356,10 @@ def test_a_worker_whose_memory_was_too_small_is_started_again_and_gets_smaller_p
     assert [(w.memory_batch, w.batch, w.accum) for w in seen.workers] == [(30, 8, 1), (4, 4, 2)], "8 of a step each"
     large = plan_of(AdjustBatch(batch={A: 14, B: 2}), AdjustAccum(accum={A: 1}))
     assert refuse(large, seen) == ""
-    brain.handle(PlanMade(11.0, "mine:own", large))
-    done = brain.handle(ProcessExited(12.0, Role.WORKER, A, ONE, 1, "OutOfMemoryError: ... (train.py:7)", too_large=14))
+    brain.handle(Event(11.0, PlanMade("mine:own", large)))
+    done = brain.handle(
+        Event(12.0, ProcessExited(Role.WORKER, A, ONE, 1, "OutOfMemoryError: ... (train.py:7)", too_large=14))
+    )
     words = [str(i.decision) for i in done if isinstance(i, Note)]
     assert any("too small for 14 samples at once: no plan gives it more than 7 now" in w for w in words), words
     assert any(isinstance(i, StartProcess) for i in done) and not brain.job.over
@@ -362,7 +368,7 @@ def test_a_worker_whose_memory_was_too_small_is_started_again_and_gets_smaller_p
     seen = complete(observed, held, 10.0)
     assert [w.memory_batch for w in seen.workers] == [8, 4]
     assert "its memory holds 8" in refuse(large, seen)
-    failed = held.handle(ProcessExited(13.0, Role.WORKER, B, ONE, 1, "OutOfMemoryError: ... (train.py:7)"))
+    failed = held.handle(Event(13.0, ProcessExited(Role.WORKER, B, ONE, 1, "OutOfMemoryError: ... (train.py:7)")))
     assert held.job.over and failed, "a batch of the loader that does not fit is the script's own fault"
 
 

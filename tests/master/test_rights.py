@@ -18,10 +18,37 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from thrown import NODES, Thrower, identity
 
-from everstep.brain.events import Fenced, Ok, Refused, ShardDone
+from everstep.brain.events import (
+    BucketsReady,
+    CheckpointAsked,
+    ChiefAsked,
+    DrainAsked,
+    Fenced,
+    GroupAsked,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    ImagesWritten,
+    LoadFailed,
+    MemberJoined,
+    MirrorsReady,
+    NodeJoined,
+    Ok,
+    OnceAsked,
+    PlanRegistered,
+    ProcessExited,
+    Refused,
+    ReplicaWritten,
+    ScaleAsked,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StepsCommitted,
+    StopAsked,
+)
 from everstep.cli.replay import replay
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.master.rights import RIGHTS, refused
+from everstep.machines.rights import RIGHTS, refused
 from everstep.model.member import Role
 from everstep.net import messages as wire
 
@@ -90,10 +117,10 @@ def test_a_shard_that_is_not_there_is_refused(tmp_path: Path) -> None:
         (held,) = [h for h in t.brain.leases.values() if h.worker == 0]
         before = t.master.journal.seq
         for shard in (-(2**63), 2**63 - 1, 1 << 52, held.shard + 500):
-            answer = t.say(worker, wire.Done(ShardKey(shard), LeaseNo(1), ()))
+            answer = t.say(worker, ShardDone(ShardKey(shard), LeaseNo(1), ()))
             assert isinstance(answer, Refused) and "there is no shard" in answer.error
         for skipped in (((0, 5), (3, 6)), ((0, 2**50),), ((9, 2),)):
-            answer = t.say(worker, wire.Done(held.shard, held.no, (), skipped))
+            answer = t.say(worker, ShardDone(held.shard, held.no, (), skipped))
             assert isinstance(answer, Refused) and "is no part of" in answer.error
         assert t.master.journal.seq == before
         assert held.shard in t.brain.leases
@@ -112,7 +139,7 @@ def test_what_the_brain_fails_on_is_refused_and_undone(tmp_path: Path, monkeypat
 
         def broken(brain: Any, event: Any) -> Any:
             out = handle(brain, event)
-            if isinstance(event, ShardDone):
+            if isinstance(event.fact, ShardDone):
                 raise KeyError("half of it was done")
             return out
 
@@ -120,7 +147,7 @@ def test_what_the_brain_fails_on_is_refused_and_undone(tmp_path: Path, monkeypat
         (held,) = [h for h in t.brain.leases.values() if h.worker == 0]
         for _ in range(15):
             answer = t.say(
-                worker, wire.Done(held.shard, held.no, ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))))
+                worker, ShardDone(held.shard, held.no, ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))))
             )
             assert isinstance(answer, Refused)
         assert "could not be handled" in answer.error  # it is not asked any more
@@ -128,7 +155,7 @@ def test_what_the_brain_fails_on_is_refused_and_undone(tmp_path: Path, monkeypat
         monkeypatch.setattr(type(t.brain), "handle", handle)
         other = t.peer("worker", 1, 1)
         (held,) = [h for h in t.brain.leases.values() if h.worker == 1]
-        done = wire.Done(held.shard, held.no, ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))))
+        done = ShardDone(held.shard, held.no, ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1))))
         assert t.say(other, done) == Ok()
         t.brain.validate()
 
@@ -147,7 +174,7 @@ def example(kind: type, role: str, slot: int, incarnation: int, node: str) -> An
     for name, value in (("slot", Slot(slot)), ("incarnation", Incarnation(incarnation)), ("node", NodeId(node))):
         if name in made.__struct_fields__:
             made = msgspec.structs.replace(made, **{name: value})
-    if "role" in made.__struct_fields__ and kind is not wire.Scale:
+    if "role" in made.__struct_fields__ and kind is not ScaleAsked:
         made = msgspec.structs.replace(made, role=Role(role if role in ("worker", "ps") else "worker"))
     return made
 
@@ -182,7 +209,7 @@ def _plain(t: Any, maker: Any) -> Any:
         case inspect.StrType():
             return ""
         case inspect.EnumType():
-            return Role.WORKER
+            return Role.WORKER if t.cls is Role else next(iter(t.cls))
         case inspect.LiteralType():
             return t.values[0]
         case inspect.VarTupleType():
@@ -201,36 +228,36 @@ def test_every_request_has_its_right() -> None:
 
 
 MAY: dict[type, str] = {  # who may send what, said a second time
-    wire.HelloNode: "agent",
-    wire.HelloMember: "worker ps",
+    NodeJoined: "agent",
+    MemberJoined: "worker ps",
     wire.Beat: "worker ps agent",
-    wire.Exited: "agent",
+    ProcessExited: "agent",
     wire.StackTaken: "agent",
-    wire.Register: "worker",
-    wire.AskShard: "worker",
-    wire.Done: "worker",
-    wire.GiveBack: "worker",
+    PlanRegistered: "worker",
+    ShardAsked: "worker",
+    ShardDone: "worker",
+    ShardReturned: "worker",
     wire.TellPlace: "worker",
     wire.Report: "worker",
-    wire.AskChief: "worker",
-    wire.AskOnce: "worker",
+    ChiefAsked: "worker",
+    OnceAsked: "worker",
     wire.MayEnd: "worker",
-    wire.AskGroup: "worker",
-    wire.Synced: "worker",
-    wire.LeaveGroup: "worker",
-    wire.CommitSteps: "worker",
-    wire.Stalled: "worker",
+    GroupAsked: "worker",
+    GroupSynced: "worker",
+    GroupLeft: "worker",
+    StepsCommitted: "worker",
+    GroupStalled: "worker",
     wire.StoreSet: "worker",
     wire.StoreGet: "worker",
-    wire.ReplicaWritten: "worker",
-    wire.MirrorReady: "ps",
-    wire.BucketsReady: "ps",
-    wire.LoadFailed: "ps",
-    wire.ImagesWritten: "ps",
-    wire.Drain: "command agent ps",
-    wire.AskCheckpoint: "command worker",
-    wire.Scale: "command",
-    wire.Stop: "command agent",
+    ReplicaWritten: "worker",
+    MirrorsReady: "ps",
+    BucketsReady: "ps",
+    LoadFailed: "ps",
+    ImagesWritten: "ps",
+    DrainAsked: "command agent ps",
+    CheckpointAsked: "command worker",
+    ScaleAsked: "command",
+    StopAsked: "command agent",
     wire.Drill: "command",
     wire.GetStatus: "command worker ps agent",
     wire.GetSeen: "command",
@@ -259,9 +286,9 @@ def test_every_request_of_every_role_for_every_member(mode: str, tmp_path: Path)
                             other = example(kind, role, 1 - slot if slot < 2 else 0, life, node)
                             answer = refused(brain, who, other)
                             assert isinstance(answer, Refused) and "it speaks of" in answer.error, (kind, who)
-                        if role == "agent" and node == "n1" and kind in (wire.Exited, wire.StackTaken) and slot < 2:
+                        if role == "agent" and node == "n1" and kind in (ProcessExited, wire.StackTaken) and slot < 2:
                             assert isinstance(answer, Refused) and "is on node0" in answer.error, (kind, who)
-                        if kind is wire.HelloNode:
+                        if kind is NodeJoined:
                             elsewhere = example(kind, role, slot, life, "somewhere")
                             assert isinstance(refused(brain, who, elsewhere), Refused)
 
@@ -273,7 +300,7 @@ def test_every_request_of_every_role_for_every_member(mode: str, tmp_path: Path)
 
 def test_a_worker_cannot_speak_as_a_ps(tmp_path: Path) -> None:
     def do(t: Thrower) -> None:
-        written = wire.ImagesWritten(Slot(0), Incarnation(1), 1)
+        written = ImagesWritten(1)
         for peer in (t.peer("worker", 0, 1), t.peer("ps", 1, 1), t.peer("agent", node="node0")):
             assert isinstance(t.say(peer, written), Refused)
 
@@ -285,13 +312,13 @@ def test_a_life_that_was_never_given_takes_nobodys_place(tmp_path: Path) -> None
         t.master._young = 0.0
         leases = dict(t.brain.leases)
         thief = t.peer("worker", 0, 9)
-        answer = t.say(thief, wire.HelloMember(Role.WORKER, Slot(0), Incarnation(9), NodeId("node0"), 1))
+        answer = t.say(thief, MemberJoined(Role.WORKER, Slot(0), Incarnation(9), NodeId("node0"), 1))
         assert isinstance(answer, Fenced) and "was never started" in answer.reason
         assert t.brain.leases == leases and t.brain.members.workers[0].member.incarnation == 1
         # nor by way of an agent of another node, which is told to end it
         agent = t.peer("agent", node="n1")
         running = ((Role.WORKER, Slot(0), Incarnation(9), 5),)
-        t.say(agent, wire.HelloNode(NodeId("n1"), "", 1, 0, running))
+        t.say(agent, NodeJoined(NodeId("n1"), "", 1, 0, running))
         assert t.brain.leases == leases and t.brain.members.workers[0].member.incarnation == 1
         assert any(isinstance(o, wire.End) and o.incarnation == 9 for o in agent.orders)
 

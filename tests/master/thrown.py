@@ -10,10 +10,10 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from everstep.brain.events import MasterStarted
+from everstep.brain.events import GroupAsked, MasterStarted, MemberJoined, NodeJoined, PlanRegistered, ShardAsked
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.master.rights import RIGHTS
+from everstep.machines.rights import RIGHTS
 from everstep.master.server import Master
 from everstep.model.member import Role
 from everstep.model.shard import Plan
@@ -59,7 +59,7 @@ class Thrower:
         (run_dir / "logs").mkdir(parents=True)
         self.spec = JobSpec(**{"workers": 2, "ps": 2, "buckets": 8, **fields})
         self.master = Master(run_dir, self.spec, create_secret(run_dir / "secret"))
-        self.master._tell(MasterStarted(self.master.clock.now(), self.master.journal.incarnation, self.spec))
+        self.master._tell(MasterStarted(self.master.journal.incarnation, self.spec))
         self.peers: dict[str, FakePeer] = {}
 
     @property
@@ -82,8 +82,9 @@ class Thrower:
                 return answer.result()
             last = self.master._undurable[-1] if self.master._undurable else None
             mine = next((u for u in reversed(self.master._undurable) if u.future is answer), last)
-            assert not mine or not mine.instructions or not isinstance(mine.instructions[0], Reply) or mine.answer
-            return mine.answer if mine is not None else None
+            done = mine.handled if mine is not None else None
+            assert not done or not done.instructions or not isinstance(done.instructions[0], Reply) or done.answer
+            return done.answer if done is not None else None
         return answer
 
     def settle(self) -> None:
@@ -95,21 +96,19 @@ class Thrower:
         """A job under way: agents, ps, workers, a dataset, and leases or a group."""
         running: dict[str, list[tuple[Role, Slot, Incarnation, int]]] = {node: [] for node in NODES}
         for node in NODES:
-            self.say(
-                self.peer("agent", node=node), wire.HelloNode(NodeId(node), "", 1 if node != "node0" else 0, 0, ())
-            )
+            self.say(self.peer("agent", node=node), NodeJoined(NodeId(node), "", 1 if node != "node0" else 0, 0, ()))
         for role, n in ((Role.PS, self.spec.ps), (Role.WORKER, self.spec.workers)):
             for slot in range(n):
                 who = self.peer(str(role), slot, 1)
-                self.say(who, wire.HelloMember(role, Slot(slot), Incarnation(1), NodeId("node0"), 7, _address(slot)))
+                self.say(who, MemberJoined(role, Slot(slot), Incarnation(1), NodeId("node0"), 7, _address(slot)))
                 running["node0"].append((role, Slot(slot), Incarnation(1), 7))
         plan = Plan(name="d", samples=1000, shard_samples=10, seed=0)
         for slot in range(self.spec.workers):
-            self.say(self.peer("worker", slot, 1), wire.Register(plan))
+            self.say(self.peer("worker", slot, 1), PlanRegistered(plan))
             if self.spec.mode == "allreduce":
-                self.say(self.peer("worker", slot, 1), wire.AskGroup(0, 2, 10))
+                self.say(self.peer("worker", slot, 1), GroupAsked(0, 2, 10))
             else:
-                self.say(self.peer("worker", slot, 1), wire.AskShard(0, 2, 1))
+                self.say(self.peer("worker", slot, 1), ShardAsked(0, 2, 1))
         self.settle()
 
     # ------------------------------------------------------------ at random
@@ -128,7 +127,7 @@ class Thrower:
         node = rng.choice(NODES)
         own = {"slot": Slot(slot), "incarnation": Incarnation(life)} if seat is not None else {}
         own |= {"node": NodeId(node)} if role == "agent" else {}
-        own |= {"role": Role(role)} if isinstance(request, wire.HelloMember) and seat is not None else {}
+        own |= {"role": Role(role)} if isinstance(request, MemberJoined) and seat is not None else {}
         fields = {k: v for k, v in own.items() if k in request.__struct_fields__}
         return self.peer(role, slot, life, node), msgspec.structs.replace(request, **fields)
 

@@ -19,8 +19,8 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
     EndOfData,
+    Event,
     Granted,
     MasterStarted,
     MemberJoined,
@@ -30,6 +30,7 @@ from everstep.brain.events import (
     Reply,
     ShardAsked,
     ShardDone,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
@@ -59,22 +60,22 @@ class Run:
         self.at = 1000.0
         self.ask = 0
         self.workers = {Slot(0): Incarnation(1), Slot(1): Incarnation(1)}
-        self.tell(MasterStarted(self.at, Incarnation(1), self.spec))
-        self.tell(NodeJoined(self.at, NODE, "", 0, 0))
+        self.tell(Event(self.at, MasterStarted(Incarnation(1), self.spec)))
+        self.tell(Event(self.at, NodeJoined(NODE, "", 0, 0)))
         for slot in (0, 1):
             where = Address(NODE, unix=f"sock/ps-{slot}.sock")
-            self.tell(MemberJoined(self.at, Role.PS, Slot(slot), Incarnation(1), NODE, 10 + slot, where))
+            self.tell(Event(self.at, MemberJoined(Role.PS, Slot(slot), Incarnation(1), NODE, 10 + slot, where)))
         for slot, life in self.workers.items():
-            self.tell(MemberJoined(self.at, Role.WORKER, slot, life, NODE, 20 + slot))
+            self.tell(Event(self.at, MemberJoined(Role.WORKER, slot, life, NODE, 20 + slot)))
         plan = Plan(name="train", samples=samples, shard_samples=shard_samples, seed=1)
-        self.tell(PlanRegistered(self.at, Slot(0), Incarnation(1), plan))
+        self.tell(Event(self.at, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
         placement = self.brain.placement
         assert placement is not None
         self.owned = {slot: list(placement.owned_by(slot)) for slot in (Slot(0), Slot(1))}
         self.ledgers = {slot: Ledger(BUCKETS, owned) for slot, owned in self.owned.items()}
         self.records: dict[Slot, list[AuditRecord]] = {Slot(0): [], Slot(1): []}
 
-    def tell(self, event: BrainEvent) -> Reply | None:
+    def tell(self, event: Event) -> Reply | None:
         out = self.brain.handle(event)
         self.journal.append(event, out)
         return next((i for i in out if isinstance(i, Reply)), None)
@@ -82,7 +83,7 @@ class Run:
     def grant(self, worker: int, until_epoch: int = 9) -> Lease | None:
         self.ask += 1
         slot = Slot(worker)
-        reply = self.tell(ShardAsked(self.at, slot, self.workers[slot], 0, until_epoch, self.ask))
+        reply = self.tell(Event(self.at, ShardAsked(0, until_epoch, self.ask), by_worker(slot, self.workers[slot])))
         assert reply is not None
         if isinstance(reply.answer, Granted):
             for ledger in self.ledgers.values():
@@ -113,14 +114,14 @@ class Run:
     def done(self, worker: int, lease: Lease) -> None:
         slot = Slot(worker)
         servers = ((Slot(0), Incarnation(1)), (Slot(1), Incarnation(1)))
-        assert self.tell(ShardDone(self.at, slot, self.workers[slot], lease.shard, lease.no, servers))
+        assert self.tell(Event(self.at, ShardDone(lease.shard, lease.no, servers), by_worker(slot, self.workers[slot])))
 
     def lose(self, worker: int) -> None:
         """kill -9, and its replacement says hello."""
         slot = Slot(worker)
-        self.tell(ProcessExited(self.at, Role.WORKER, slot, self.workers[slot], -9))
+        self.tell(Event(self.at, ProcessExited(Role.WORKER, slot, self.workers[slot], -9)))
         self.workers[slot] = Incarnation(self.workers[slot] + 1)
-        self.tell(MemberJoined(self.at, Role.WORKER, slot, self.workers[slot], NODE, 30))
+        self.tell(Event(self.at, MemberJoined(Role.WORKER, slot, self.workers[slot], NODE, 30)))
 
     def cut(self, closed: bool = False) -> None:
         for slot, ledger in self.ledgers.items():

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from everstep.brain.events import (
-    BrainEvent,
+    Event,
     MasterStarted,
     MemberJoined,
     NodeJoined,
@@ -15,6 +15,7 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
     StopAsked,
+    by_worker,
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
@@ -31,13 +32,13 @@ W, ONE, NODE = Slot(0), Incarnation(1), NodeId("node0")
 def job() -> JobFacts:
     """A job of one worker and one ps that is about to train a dataset of one shard."""
     facts = JobFacts()
-    events: list[BrainEvent] = [
-        MasterStarted(0.0, ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0)),
-        NodeJoined(1.0, NODE, "", 0, 0),
-        MemberJoined(2.0, Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock")),
-        MemberJoined(3.0, Role.WORKER, W, ONE, NODE, 8),
-        PlanRegistered(4.0, W, ONE, Plan(name="train", samples=30, shard_samples=30, seed=0)),
-        ShardAsked(5.0, W, ONE, 0, 1, 1),
+    events: list[Event] = [
+        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0))),
+        Event(1.0, NodeJoined(NODE, "", 0, 0)),
+        Event(2.0, MemberJoined(Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock"))),
+        Event(3.0, MemberJoined(Role.WORKER, W, ONE, NODE, 8)),
+        Event(4.0, PlanRegistered(Plan(name="train", samples=30, shard_samples=30, seed=0)), by_worker(W, ONE)),
+        Event(5.0, ShardAsked(0, 1, 1), by_worker(W, ONE)),
     ]
     for event in events:
         facts.take(event)
@@ -47,20 +48,20 @@ def job() -> JobFacts:
 def trained() -> JobFacts:
     facts = job()
     lease = lease_no(Incarnation(1), 1)
-    facts.take(ShardDone(6.0, W, ONE, shard_key(0, 0, 0), lease, ((W, ONE),)))
+    facts.take(Event(6.0, ShardDone(shard_key(0, 0, 0), lease, ((W, ONE),)), by_worker(W, ONE)))
     assert facts.brain.shards.samples_done == 30
     return facts
 
 
 def end(facts: JobFacts, status: int, error: str = "", exit_code: int = 1) -> JobFacts:
     failure = Failure("script", "", 0, exit_code) if error else None
-    facts.take(ProcessExited(9.0, Role.WORKER, W, ONE, status, error, failure=failure))
+    facts.take(Event(9.0, ProcessExited(Role.WORKER, W, ONE, status, error, failure=failure)))
     return facts
 
 
 def stopped() -> JobFacts:
     facts = trained()
-    facts.take(StopAsked(8.0, "Ctrl-C"))
+    facts.take(Event(8.0, StopAsked("Ctrl-C")))
     return facts
 
 
@@ -103,21 +104,23 @@ def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
     """The worker is in its second loop, over epoch 1, and is given a shard of epoch 0."""
     facts = JobFacts()
     plan = Plan(name="train", samples=30, shard_samples=30, seed=0)
-    events: list[BrainEvent] = [
-        MasterStarted(0.0, ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0)),
-        NodeJoined(1.0, NODE, "", 0, 0),
-        MemberJoined(2.0, Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock")),
-        MemberJoined(3.0, Role.WORKER, W, ONE, NODE, 8),
-        PlanRegistered(4.0, W, ONE, plan, 2, 1, 2),
-        ShardAsked(5.0, W, ONE, 0, 2, 1),
+    events: list[Event] = [
+        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0))),
+        Event(1.0, NodeJoined(NODE, "", 0, 0)),
+        Event(2.0, MemberJoined(Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock"))),
+        Event(3.0, MemberJoined(Role.WORKER, W, ONE, NODE, 8)),
+        Event(4.0, PlanRegistered(plan, 2, 1, 2), by_worker(W, ONE)),
+        Event(5.0, ShardAsked(0, 2, 1), by_worker(W, ONE)),
     ]
     for event in events:
         facts.take(event)
     wrong = facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
     assert wrong == "in loop 2 of the script, which is over epoch 1"
-    facts.take(ShardAsked(5.5, W, ONE, 0, 2, 2, (lease_no(ONE, 1),)))  # held back, for a step in the next loop
+    facts.take(
+        Event(5.5, ShardAsked(0, 2, 2, (lease_no(ONE, 1),)), by_worker(W, ONE))
+    )  # held back, for a step in the next loop
     assert not facts.loops.of_lease(lease_no(ONE, 1), shard_key(0, 0, 0))
-    facts.take(PlanRegistered(6.0, W, ONE, plan, 1, 0, 1))
+    facts.take(Event(6.0, PlanRegistered(plan, 1, 0, 1), by_worker(W, ONE)))
     report = AuditReport("runs/x", loops=[f"train e0 #0 was trained by worker:0 #1 {wrong}"])
     assert judged(report, trained()).verdict is Verdict.LOOPS and "LOOP train e0" in "\n".join(report._end())
 

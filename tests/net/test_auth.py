@@ -146,9 +146,9 @@ def test_another_version_is_its_own_error(changed: dict[str, object]) -> None:
 
 
 def test_a_later_version_with_other_fields_is_still_recognised() -> None:
-    message = {"type": "hello3", "identity": {"protocol": 3, "package": "3.0.0", "role": "oracle", "more": [1]}}
+    message = {"type": "hello3", "identity": {"protocol": 4, "package": "3.0.0", "role": "oracle", "more": [1]}}
     frame = FrameDecoder(AUTH_LIMITS).feed(encode_frame(Kind.AUTH, msgspec.msgpack.encode(message)))[0]
-    with pytest.raises(VersionError, match=r"everstep 3\.0\.0 \(wire 3\)"):
+    with pytest.raises(VersionError, match=r"everstep 3\.0\.0 \(wire 4\)"):
         ServerAuth(RIGHT, PS).take(frame)
 
 
@@ -239,4 +239,4 @@ def test_a_secret_that_cannot_be_written(tmp_path: Path) -> None:
 def test_the_identity_says_who(tmp_path: Path) -> None:
     assert str(WORKER) == "worker:3 #2"
     assert str(Identity(purpose="control", role="agent", node=NodeId("node1"))) == "agent of node1"
-    assert auth.PROTOCOL == 2
+    assert auth.PROTOCOL == 3

@@ -88,28 +88,18 @@ def test_every_number_of_a_job_has_a_range() -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (
-            {
-                "type": "hello_node",
-                "node": "n",
-                "host": "",
-                "worker_places": 300_000_000,
-                "ps_places": 0,
-                "running": [],
-            },
-            "1024",
-        ),
-        ({"type": "hello_node", "node": "n", "host": "", "worker_places": -1, "ps_places": 0, "running": []}, ">= 0"),
-        ({"type": "done", "shard": -(2**63), "lease": 0, "servers": []}, ">= 0"),
-        ({"type": "done", "shard": 2**64 - 1, "lease": 0, "servers": []}, "<="),
-        ({"type": "scale", "role": "worker", "count": MEMBERS_MAX + 1}, str(MEMBERS_MAX)),
-        ({"type": "drain", "target": "ps:0", "deadline_s": float("nan")}, ">= 0"),
-        ({"type": "drain", "target": "ps:0", "deadline_s": float("inf")}, "<="),
-        ({"type": "exited", "role": "worker", "slot": 10**9, "incarnation": 1, "status": 0}, str(MEMBERS_MAX)),
-        ({"type": "ask_shard", "dataset": 0, "until_epoch": 2**63 - 1, "ask": 1}, "<="),
+        (["node_joined", "n", "", 300_000_000, 0, []], "1024"),
+        (["node_joined", "n", "", -1, 0, []], ">= 0"),
+        (["shard_done", -(2**63), 0, []], ">= 0"),
+        (["shard_done", 2**64 - 1, 0, []], "<="),
+        (["scale_asked", "worker", MEMBERS_MAX + 1], str(MEMBERS_MAX)),
+        (["drain_asked", "ps:0", float("nan")], ">= 0"),
+        (["drain_asked", "ps:0", float("inf")], "<="),
+        (["process_exited", "worker", 10**9, 1, 0], str(MEMBERS_MAX)),
+        (["shard_asked", 0, 2**63 - 1, 1], "<="),
     ],
 )
-def test_what_lies_beyond_is_no_request(request_: dict[str, Any], words: str) -> None:
+def test_what_lies_beyond_is_no_request(request_: list[Any], words: str) -> None:
     decoder = msgspec.msgpack.Decoder(messages.Call)
     with pytest.raises(WireError, match="malformed request") as error:
         decode_header(decoder, msgspec.msgpack.encode([1, request_]), "request")

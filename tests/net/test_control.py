@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from masters import Master
 
-from everstep.brain.events import Fenced, Granted, Ok, Refused, Wait, Welcome
+from everstep.brain.events import Fenced, Granted, MemberJoined, Ok, Refused, ShardAsked, Wait, Welcome
 from everstep.errors import DeadlineError, InternalError, WireError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, Role
@@ -68,21 +68,21 @@ def join(run_dir: Path, secret: Secret) -> Iterator[Callable[..., ControlClient]
         client.close()
 
 
-def hello() -> wire.HelloMember:
-    return wire.HelloMember(Role.WORKER, Slot(1), Incarnation(1), NodeId("node0"), 1)
+def hello() -> MemberJoined:
+    return MemberJoined(Role.WORKER, Slot(1), Incarnation(1), NodeId("node0"), 1)
 
 
 def polite(peer: Peer, request: wire.RequestType) -> Answered:
     match request:
-        case wire.HelloMember():
+        case MemberJoined():
             return Welcome(Incarnation(1), None)
-        case wire.AskShard(ask=ask):
+        case ShardAsked(ask=ask):
             return Granted(Lease(LeaseNo(ask), ShardKey(0), 0, 10))
     return Ok()
 
 
-def ask(n: int) -> wire.AskShard:
-    return wire.AskShard(0, 1, n)
+def ask(n: int) -> ShardAsked:
+    return ShardAsked(0, 1, n)
 
 
 # ---------------------------------------------------------------- calls and orders
@@ -116,7 +116,7 @@ def test_answers_may_come_in_any_order(start: Callable[..., Master], join: Calla
     held: list[asyncio.Future[Answered]] = []
 
     def handle(peer: Peer, request: wire.RequestType) -> Answered | Awaitable[Answered]:
-        if not isinstance(request, wire.AskShard):
+        if not isinstance(request, ShardAsked):
             return polite(peer, request)
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         held.append(future)
@@ -138,7 +138,7 @@ def test_hello_first_then_orders(
     said: list[object] = []
 
     async def handle(peer: Peer, request: wire.RequestType) -> Answered:
-        if isinstance(request, wire.HelloMember):
+        if isinstance(request, MemberJoined):
             peer.send(wire.Revoke(LeaseNo(1)))  # may overtake the answer
             await asyncio.sleep(0)
         return polite(peer, request)
@@ -182,9 +182,7 @@ def test_call_inside_a_callback_is_an_error_not_a_deadlock(
 
 def test_fenced_is_told_once(start: Callable[..., Master], join: Callable[..., ControlClient]) -> None:
     fenced: list[Fenced] = []
-    start(
-        lambda peer, request: Welcome(Incarnation(1), None) if isinstance(request, wire.HelloMember) else Fenced("old")
-    )
+    start(lambda peer, request: Welcome(Incarnation(1), None) if isinstance(request, MemberJoined) else Fenced("old"))
     client = join(on_fenced=fenced.append)
     for _ in range(3):
         assert client.call(wire.Report({}), 20) == Fenced("old")
@@ -244,7 +242,7 @@ def test_a_call_survives_the_connection(
     box: list[Master] = []
 
     def handle(peer: Peer, request: wire.RequestType) -> Answered | None:
-        if isinstance(request, wire.AskShard):
+        if isinstance(request, ShardAsked):
             asked.append(request.ask)
             if len(asked) == 1:
                 box[0].cut()
@@ -273,7 +271,7 @@ def test_a_master_that_restarts(start: Callable[..., Master], join: Callable[...
 
 
 def test_no_answer_is_a_deadline(start: Callable[..., Master], join: Callable[..., ControlClient]) -> None:
-    start(lambda peer, request: polite(peer, request) if isinstance(request, wire.HelloMember) else None)
+    start(lambda peer, request: polite(peer, request) if isinstance(request, MemberJoined) else None)
     client = join()
     client.wait_connected(20)
     with pytest.raises(DeadlineError, match="it is connected, but slow or stuck"):
@@ -286,7 +284,7 @@ def test_a_failing_handler_costs_that_connection_only(
     failed = []
 
     def handle(peer: Peer, request: wire.RequestType) -> Answered:
-        if isinstance(request, wire.AskShard) and not failed:
+        if isinstance(request, ShardAsked) and not failed:
             failed.append(1)
             raise ZeroDivisionError
         return polite(peer, request)
@@ -308,7 +306,7 @@ def test_a_refusal_reaches_the_caller(start: Callable[..., Master], join: Callab
 
 
 def test_close_fails_what_waits(start: Callable[..., Master], join: Callable[..., ControlClient]) -> None:
-    start(lambda peer, request: polite(peer, request) if isinstance(request, wire.HelloMember) else None)
+    start(lambda peer, request: polite(peer, request) if isinstance(request, MemberJoined) else None)
     client = join()
     client.wait_connected(20)
     waiting = client.submit(ask(1), 60)
@@ -376,7 +374,7 @@ GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "giant header": preamble(Kind.CALL, 2**32 - 1, 0),
     "giant body": preamble(Kind.CALL, 10, 2**32),
-    "no handshake": encode_frame(Kind.CALL, msgspec.msgpack.encode([1, {"type": "stop", "reason": "x"}])),
+    "no handshake": encode_frame(Kind.CALL, msgspec.msgpack.encode([1, ["stop_asked", "x"]])),
     "zeros": bytes(100),
 }
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from masters import Master
 
-from everstep.brain.events import Ok
+from everstep.brain.events import Ok, ShardAsked
 from everstep.ids import NodeId, ShardKey, TableId
 from everstep.model.member import Address
 from everstep.net import messages as wire
@@ -37,7 +37,7 @@ REQUESTS = (
     wire.Pull(1, (PART,), True),
     wire.Scan(TableId(1), 2, 3, 4),
 )
-CALLS = (wire.Call(1, wire.GetStatus()), wire.Call(2, wire.AskShard(0, 1, 1)), wire.Call(3, wire.Beat(((5, 6),))))
+CALLS = (wire.Call(1, wire.GetStatus()), wire.Call(2, ShardAsked(0, 1, 1)), wire.Call(3, wire.Beat(((5, 6),))))
 
 
 class Service:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from masters import Master
 
-from everstep.brain.events import Fenced, Ok, Refused, Welcome
+from everstep.brain.events import DrainAsked, Fenced, MemberJoined, Ok, Refused, Welcome
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
@@ -56,7 +56,7 @@ class Job:
         save_spec(run_dir, JobSpec(buckets=8, bind=bind, disk_full_s=0.5), {})
         create_secret(run_dir / "secret")
         self.secret = load_secret(run_dir / "secret")
-        self.hellos: list[wire.HelloMember] = []
+        self.hellos: list[MemberJoined] = []
         self.beats: list[wire.Beat] = []
         self.fence = False
         self.processes: list[subprocess.Popen[str]] = []
@@ -68,7 +68,7 @@ class Job:
 
     def _handle(self, peer: Peer, request: wire.RequestType) -> Answered:
         match request:
-            case wire.HelloMember():
+            case MemberJoined():
                 self.hellos.append(request)
                 if self.fence:
                     return Fenced("a newer one has your place")
@@ -77,7 +77,7 @@ class Job:
                 return Welcome(Incarnation(1), Placement(1, (Slot(0),) * 8, (place,)))
             case wire.Beat():
                 self.beats.append(request)
-            case wire.Drain():  # there is no other ps
+            case DrainAsked():  # there is no other ps
                 return Refused(f"{request.target}: nobody else could take its buckets")
         return Ok()
 
@@ -131,7 +131,7 @@ def begin(client: DataClient, until: Until) -> None:
     assert isinstance(client.request(wire.OpenShard(SHARD, 0, LeaseNo(5)), timeout_s=20)[0], wire.Opened)
 
 
-def ready(job: Job, until: Until, n: int = 1) -> wire.HelloMember:
+def ready(job: Job, until: Until, n: int = 1) -> MemberJoined:
     until(lambda: len(job.hellos) >= n)
     return job.hellos[-1]
 

@@ -25,12 +25,12 @@ from image_stores import (
     writer_of,
 )
 
+from everstep.brain.events import ImagesWritten
 from everstep.errors import CheckpointError
 from everstep.ids import BucketId
 from everstep.model.image import Manifest
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
-from everstep.net.messages import ImagesWritten
 from everstep.protect.export import table_rows
 from everstep.protect.manifest import compact, latest_intact
 from everstep.protect.restore import load_bucket

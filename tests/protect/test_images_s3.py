@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from image_stores import BUCKETS, checkpoint, digests, empty_store, new_store, train, writer_of
 
+from everstep.brain.events import ImagesWritten
 from everstep.errors import CheckpointError, StorageError
-from everstep.net.messages import ImagesWritten
 from everstep.protect.manifest import compact, drop_checkpoints, latest_intact, list_checkpoints, problems
 from everstep.protect.restore import load_bucket
 from everstep.storage import places

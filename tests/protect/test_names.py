@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.brain.events import BrainEvent
+from everstep.brain.events import Event, ImagesWritten, NodeJoined
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, StorageError, WireError
 from everstep.model.image import BucketImage, ImageFile, Manifest
@@ -42,7 +42,7 @@ def manifest(path: str, number: int) -> Manifest:
 
 @pytest.mark.parametrize("path", EVIL)
 def test_such_a_file_is_not_written_by_any_ps(path: str) -> None:
-    call = wire.Call(1, wire.ImagesWritten(0, 1, 1, (image(path),)))  # type: ignore[arg-type]
+    call = wire.Call(1, ImagesWritten(1, (image(path),)))  # type: ignore[arg-type]
     with pytest.raises(WireError, match="malformed request"):
         decode_header(msgspec.msgpack.Decoder(wire.Call), msgspec.msgpack.encode(call), "request")
 
@@ -75,7 +75,7 @@ def test_such_a_file_is_not_deleted_even_if_a_manifest_could_name_it(
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "x\x1b[31m", "x\ny", "a\\b", "x" * 300])
 def test_names_of_nodes_are_bare(name: str) -> None:
-    hello: Any = wire.HelloNode(name, "", 0, 0, ())  # type: ignore[arg-type]
+    hello: Any = NodeJoined(name, "", 0, 0, ())  # type: ignore[arg-type]
     with pytest.raises(WireError, match="malformed request"):
         decode_header(msgspec.msgpack.Decoder(wire.Call), msgspec.msgpack.encode(wire.Call(1, hello)), "request")
 
@@ -88,6 +88,6 @@ def test_good_names_pass() -> None:
     ):
         decode_manifest(encode_manifest(manifest(path, 1)), "m")
     for name in ("node0", "host.domain-12ab", "my node", "ノード"):
-        hello: Any = wire.HelloNode(name, "10.0.0.1", 0, 0, ())  # type: ignore[arg-type]
+        hello: Any = NodeJoined(name, "10.0.0.1", 0, 0, ())  # type: ignore[arg-type]
         decode_header(msgspec.msgpack.Decoder(wire.Call), msgspec.msgpack.encode(wire.Call(1, hello)), "request")
-    assert msgspec.msgpack.Decoder(BrainEvent) is not None
+    assert msgspec.msgpack.Decoder(Event) is not None

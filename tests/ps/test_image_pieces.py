@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.ids import BucketId, Incarnation, ShardKey, Slot
+from everstep.brain.events import ImagesWritten
+from everstep.ids import BucketId, ShardKey
 from everstep.model.image import BucketImage, ImageFile
-from everstep.net.messages import ImagesWritten
 from everstep.ps.process import in_pieces
 
 
@@ -18,7 +18,7 @@ def written(buckets: int, marks: int) -> ImagesWritten:
         )
         for b in range(buckets)
     )
-    return ImagesWritten(Slot(0), Incarnation(1), 7, images, (), "")
+    return ImagesWritten(7, images, (), "")
 
 
 def test_pieces_are_small_and_together_the_whole() -> None:
@@ -27,10 +27,10 @@ def test_pieces_are_small_and_together_the_whole() -> None:
     assert len(pieces) > 20
     assert tuple(image for piece in pieces for image in piece.images) == whole.images
     assert max(len(msgspec.msgpack.encode(piece)) for piece in pieces) < 128 << 10
-    assert {(p.slot, p.incarnation, p.checkpoint) for p in pieces} == {(0, 1, 7)}
+    assert {p.checkpoint for p in pieces} == {7}
 
 
 def test_an_error_and_a_small_report_are_one_message() -> None:
-    failed = ImagesWritten(Slot(0), Incarnation(1), 7, (), (), "no space left")
+    failed = ImagesWritten(7, (), (), "no space left")
     assert list(in_pieces(failed)) == [failed]
     assert list(in_pieces(written(3, 2))) == [written(3, 2)]

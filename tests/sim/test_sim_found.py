@@ -6,7 +6,7 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
-    BrainEvent,
+    Event,
     FinishJob,
     LeaseExpired,
     MasterStarted,
@@ -18,6 +18,7 @@ from everstep.brain.events import (
     ProcessExited,
     ScaleAsked,
     ShardAsked,
+    by_worker,
 )
 from everstep.brain.watch import Watch
 from everstep.config.spec import JobSpec
@@ -30,12 +31,16 @@ ONE = Incarnation(1)
 
 def joined(at: float, role: Role, slot: int, node: str, incarnation: int = 1) -> MemberJoined:
     address = Address(NodeId(node), f"ps-{slot}.{incarnation}") if role is Role.PS else None
-    return MemberJoined(at, role, Slot(slot), Incarnation(incarnation), NodeId(node), 1, address)
+    return Event(at, MemberJoined(role, Slot(slot), Incarnation(incarnation), NodeId(node), 1, address))
 
 
-def brain(spec: JobSpec, *events: BrainEvent) -> Brain:
+def brain(spec: JobSpec, *events: Event) -> Brain:
     out = Brain()
-    for event in (MasterStarted(0.0, ONE, spec), NodeJoined(1.0, NodeId("node0"), "", 0, spec.ps), *events):
+    for event in (
+        Event(0.0, MasterStarted(ONE, spec)),
+        Event(1.0, NodeJoined(NodeId("node0"), "", 0, spec.ps)),
+        *events,
+    ):
         out.handle(event)
         out.validate()
     return out
@@ -48,17 +53,17 @@ def test_a_slot_that_waits_for_a_place_does_not_keep_the_job_alive(how: str) -> 
         JobSpec(workers=1, ps=1),
         joined(2.0, Role.PS, 0, "node0"),
         joined(2.0, Role.WORKER, 0, "node0"),
-        NodeJoined(3.0, NodeId("node1"), "", 1, 0),
+        Event(3.0, NodeJoined(NodeId("node1"), "", 1, 0)),
         joined(4.0, Role.WORKER, 1, "node1"),
-        PlanRegistered(5.0, Slot(0), ONE, Plan(name="t", samples=5, shard_samples=5, seed=0)),
-        ShardAsked(5.0, Slot(0), ONE, 0, 1, 1),
-        ScaleAsked(6.0, Role.WORKER, 1),
-        ScaleAsked(7.0, Role.WORKER, 2),
-        ProcessExited(8.0, Role.WORKER, Slot(0), ONE, 0),
+        Event(5.0, PlanRegistered(Plan(name="t", samples=5, shard_samples=5, seed=0)), by_worker(Slot(0), ONE)),
+        Event(5.0, ShardAsked(0, 1, 1), by_worker(Slot(0), ONE)),
+        Event(6.0, ScaleAsked(Role.WORKER, 1)),
+        Event(7.0, ScaleAsked(Role.WORKER, 2)),
+        Event(8.0, ProcessExited(Role.WORKER, Slot(0), ONE, 0)),
     )
-    out = b.handle(NodeLost(9.0, NodeId("node1"), "gone"))
+    out = b.handle(Event(9.0, NodeLost(NodeId("node1"), "gone")))
     if how == "silent":
-        out += b.handle(MemberSilent(9.0, Role.WORKER, Slot(1), ONE, 3.0, True))
+        out += b.handle(Event(9.0, MemberSilent(Role.WORKER, Slot(1), ONE, 3.0, True)))
     assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
 
 
@@ -66,7 +71,7 @@ def test_the_map_waits_for_every_ps_that_comes_back() -> None:
     """Seed 537: two ps came back at once; the first one's hello published a map without the other."""
     b = brain(JobSpec(workers=1, ps=2), joined(2.0, Role.PS, 0, "node0"), joined(2.0, Role.PS, 1, "node0"))
     running = tuple((Role.PS, Slot(s), Incarnation(2), 1) for s in range(2))
-    b.handle(NodeJoined(3.0, NodeId("node0"), "", 0, 2, running))
+    b.handle(Event(3.0, NodeJoined(NodeId("node0"), "", 0, 2, running)))
     for slot in range(2):
         b.handle(joined(4.0, Role.PS, slot, "node0", 2))
         b.validate()

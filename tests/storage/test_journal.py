@@ -10,16 +10,17 @@ import pytest
 from journal_story import ONE, story
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, PlanMade
+from everstep.brain.events import Event, PlanMade
 from everstep.cli.explain import explain
 from everstep.cli.replay import replay
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
 from everstep.model.decision import Decision
 from everstep.model.plan import Plan
+from everstep.monitor.facts import JournalReader
 from everstep.storage.journal import Journal, digest_of, read_journal, vouch
 
 
-def write(path: Path, events: list[BrainEvent], **options: int) -> Brain:
+def write(path: Path, events: list[Event], **options: int) -> Brain:
     brain = Brain()
     journal = Journal(path, **options)  # type: ignore[arg-type]
     for event in events:
@@ -166,8 +167,13 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     db.execute("UPDATE meta SET value = 99 WHERE key = 'version'")
     db.commit()
     db.close()
-    with pytest.raises(ConfigError, match="journal version 99"):
+    words = r"journal version 99, this everstep reads 2 to 3: a later everstep reads it"
+    with pytest.raises(ConfigError, match=words):
         Journal(path)
+    with pytest.raises(ConfigError, match=words):
+        list(read_journal(path))
+    with JournalReader(path) as reader, pytest.raises(ConfigError, match=words):
+        reader.advance()
 
 
 def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None:
@@ -189,7 +195,7 @@ def test_replay_agrees_and_stops_at_the_first_difference(tmp_path: Path) -> None
 
 def test_explain_gives_reasons(tmp_path: Path) -> None:
     why = Decision("scale", "worker:0 is slow", {"worker:0": "9 ms"})
-    write(tmp_path / "journal.sqlite", [*story(2), PlanMade(9.0, "mine:own", Plan(actions=(), decision=why))])
+    write(tmp_path / "journal.sqlite", [*story(2), Event(9.0, PlanMade("mine:own", Plan(actions=(), decision=why)))])
     text = "\n".join(explain(tmp_path))
     assert "place buckets: all 1 ps have joined" in text
     assert "epoch finished: 'd' epoch 0: all 2 shards are done" in text

@@ -17,8 +17,10 @@ import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
+from everstep.brain.earlier import as_then, decode_event
 from everstep.cli.replay import replay
-from everstep.storage.journal import decode_event, digest_of, read_journal
+from everstep.monitor.facts import JournalReader
+from everstep.storage.journal import agrees, read_journal
 
 RECORDED = Path(__file__).parent / "recorded"
 JOBS = sorted(path.name.removesuffix(".sqlite.gz") for path in RECORDED.glob("*.sqlite.gz"))
@@ -26,10 +28,6 @@ JOBS = sorted(path.name.removesuffix(".sqlite.gz") for path in RECORDED.glob("*.
 
 def unpacked(name: str) -> Any:
     return msgspec.msgpack.decode(gzip.decompress((RECORDED / name).read_bytes()))
-
-
-def plain(instructions: object) -> Any:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(instructions))
 
 
 @pytest.fixture
@@ -45,11 +43,15 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
     entries = list(read_journal(run_dir / "journal.sqlite"))
     brain = Brain()
     for entry, old in zip(entries, wanted, strict=True):
-        assert plain(brain.handle(entry.event)) == old, entry.event
+        assert as_then(brain.handle(entry.event)) == old, entry.event
+    with JournalReader(run_dir / "journal.sqlite") as reader:  # (the audit's)
+        reader.advance()
+        assert reader.facts.brain.snapshot() == brain.snapshot()
+        assert bool(reader.facts.grants) is (name in ("ps", "sync"))
     for seq, dump in unpacked(f"{name}.dumps.gz"):  # and from a dump of then, the same again
         brain = Brain.restore(dump)
         for entry, old in zip(entries[seq:], wanted[seq:], strict=True):
-            assert plain(brain.handle(entry.event)) == old, (seq, entry.event)
+            assert as_then(brain.handle(entry.event)) == old, (seq, entry.event)
 
 
 def test_every_recorded_story_gives_the_same_instructions() -> None:
@@ -60,8 +62,8 @@ def test_every_recorded_story_gives_the_same_instructions() -> None:
             if i == 12:
                 restored = Brain.restore(dump)
             event = decode_event(raw)
-            kinds.add(type(event))
+            kinds.add(type(event.fact))
             got = brain.handle(event)
-            assert (digest_of(got), plain(got)) == (digest, old), f"{name}: {event}"
+            assert agrees(got, digest) and as_then(got) == old, f"{name}: {event}"
             assert restored is None or restored.handle(event) == got, f"{name}: {event}"
     assert len(kinds) == 33

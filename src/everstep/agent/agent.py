@@ -35,7 +35,7 @@ from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
 from everstep.allreduce.environment import LOCAL_VARIABLE
 from everstep.brain.checkpoints import ends_with_checkpoint
-from everstep.brain.events import Ok
+from everstep.brain.events import DrainAsked, NodeJoined, Ok, ProcessExited, StopAsked
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
@@ -45,18 +45,14 @@ from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
     Beat,
-    Drain,
     End,
-    Exited,
     Finish,
-    HelloNode,
     Hit,
     News,
     OrderType,
     RequestType,
     StackTaken,
     Start,
-    Stop,
     TakeStack,
 )
 from everstep.net.shown import shown
@@ -322,7 +318,7 @@ class Agent:
         assert self.client is not None
         answer: object = None
         with contextlib.suppress(EverstepError):
-            answer = self.client.call(Drain(self.node, RECLAIM_S), timeout_s=STOP_ANSWER_S)
+            answer = self.client.call(DrainAsked(self.node, RECLAIM_S), timeout_s=STOP_ANSWER_S)
         if isinstance(answer, Ok):
             self.post(self._leave_when_empty)
             return
@@ -352,7 +348,7 @@ class Agent:
         answer: object = None
         if self.client is not None:
             with contextlib.suppress(EverstepError):
-                answer = self.client.call(Stop(reason, checkpoint=True), timeout_s=STOP_ANSWER_S)
+                answer = self.client.call(StopAsked(reason, checkpoint=True), timeout_s=STOP_ANSWER_S)
         saves = isinstance(answer, Ok) and ends_with_checkpoint(self.spec)
         self.post(lambda: self._after(STOP_SAVE_S if saves else 0.0, self._leave))
 
@@ -715,7 +711,8 @@ class Agent:
             if not error and disk_is_full(self.run_dir):
                 error = f"no space left on the disk of {self.run_dir}"
         self.log(f"{entry.name} #{entry.incarnation} ended: {describe_status(status)} {error}".rstrip())
-        report = Exited(entry.role, entry.slot, entry.incarnation, status, error, too_large, failure)
+        of = entry.role, entry.slot, entry.incarnation
+        report = ProcessExited(*of, status, error, too_large=too_large, failure=failure)
         self._reports.put(lambda: self._report(entry, report))
 
     # ------------------------------------------------------------ reports
@@ -724,7 +721,7 @@ class Agent:
         while (job := self._reports.get()) is not None:
             job()
 
-    def _report(self, entry: Running, report: Exited) -> None:
+    def _report(self, entry: Running, report: ProcessExited) -> None:
         """Until the master has it (it may be restarting); harmless when said twice."""
         while not self._closed:
             assert self.client is not None
@@ -742,11 +739,11 @@ class Agent:
                 del self._running[entry.role, entry.slot]
         self.post(lambda: None)
 
-    def hello(self) -> HelloNode:
+    def hello(self) -> NodeJoined:
         """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
-        return HelloNode(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware)
+        return NodeJoined(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}

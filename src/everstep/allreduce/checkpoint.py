@@ -22,12 +22,12 @@ from everstep.allreduce import faults
 from everstep.allreduce.packed import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.station import Station
-from everstep.brain.events import Refused
+from everstep.brain.events import Refused, ReplicaWritten
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, EverstepError, StorageError
 from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
-from everstep.net.messages import ReplicaWritten, TakeReplica
+from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff
 from everstep.protect.manifest import Trust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
@@ -194,7 +194,7 @@ class ReplicaWriter:
                 if self._lock.wait_for(lambda: self._closed, wait_s):
                     return
             deadline.check()
-            answer = seat.call(ReplicaWritten(seat.slot, seat.incarnation, checkpoint, image, error), deadline.left_s)
+            answer = seat.call(ReplicaWritten(checkpoint, image, error), deadline.left_s)
             if not isinstance(answer, Refused):
                 break
         if image is not None:

@@ -26,7 +26,18 @@ from everstep.allreduce.station import Station
 from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
 from everstep.allreduce.store import GroupStore
 from everstep.allreduce.tunnel import INSIDE, Tunnels
-from everstep.brain.events import Answer, EndOfData, Grouped, Refused, Wait
+from everstep.brain.events import (
+    Answer,
+    EndOfData,
+    GroupAsked,
+    Grouped,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    Refused,
+    StepsCommitted,
+    Wait,
+)
 from everstep.errors import (
     DeadlineError,
     EverstepError,
@@ -379,7 +390,7 @@ class Session:
             void = not self._tell_rest()
         if not failed and self._entered and not self._left and not void:
             with contextlib.suppress(EverstepError):
-                self.seat.call(messages.LeaveGroup(LeaveReason.DONE), _CLOSE_S)
+                self.seat.call(GroupLeft(LeaveReason.DONE), _CLOSE_S)
                 self._keep_the_state()
         self._closed.set()
         with self._changed:
@@ -751,7 +762,7 @@ class Session:
         self._looping, self._left = False, True
         if not self._leave_said:
             self._leave_said = True
-            self.seat.ask(messages.LeaveGroup(LeaveReason.ASKED), lambda answer: None)
+            self.seat.ask(GroupLeft(LeaveReason.ASKED), lambda answer: None)
         status = self._leaving or 0
         raise LeaveJob(status)
 
@@ -885,9 +896,9 @@ class Session:
 
         self.seat.ask(question, answered)
 
-    def _question(self) -> messages.AskGroup:
+    def _question(self) -> GroupAsked:
         mark = self.state.mark if self.keeper.has_state else None
-        return messages.AskGroup(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark)
+        return GroupAsked(self.dataset, self.until_epoch, self.batch_samples, self.keeper.address, mark)
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, Grouped):
@@ -915,7 +926,7 @@ class Session:
             synced = self._synced
             if not synced or not self._looping or self._behind() or self.machine.present is not None:
                 return
-        self.seat.ask(messages.Synced(synced), lambda answer: None)
+        self.seat.ask(GroupSynced(synced), lambda answer: None)
 
     def _attend(self) -> None:
         """The thread beside the loop: reports, stalls, and closing what was left."""
@@ -937,7 +948,7 @@ class Session:
     def _say_leaving(self) -> None:
         if self._leaving is not None and not self._leave_said:
             self._leave_said = True
-            self.seat.ask(messages.LeaveGroup(LeaveReason.ASKED), self._answered)
+            self.seat.ask(GroupLeft(LeaveReason.ASKED), self._answered)
 
     def _say_met(self) -> None:
         """The present group has one state, and the journal has all steps before: who is new in it holds the state from
@@ -949,7 +960,7 @@ class Session:
             if self.commits.confirmed < self._met_at - 1:
                 return
             self._said_met = group.generation
-        self.seat.ask(messages.Synced(group.generation), lambda answer: None)
+        self.seat.ask(GroupSynced(group.generation), lambda answer: None)
 
     def _log_settled(self) -> None:
         for committed in self.commits.to_log():
@@ -988,7 +999,7 @@ class Session:
                     self.commits.confirm(steps[-1].last)
             self._telling = 0.0
 
-        self.seat.ask(messages.CommitSteps(steps), told)
+        self.seat.ask(StepsCommitted(steps), told)
 
     def _say_stalled(self) -> None:
         now = time.monotonic()
@@ -1004,7 +1015,7 @@ class Session:
             if group is None or not since or now - since < STALL_S or now - self._stalled_at < _STALL_AGAIN_S:
                 return
             self._stalled_at = now
-        stalled = messages.Stalled(group.generation, self.state.mark.step, now - since)
+        stalled = GroupStalled(group.generation, self.state.mark.step, now - since)
         self.seat.ask(stalled, self._answered)
 
     def _close_retired(self, everything: bool = False) -> None:

@@ -22,19 +22,25 @@ from everstep.api.seat import GroupListener, Listener
 from everstep.brain import events
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    MASTER,
     Answer,
-    BrainEvent,
+    FactType,
     FinishJob,
+    MasterStarted,
+    MemberJoined,
+    NodeJoined,
     Note,
+    ProcessExited,
     PublishGroup,
     PublishPlacement,
     ReleaseShards,
-    Reply,
+    Sender,
 )
 from everstep.config.load import new_run_dir, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, InternalError, PlatformError, ScriptError, UserError, script_place
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.machines.dispatch import Dispatch
 from everstep.model.group import Group
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement
@@ -47,6 +53,7 @@ from everstep.storage.journal import Journal
 from everstep.tables.client import PsClient, Sendable, Then
 
 _NODE = NodeId("node0")
+_AGENT = Sender("agent", node=_NODE)
 _ARENA_BYTES = 256 << 20
 EXPIRE_EVERY_S = 1.0
 """Between two looks for rows that are over."""
@@ -85,19 +92,35 @@ class EmbeddedMaster:
         self.placed: Callable[[Placement], None] | None = None
         self.grouped: Callable[[Group], None] | None = None
         self.finished: FinishJob | None = None
+        self.values: dict[str, float] = {}  # what the script reported
+        self._machine = Dispatch(self.brain, time.time, self.journal.append, self.tell, {messages.Report: self._report})
         self._lock = threading.RLock()
         self._events = (run_dir / "events.jsonl").open("ab")
 
-    def handle(self, event: BrainEvent) -> Answer | None:
-        """Journal the event, apply it, do what the brain wants; the answer, if the event was a request."""
+    def dispatch(self, request: RequestType, sender: Sender) -> Answer:
+        """The answer to a request."""
         with self._lock:
-            instructions = self.brain.handle(event)
-            self.journal.append(event, instructions)
-            answer: Answer | None = None
-            for wanted in instructions:
-                if isinstance(wanted, Reply):
-                    answer = wanted.answer
-                elif isinstance(wanted, PublishGroup):
+            answer = self._machine.dispatch(request, sender)
+        if answer is None:
+            raise InternalError(f"the embedded master did not answer {request!r}")
+        return cast(Answer, answer)
+
+    def start(self) -> None:
+        """Begin the job, on this node."""
+        with self._lock:
+            self.tell(MasterStarted(self.journal.incarnation, self.spec))
+        self.dispatch(NodeJoined(_NODE, "", 0, 0), _AGENT)
+
+    def _report(self, request: messages.Report, sender: Sender) -> Answer:
+        self.values.update(request.values)
+        return events.Ok()
+
+    def tell(self, fact: FactType, sender: Sender = MASTER) -> Answer | None:
+        """Journal the fact, apply it, do what the brain wants; the answer, if it was a request."""
+        with self._lock:
+            handled = self._machine.tell(fact, sender)
+            for wanted in handled.instructions:
+                if isinstance(wanted, PublishGroup):
                     if self.grouped is not None:
                         self.grouped(wanted.group)
                 elif self.service is None:
@@ -109,10 +132,10 @@ class EmbeddedMaster:
                     if self.placed is not None:
                         self.placed(wanted.placement)
                 if isinstance(wanted, Note):
-                    self._note(event.at, wanted)
+                    self._note(handled.event.at, wanted)
                 elif isinstance(wanted, FinishJob):
                     self.finished = wanted
-            return answer
+            return handled.answer
 
     def _note(self, at: float, note: Note) -> None:
         line = {
@@ -167,7 +190,6 @@ class EmbeddedSeat:
         self.master = EmbeddedMaster(spec, run_dir, self.service)
         self._began_at = time.time()
         self._listener: Listener | None = None
-        self._values: dict[str, float] = {}
 
     @classmethod
     def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedSeat:
@@ -209,17 +231,18 @@ class EmbeddedSeat:
         save_spec(run_dir, spec, {})
         return cls(spec, run_dir, prefetch or 0)
 
+    @property
+    def _me(self) -> Sender:
+        return Sender("worker", self.slot, self.incarnation, _NODE)
+
     def start(self, listener: Listener) -> None:
         self._listener = listener
-        now = time.time
-        handle = self.master.handle
-        address = Address(_NODE)
-        handle(events.MasterStarted(now(), Incarnation(1), self.spec))
-        handle(events.NodeJoined(now(), _NODE, "", 0, 0))
-        pid = os.getpid()
+        dispatch, pid = self.master.dispatch, os.getpid()
+        self.master.start()
         if self.service is not None:
-            handle(events.MemberJoined(now(), Role.PS, Slot(0), Incarnation(1), _NODE, pid, address))
-        answer = handle(events.MemberJoined(now(), Role.WORKER, self.slot, self.incarnation, _NODE, pid))
+            joined = MemberJoined(Role.PS, Slot(0), Incarnation(1), _NODE, pid, Address(_NODE))
+            dispatch(joined, Sender("ps", Slot(0), Incarnation(1), _NODE))
+        answer = dispatch(MemberJoined(Role.WORKER, self.slot, self.incarnation, _NODE, pid), self._me)
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")
         if self.spec.mode == "allreduce":
@@ -238,13 +261,7 @@ class EmbeddedSeat:
         self._listener.placed(placement)
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
-        if isinstance(request, messages.Report):
-            self._values.update(request.values)
-            return events.Ok()
-        answer = self.master.handle(self._event(request))
-        if answer is None:
-            raise InternalError(f"the embedded master did not answer {request!r}")
-        return answer
+        return self.master.dispatch(request, self._me)
 
     def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
         then(self.call(request, 0.0))
@@ -257,34 +274,6 @@ class EmbeddedSeat:
     def chief(self) -> bool:
         return True
 
-    def _event(self, request: RequestType) -> BrainEvent:
-        now, slot, incarnation = time.time(), self.slot, self.incarnation
-        match request:
-            case messages.Register(plan, loop, begin, until):
-                return events.PlanRegistered(now, slot, incarnation, plan, loop, begin, until)
-            case messages.AskShard(dataset, until, ask, pending):
-                return events.ShardAsked(now, slot, incarnation, dataset, until, ask, pending)
-            case messages.Done(shard, lease, servers, skipped, route):
-                return events.ShardDone(now, slot, incarnation, shard, lease, servers, skipped, route)
-            case messages.GiveBack(shard, lease, reason, late):
-                return events.ShardReturned(now, slot, incarnation, shard, lease, reason, late)
-            case messages.AskGroup(dataset, until, batch_samples, place, mark):
-                return events.GroupAsked(now, slot, incarnation, dataset, until, batch_samples, place, mark)
-            case messages.AskChief():
-                return events.ChiefAsked(now, slot, incarnation)
-            case messages.AskOnce(key, done):
-                return events.OnceAsked(now, slot, incarnation, key, done)
-            case messages.Synced(generation):
-                return events.GroupSynced(now, slot, incarnation, generation)
-            case messages.LeaveGroup(reason):
-                return events.GroupLeft(now, slot, incarnation, reason)
-            case messages.CommitSteps(steps):
-                return events.StepsCommitted(now, slot, incarnation, steps)
-            case messages.Stalled(generation, step, waited_s):
-                return events.GroupStalled(now, slot, incarnation, generation, step, waited_s)
-            case _:
-                raise InternalError(f"the embedded master does not take {request!r}")
-
     # ------------------------------------------------------------ the end
 
     def close(self, error: str) -> None:
@@ -292,13 +281,13 @@ class EmbeddedSeat:
         listener = self._listener
         beat = listener.beat() if listener is not None else messages.Beat()
         status = 1 if error else 0
-        self.master.handle(events.ProcessExited(time.time(), Role.WORKER, self.slot, self.incarnation, status, error))
+        self.master.dispatch(ProcessExited(Role.WORKER, self.slot, self.incarnation, status, error), _AGENT)
         if self.service is not None:
             self.service.finish()
         finished = self.master.finished
         wall_s = time.time() - self._began_at
         samples = int(beat.readings.get("samples", 0.0))
-        values = {**self._values, **beat.values}
+        values = {**self.master.values, **beat.values}
         exit_code = finished.exit_code if finished is not None else status
         summary = {
             "job": self.spec.name,

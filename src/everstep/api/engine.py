@@ -26,7 +26,16 @@ from everstep.api.rows import BatchTable, TableParameter, is_table
 from everstep.api.schedule import JobSchedule
 from everstep.api.seat import Seat
 from everstep.api.tables import Item, TableSet
-from everstep.brain.events import Answer, Fenced, Refused, Registered
+from everstep.brain.events import (
+    Answer,
+    Fenced,
+    PlanRegistered,
+    Refused,
+    Registered,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+)
 from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
 from everstep.data.streams import STREAMS, seed_range
@@ -352,7 +361,7 @@ class Engine:
                 self.samples += sum(w.hi - w.lo for w in (action.work, *action.others))
         elif isinstance(action, AskShard):
             ask = action.ask
-            request = messages.AskShard(action.dataset, action.until_epoch, ask, action.pending)
+            request = ShardAsked(action.dataset, action.until_epoch, ask, action.pending)
             self.seat.ask(request, lambda answer: self.feed(lambda: machine.answered(ask, answer)))
         elif isinstance(action, AskLater):
             ask = action.ask
@@ -361,11 +370,11 @@ class Engine:
             self._send_open(action)
         elif isinstance(action, SendDone):
             lease = action.lease
-            done = messages.Done(lease.shard, lease.no, action.servers, action.skipped, action.route)
+            done = ShardDone(lease.shard, lease.no, action.servers, action.skipped, action.route)
             self.seat.ask(done, lambda answer: self._done_answered(lease, answer))
         elif isinstance(action, SendGiveBack):
             lease = action.lease
-            back = messages.GiveBack(lease.shard, lease.no, action.reason, action.late)
+            back = ShardReturned(lease.shard, lease.no, action.reason, action.late)
             self.seat.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
         elif isinstance(action, Halt):
             self.fail(FencedError(action.reason))
@@ -863,7 +872,7 @@ class Engine:
         self.protocol.ask_ahead = min(max(2, batches), _AHEAD_BATCHES_MAX)
 
     def _register(self, plan: Any, begin: int, until: int) -> int:
-        answer = self.seat.call(messages.Register(plan, self.registered + 1, begin, until), _MASTER_S)
+        answer = self.seat.call(PlanRegistered(plan, self.registered + 1, begin, until), _MASTER_S)
         if isinstance(answer, Registered):
             return answer.dataset
         if isinstance(answer, Refused):

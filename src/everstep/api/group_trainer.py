@@ -26,10 +26,9 @@ from everstep.api.group_tables import GroupTables
 from everstep.api.seat import Seat
 from everstep.api.tables import TableSet
 from everstep.api.trainer import not_started, rows_only_read, with_model, without_training
-from everstep.brain.events import Fenced, Refused, Registered
+from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
 from everstep.data.loader import Loader
 from everstep.errors import DataError, FencedError, InternalError, ScriptError
-from everstep.net import messages
 
 _MASTER_S = 300.0  # a master may be away so long
 
@@ -182,7 +181,7 @@ class GroupTrainer:
             plan = msgspec.structs.replace(plan, shard_samples=plan.samples)  # the ps count by epoch: see tables.steps
         begin = self._epochs_done.get(plan.name, 0)
         until = begin + loader.epochs
-        request = messages.Register(plan, self.engine.registered + 1, begin, until)
+        request = PlanRegistered(plan, self.engine.registered + 1, begin, until)
         answer = self._seat.call(request, _MASTER_S)
         if isinstance(answer, Refused):
             raise DataError(answer.error)

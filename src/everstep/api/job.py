@@ -16,7 +16,7 @@ from torch import nn
 from everstep.api.seat import Seat
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
-from everstep.brain.events import Fenced, Refused, Yes
+from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
 from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptError
@@ -132,7 +132,7 @@ class Job:
 
     def _ask_once(self, key: str, done: bool) -> bool:
         self._engine.clock.touch()
-        answer = self._seat.call(messages.AskOnce(key, done), _MASTER_S)
+        answer = self._seat.call(OnceAsked(key, done), _MASTER_S)
         if isinstance(answer, Refused):
             raise ScriptError(answer.error)
         if isinstance(answer, Fenced):

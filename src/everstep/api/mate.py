@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from everstep.allreduce.units import VARIABLE
 from everstep.api.seat import Listener
 from everstep.api.worker import WorkerSeat
-from everstep.brain.events import Answer, Ok, Registered
-from everstep.net import messages
+from everstep.brain.events import Answer, Ok, PlanRegistered, Registered
 from everstep.net.messages import RequestType
 
 
@@ -25,7 +24,7 @@ class MateSeat(WorkerSeat):
         self._listener = listener
 
     def call(self, request: RequestType, timeout_s: float) -> Answer:
-        return Registered(0) if isinstance(request, messages.Register) else Ok()
+        return Registered(0) if isinstance(request, PlanRegistered) else Ok()
 
     def ask(self, request: RequestType, then: Callable[[Answer], None]) -> None:
         then(self.call(request, 0.0))

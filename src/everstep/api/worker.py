@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, cast
 
 from everstep.api.seat import GroupListener, Listener, TurnListener
-from everstep.brain.events import Answer, Fenced, Welcome, Yes
+from everstep.brain.events import Answer, ChiefAsked, Fenced, MemberJoined, Welcome, Yes
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
@@ -137,7 +137,7 @@ class WorkerSeat:
     def chief(self) -> bool:
         """By the master's word (``brain.duty``): who was told that it is stays it, so it need not ask again."""
         if not self._chief and time.monotonic() >= self._chief_until:
-            answer = self.call(messages.AskChief(), _CHIEF_S)
+            answer = self.call(ChiefAsked(), _CHIEF_S)
             if isinstance(answer, Fenced):
                 raise FencedError(answer.reason)
             self._chief = isinstance(answer, Yes) and answer.yes
@@ -166,7 +166,7 @@ class WorkerSeat:
 
     def _hello(self) -> RequestType:
         assert self._listener is not None
-        return messages.HelloMember(
+        return MemberJoined(
             Role.WORKER, self.slot, self.incarnation, self.node, os.getpid(), None, self._listener.held()
         )
 

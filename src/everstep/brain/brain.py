@@ -28,7 +28,6 @@ from everstep.brain.control import Control, divide, stale
 from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
 from everstep.brain.duty import ONCE_KEYS, Duty
 from everstep.brain.events import (
-    BrainEvent,
     BucketsReady,
     CheckpointAsked,
     CheckpointBegun,
@@ -36,6 +35,7 @@ from everstep.brain.events import (
     ChiefAsked,
     DrainAsked,
     EndOfData,
+    Event,
     Fenced,
     FinishJob,
     Granted,
@@ -169,7 +169,7 @@ class Brain:
         self.keeper = Keeper(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
         self.duty = self.state.duty
         self.groups = GroupKeeper(self.job, self.members, self.shards, self.state.groups, self.duty)
-        handlers: dict[type, Callable[[Any], list[InstructionType]]] = {
+        handlers: dict[type, Callable[[Any, Event], list[InstructionType]]] = {
             MasterStarted: self._master_started,
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
@@ -196,13 +196,13 @@ class Brain:
             ImagesWritten: self._images_written,
             ReplicaWritten: self._replica_written,
             CheckpointCommitted: self._checkpoint_committed,
-            ShardsConfirmed: lambda e: self.checkpoints.confirm(self.job, self.shards, e.before),
+            ShardsConfirmed: lambda e, told: self.checkpoints.confirm(self.job, self.shards, e.before),
             GroupAsked: self._group_asked,
             GroupSynced: self._group_synced,
             GroupLeft: self._group_left,
             GroupStalled: self._group_stalled,
             StepsCommitted: self._steps_committed,
-            GroupDue: lambda e: [],
+            GroupDue: lambda e, told: [],
             ChiefAsked: self._chief_asked,
             OnceAsked: self._once_asked,
             JobResumed: self._job_resumed,
@@ -217,18 +217,19 @@ class Brain:
 
     # ------------------------------------------------------------ the contract
 
-    def handle(self, event: BrainEvent) -> list[InstructionType]:
+    def handle(self, event: Event) -> list[InstructionType]:
         """Take one event in; return what to do, a ``Reply`` (if any) first."""
         self._tell_groups()
-        grouped = self.replicated and type(event) is not StepsCommitted
+        kind = type(event.fact)
+        grouped = self.replicated and kind is not StepsCommitted
         left = grouped and self.groups.last_ones_leave()
         self.state.protection.went_back = False
-        out = self._handlers[type(event)](event)
+        out = self._handlers[kind](event.fact, event)
         if grouped:
             out += self._save_for_leavers(left, event.at)
             self._tell_groups()
             out += self.groups.settle(event.at)
-            if (why := why_save(event, out, self.job)) is not None:
+            if (why := why_save(event.fact, out, self.job)) is not None:
                 out += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         if self.state.protection.gone and not self.job.over:
             out += self._settle()  # it waits for workers to end
@@ -290,7 +291,7 @@ class Brain:
 
     # ------------------------------------------------------------ master and nodes
 
-    def _master_started(self, e: MasterStarted) -> list[InstructionType]:
+    def _master_started(self, e: MasterStarted, told: Event) -> list[InstructionType]:
         job = self.job
         if e.incarnation <= job.master_incarnation:
             return []
@@ -300,7 +301,7 @@ class Brain:
         out: list[InstructionType] = []
         if first:
             job.spec = e.spec
-            job.started_at = e.at
+            job.started_at = told.at
             job.workers_wanted, job.ps_wanted = e.spec.workers, e.spec.ps
             why = f"{e.spec.workers} workers, {e.spec.ps} ps, {e.spec.buckets} buckets"
             if self.replicated:
@@ -329,7 +330,7 @@ class Brain:
             out.append(FinishJob(cast(int, job.exit_code), job.error))
         return out
 
-    def _node_joined(self, e: NodeJoined) -> list[InstructionType]:
+    def _node_joined(self, e: NodeJoined, told: Event) -> list[InstructionType]:
         job, members = self.job, self.members
         node = members.nodes.get(e.node)
         out: list[InstructionType] = [_OK]
@@ -351,9 +352,9 @@ class Brain:
         for role, slot, incarnation, pid in e.running:
             seat = members.of(role).get(slot)
             if seat is not None and incarnation > seat.member.incarnation:
-                out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+                out += self._drop_leases(seat, told.at, "its place was taken by a later process")
                 self.groups.ended(seat, clean=False)
-                seat = members.adopt(role, slot, incarnation, e.node, e.at)
+                seat = members.adopt(role, slot, incarnation, e.node, told.at)
             if (
                 job.over
                 or seat is None
@@ -383,16 +384,16 @@ class Brain:
             elif member.role is Role.PS:
                 # Its loss is final, and this word may be an old one: let its own silence prove it.
                 if member.state is MemberState.ALIVE:
-                    set_state(seat, MemberState.SUSPECT, e.at)
+                    set_state(seat, MemberState.SUSPECT, told.at)
                     why = Decision("suspect", f"the agent of {e.node} does not list it")
                     out.append(Note(str(member.key), why))
             else:
-                out += self._gone(seat, e.at, "its agent no longer runs it", {"node": e.node})
+                out += self._gone(seat, told.at, "its agent no longer runs it", {"node": e.node})
                 if job.over:
                     return out
-        return out + self._fill(e.at)
+        return out + self._fill(told.at)
 
-    def _node_lost(self, e: NodeLost) -> list[InstructionType]:
+    def _node_lost(self, e: NodeLost, told: Event) -> list[InstructionType]:
         node = self.members.nodes.get(e.node)
         if node is None or not node.alive:
             return []
@@ -403,16 +404,16 @@ class Brain:
         seats = [seat for seat in self.members.on(e.node) if seat.running]
         for seat in seats:  # all at once: none of them is to take over from another one
             if seat.member.role is Role.PS and not seat.stopping:
-                set_state(seat, MemberState.LOST, e.at)
+                set_state(seat, MemberState.LOST, told.at)
         out: list[InstructionType] = [
             Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
         ]
         rooms, why = Rooms(self.members, Role.WORKER), f"its node {e.node} was lost: {e.reason}"
         for seat in seats:
-            out += self._gone(seat, e.at, why, {"node": e.node}, node_lost=True, counted=rooms)
+            out += self._gone(seat, told.at, why, {"node": e.node}, node_lost=True, counted=rooms)
             if self.job.over:
                 return out
-        return out + self._fill(e.at)
+        return out + self._fill(told.at)
 
     def _await_word(self, node: NodeId, at: float) -> None:
         """A process of this node was silent for too long: it alone, or a node that is cut off. One that is started
@@ -420,12 +421,12 @@ class Brain:
         if (known := self.members.nodes.get(node)) is not None:
             known.quiet_since = at
 
-    def _node_heard(self, e: NodeHeard) -> list[InstructionType]:
+    def _node_heard(self, e: NodeHeard, told: Event) -> list[InstructionType]:
         node = self.members.nodes.get(e.node)
         if node is None or not node.quiet_since:
             return []
         node.quiet_since = 0.0
-        return self._fill(e.at)
+        return self._fill(told.at)
 
     def _fill(self, at: float) -> list[InstructionType]:
         """Start a process in every slot that wants one and finds a place."""
@@ -478,21 +479,21 @@ class Brain:
 
     # ------------------------------------------------------------ members
 
-    def _member_joined(self, e: MemberJoined) -> list[InstructionType]:
+    def _member_joined(self, e: MemberJoined, told: Event) -> list[InstructionType]:
         members, job = self.members, self.job
         seat = members.of(e.role).get(e.slot)
         if seat is None:
             return [Reply(Fenced(f"{e.role}:{e.slot} is not a member of this job"))]
         out: list[InstructionType] = []
         if e.incarnation > seat.member.incarnation:
-            out += self._drop_leases(seat, e.at, "its place was taken by a later process")
+            out += self._drop_leases(seat, told.at, "its place was taken by a later process")
             self.groups.ended(seat, clean=False)
-            seat = members.adopt(e.role, e.slot, e.incarnation, e.node, e.at)
+            seat = members.adopt(e.role, e.slot, e.incarnation, e.node, told.at)
         member = seat.member
         if e.incarnation < member.incarnation or not seat.running:
             return [_fenced(e.role, e.slot, e.incarnation, seat)]
         new = member.state is MemberState.STARTING
-        set_state(seat, MemberState.ALIVE, e.at)
+        set_state(seat, MemberState.ALIVE, told.at)
         member.pid, member.node = e.pid, e.node
         moved = e.address is not None and e.address != member.address
         member.address = e.address if e.address is not None else member.address
@@ -581,28 +582,28 @@ class Brain:
                 out.append(self._send_away(seat, Decision("stop", "others have all that it held")))
         return out + self.keeper.covers()
 
-    def _ps_told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
-        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+    def _ps_told(self, e: MirrorsReady | BucketsReady, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
         if seat is None:
-            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [_OK]
-        out = self.keeper.told(e)
+        out = self.keeper.told(told.slot, e)
         if isinstance(e, BucketsReady) and e.how is Arrival.STUCK:
-            return [_OK, *out, *self._settle(f"ps:{e.slot} cannot get what it was given")]
+            return [_OK, *out, *self._settle(f"ps:{told.slot} cannot get what it was given")]
         seat.streak = 0  # it got somewhere
         return [_OK, *out, *self._settle()]
 
-    def _load_failed(self, e: LoadFailed) -> list[InstructionType]:
-        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+    def _load_failed(self, e: LoadFailed, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
         if seat is None:
-            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [_OK]
-        out = self.keeper.load_failed(e)
+        out = self.keeper.load_failed(told.slot, e)
         if self.checkpoints.aside:
             return [_OK, *out, self._fail(4, self.checkpoints.aside_words)]
-        return [_OK, *out, *self._settle(f"ps:{e.slot} cannot load bucket {e.bucket}")]
+        return [_OK, *out, *self._settle(f"ps:{told.slot} cannot load bucket {e.bucket}")]
 
     def _died_loading(self, seat: Seat, reason: str, status: int) -> list[InstructionType]:
         """A ps crashed: if it was loading, that may have been why."""
@@ -614,14 +615,14 @@ class Brain:
             out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
         return out
 
-    def _member_silent(self, e: MemberSilent) -> list[InstructionType]:
+    def _member_silent(self, e: MemberSilent, told: Event) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None or self.job.over:
             return []
         if not e.lost:
             if seat.member.state is not MemberState.ALIVE:
                 return []
-            set_state(seat, MemberState.SUSPECT, e.at)
+            set_state(seat, MemberState.SUSPECT, told.at)
             reason = f"no heartbeat for {e.silent_s:.1f} s"
             inputs: dict[str, str | int | float | bool] = {"silent_s": round(e.silent_s, 3)}
             rejected = (f"replace it now: it may only be slow (lost after {self.job.spec.lost_after_s:g} s)",)
@@ -639,24 +640,24 @@ class Brain:
             Decision("stop", f"it was declared lost ({reason}); it must not come back to life"),
         )
         if not e.why:  # (else its node is heard)
-            self._await_word(member.node, e.at)
-        return [stop, *self._gone(seat, e.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress)]
+            self._await_word(member.node, told.at)
+        return [stop, *self._gone(seat, told.at, reason, {"silent_s": round(e.silent_s, 3)}, progress=e.progress)]
 
-    def _member_heard(self, e: MemberHeard) -> list[InstructionType]:
+    def _member_heard(self, e: MemberHeard, told: Event) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None or seat.member.state is not MemberState.SUSPECT:
             return []
-        silent_s = e.at - seat.member.since
-        set_state(seat, MemberState.ALIVE, e.at)
+        silent_s = told.at - seat.member.since
+        set_state(seat, MemberState.ALIVE, told.at)
         return [Note(str(seat.member.key), Decision("heard again", f"{silent_s:.1f} s after it was suspected"))]
 
-    def _process_exited(self, e: ProcessExited) -> list[InstructionType]:
+    def _process_exited(self, e: ProcessExited, told: Event) -> list[InstructionType]:
         seat = self.members.current(e.role, e.slot, e.incarnation)
         if seat is None:  # an older life, or said before: its end is known
             ended = self.members.of(e.role).get(e.slot)
             if ended is None or ended.member.incarnation != e.incarnation:
                 return [_OK]
-            return [_OK, *self._node_heard(NodeHeard(e.at, ended.member.node))]
+            return [_OK, *self._node_heard(NodeHeard(ended.member.node), told)]
         finished = e.status == 0 and not seat.stopping
         if self.replicated:
             said = self.groups.said_done(seat) and not e.error  # (however it went then)
@@ -664,8 +665,8 @@ class Brain:
                 finished, seat.stopping = True, False
             self.groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         if self.job.over:
-            set_state(seat, MemberState.LEFT, e.at)
-            return [_OK, *self._drop_leases(seat, e.at, "")]
+            set_state(seat, MemberState.LEFT, told.at)
+            return [_OK, *self._drop_leases(seat, told.at, "")]
         reason = exit_words(e.status)
         inputs: dict[str, str | int | float | bool] = {"exit_status": e.status}
         if e.error:
@@ -673,44 +674,44 @@ class Brain:
         if e.role is Role.PS:
             refused = self._died_loading(seat, reason, e.status)
             if self.checkpoints.aside:
-                set_state(seat, MemberState.LOST, e.at)
+                set_state(seat, MemberState.LOST, told.at)
                 return [_OK, *refused, self._fail(4, self.checkpoints.aside_words)]
             return [
                 _OK,
                 *refused,
-                *self._gone(seat, e.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error),
+                *self._gone(seat, told.at, reason + (f" ({e.error})" if e.error else ""), inputs, error=e.error),
             ]
         if finished:
-            out: list[InstructionType] = [_OK, *self._drop_leases(seat, e.at, "its script ended")]
-            set_state(seat, MemberState.LEFT, e.at)
+            out: list[InstructionType] = [_OK, *self._drop_leases(seat, told.at, "its script ended")]
+            set_state(seat, MemberState.LEFT, told.at)
             seat.finished, seat.streak, seat.failures = True, 0, 0
             self.duty.ended_well(self.members, seat)
             out.append(Note(str(seat.member.key), Decision("left", "its script ran to the end", inputs)))
-            return out + self._finish_if_all_left(e.at)
+            return out + self._finish_if_all_left(told.at)
         if e.too_large and not seat.stopping:
             most = self.state.control.too_large(e.slot, e.too_large)
             reason = (
                 f"its memory was too small for {e.too_large} samples at once: no plan gives it more than {most} now"
             )
-            return [_OK, *self._gone(seat, e.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress)]
+            return [_OK, *self._gone(seat, told.at, reason, {**inputs, "samples": e.too_large}, progress=e.progress)]
         if e.error and not seat.stopping:
             why_not = judge(e.failure, seat, self.members, self.job.spec.script_retries, self._trained())
             if not why_not:
-                return [_OK, *self._try_again(seat, e, inputs)]
-            set_state(seat, MemberState.LEFT, e.at)
-            out = [_OK, *self._drop_leases(seat, e.at, "its script failed")]
+                return [_OK, *self._try_again(seat, e, told, inputs)]
+            set_state(seat, MemberState.LEFT, told.at)
+            out = [_OK, *self._drop_leases(seat, told.at, "its script failed")]
             why = Decision("fail the job", "the script raised an error", inputs, (f"restart it: {why_not}",))
             out.append(Note(str(seat.member.key), why))
-            told = f"; {why_not}" if e.failure is not None and e.failure.cause != "script" else ""
+            no = f"; {why_not}" if e.failure is not None and e.failure.cause != "script" else ""
             exit_code = e.failure.exit_code if e.failure is not None else 1
-            return [*out, self._fail(exit_code or 1, f"the script failed in {seat.member.key}: {e.error}{told}")]
-        return [_OK, *self._gone(seat, e.at, reason, inputs, progress=e.progress)]
+            return [*out, self._fail(exit_code or 1, f"the script failed in {seat.member.key}: {e.error}{no}")]
+        return [_OK, *self._gone(seat, told.at, reason, inputs, progress=e.progress)]
 
     def _trained(self) -> int:
         return self.state.groups.step if self.replicated else self.shards.samples_done
 
     def _try_again(
-        self, seat: Seat, e: ProcessExited, inputs: dict[str, str | int | float | bool]
+        self, seat: Seat, e: ProcessExited, told: Event, inputs: dict[str, str | int | float | bool]
     ) -> list[InstructionType]:
         """Its script raised what may pass: as a loss, but the next process comes a little later."""
         assert e.failure is not None
@@ -719,7 +720,7 @@ class Brain:
         why = Decision("try again", f"its script raised {e.error}: {words}", {**inputs, "cause": e.failure.cause})
         return [
             Note(str(seat.member.key), why),
-            *self._gone(seat, e.at, f"its script raised {e.error}", inputs, progress=e.progress),
+            *self._gone(seat, told.at, f"its script raised {e.error}", inputs, progress=e.progress),
         ]
 
     def _gone(
@@ -815,10 +816,10 @@ class Brain:
         seats = [s for s in self.members.workers.values() if s.member.state in (MemberState.ALIVE, MemberState.SUSPECT)]
         return frozenset(s.member.slot for s in seats if not self.replicated or self.groups.has_state(s))
 
-    def _chief_asked(self, e: ChiefAsked) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _chief_asked(self, e: ChiefAsked, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         before = self.duty.slot
         yes = self.duty.ask(self.members, seat, self._final(), self._all_trained())
         out: list[InstructionType] = [Reply(Yes(yes))]
@@ -827,10 +828,10 @@ class Brain:
             out.append(Note(str(seat.member.key), Decision("chief", words, {"instead_of": before})))
         return out
 
-    def _once_asked(self, e: OnceAsked) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _once_asked(self, e: OnceAsked, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         if not e.done:
             if e.key not in self.duty.once and len(self.duty.once) >= ONCE_KEYS:
                 return [Reply(Refused(f"job.once({e.key!r}): the job has {ONCE_KEYS} keys already"))]
@@ -1041,10 +1042,10 @@ class Brain:
 
     # ------------------------------------------------------------ shards
 
-    def _plan_registered(self, e: PlanRegistered) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _plan_registered(self, e: PlanRegistered, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         plan, shards = e.plan, self.shards
         known = shards.find(plan.name)
         if known is not None:
@@ -1053,7 +1054,7 @@ class Brain:
                 if ours != its:
                     where = "checkpoint that it goes on from" if known.number < self.checkpoints.datasets else "job"
                     error = (
-                        f"dataset '{plan.name}': {field} is {its!r} in worker:{e.worker}, but {ours!r} in the {where}"
+                        f"dataset '{plan.name}': {field} is {its!r} in worker:{told.slot}, but {ours!r} in the {where}"
                     )
                     way = "every worker must read the same data, and other data need another name: job.loader(name=)"
                     return [Reply(Refused(f"{error}; {way}"))]
@@ -1067,12 +1068,12 @@ class Brain:
         dataset = shards.register(plan)
         inputs: dict[str, str | int | float | bool] = {"samples": plan.samples, "shard_samples": plan.shard_samples}
         why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
-        return [Reply(Registered(dataset.number)), Note(f"worker:{e.worker}", why)]
+        return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]
 
-    def _shard_asked(self, e: ShardAsked) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _shard_asked(self, e: ShardAsked, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         shards = self.shards
         number = e.dataset
         if not 0 <= number < len(shards.datasets):
@@ -1107,7 +1108,7 @@ class Brain:
             epoch = begun
         self.job.leases += 1
         no = lease_no(self.job.master_incarnation, self.job.leases)
-        held = shards.grant(dataset, epoch, index, no, e.worker, e.incarnation, e.ask)
+        held = shards.grant(dataset, epoch, index, no, told.slot, told.incarnation, e.ask)
         seat.held.append(held.shard)
         if granted is None:
             seat.granted[number] = {e.ask: held.shard}
@@ -1133,10 +1134,10 @@ class Brain:
         if settled and held.ask >= 0:
             seat.settled[held.dataset] = max(held.ask, seat.settled.get(held.dataset, -1))
 
-    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         held = self._held_by(seat, e.shard, e.lease)
         if held is None:
             if e.lease in seat.done:
@@ -1153,7 +1154,7 @@ class Brain:
             del seat.done[0]
         seat.streak, seat.failures = 0, 0
         skipped = sum(hi - lo for lo, hi in e.skipped)
-        finished = self.shards.done(e.shard, skipped, e.at)
+        finished = self.shards.done(e.shard, skipped, told.at)
         out: list[InstructionType] = [_OK]
         if skipped:
             ranges = ", ".join(f"{lo}..{hi - 1}" for lo, hi in e.skipped)
@@ -1179,10 +1180,10 @@ class Brain:
         out.append(Note("", Decision("epoch finished", words, inputs)))
         return out
 
-    def _shard_returned(self, e: ShardReturned) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _shard_returned(self, e: ShardReturned, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         held = self._held_by(seat, e.shard, e.lease)
         if held is None:
             return [_OK]
@@ -1190,7 +1191,7 @@ class Brain:
         self.shards.take_back(e.shard, 0)
         return [_OK] if e.late else [_OK, self._returned_note(seat, held, e.reason or "given back")]
 
-    def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
+    def _lease_expired(self, e: LeaseExpired, told: Event) -> list[InstructionType]:
         held = self.shards.leases.get(e.shard)
         if held is None or held.no != e.lease or self.job.over:
             return []
@@ -1214,10 +1215,10 @@ class Brain:
         """Where a group begins of which nobody has a state: place and checkpoint."""
         return replica_start(self.checkpoints)
 
-    def _group_asked(self, e: GroupAsked) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _group_asked(self, e: GroupAsked, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         if not self.replicated:
             return [Reply(Refused("this job trains in mode ps: start it with --mode allreduce, or use job.sparse"))]
         if self.job.over:
@@ -1228,33 +1229,33 @@ class Brain:
         refused = self.groups.asks(seat, e)
         if refused is not None:
             return [Reply(refused)]
-        out, home = self.groups.settle(e.at), self.groups.too_late(e)
+        out, home = self.groups.settle(told.at), self.groups.too_late(e)
         out += home
         if not home and seat.stopping and (not self.groups.trains(seat) or self.groups.left_to_wait(seat)):
             m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
         return [self.groups.grouped(e.dataset), *out]
 
-    def _group_synced(self, e: GroupSynced) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _group_synced(self, e: GroupSynced, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         before = self.state.groups.confirmed
         out: list[InstructionType] = [_OK, *self.groups.synced(seat, e.generation)]
         if self.state.groups.confirmed != before:
-            out += self.groups.settle(e.at)
+            out += self.groups.settle(told.at)
         return out
 
-    def _group_left(self, e: GroupLeft) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _group_left(self, e: GroupLeft, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         before = self.groups.last_ones_leave()
         self.groups.leaves(seat, e.reason)
         if e.reason is LeaveReason.DONE and not seat.stopping:
             self.duty.ended_well(self.members, seat)
-        out = self._save_for_leavers(before, e.at)
-        out += self.groups.settle(e.at)
+        out = self._save_for_leavers(before, told.at)
+        out += self.groups.settle(told.at)
         return [self.groups.grouped(0), *out]
 
     def _save_for_leavers(self, before: bool, at: float) -> list[InstructionType]:
@@ -1275,10 +1276,10 @@ class Brain:
         groups.committing = writing is not None and writing.manifest is not None
         groups.void = bool(self.state.protection.ending)
 
-    def _group_stalled(self, e: GroupStalled) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _group_stalled(self, e: GroupStalled, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         if self.job.over:
             return [_OK]
         out: list[InstructionType] = []
@@ -1287,42 +1288,42 @@ class Brain:
             if silent is None or silent is seat or not silent.running or not self.groups.trains(silent):
                 continue
             m = silent.member
-            reason = f"worker:{e.worker} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
+            reason = f"worker:{told.slot} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
             why = Decision("stop", f"it was declared lost ({reason}); it must not come back to life")
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
             inputs: dict[str, str | int | float | bool] = {"waited_s": round(e.waited_s, 3), "step": e.step}
-            self._await_word(m.node, e.at)
-            out += self._gone(silent, e.at, reason, inputs)
+            self._await_word(m.node, told.at)
+            out += self._gone(silent, told.at, reason, inputs)
             if self.job.over:
                 return [_OK, *out]
-        last, reason = self.groups.stuck(e.worker, e.generation, e.waited_s, e.at)
+        last, reason = self.groups.stuck(told.slot, e.generation, e.waited_s, told.at)
         if last is not None:
             m = last.member
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
             facts: dict[str, str | int | float | bool] = {"waited_s": round(e.waited_s, 3), "step": e.step}
-            out += self._gone(last, e.at, reason, facts, node_lost=True)  # (not the script's fault)
+            out += self._gone(last, told.at, reason, facts, node_lost=True)  # (not the script's fault)
             if self.job.over:
                 return [_OK, *out]
         self.groups.stalled(e.generation)
-        out += self.groups.settle(e.at)
+        out += self.groups.settle(told.at)
         group = self.state.groups.group
         stale = group is not None and group.generation != e.generation
         return [self.groups.grouped(0) if stale else _OK, *out]
 
-    def _steps_committed(self, e: StepsCommitted) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _steps_committed(self, e: StepsCommitted, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         if self.job.over:
             return [_OK]
-        out, error = self.groups.committed(e)
+        out, error = self.groups.committed(e, told)
         if error:
             return [_OK, *out, self._fail(3, error)]
         return [_OK, *out]
 
     # ------------------------------------------------------------ checkpoints
 
-    def _checkpoint_asked(self, e: CheckpointAsked) -> list[InstructionType]:
+    def _checkpoint_asked(self, e: CheckpointAsked, told: Event) -> list[InstructionType]:
         job, checkpoints = self.job, self.checkpoints
         if job.over:
             return [Reply(Refused("the job is over"))]
@@ -1330,17 +1331,17 @@ class Brain:
             return [Reply(Refused("the job has no state yet: no group of workers has begun"))]
         if not self.replicated and self.state.placement is None:
             return [Reply(Refused("the job has no parameters yet: not every ps has joined"))]
-        out = checkpoints.late(e.at)
+        out = checkpoints.late(told.at)
         if e.reason is not CheckpointReason.LATE:
-            out += checkpoints.begin(job, e.at, e.reason, e.base or self.replicated)
+            out += checkpoints.begin(job, told.at, e.reason, e.base or self.replicated)
         else:
-            out += self._finish_if_all_left(e.at)
+            out += self._finish_if_all_left(told.at)
         return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
 
-    def _images_written(self, e: ImagesWritten) -> list[InstructionType]:
-        seat = self.members.current(Role.PS, e.slot, e.incarnation)
+    def _images_written(self, e: ImagesWritten, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
         if seat is None:
-            return [Reply(Fenced(f"ps:{e.slot} #{e.incarnation} was replaced"))]
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [_OK]
         writing = self.checkpoints.writing
@@ -1350,16 +1351,16 @@ class Brain:
                 _OK,
                 *self.checkpoints.give_up("every state was lost meanwhile; its replica is of steps that are void"),
             ]
-        owned = set(self.placement.owned_by(e.slot)) if self.placement is not None else set()
+        owned = set(self.placement.owned_by(told.slot)) if self.placement is not None else set()
         took = self.checkpoints.take(
-            self.job, self.shards, e.at, e.slot, e.checkpoint, e.images, e.tables, e.error, owned
+            self.job, self.shards, told.at, told.slot, e.checkpoint, e.images, e.tables, e.error, owned
         )
-        return [_OK, *took, *self._finish_if_all_left(e.at)]
+        return [_OK, *took, *self._finish_if_all_left(told.at)]
 
-    def _replica_written(self, e: ReplicaWritten) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    def _replica_written(self, e: ReplicaWritten, told: Event) -> list[InstructionType]:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
         if seat is None:
-            return [self._fence(e.worker, e.incarnation)]
+            return [self._fence(told.slot, told.incarnation)]
         if self.job.over:
             return [_OK]
         out, again = take_replica(
@@ -1368,26 +1369,26 @@ class Brain:
             self.shards,
             self.state.groups,
             e.checkpoint,
-            e.worker,
+            told.slot,
             e.replica,
             e.error,
-            e.at,
+            told.at,
         )
         return [Reply(Refused(again)) if again else _OK, *out]
 
-    def _job_resumed(self, e: JobResumed) -> list[InstructionType]:
+    def _job_resumed(self, e: JobResumed, told: Event) -> list[InstructionType]:
         if self.replicated:
             return resume_replica(self.checkpoints, self.job, self.shards, self.groups, e.manifest, e.url, e.numbers)
         return self.checkpoints.resume(self.job, self.shards, e.manifest, e.url, e.numbers)
 
-    def _checkpoint_committed(self, e: CheckpointCommitted) -> list[InstructionType]:
+    def _checkpoint_committed(self, e: CheckpointCommitted, told: Event) -> list[InstructionType]:
         pinned = {number for _, number in self.placement.images} if self.placement is not None else set()
-        out = self.checkpoints.commit(self.job, self.shards, e.at, e.checkpoint, e.error, pinned)
-        return out + self._finish_if_all_left(e.at)
+        out = self.checkpoints.commit(self.job, self.shards, told.at, e.checkpoint, e.error, pinned)
+        return out + self._finish_if_all_left(told.at)
 
     # ------------------------------------------------------------ commands and the end
 
-    def _scale_asked(self, e: ScaleAsked) -> list[InstructionType]:
+    def _scale_asked(self, e: ScaleAsked, told: Event) -> list[InstructionType]:
         """All or nothing: a plan for both roles is refused as a whole."""
         job = self.job
         if job.over:
@@ -1407,9 +1408,9 @@ class Brain:
                 return [Reply(Refused(error))]
         out: list[InstructionType] = [_OK]
         if Role.PS in wanted:  # first: where there are more of both, the rows have a place when the workers come
-            out += self._scale_ps(wanted[Role.PS], e.at)
+            out += self._scale_ps(wanted[Role.PS], told.at)
         if Role.WORKER in wanted:
-            out += self._scale_workers(wanted[Role.WORKER], e.at)
+            out += self._scale_workers(wanted[Role.WORKER], told.at)
         return out
 
     def _scale_workers(self, count: int, at: float) -> list[InstructionType]:
@@ -1478,7 +1479,7 @@ class Brain:
         grace_s = grace_s or STOP_GRACE_S
         return StopProcess(m.node, m.role, m.slot, m.incarnation, grace_s, why)
 
-    def _drain_asked(self, e: DrainAsked) -> list[InstructionType]:
+    def _drain_asked(self, e: DrainAsked, told: Event) -> list[InstructionType]:
         """Empty a member, or all members of a node, so that nothing is lost when it goes."""
         if self.job.over:
             return [Reply(Refused("the job is over"))]
@@ -1525,7 +1526,7 @@ class Brain:
             self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
         return out + self._settle(f"{e.target} is to be emptied")
 
-    def _hot_buckets(self, e: HotBuckets) -> list[InstructionType]:
+    def _hot_buckets(self, e: HotBuckets, told: Event) -> list[InstructionType]:
         """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
         so one would take back what the other gives."""
         plan = self.state.control.plan
@@ -1544,7 +1545,7 @@ class Brain:
 
     # ------------------------------------------------------------ plans of policies
 
-    def _policy_disabled(self, e: PolicyDisabled) -> list[InstructionType]:
+    def _policy_disabled(self, e: PolicyDisabled, told: Event) -> list[InstructionType]:
         control = self.state.control
         if control.disabled or self.job.over:
             return []
@@ -1553,7 +1554,7 @@ class Brain:
         inputs: dict[str, str | int | float | bool] = {"policy": e.policy, "plans": control.version}
         return [Note("", Decision("disable the policy", words, inputs))]
 
-    def _plan_made(self, e: PlanMade) -> list[InstructionType]:
+    def _plan_made(self, e: PlanMade, told: Event) -> list[InstructionType]:
         """Do all of it, or nothing: members may have come and gone since the policy looked."""
         control, plan = self.state.control, e.plan
         if self.job.over or control.disabled:
@@ -1591,23 +1592,23 @@ class Brain:
         elif adjusts:
             out += self.groups.adjust(adjusts, Decision("divide steps", plan.decision.reason, {"plan": plan.version}))
         for action in plan.actions:
-            out += self._act(action, decision, e.at)
+            out += self._act(action, decision, told)
         return [x for x in out if not isinstance(x, Reply)]
 
-    def _act(self, action: Action, decision: Decision, at: float) -> list[InstructionType]:
+    def _act(self, action: Action, decision: Decision, told: Event) -> list[InstructionType]:
         match action:
             case KillRestart(role=role, slot=slot):
                 seat = self.members.of(role)[slot]
                 before, seat.avoid = seat.avoid, seat.member.node
                 if role is Role.PS:
-                    out = self._drain_asked(DrainAsked(at, str(seat.member.key), 0.0, again=True))
+                    out = self._drain_asked(DrainAsked(str(seat.member.key), 0.0, again=True), told)
                     if isinstance(out[0], Reply) and isinstance(refused := out[0].answer, Refused):
                         seat.avoid = before
                         return [Note("", Decision("drop a plan", f"{decision}: {refused.error}"))]
                 else:
                     out = [self._send_away(seat, Decision("stop", decision.reason, {"restart": True}), 0.0)]
                 self.state.control.restarts += 1
-                self.state.control.restarted_at = at
+                self.state.control.restarted_at = told.at
                 return out
             case MoveBuckets(owners=owners):
                 placement = self.state.placement
@@ -1620,14 +1621,14 @@ class Brain:
                     else []
                 )
             case Scale(workers=count):
-                return self._scale_workers(count, at)
+                return self._scale_workers(count, told.at)
             case BackupWorkers(backup=backup):
                 self.state.control.backup = backup  # from the next step on: see brain.pacing
                 return []
             case _:
                 return []
 
-    def _stop_asked(self, e: StopAsked) -> list[InstructionType]:
+    def _stop_asked(self, e: StopAsked, told: Event) -> list[InstructionType]:
         if self.job.over:
             return [_OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
         trained = any(dataset.epochs for dataset in self.shards.datasets)
@@ -1639,7 +1640,7 @@ class Brain:
                 return [_OK]
             self.checkpoints.stopping = e.reason
             why = Decision("stop the job", f"{e.reason}: after a last checkpoint", {}, ("stop it at once",))
-            return [_OK, Note("", why), *self._stop_when_saved(e.at)]
+            return [_OK, Note("", why), *self._stop_when_saved(told.at)]
         why = Decision("stop the job", e.reason)
         return [_OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 

@@ -1,16 +1,79 @@
-"""Events as earlier releases journaled them, made into today's. (Values of enums: see ``model.reasons``.)"""
+"""The journal of earlier releases: its entries, made into today's. (Values of enums: see ``model.reasons``.)
+
+Until version 2 an entry was one array: tag, time, who said it (in the facts of workers and ps), fields. Since version 3
+it is an :class:`Event`: time, fact, sender, cause. An entry says by its shape of which kind it is.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import msgspec
 
-from everstep.brain.events import BrainEvent, ShardReturned
+from everstep.brain.events import Event, Sender
+from everstep.ids import NodeId
 
 _LATE = "its step went on without it"
+_BY_WORKERS: Final = {
+    "chief_asked",
+    "group_asked",
+    "group_left",
+    "group_stalled",
+    "group_synced",
+    "once_asked",
+    "plan_registered",
+    "replica_written",
+    "shard_asked",
+    "shard_done",
+    "shard_returned",
+    "steps_committed",
+}
+_BY_PS: Final = {"buckets_ready", "images_written", "load_failed", "mirrors_ready"}
+_BY_AGENTS: Final = {"node_joined", "process_exited"}
+_BY_COMMANDS: Final = {"drain_asked", "scale_asked", "stop_asked"}
+
+_ADDED: Final[dict[str, Any]] = {"waits_in": -1, "waits_from": 0}
+"""Fields of structs within instructions that came later, by name, with their defaults: digests of before lack them."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_plain = msgspec.msgpack.Decoder(list[Any]).decode
+_decode = msgspec.msgpack.Decoder(Event).decode
 
 
-def as_now(event: BrainEvent) -> BrainEvent:
-    """What an earlier release said in words is in typed fields now."""
-    if type(event) is ShardReturned and event.reason == _LATE and not event.late:
-        return msgspec.structs.replace(event, late=True)
-    return event
+def decode_event(raw: bytes) -> Event:
+    """An entry of the journal, of this release or an earlier one. Raises ``msgspec.MsgspecError``."""
+    if len(raw) > 1 and 0x90 <= raw[0] <= 0x9F and 0xA0 <= raw[1] <= 0xBF:  # an array that begins with a short text
+        return _decode(_encode(_as_now(_plain(raw))))
+    return _decode(raw)
+
+
+def as_then(instructions: object) -> Any:
+    """Instructions as plain values, without what earlier releases did not have."""
+    return _without_added(msgspec.msgpack.decode(_encode(instructions)))
+
+
+def _without_added(value: Any) -> Any:
+    match value:
+        case list():
+            return [_without_added(one) for one in value]
+        case dict():
+            kept = {k: v for k, v in value.items() if k not in _ADDED or v != _ADDED[k]}
+            return {k: _without_added(v) for k, v in kept.items()}
+    return value
+
+
+def _as_now(entry: list[Any]) -> list[Any]:
+    tag, at, *fields = entry
+    sender = Sender()
+    if tag in _BY_WORKERS or tag in _BY_PS:
+        slot, incarnation, *fields = fields
+        sender = Sender("worker" if tag in _BY_WORKERS else "ps", slot, incarnation)
+    elif tag == "member_joined":
+        sender = Sender(*fields[:4])
+    elif tag in _BY_AGENTS:
+        sender = Sender("agent", node=NodeId(fields[0] if tag == "node_joined" else ""))
+    elif tag in _BY_COMMANDS:
+        sender = Sender("command")
+    if tag == "shard_returned" and len(fields) == 3:
+        fields = [*fields, fields[2] == _LATE]
+    return [at, [tag, *fields], sender]

@@ -1,14 +1,18 @@
 """What the brain is told (events) and what it wants done (instructions).
 
-Every event is journaled with ``seq`` and ``at``; the brain's state is the fold of its events. The shell answers a
-request with the ``Reply`` instruction that handling its event returned. Members say things more than once and in
-any order after a reconnect: every event is harmless when repeated.
+One struct for each fact: it is the request on the wire, what the brain handles, and, in an :class:`Event` that the
+master stamps, the journal's entry. The brain's state is the fold of its events. The shell answers a request with the
+``Reply`` instruction that handling its event returned. Members say things more than once and in any order after a
+reconnect: every event is harmless when repeated.
 """
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import msgspec
 
+from everstep.bounds import ExitStatus, HostName, Members, Places, Seconds, Whole, WholeOrNone
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
@@ -26,122 +30,116 @@ from everstep.policies.hot import HotMove
 # ---------------------------------------------------------------- events
 
 
-class Event(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=False):
-    """Base. ``at``: seconds since the epoch, from the shell's clock; never goes back (the shell sees to it)."""
+class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of what the brain is told: by a request, or by the master, which noticed it. The same struct is the request
+    on the wire, what the brain handles, and what the journal keeps."""
 
-    at: float
 
-
-class MasterStarted(Event, frozen=True, tag="master_started"):
+class MasterStarted(Fact, frozen=True, tag="master_started"):
     """A master took over the journal. Its incarnation numbers its leases and fences older masters."""
 
     incarnation: Incarnation
     spec: JobSpec
 
 
-class NodeJoined(Event, frozen=True, tag="node_joined"):
+class NodeJoined(Fact, frozen=True, tag="node_joined"):
     """An agent said hello (also after a reconnect or a master restart), with what it runs now."""
 
     node: NodeId
-    host: str  # address by which other nodes reach its processes; "" on one machine
-    worker_places: int  # how many workers it takes; 0: as many as the job wants
-    ps_places: int
-    running: tuple[tuple[Role, Slot, Incarnation, int], ...] = ()  # role, slot, incarnation, pid
+    host: HostName  # address by which other nodes reach its processes; "" on one machine
+    worker_places: Places  # how many workers it takes; 0: as many as the job wants
+    ps_places: Places
+    running: tuple[tuple[Role, Slot, Incarnation, Whole], ...] = ()  # role, slot, incarnation, pid
+    hardware: str = ""  # the class of its machine: members on machines of one class should be equally fast
 
 
-class NodeLost(Event, frozen=True, tag="node_lost"):
+class NodeLost(Fact, frozen=True, tag="node_lost"):
     node: NodeId
     reason: str
 
 
-class NodeHeard(Event, frozen=True, tag="node_heard"):
+class NodeHeard(Fact, frozen=True, tag="node_heard"):
     """The agent of a node gave a sign of life after one of its processes was declared lost for its silence
     (``Node.quiet_since``)."""
 
     node: NodeId
 
 
-class MemberJoined(Event, frozen=True, tag="member_joined"):
-    """A worker or ps said hello (also after a reconnect). A worker tells which leases it holds."""
+class MemberJoined(Fact, frozen=True, tag="member_joined"):
+    """A worker or ps said hello (also after a reconnect). A worker tells which leases it holds. Answer: Welcome |
+    Fenced."""
 
     role: Role
     slot: Slot
     incarnation: Incarnation
     node: NodeId
-    pid: int
+    pid: Whole
     address: Address | None = None
     leases: tuple[Lease, ...] = ()
     holds: Holdings | None = None  # a ps: what it holds
 
 
-class MirrorsReady(Event, frozen=True, tag="mirrors_ready"):
-    """A ps has everything of these mirrors' members. ``torn``: mirrors that lack something for good."""
+class MirrorsReady(Fact, frozen=True, tag="mirrors_ready"):
+    """A ps has everything of these mirrors' members. ``torn``: mirrors that lack something for good. Answer: Ok |
+    Fenced."""
 
-    slot: Slot
-    incarnation: Incarnation
-    mirrors: tuple[int, ...]
-    torn: tuple[int, ...] = ()
+    mirrors: tuple[Whole, ...]
+    torn: tuple[Whole, ...] = ()
 
 
-class BucketsReady(Event, frozen=True, tag="buckets_ready"):
-    """Buckets that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to get
-    them."""
+class BucketsReady(Fact, frozen=True, tag="buckets_ready"):
+    """Buckets that a placement gave to a ps are whole there; ``how`` STUCK: they are not, and the ps has no way to
+    get them. Answer: Ok | Fenced."""
 
-    slot: Slot
-    incarnation: Incarnation
-    placement: int  # version
+    placement: Whole  # version
     buckets: tuple[BucketId, ...]
     how: Arrival
 
 
-class LoadFailed(Event, frozen=True, tag="load_failed"):
-    """A ps cannot load the image of a bucket that a placement gave it (``error``, one line)."""
+class LoadFailed(Fact, frozen=True, tag="load_failed"):
+    """A ps cannot load the image of a bucket that a placement gave it (``error``, one line). Answer: Ok |
+    Fenced."""
 
-    slot: Slot
-    incarnation: Incarnation
-    placement: int  # version
+    placement: Whole  # version
     bucket: BucketId
-    checkpoint: int
+    checkpoint: Whole
     error: str
 
 
-class ImagesWritten(Event, frozen=True, tag="images_written"):
-    """A ps wrote its part of a checkpoint durably, or could not (``error``, one line)."""
+class ImagesWritten(Fact, frozen=True, tag="images_written"):
+    """A ps wrote its part of a checkpoint durably, or could not (``error``, one line). Answer: Ok | Fenced."""
 
-    slot: Slot
-    incarnation: Incarnation
-    checkpoint: int
+    checkpoint: Whole
     images: tuple[BucketImage, ...] = ()
     tables: tuple[TableSpec, ...] = ()
     error: str = ""
 
 
-class ReplicaWritten(Event, frozen=True, tag="replica_written"):
-    """Mode allreduce: a worker wrote its state durably, for a checkpoint, or could not (``error``, one line)."""
+class ReplicaWritten(Fact, frozen=True, tag="replica_written"):
+    """Mode allreduce: a worker wrote its state durably, for a checkpoint, or could not (``error``, one line).
+    Answer: Ok | Refused (say it again, a little later) | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
-    checkpoint: int
+    checkpoint: Whole
     replica: ReplicaImage | None = None
     error: str = ""
 
 
-class CheckpointCommitted(Event, frozen=True, tag="checkpoint_committed"):
+class CheckpointCommitted(Fact, frozen=True, tag="checkpoint_committed"):
     """The manifest that the brain ordered is durable; or it could not be written (``error``)."""
 
     checkpoint: int
     error: str = ""
 
 
-class CheckpointAsked(Event, frozen=True, tag="checkpoint_asked"):
+class CheckpointAsked(Fact, frozen=True, tag="checkpoint_asked"):
     """A checkpoint is due, or somebody wants one; ``reason`` LATE: the one in progress takes too long. ``base``:
-    everything, not only what changed."""
+    everything, not only what changed. Answer: CheckpointBegun | Refused."""
 
     reason: CheckpointReason
     base: bool = False
 
 
-class JobResumed(Event, frozen=True, tag="job_resumed"):
+class JobResumed(Fact, frozen=True, tag="job_resumed"):
     """This job goes on from ``manifest``, which lies under ``url``; said before anybody else is heard. ``numbers``:
     checkpoints up to this number are, or were, another job's: none of them is used again."""
 
@@ -150,19 +148,22 @@ class JobResumed(Event, frozen=True, tag="job_resumed"):
     numbers: int
 
 
-class ShardsConfirmed(Event, frozen=True, tag="shards_confirmed"):
+class ShardsConfirmed(Fact, frozen=True, tag="shards_confirmed"):
     """All that the ps applied before ``before`` (seconds since the epoch) is kept by all mirrors (protect: eager)."""
 
     before: float
 
 
-class DrainAsked(Event, frozen=True, tag="drain_asked"):
+class DrainAsked(Fact, frozen=True, tag="drain_asked"):
+    """From ``everstep drain``, an agent's reclaim notice, or a ps that was told to end: empty this node or member
+    within ``deadline_s`` seconds. ``again``: then start another one in its slot. Answer: Ok | Refused."""
+
     target: str  # "ps:1", "worker:0" or a node
-    deadline_s: float
+    deadline_s: Seconds
     again: bool = False
 
 
-class MemberSilent(Event, frozen=True, tag="member_silent"):
+class MemberSilent(Fact, frozen=True, tag="member_silent"):
     """No heartbeat for ``silent_s`` seconds; ``lost``: beyond the limit, else only suspect. ``why``: it is lost for
     another reason than its silence (its script makes no progress)."""
 
@@ -175,7 +176,7 @@ class MemberSilent(Event, frozen=True, tag="member_silent"):
     why: str = ""
 
 
-class MemberHeard(Event, frozen=True, tag="member_heard"):
+class MemberHeard(Fact, frozen=True, tag="member_heard"):
     """A suspect member was heard again."""
 
     role: Role
@@ -183,75 +184,70 @@ class MemberHeard(Event, frozen=True, tag="member_heard"):
     incarnation: Incarnation
 
 
-class ProcessExited(Event, frozen=True, tag="process_exited"):
-    """An agent saw a process end. ``status``: exit code, or minus the signal's number. ``error``: the script's
-    own last line where it raised (then the job fails), else "". ``progress``: of a worker, the last positions that it
-    told of its leases, as far as known: a shard on which workers get on is not to blame for their loss. ``too_large``:
-    the script's memory was too small for a pass of so many samples, more than a batch of its loader: not the script's
-    fault but the plan's (then the worker is started again, and gets smaller ones); 0: it was something else."""
+class ProcessExited(Fact, frozen=True, tag="process_exited"):
+    """An agent saw a process end. ``status``: exit code, or minus the signal's number. ``error``: the script's own
+    last line where it raised (then the job fails), else "". ``progress``: of a worker, the last positions that it
+    told of its leases, as far as known: a shard on which workers get on is not to blame for their loss.
+    ``too_large``: the script's memory was too small for a pass of so many samples, more than a batch of its loader:
+    not the script's fault but the plan's (then the worker is started again, and gets smaller ones); 0: it was
+    something else. Answer: Ok."""
 
     role: Role
     slot: Slot
     incarnation: Incarnation
-    status: int
+    status: ExitStatus
     error: str = ""
-    progress: tuple[tuple[LeaseNo, int], ...] = ()
-    too_large: int = 0
+    progress: tuple[tuple[LeaseNo, Whole], ...] = ()
+    too_large: Whole = 0
     failure: Failure | None = None  # with ``error``: what it may come from; None: the script
 
 
-class PlanRegistered(Event, frozen=True, tag="plan_registered"):
-    """A worker wants to train on this dataset. Idempotent; a different plan under the same name is refused. ``loop``:
-    of its script, from 1 (0: not said), which is over epochs ``[begin, until)``; the audit compares."""
+class PlanRegistered(Fact, frozen=True, tag="plan_registered"):
+    """A worker wants to train on this dataset. Idempotent; a different plan under the same name is refused.
+    ``loop``: of its script, from 1 (0: not said), which is over epochs ``[begin, until)``; the audit compares.
+    Answer: Registered | Refused | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     plan: Plan
-    loop: int = 0
-    begin: int = 0
-    until: int = 0
+    loop: Whole = 0
+    begin: Whole = 0
+    until: Whole = 0
 
 
-class ShardAsked(Event, frozen=True, tag="shard_asked"):
+class ShardAsked(Fact, frozen=True, tag="shard_asked"):
     """A worker wants its next shard of ``dataset``, in epochs below ``until_epoch``. ``ask`` counts this worker's
-    requests: asking again with the same number gets the same answer. ``pending``: leases with all of which the worker
-    is through, and whose rest it will step with later."""
+    requests: asking again with the same number gets the same answer. ``pending``: leases with all of which the
+    worker is through, and whose rest it will step with later. Answer: Granted | Wait | EndOfData | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
-    dataset: int
-    until_epoch: int
-    ask: int
+    dataset: Whole
+    until_epoch: Whole
+    ask: Whole
     pending: tuple[LeaseNo, ...] = ()
 
 
-class ShardDone(Event, frozen=True, tag="shard_done"):
-    """Every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an
-    acknowledgement of a dead incarnation does not count, and the shard is reopened. ``route``: of the map by which
-    they did, 0: not told; one from before a loss that cost something does not count either."""
+class ShardDone(Fact, frozen=True, tag="shard_done"):
+    """Every ps acknowledged the whole shard. ``servers``: (slot, incarnation) of those that did; an acknowledgement
+    of a dead incarnation does not count, and the shard is reopened. ``route``: of the map by which they did, 0: not
+    told; one from before a loss that cost something does not count either. Answer: Ok (taken, or taken before) |
+    Refused (the lease is not current) | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     shard: ShardKey
     lease: LeaseNo
     servers: tuple[tuple[Slot, Incarnation], ...]
-    skipped: tuple[tuple[int, int], ...] = ()  # [lo, hi) whose gradients were not finite (policy: skip)
-    route: int = 0
+    skipped: tuple[tuple[Whole, Whole], ...] = ()  # [lo, hi) whose gradients were not finite (policy: skip)
+    route: Whole = 0
 
 
-class ShardReturned(Event, frozen=True, tag="shard_returned"):
-    """A worker gives a shard back unfinished (clean leave, lease refused). ``reason``: for people. ``late``: its step
-    went on without it, which is nothing to tell people of each time."""
+class ShardReturned(Fact, frozen=True, tag="shard_returned"):
+    """A worker gives a shard back unfinished (clean leave, lease refused). ``reason``: for people. ``late``: its
+    step went on without it, which is nothing to tell people of each time. Answer: Ok | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     shard: ShardKey
     lease: LeaseNo
     reason: str
     late: bool = False
 
 
-class LeaseExpired(Event, frozen=True, tag="lease_expired"):
+class LeaseExpired(Fact, frozen=True, tag="lease_expired"):
     """A live worker made no progress on a shard for ``idle_s`` seconds."""
 
     shard: ShardKey
@@ -259,126 +255,111 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
     idle_s: float
 
 
-class ScaleAsked(Event, frozen=True, tag="scale_asked"):
-    """``also``: more of the same plan, which is taken or refused as a whole."""
+class ScaleAsked(Fact, frozen=True, tag="scale_asked"):
+    """``also``: more of the same plan, which is taken or refused as a whole. Answer: Ok | Refused."""
 
     role: Role
-    count: int
-    also: tuple[tuple[Role, int], ...] = ()
+    count: Members
+    also: tuple[tuple[Role, Members], ...] = ()
 
 
-class GroupAsked(Event, frozen=True, tag="group_asked"):
-    """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group. Said
-    again after every hello. ``mark``: of the state that it has, None: it has none yet (it has just started).
-    ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it."""
+class GroupAsked(Fact, frozen=True, tag="group_asked"):
+    """A worker is in the loop over ``dataset``, in epochs below ``until_epoch``, and wants to train in the group.
+    Said again after every hello. ``mark``: of the state that it has, None: it has none yet (it has just started).
+    ``batch_samples``: the loader's batch size; ``address``: where peers fetch state from it. Answer: Grouped |
+    EndOfData | Refused | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
-    dataset: int
-    until_epoch: int
-    batch_samples: int
+    dataset: Whole
+    until_epoch: Whole
+    batch_samples: Whole
     address: Address | None = None
     mark: Mark | None = None
 
 
-class GroupSynced(Event, frozen=True, tag="group_synced"):
-    """A joining worker has the state of the group, and follows it step by step: it can enter. Or a member of that group
-    has met the others there, and the journal has all that it had committed before."""
+class GroupSynced(Fact, frozen=True, tag="group_synced"):
+    """A joining worker has the state of the group, and follows it step by step: it can enter. Or a member of that
+    group has met the others there, and the journal has all that it had committed before. Answer: Ok | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
-    generation: int  # of the group that it follows
+    generation: WholeOrNone  # of the group that it follows
 
 
-class GroupLeft(Event, frozen=True, tag="group_left"):
-    """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early)."""
+class GroupLeft(Fact, frozen=True, tag="group_left"):
+    """A worker wants to leave at the next boundary of two steps (scale-in, SIGTERM, the loop ended early). Answer:
+    Grouped (the group may still have you: go on until a later one does not) | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     reason: LeaveReason
 
 
-class StepsCommitted(Event, frozen=True, tag="steps_committed"):
-    """Steps that the group committed, in groups, off the critical path; from any member, the lowest rank as a rule, and
-    again until it is answered. Repeats and overlaps are harmless."""
+class StepsCommitted(Fact, frozen=True, tag="steps_committed"):
+    """Steps that the group committed, in groups, off the critical path; from any member, the lowest rank as a rule,
+    and again until it is answered. Repeats and overlaps are harmless. Answer: Ok (durable) | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     steps: tuple[Committed, ...]
 
 
-class GroupStalled(Event, frozen=True, tag="group_stalled"):
-    """A member waits in a collective for ``waited_s`` seconds. ``silent``: members of its group that the watch has not
-    heard for longer than the limit of stalls (filled in by the shell): they are lost."""
+class GroupStalled(Fact, frozen=True, tag="group_stalled"):
+    """A member waits in a collective for ``waited_s`` seconds. ``silent``: members of its group that the watch has
+    not heard for longer than the limit of stalls (filled in by the shell): they are lost. Answer: Ok | Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
-    generation: int
-    step: int
-    waited_s: float
+    generation: WholeOrNone
+    step: WholeOrNone
+    waited_s: Seconds
     silent: tuple[Slot, ...] = ()
 
 
-class ChiefAsked(Event, frozen=True, tag="chief_asked"):
-    """A worker wants to know whether it is the chief: the one to evaluate and save."""
-
-    worker: Slot
-    incarnation: Incarnation
+class ChiefAsked(Fact, frozen=True, tag="chief_asked"):
+    """A worker wants to know whether it is the chief: the one to evaluate and save. Answer: Yes | Fenced."""
 
 
-class OnceAsked(Event, frozen=True, tag="once_asked"):
-    """A worker comes to what the job does once (``job.once``). ``done``: it has done it."""
+class OnceAsked(Fact, frozen=True, tag="once_asked"):
+    """A worker comes to what the job does once (``job.once``). ``done``: it has done it. Answer: Yes | Refused |
+    Fenced."""
 
-    worker: Slot
-    incarnation: Incarnation
     key: str
     done: bool = False
 
 
-class GroupDue(Event, frozen=True, tag="group_due"):
+class GroupDue(Fact, frozen=True, tag="group_due"):
     """The time is over that workers who are there already waited for the others (``Groups.due_at``)."""
 
 
-class HotBuckets(Event, frozen=True, tag="hot_buckets"):
+class HotBuckets(Fact, frozen=True, tag="hot_buckets"):
     """Buckets that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
 
     moves: tuple[HotMove, ...]
     loads: tuple[tuple[Slot, int], ...] = ()
 
 
-class PlanMade(Event, frozen=True, tag="plan_made"):
+class PlanMade(Fact, frozen=True, tag="plan_made"):
     """The job's policy wants this; it was checked against what the policy had seen (``brain.control.refuse``)."""
 
     policy: str
     plan: PolicyPlan
 
 
-class PolicyDisabled(Event, frozen=True, tag="policy_disabled"):
+class PolicyDisabled(Fact, frozen=True, tag="policy_disabled"):
     """The job's policy failed (``error``, one line): it is asked no more."""
 
     policy: str
     error: str
 
 
-class StopAsked(Event, frozen=True, tag="stop_asked"):
+class StopAsked(Fact, frozen=True, tag="stop_asked"):
+    """From ``everstep stop`` or the agent. ``checkpoint``: where the job has checkpoints, take a last one first, for a
+    minute at most. Answer: Ok."""
+
     reason: str
     checkpoint: bool = False
 
 
-BrainEvent = (
-    MasterStarted
-    | NodeJoined
-    | NodeLost
-    | NodeHeard
+Said = (
+    NodeJoined
     | MemberJoined
-    | MemberSilent
-    | MemberHeard
     | ProcessExited
     | PlanRegistered
     | ShardAsked
     | ShardDone
     | ShardReturned
-    | LeaseExpired
     | ScaleAsked
     | StopAsked
     | MirrorsReady
@@ -386,23 +367,88 @@ BrainEvent = (
     | LoadFailed
     | ImagesWritten
     | ReplicaWritten
-    | CheckpointCommitted
     | CheckpointAsked
-    | JobResumed
-    | ShardsConfirmed
     | DrainAsked
-    | HotBuckets
-    | PlanMade
-    | PolicyDisabled
     | GroupAsked
     | GroupSynced
     | GroupLeft
     | StepsCommitted
     | GroupStalled
-    | GroupDue
     | ChiefAsked
     | OnceAsked
 )
+"""Facts that come as requests; who may send which: ``machines.rights``."""
+
+Noticed = (
+    MasterStarted
+    | NodeLost
+    | NodeHeard
+    | MemberSilent
+    | MemberHeard
+    | LeaseExpired
+    | CheckpointCommitted
+    | JobResumed
+    | ShardsConfirmed
+    | HotBuckets
+    | PlanMade
+    | PolicyDisabled
+    | GroupDue
+)
+"""Facts that the master finds out by itself."""
+
+FactType = Said | Noticed
+
+# ---------------------------------------------------------------- the envelope
+
+
+class Sender(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Who said it, as its connection proved to be. ``master``: nobody, the master noticed."""
+
+    role: Literal["worker", "ps", "agent", "command", "master"] = "master"
+    slot: Slot = Slot(0)
+    incarnation: Incarnation = Incarnation(0)
+    node: NodeId = NodeId("")
+
+    def __str__(self) -> str:
+        match self.role:
+            case "worker" | "ps":
+                return f"{self.role}:{self.slot} #{self.incarnation}"
+            case "agent":
+                return f"agent of {self.node}"
+        return self.role
+
+
+MASTER: Final = Sender()
+
+
+def by_worker(slot: Slot, incarnation: Incarnation) -> Sender:
+    return Sender("worker", slot, incarnation)
+
+
+def by_ps(slot: Slot, incarnation: Incarnation) -> Sender:
+    return Sender("ps", slot, incarnation)
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """A fact as the master stamped it; an entry of the journal.
+
+    ``at``: seconds since the epoch, from the shell's clock; never goes back (the shell sees to it). ``cause``: number
+    of the event whose instruction led to this one, 0: none, or not known."""
+
+    at: float
+    fact: FactType
+    sender: Sender = MASTER
+    cause: int = 0
+
+    @property
+    def slot(self) -> Slot:
+        """Of the worker or ps that said it."""
+        return self.sender.slot
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.sender.incarnation
+
 
 # ---------------------------------------------------------------- answers (inside a Reply)
 

@@ -24,6 +24,7 @@ import msgspec
 
 from everstep.brain.duty import Duty
 from everstep.brain.events import (
+    Event,
     GroupAsked,
     Grouped,
     InstructionType,
@@ -317,27 +318,27 @@ class GroupKeeper:
 
     def asks(self, seat: Seat, e: GroupAsked) -> Refused | None:
         """A worker is in its loop. Returns why not."""
-        books, shards = self.books, self.shards
+        books, shards, m = self.books, self.shards, seat.member
         if not 0 <= e.dataset < len(shards.datasets):
             return Refused(f"dataset {e.dataset} is not registered")
         if e.batch_samples < 1:
             return Refused(f"batch size {e.batch_samples}: must be at least 1")
-        for slot, other in sorted(books.asked.items()):
-            if slot == e.worker or self.living(slot, other.incarnation) is None or other.dataset != e.dataset:
+        for there, other in sorted(books.asked.items()):
+            if there == m.slot or self.living(there, other.incarnation) is None or other.dataset != e.dataset:
                 continue
             if other.batch_samples != e.batch_samples:
                 return Refused(
-                    f"batch size {e.batch_samples} in worker:{e.worker}, but {other.batch_samples} in worker:{slot}; "
+                    f"batch size {e.batch_samples} in worker:{m.slot}, but {other.batch_samples} in worker:{there}; "
                     "every worker must use the same"
                 )
         dataset = shards.datasets[e.dataset]
         dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
-        known = books.asked.get(e.worker)
-        ask = Asker(e.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
-        if known is not None and known.incarnation == e.incarnation:
+        known = books.asked.get(m.slot)
+        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
+        if known is not None and known.incarnation == m.incarnation:
             ask.synced = known.synced
             ask.leaving = known.leaving if self.member(seat) or seat.stopping else LeaveReason.STAYS
-        books.asked[e.worker] = ask
+        books.asked[m.slot] = ask
         return None
 
     def grouped(self, dataset: int) -> Reply:
@@ -898,7 +899,7 @@ class GroupKeeper:
 
     # ------------------------------------------------------------ committed steps
 
-    def committed(self, e: StepsCommitted) -> tuple[list[InstructionType], str]:
+    def committed(self, e: StepsCommitted, told: Event) -> tuple[list[InstructionType], str]:
         """Take committed steps in. Returns what follows, and the error if they cannot be."""
         out: list[InstructionType] = []
         books = self.books
@@ -908,7 +909,7 @@ class GroupKeeper:
                 continue  # of a line that has ended
             error = self._commit(steps, out)
             if error:
-                return out, f"bug in everstep: {error}, said by worker:{e.worker} #{e.incarnation}"
+                return out, f"bug in everstep: {error}, said by {told.sender}"
             if steps.generation > books.confirmed:
                 out += self._confirm(steps.generation)
         if books.step > before:
@@ -918,7 +919,7 @@ class GroupKeeper:
         held = books.step > before and books.group is not None and bool(books.group.hold)
         if books.confirmed != confirmed or (held and self.data_done()):
             # newcomers have the state for certain now; a group on hold waits for nothing any more
-            out += self.settle(e.at)
+            out += self.settle(told.at)
         return out, ""
 
     def _commit(self, c: Committed, out: list[InstructionType]) -> str:

@@ -170,23 +170,23 @@ class Keeper:
         self.mirrors_ready(slot, holds.mirrors)
         self.buckets_ready(slot, holds.placement, holds.buckets)
 
-    def told(self, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
+    def told(self, slot: Slot, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
         """A ps tells what is whole there."""
         if isinstance(e, MirrorsReady):
-            self.mirrors_ready(e.slot, e.mirrors)
-            return self._torn(e)
+            self.mirrors_ready(slot, e.mirrors)
+            return self._torn(slot, e)
         if e.how is Arrival.STUCK:
-            return self._stuck(e)
-        news = self.buckets_ready(e.slot, e.placement, e.buckets)
+            return self._stuck(slot, e)
+        news = self.buckets_ready(slot, e.placement, e.buckets)
         if not news:
             return []
         if self.books.missing:
             return []
         inputs: Inputs = {"buckets": len(news), "how": e.how}
-        words = f"every bucket is whole where the map has it (the last ones at ps:{e.slot}: {e.how})"
+        words = f"every bucket is whole where the map has it (the last ones at ps:{slot}: {e.how})"
         return [Note("", Decision("buckets ready", words, inputs))]
 
-    def _torn(self, e: MirrorsReady) -> list[InstructionType]:
+    def _torn(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
         """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
         placement, books = self.books.placement, self.books
         named = {m.id for m in placement.mirrors} if placement is not None else set()
@@ -196,9 +196,9 @@ class Keeper:
         books.torn = sorted([*books.torn, *news])
         words = f"{len(news)} mirrors lack differences of their members: others are made in their place"
         why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
-        return [Note(f"ps:{e.slot}", why)]
+        return [Note(f"ps:{slot}", why)]
 
-    def _stuck(self, e: BucketsReady) -> list[InstructionType]:
+    def _stuck(self, slot: Slot, e: BucketsReady) -> list[InstructionType]:
         """A ps has no way to get buckets: they are taken for lost there, if that is about what was last ordered."""
         placement, missing = self.books.placement, self.books.missing
         if placement is None:
@@ -207,14 +207,14 @@ class Keeper:
             b
             for b in set(e.buckets)
             if 0 <= b < placement.buckets
-            and placement.owner[b] == e.slot
+            and placement.owner[b] == slot
             and e.placement >= (missing[b].version if b in missing else placement.version)
         )
         if not stuck:
             return []
         words = f"it has no way to get {len(stuck)} buckets that placement {e.placement} gave it"
         why = Decision("buckets stuck", words, {"buckets": len(stuck)}, ("wait: nothing more would come",))
-        return [Note(f"ps:{e.slot}", why)]
+        return [Note(f"ps:{slot}", why)]
 
     def loading(self, slot: Slot, placement: int = 0) -> list[tuple[BucketId, int]]:
         """Buckets that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
@@ -231,12 +231,12 @@ class Keeper:
             and (not placement or pending.version <= placement)
         ]
 
-    def load_failed(self, e: LoadFailed) -> list[InstructionType]:
+    def load_failed(self, slot: Slot, e: LoadFailed) -> list[InstructionType]:
         """A ps could not load a bucket: it is taken for lost there, if that is about what was last ordered."""
-        if (e.bucket, e.checkpoint) not in self.loading(e.slot, e.placement):
+        if (e.bucket, e.checkpoint) not in self.loading(slot, e.placement):
             return []
         self.books.stuck = sorted({*self.books.stuck, e.bucket})
-        return self.checkpoints.load_failed(e.checkpoint, f"ps:{e.slot}", e.error)
+        return self.checkpoints.load_failed(e.checkpoint, f"ps:{slot}", e.error)
 
     # ------------------------------------------------------------ the next map
 

@@ -124,7 +124,7 @@ class Watch:
                 ear.node = node
             if ear.suspect:
                 ear.suspect = False
-                out.append(MemberHeard(at, key.role, key.slot, incarnation))
+                out.append(MemberHeard(key.role, key.slot, incarnation))
         moved = False
         for no, position in progress:
             known = self._leases.get(no)
@@ -157,7 +157,7 @@ class Watch:
             ear.cpu_s, ear.cpu_at = cpu_s, at
         if ear.suspect and not ear.starting:
             ear.suspect = False
-            return [MemberHeard(at, key.role, key.slot, incarnation)]
+            return [MemberHeard(key.role, key.slot, incarnation)]
         return []
 
     def idle(self, at: float) -> list[Idle]:
@@ -290,35 +290,35 @@ class Watch:
             if ear.starting:
                 if at - ear.at >= self.spec.start_s and not ear.lost:
                     ear.lost = True
-                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, at - ear.at, True))
+                    out.append(MemberSilent(key.role, key.slot, ear.incarnation, at - ear.at, True))
             elif limit_s and key.role is Role.WORKER and at - ear.moved >= limit_s and silent_s < suspect_s:
                 heard_on.add(ear.node)
                 if not ear.lost:
                     ear.lost = True
                     why = f"its script made no progress for {at - ear.moved:.0f} s"
-                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, at - ear.at, True, (), why))
+                    out.append(MemberSilent(key.role, key.slot, ear.incarnation, at - ear.at, True, (), why))
             elif silent_s < suspect_s:
                 heard_on.add(ear.node)
             elif silent_s >= lost_s:
                 if not ear.lost:
                     ear.lost = True
-                    out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, True))
+                    out.append(MemberSilent(key.role, key.slot, ear.incarnation, silent_s, True))
             elif not ear.suspect and not ear.lost:
                 ear.suspect = True
-                out.append(MemberSilent(at, key.role, key.slot, ear.incarnation, silent_s, False))
+                out.append(MemberSilent(key.role, key.slot, ear.incarnation, silent_s, False))
         lost_nodes: list[WatchEvent] = []
         for node, ear in self._nodes.items():
             silent_s = at - ear.at
             if silent_s >= lost_s and not ear.lost and node not in heard_on:
                 ear.lost = True
-                lost_nodes.append(NodeLost(at, node, f"no heartbeat of its agent or members for {silent_s:.1f} s"))
-        heard: list[WatchEvent] = [NodeHeard(at, node) for node in sorted(self._spoke)]
+                lost_nodes.append(NodeLost(node, f"no heartbeat of its agent or members for {silent_s:.1f} s"))
+        heard: list[WatchEvent] = [NodeHeard(node) for node in sorted(self._spoke)]
         self._spoke.clear()
         for no, lease in self._leases.items():
             idle_s = at - lease.at
             if idle_s >= self.spec.lease_s:
                 lease.at = at  # said again after another lease_s, should the brain not have taken it
-                out.append(LeaseExpired(at, lease.shard, no, idle_s))
+                out.append(LeaseExpired(lease.shard, no, idle_s))
         return heard + lost_nodes + out  # the node first: its members are then known to be lost with it
 
     def _forgive(self, at: float, lost_s: float | None = None) -> None:

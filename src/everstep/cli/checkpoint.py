@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from everstep.agent.rundir import in_use
-from everstep.brain.events import CheckpointBegun, Refused
+from everstep.brain.events import CheckpointAsked, CheckpointBegun, Refused
 from everstep.cli.link import ask_master
 from everstep.cli.rundirs import open_run_dir
 from everstep.errors import ConfigError, DeadlineError, EverstepError, PlatformError, UserError
-from everstep.net.messages import AskCheckpoint, CheckpointStatus, GetStatus, StatusReport
+from everstep.model.reasons import CheckpointReason
+from everstep.net.messages import CheckpointStatus, GetStatus, StatusReport
 from everstep.units import human_bytes
 
 POLL_S = 0.1
@@ -24,7 +25,7 @@ def take_checkpoint(run_dir: Path, base: bool, wait: bool) -> None:
     open_run_dir(run_dir)
     if not in_use(run_dir):
         raise ConfigError(f"run directory {run_dir}: this job is not running")
-    answer = ask_master(run_dir, AskCheckpoint(base))
+    answer = ask_master(run_dir, CheckpointAsked(CheckpointReason.ASKED, base))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
     assert isinstance(answer, CheckpointBegun)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from everstep.brain.events import Ok, Refused
+from everstep.brain.events import DrainAsked, Ok, Refused
 from everstep.cli.link import ask_master
 from everstep.cli.status import need_running
 from everstep.errors import ConfigError, DeadlineError, EverstepError, UserError
-from everstep.net.messages import Drain, GetStatus, MemberStatus, StatusReport
+from everstep.net.messages import GetStatus, MemberStatus, StatusReport
 from everstep.units import seconds
 
 POLL_S = 0.5
@@ -35,7 +35,7 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
     before = ask_master(run_dir, GetStatus())
     assert isinstance(before, StatusReport)
     newest = {(m.role, m.slot): m.incarnation for m in before.members}
-    answer = ask_master(run_dir, Drain(target, deadline_s))
+    answer = ask_master(run_dir, DrainAsked(target, deadline_s))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
     assert isinstance(answer, Ok)

@@ -8,7 +8,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import InstructionType
-from everstep.storage.journal import digest_of, read_journal
+from everstep.storage.journal import agrees, digest_of, read_journal
 
 JOURNAL_FILE = "journal.sqlite"
 
@@ -59,10 +59,9 @@ def replay(run_dir: Path) -> ReplayResult:
     for seq, event, expected in read_journal(run_dir / JOURNAL_FILE):
         instructions: list[InstructionType] = brain.handle(event)
         count += 1
-        actual = digest_of(instructions)
-        if actual != expected:
+        if not agrees(instructions, expected):
             got = tuple(repr(i) for i in instructions)
-            found = Difference(seq, repr(event), expected.hex(), actual.hex(), got)
+            found = Difference(seq, repr(event), expected.hex(), digest_of(instructions).hex(), got)
             return ReplayResult(count, brain.job.master_incarnation, repr(brain), found)
     brain.validate()
     return ReplayResult(count, brain.job.master_incarnation, repr(brain))

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from everstep.brain.events import Ok, Refused
+from everstep.brain.events import Ok, Refused, ScaleAsked
 from everstep.cli.link import ask_master
 from everstep.cli.status import need_running
 from everstep.errors import ConfigError, UserError
 from everstep.model.member import Role
-from everstep.net.messages import Scale
 
 
 def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
@@ -25,7 +24,7 @@ def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
             raise ConfigError(f"{flag} {count}: at least 1 (everstep stop ends the job)")
     need_running(run_dir)
     (role, count), *more = wanted
-    answer = ask_master(run_dir, Scale(role, count, tuple(more)))
+    answer = ask_master(run_dir, ScaleAsked(role, count, tuple(more)))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
     assert isinstance(answer, Ok)

@@ -10,12 +10,13 @@ import msgspec
 
 from everstep.agent.rundir import in_use
 from everstep.brain.checkpoints import has_checkpoints
+from everstep.brain.events import StopAsked
 from everstep.cli.display import members_table, progress_line, read_summary, render, summary_lines
 from everstep.cli.link import ask_master
 from everstep.cli.rundirs import open_run_dir
 from everstep.config.load import read_spec
 from everstep.errors import ConfigError
-from everstep.net.messages import GetStatus, StatusReport, Stop
+from everstep.net.messages import GetStatus, StatusReport
 
 __all__ = ["members_table", "progress_line", "show_status", "stop_job"]
 
@@ -60,6 +61,6 @@ def need_running(run_dir: Path) -> None:
 def stop_job(run_dir: Path, checkpoint: bool = True) -> None:
     """``checkpoint``: take a last one first, where the job has checkpoints (a minute at most)."""
     need_running(run_dir)
-    ask_master(run_dir, Stop("everstep stop", checkpoint))
+    ask_master(run_dir, StopAsked("everstep stop", checkpoint))
     last = checkpoint and has_checkpoints(read_spec(run_dir))
     click.echo("stopping, after a last checkpoint (at once: --no-checkpoint)" if last else "stopping")

@@ -20,7 +20,7 @@ import msgspec
 from everstep import __version__
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import has_checkpoints, leaves_model
-from everstep.brain.events import BrainEvent, CheckpointAsked, CheckpointCommitted, JobResumed
+from everstep.brain.events import CheckpointAsked, CheckpointCommitted, FactType, JobResumed
 from everstep.brain.job import Phase
 from everstep.brain.replicas import replica_start
 from everstep.config.every import parse_every
@@ -59,7 +59,7 @@ class CheckpointKeeper:
         run_dir: Path,
         readings: Readings,
         now: Callable[[], float],
-        tell: Callable[[BrainEvent], object],
+        tell: Callable[[FactType], object],
         send: Callable[[Slot, OrderType], None],
         send_worker: Callable[[Slot, OrderType], None] = lambda slot, order: None,
         key: bytes = b"",
@@ -90,7 +90,7 @@ class CheckpointKeeper:
         """After ``MasterStarted``, before anybody is heard. Raises ConfigError: what it goes on from is damaged."""
         if self._spec.resume_from and not self._brain.checkpoints.resumed:
             origin = read_origin(self._run_dir)
-            self._tell(JobResumed(self._now(), origin.manifest, origin.url, origin.numbers))
+            self._tell(JobResumed(origin.manifest, origin.url, origin.numbers))
 
     async def close(self) -> None:
         """Ends what is being tried again; waits for what is being written, a moment."""
@@ -106,12 +106,12 @@ class CheckpointKeeper:
         writing = brain.checkpoints.writing
         if writing is None:
             if brain.job.phase is Phase.TRAINING and self._due(at):
-                self._tell(CheckpointAsked(at, CheckpointReason.DUE))
+                self._tell(CheckpointAsked(CheckpointReason.DUE))
             return
         if writing.manifest is not None:
             self.commit(writing.manifest)  # (ordered by the master before this one)
         elif at - writing.began_at >= brain.checkpoints.limit_s:
-            self._tell(CheckpointAsked(at, CheckpointReason.LATE))
+            self._tell(CheckpointAsked(CheckpointReason.LATE))
         elif (self._asked, self._asked_of) != (writing.number, writing.writer) or at - self._asked_at >= REASK_S:
             self.order_images()
 
@@ -150,7 +150,7 @@ class CheckpointKeeper:
             self._batches_then = self._batches_now
         self._asked, self._asked_at = writing.number, at
         if writing.ends_job and not has_checkpoints(self._spec) and (why := self._too_large()):
-            self._tell(CheckpointCommitted(at, writing.number, why))
+            self._tell(CheckpointCommitted(writing.number, why))
             return
         lacking = {slot for bucket, slot in enumerate(placement.owner) if bucket not in writing.images}
         for slot in sorted(lacking):
@@ -198,7 +198,7 @@ class CheckpointKeeper:
     async def _commit(self, manifest: Manifest) -> None:
         error = await asyncio.to_thread(self._write, manifest)
         if not self._closing.is_set() or not error:
-            self._tell(CheckpointCommitted(self._now(), manifest.checkpoint, error))
+            self._tell(CheckpointCommitted(manifest.checkpoint, error))
 
     def _write(self, manifest: Manifest) -> str:
         """In a thread: "" or why it cannot be written."""

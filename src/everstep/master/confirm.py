@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import waits_for_mirrors
-from everstep.brain.events import BrainEvent, ShardsConfirmed
+from everstep.brain.events import FactType, ShardsConfirmed
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 
@@ -35,7 +35,7 @@ class _Life:
 class Confirmations:
     """``tell(event)``: to the brain, by the journal."""
 
-    def __init__(self, brain: Brain, spec: JobSpec, tell: Callable[[BrainEvent], object]) -> None:
+    def __init__(self, brain: Brain, spec: JobSpec, tell: Callable[[FactType], object]) -> None:
         self._brain, self._tell = brain, tell
         self._needed = waits_for_mirrors(spec)
         self._slack_s = max(SLACK_S, 2 * spec.lost_after_s)
@@ -72,4 +72,4 @@ class Confirmations:
         if before < brain.checkpoints.confirmed + EVERY_S:
             return
         if any(record.at < before for record in brain.shards.releasing.values()):
-            self._tell(ShardsConfirmed(at, before))
+            self._tell(ShardsConfirmed(before))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, HotBuckets
+from everstep.brain.events import FactType, HotBuckets
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.master.readings import Readings
 from everstep.model.member import MemberKey, Role
@@ -22,7 +22,7 @@ _PREFIX = "load."
 class HotKeeper:
     """``tell(event)``: to the brain, by the journal. Soft state: a new master looks anew."""
 
-    def __init__(self, brain: Brain, readings: Readings, tell: Callable[[BrainEvent], object]) -> None:
+    def __init__(self, brain: Brain, readings: Readings, tell: Callable[[FactType], object]) -> None:
         self._brain, self._readings, self._tell = brain, readings, tell
         self._patience = Patience()
         self._look_at = 0.0
@@ -45,7 +45,7 @@ class HotKeeper:
         if moves:
             self._patience.moved(at)
             rows = {slot: round(load.rows_per_s) for slot, load in sorted(loads.items())}
-            self._tell(HotBuckets(at, tuple(moves), tuple(rows.items())))
+            self._tell(HotBuckets(tuple(moves), tuple(rows.items())))
 
     def _loads(self, at: float) -> dict[Slot, PsLoad]:
         """Of all ps of the map; empty while one of them has not told."""

@@ -25,7 +25,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.control import as_plan, as_returned, line, portions, refuse, said
-from everstep.brain.events import BrainEvent, PlanMade, PolicyDisabled
+from everstep.brain.events import FactType, PlanMade, PolicyDisabled
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
@@ -55,7 +55,7 @@ class PolicyKeeper:
         spec: JobSpec,
         observe: Callable[[float, float], Observations],
         window_s: float,
-        tell: Callable[[BrainEvent], object],
+        tell: Callable[[FactType], object],
         limit_s: float = LIMIT_S,
         made: Callable[[], object] = lambda: None,
     ) -> None:
@@ -155,10 +155,10 @@ class PolicyKeeper:
         if error:
             self._disable(at, line(error))
         elif plan is not None:
-            self._tell(PlanMade(at, self._spec.policy, plan))
+            self._tell(PlanMade(self._spec.policy, plan))
 
     def _disable(self, at: float, error: str) -> None:
-        self._tell(PolicyDisabled(at, self._spec.policy, error))
+        self._tell(PolicyDisabled(self._spec.policy, error))
 
 
 def load(name: str, folder: Path) -> Policy:

@@ -18,56 +18,39 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    MASTER,
     AnswerType,
-    BrainEvent,
-    BucketsReady,
-    CheckpointAsked,
-    ChiefAsked,
     CommitManifest,
-    DrainAsked,
     DropCheckpoints,
+    FactType,
     Fenced,
     FinishJob,
-    GroupAsked,
     GroupDue,
-    GroupLeft,
     GroupStalled,
-    GroupSynced,
-    ImagesWritten,
     InstructionType,
     LeaseExpired,
-    LoadFailed,
     MasterStarted,
     MemberJoined,
     MemberSilent,
-    MirrorsReady,
     NodeJoined,
     Note,
     Ok,
-    OnceAsked,
     OrderImages,
-    PlanRegistered,
     ProcessExited,
     PublishGroup,
     PublishPlacement,
     Refused,
     ReleaseShards,
-    ReplicaWritten,
     Reply,
     RevokeLease,
-    ScaleAsked,
-    ShardAsked,
-    ShardDone,
-    ShardReturned,
+    Sender,
     StartProcess,
-    StepsCommitted,
-    StopAsked,
     StopProcess,
     Wait,
 )
@@ -77,6 +60,7 @@ from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, InternalError, PlatformError, escaped
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
+from everstep.machines.dispatch import BrainError, Dispatch, Handled
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
@@ -86,12 +70,10 @@ from everstep.master.metrics import MetricsServer, fill
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
-from everstep.master.rights import refused
 from everstep.master.stalls import Stalls
 from everstep.master.store import GroupStore
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
-from everstep.model.reasons import CheckpointReason
 from everstep.model.turn import Turn
 from everstep.monitor.prometheus import Key, Page
 from everstep.net import messages as wire
@@ -130,14 +112,11 @@ class Clock:
         return self._offset + time.monotonic()
 
 
-class Undurable(msgspec.Struct):
-    """What may happen once event ``seq`` is durable."""
+class Undurable(NamedTuple):
+    """What may happen once an event is durable."""
 
-    seq: int
-    at: float
+    handled: Handled
     future: asyncio.Future[Answer] | None
-    answer: AnswerType | None
-    instructions: list[InstructionType]
 
 
 class LineFile:
@@ -227,48 +206,30 @@ class Master:
             purpose="control", role="master", incarnation=self.journal.incarnation, node=_NODE0, pid=os.getpid()
         )
         self.server = ControlServer(secret, identity, self._request, on_disconnect=self._disconnected)
-        self._handlers: dict[type, Callable[[Peer, Any], Any]] = {
-            wire.Beat: self._beat,
-            wire.AskShard: self._ask_shard,
-            wire.Done: self._done,
-            wire.GiveBack: self._give_back,
-            wire.Register: self._register,
-            wire.HelloNode: self._hello_node,
-            wire.HelloMember: self._hello_member,
-            wire.Exited: self._exited,
-            wire.StackTaken: self._stack_taken,
-            wire.MirrorReady: self._mirror_ready,
-            wire.BucketsReady: self._buckets_ready,
-            wire.LoadFailed: self._load_failed,
-            wire.Report: self._report,
-            wire.TellPlace: self._tell_place,
-            wire.AskGroup: self._ask_group,
-            wire.Synced: self._synced,
-            wire.LeaveGroup: self._leave_group,
-            wire.AskChief: self._ask_chief,
-            wire.AskOnce: self._ask_once,
-            wire.MayEnd: self._may_end,
-            wire.CommitSteps: self._commit_steps,
-            wire.Stalled: self._stalled,
-            wire.StoreSet: lambda peer, r: self.store.set(r.generation, r.attempt, r.values),
-            wire.StoreGet: lambda peer, r: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
-            wire.Scale: lambda peer, r: self._submit(ScaleAsked(self.clock.now(), r.role, r.count, r.also)),
-            wire.Drain: lambda peer, r: self._submit(DrainAsked(self.clock.now(), r.target, r.deadline_s, r.again)),
-            wire.AskCheckpoint: lambda peer, r: self._submit(
-                CheckpointAsked(self.clock.now(), CheckpointReason.ASKED, r.base)
-            ),
-            wire.ImagesWritten: lambda peer, r: self._submit(
-                ImagesWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.images, r.tables, r.error)
-            ),
-            wire.ReplicaWritten: lambda peer, r: self._submit(
-                ReplicaWritten(self.clock.now(), r.slot, r.incarnation, r.checkpoint, r.replica, r.error)
-            ),
-            wire.Stop: lambda peer, r: self._submit(StopAsked(self.clock.now(), r.reason, r.checkpoint)),
-            wire.GetStatus: lambda peer, r: self.status(),
-            wire.GetSeen: lambda peer, r: self.seen(),
-            wire.Drill: lambda peer, r: self.drills.ask(r, self.clock.now()),
-            wire.GetSpec: lambda peer, r: wire.SpecReport(self.spec),
-        }
+        self.machine = Dispatch(
+            self.brain,
+            self.clock.now,
+            self.journal.append,
+            self._submit,
+            {
+                NodeJoined: self._node_joined,
+                MemberJoined: self._member_joined,
+                ProcessExited: self._process_exited,
+                GroupStalled: self._group_stalled,
+                wire.Beat: self._beat,
+                wire.StackTaken: self._stack_taken,
+                wire.Report: self._report,
+                wire.TellPlace: self._tell_place,
+                wire.MayEnd: self._may_end,
+                wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
+                wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
+                wire.GetStatus: lambda r, sender: self.status(),
+                wire.GetSeen: lambda r, sender: self.seen(),
+                wire.GetSpec: lambda r, sender: wire.SpecReport(self.spec),
+                wire.Drill: lambda r, sender: self.drills.ask(r, self.clock.now()),
+            },
+            self._refuse,
+        )
 
     def __repr__(self) -> str:
         return f"<master #{self.journal.incarnation} {self.brain!r} {len(self._undurable)} waiting for the disk>"
@@ -278,7 +239,7 @@ class Master:
     async def run(self) -> int:
         """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
         try:
-            self._tell(MasterStarted(self.clock.now(), self.journal.incarnation, self.spec))
+            self._tell(MasterStarted(self.journal.incarnation, self.spec))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
             await self._listen()
@@ -349,32 +310,29 @@ class Master:
 
     # ------------------------------------------------------------ events in, instructions out
 
-    def _tell(self, event: BrainEvent, future: asyncio.Future[Answer] | None = None) -> None:
-        """Hand an event to the brain and queue what follows until it is durable."""
-        if isinstance(event, LeaseExpired):
-            self.pace.expired(event)
+    def _tell(self, fact: FactType, sender: Sender = MASTER, future: asyncio.Future[Answer] | None = None) -> None:
+        """Hand a fact to the brain and queue what follows until it is durable."""
+        if isinstance(fact, LeaseExpired):
+            self.pace.expired(fact)
         try:
-            instructions = self.brain.handle(event)
-        except Exception:
-            self._failed_on(event, future)
+            handled = self.machine.tell(fact, sender)
+        except BrainError as error:
+            self._failed_on(error, future)
             return
-        self._failures_running = 0
-        answer: AnswerType | None = None
-        if instructions and isinstance(instructions[0], Reply):
-            answer = instructions[0].answer
-        try:
-            seq = self.journal.append(event, instructions)
         except EverstepError as error:
             self._journal_failed(error)
             return
+        self._failures_running = 0
         self.journal.maybe_snapshot(self.brain)
-        self._undurable.append(Undurable(seq, event.at, future, answer, instructions))
+        self._undurable.append(Undurable(handled, future))
         self.pace.handled()
 
-    def _failed_on(self, event: BrainEvent, future: asyncio.Future[Answer] | None) -> None:
+    def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
         """The brain raised. The event is not journaled; what handling it changed is undone by what the journal has. Who
         sent it is refused."""
-        logger.exception("the brain failed on %s, asked by %s", escaped(repr(event)), escaped(str(self._asking)))
+        event = error.event
+        asked = escaped(str(self._asking))
+        logger.error("the brain failed on %s, asked by %s", escaped(repr(event)), asked, exc_info=error.__cause__)
         self._failures_running += 1
         try:
             if self._failures_running > FAILURES_RUNNING_MAX:
@@ -384,7 +342,7 @@ class Master:
         except Exception:
             logger.exception("and its state cannot be restored: the next master begins anew")
             os._exit(3)
-        what = type(event).__name__
+        what = type(event.fact).__name__
         if self._asking is not None:
             sender = str(self._asking[0].identity)
             self._faults[sender] = self._faults.get(sender, 0) + 1
@@ -393,21 +351,21 @@ class Master:
         if future is not None and not future.done():
             future.set_result(Refused(f"the master cannot handle this {what}: a bug, see logs/master.log"))
 
-    def _submit(self, event: BrainEvent) -> asyncio.Future[Answer]:
+    def _submit(self, fact: FactType, sender: Sender) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = self._loop.create_future()
-        self._tell(event, future)
+        self._tell(fact, sender, future)
         return future
 
     def _durable(self, seq: int) -> None:
         """Everything up to ``seq`` is on disk: act and answer."""
         waiting = self._undurable
-        while waiting and waiting[0].seq <= seq:
-            done = waiting.popleft()
+        while waiting and waiting[0].handled.seq <= seq:
+            done, future = waiting.popleft()
             for instruction in done.instructions:
                 if type(instruction) is not Reply:
-                    self._execute(instruction, done.at)
-            if done.future is not None and not done.future.done() and done.answer is not None:
-                done.future.set_result(done.answer)
+                    self._execute(instruction, done.event.at)
+            if future is not None and not future.done() and done.answer is not None:
+                future.set_result(done.answer)
 
     def _execute(self, instruction: InstructionType, at: float) -> None:
         match instruction:
@@ -492,24 +450,30 @@ class Master:
     def _request(self, peer: Peer, request: wire.RequestType) -> Any:
         if self._failure is not None:
             return None
-        who = peer.identity
-        answer = refused(self.brain, who, request)
-        if answer is None and self._faults.get(str(who), 0) >= FAULTS_MAX:
-            answer = Refused(f"{who} sent {FAULTS_MAX} requests that could not be handled: no more of it is")
-        if answer is not None:
-            if isinstance(request, wire.HelloMember) and isinstance(answer, Fenced) and self.clock.now() < self._young:
-                return None  # its agent, which knows it, may say hello next
-            self.server.limit.warning(f"refused: {escaped(str(answer))}")
-            return answer
+        sender = _sender(peer.identity)
+        if self._faults and self._faults.get(str(sender), 0) >= FAULTS_MAX:
+            words = f"{sender} sent {FAULTS_MAX} requests that could not be handled: no more of it is"
+            return self._refuse(request, sender, Refused(words))
         self._asking = (peer, request)
         try:
-            return self._handlers[type(request)](peer, request)
+            return self.machine.dispatch(request, sender)
         finally:
             self._asking = None
 
-    def _hello_node(self, peer: Peer, r: wire.HelloNode) -> Any:
-        if peer.identity.role != "agent":
-            return Refused(f"{peer.identity} is no agent")
+    def _refuse(self, request: wire.RequestType, sender: Sender, answer: AnswerType) -> AnswerType | None:
+        if isinstance(request, MemberJoined) and isinstance(answer, Fenced) and self.clock.now() < self._young:
+            return None  # its agent, which knows it, may say hello next
+        self.server.limit.warning(f"refused: {escaped(str(answer))}")
+        return answer
+
+    @property
+    def _peer(self) -> Peer:
+        """Who asks what is being handled."""
+        assert self._asking is not None
+        return self._asking[0]
+
+    def _node_joined(self, r: NodeJoined, sender: Sender) -> Any:
+        peer = self._peer
         known = self._agents.get(r.node)
         if known is not None and known.number > peer.number:
             return None  # said on an older connection than the one it uses now: orders must not go there
@@ -517,11 +481,10 @@ class Master:
         peer.tag = r.node
         self._agents[r.node] = peer
         self.observer.node(r.node, r.hardware)
-        at = self.clock.now()
-        self.watch.node_heard(r.node, at)
-        return self._submit(NodeJoined(at, r.node, r.host, r.worker_places, r.ps_places, running))
+        self.watch.node_heard(r.node, self.clock.now())
+        return self._submit(msgspec.structs.replace(r, running=running), sender)
 
-    def _run_by(self, peer: Peer, r: wire.HelloNode) -> tuple[tuple[Role, Slot, Incarnation, int], ...]:
+    def _run_by(self, peer: Peer, r: NodeJoined) -> tuple[tuple[Role, Slot, Incarnation, int], ...]:
         """What the agent says that it runs, without later lives of processes that live on other nodes: those end."""
         out = []
         for process in r.running:
@@ -534,22 +497,17 @@ class Master:
                 out.append(process)
         return tuple(out)
 
-    def _hello_member(self, peer: Peer, r: wire.HelloMember) -> Any:
-        who = peer.identity
-        if (who.role, who.slot, who.incarnation) != (str(r.role), r.slot, r.incarnation):
-            return Refused(f"{who} says hello as {r.role}:{r.slot} #{r.incarnation}")
+    def _member_joined(self, r: MemberJoined, sender: Sender) -> Any:
+        peer = self._peer
         key = MemberKey(r.role, r.slot)
         known = self._members.get(key)
         if known is not None and known.number > peer.number and known.identity.incarnation == r.incarnation:
-            return None  # as in _hello_node
-        at = self.clock.now()
-        future = self._submit(
-            MemberJoined(at, r.role, r.slot, r.incarnation, r.node, r.pid, r.address, r.leases, r.holds)
-        )
+            return None  # as in _node_joined
+        future = self._submit(r, sender)
         if self.brain.members.current(r.role, r.slot, r.incarnation) is not None:
             self._members[key] = peer  # orders reach it from now on; those of a later event follow its answer
             peer.tag = key
-            for heard in self.watch.heard(key, r.incarnation, at, node=r.node):
+            for heard in self.watch.heard(key, r.incarnation, self.clock.now(), node=r.node):
                 self._tell(heard)
             if r.role is Role.PS:
                 self.checkpoints.hello(r.slot)
@@ -557,9 +515,8 @@ class Master:
             self._order(peer, wire.Finish(self._finish.exit_code, self._finish.error))
         return future
 
-    def _beat(self, peer: Peer, r: wire.Beat) -> Answer | None:
-        at = self.clock.now()
-        who = peer.identity
+    def _beat(self, r: wire.Beat, who: Sender) -> Answer | None:
+        at, peer = self.clock.now(), self._peer
         if who.role == "agent":
             if isinstance(peer.tag, str):
                 node = self.brain.members.nodes.get(NodeId(peer.tag))
@@ -570,8 +527,6 @@ class Master:
                     return None
                 self.watch.node_heard(NodeId(peer.tag), at)
                 self._vouched(NodeId(peer.tag), r, at)
-            return _OK
-        if who.role not in ("worker", "ps"):
             return _OK
         role = Role(who.role)
         key = MemberKey(role, who.slot)
@@ -603,103 +558,30 @@ class Master:
                 for heard in self.watch.vouched(seat.member.key, incarnation, at, cpu_s):
                     self._tell(heard)
 
-    def _stack_taken(self, peer: Peer, r: wire.StackTaken) -> Answer:
-        if peer.identity.role != "agent":
-            return Refused(f"{peer.identity} is no agent")
+    def _stack_taken(self, r: wire.StackTaken, who: Sender) -> Answer:
         self.hangs.taken(r, self.clock.now())
         return _OK
 
-    def _report(self, peer: Peer, r: wire.Report) -> Answer:
+    def _report(self, r: wire.Report, who: Sender) -> Answer:
         self.readings.reported(r.values)
         self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
         return _OK
 
-    def _tell_place(self, peer: Peer, r: wire.TellPlace) -> Answer:
-        who = peer.identity
+    def _tell_place(self, r: wire.TellPlace, who: Sender) -> Answer:
         if self.brain.members.current(Role.WORKER, who.slot, who.incarnation) is None:
             return Fenced(f"worker:{who.slot} #{who.incarnation} was replaced")
         self.pace.told(who.slot, who.incarnation, r.place)
         return _OK
 
-    def _register(self, peer: Peer, r: wire.Register) -> Any:
-        who = peer.identity
-        of = r.plan, r.loop, r.begin, r.until
-        return self._submit(PlanRegistered(self.clock.now(), who.slot, who.incarnation, *of))
-
-    def _ask_shard(self, peer: Peer, r: wire.AskShard) -> Any:
-        who = peer.identity
-        of = r.dataset, r.until_epoch, r.ask, r.pending
-        return self._submit(ShardAsked(self.clock.now(), who.slot, who.incarnation, *of))
-
-    def _done(self, peer: Peer, r: wire.Done) -> Any:
-        who = peer.identity
-        return self._submit(
-            ShardDone(self.clock.now(), who.slot, who.incarnation, r.shard, r.lease, r.servers, r.skipped, r.route)
-        )
-
-    def _give_back(self, peer: Peer, r: wire.GiveBack) -> Any:
-        who, at = peer.identity, self.clock.now()
-        return self._submit(ShardReturned(at, who.slot, who.incarnation, r.shard, r.lease, r.reason, r.late))
-
-    def _ask_group(self, peer: Peer, r: wire.AskGroup) -> Any:
-        who, at = peer.identity, self.clock.now()
-        return self._submit(
-            GroupAsked(at, who.slot, who.incarnation, r.dataset, r.until_epoch, r.batch_samples, r.address, r.mark)
-        )
-
-    def _synced(self, peer: Peer, r: wire.Synced) -> Any:
-        who = peer.identity
-        return self._submit(GroupSynced(self.clock.now(), who.slot, who.incarnation, r.generation))
-
-    def _leave_group(self, peer: Peer, r: wire.LeaveGroup) -> Any:
-        who = peer.identity
-        return self._submit(GroupLeft(self.clock.now(), who.slot, who.incarnation, r.reason))
-
-    def _ask_chief(self, peer: Peer, r: wire.AskChief) -> Any:
-        who = peer.identity
-        return self._submit(ChiefAsked(self.clock.now(), who.slot, who.incarnation))
-
-    def _ask_once(self, peer: Peer, r: wire.AskOnce) -> Any:
-        who = peer.identity
-        return self._submit(OnceAsked(self.clock.now(), who.slot, who.incarnation, r.key, r.done))
-
-    def _may_end(self, peer: Peer, r: wire.MayEnd) -> Answer:
-        who = peer.identity
+    def _may_end(self, r: wire.MayEnd, who: Sender) -> Answer:
         return _OK if self.brain.may_end(who.slot, who.incarnation) else Wait(END_LOOK_S)
 
-    def _commit_steps(self, peer: Peer, r: wire.CommitSteps) -> Any:
-        who = peer.identity
-        return self._submit(StepsCommitted(self.clock.now(), who.slot, who.incarnation, r.steps))
+    def _group_stalled(self, r: GroupStalled, sender: Sender) -> Any:
+        silent = self.watch.stalled(self.brain, self.clock.now())
+        return self._submit(msgspec.structs.replace(r, silent=silent), sender)
 
-    def _stalled(self, peer: Peer, r: wire.Stalled) -> Any:
-        who, at = peer.identity, self.clock.now()
-        silent = self.watch.stalled(self.brain, at)
-        return self._submit(GroupStalled(at, who.slot, who.incarnation, r.generation, r.step, r.waited_s, silent))
-
-    def _exited(self, peer: Peer, r: wire.Exited) -> Any:
-        if peer.identity.role != "agent":
-            return Refused(f"{peer.identity} is no agent")
-        progress = self._progress(r.role, r.slot)
-        at = self.clock.now()
-        return self._submit(
-            ProcessExited(at, r.role, r.slot, r.incarnation, r.status, r.error, progress, r.too_large, r.failure)
-        )
-
-    def _mirror_ready(self, peer: Peer, r: wire.MirrorReady) -> Any:
-        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
-            return refused
-        return self._submit(MirrorsReady(self.clock.now(), r.slot, r.incarnation, r.mirrors, r.torn))
-
-    def _buckets_ready(self, peer: Peer, r: wire.BucketsReady) -> Any:
-        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
-            return refused
-        return self._submit(BucketsReady(self.clock.now(), r.slot, r.incarnation, r.version, r.buckets, r.how))
-
-    def _load_failed(self, peer: Peer, r: wire.LoadFailed) -> Any:
-        if (refused := _other(peer, r.slot, r.incarnation)) is not None:
-            return refused
-        at = self.clock.now()
-        return self._submit(LoadFailed(at, r.slot, r.incarnation, r.version, r.bucket, r.checkpoint, r.error[:2000]))
+    def _process_exited(self, r: ProcessExited, sender: Sender) -> Any:
+        return self._submit(msgspec.structs.replace(r, progress=self._progress(r.role, r.slot)), sender)
 
     def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
         """What the process in this slot last told of its leases."""
@@ -749,13 +631,13 @@ class Master:
             self.watch.look(self.brain, at)
             self.pace.tick(at)
             self.hangs.tick(at)
-            for event in self.watch.tick(at):
-                if isinstance(event, MemberSilent) and event.lost:
-                    event = msgspec.structs.replace(event, progress=self._progress(event.role, event.slot))
-                    event = self.hangs.complete(event)
-                self._tell(event)
+            for fact in self.watch.tick(at):
+                if isinstance(fact, MemberSilent) and fact.lost:
+                    fact = msgspec.structs.replace(fact, progress=self._progress(fact.role, fact.slot))
+                    fact = self.hangs.complete(fact)
+                self._tell(fact)
             if 0 < self.brain.state.groups.due_at <= at:
-                self._tell(GroupDue(at))
+                self._tell(GroupDue())
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
             self.hot.tick(at)
@@ -812,12 +694,8 @@ def _ticked(task: asyncio.Task[None]) -> None:
         os._exit(3)
 
 
-def _other(peer: Peer, slot: Slot, incarnation: Incarnation) -> Refused | None:
-    """The refusal of a report that is not this ps's own."""
-    who = peer.identity
-    if (who.role, who.slot, who.incarnation) == ("ps", slot, incarnation):
-        return None
-    return Refused(f"{who} reports for ps:{slot} #{incarnation}")
+def _sender(who: Identity) -> Sender:
+    return Sender(who.role, who.slot, who.incarnation, who.node)
 
 
 async def _main(run_dir: Path) -> int:

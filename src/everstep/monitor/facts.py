@@ -11,9 +11,10 @@ from typing import Self
 import msgspec
 
 from everstep.brain.brain import Brain
+from everstep.brain.earlier import decode_event
 from everstep.brain.events import (
-    BrainEvent,
     CommitManifest,
+    Event,
     Granted,
     JobResumed,
     MemberJoined,
@@ -33,7 +34,7 @@ from everstep.model.image import Manifest
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
 from everstep.monitor.loops import LoopFacts
 from everstep.monitor.steps import StepFacts
-from everstep.storage.journal import sound_row
+from everstep.storage.journal import check_version, sound_row
 
 
 class JobFacts:
@@ -55,33 +56,33 @@ class JobFacts:
     def __repr__(self) -> str:
         return f"<facts {len(self.plans)} plans, {len(self.grants)} leases, {len(self._said)} shards done>"
 
-    def take(self, event: BrainEvent) -> None:
+    def take(self, event: Event) -> None:
         """Fold one event in."""
-        out = self.brain.handle(event)
-        if isinstance(event, PlanRegistered):
+        out, fact, sender = self.brain.handle(event), event.fact, event.sender
+        if isinstance(fact, PlanRegistered):
             for reply in out:
                 if isinstance(reply, Reply) and isinstance(reply.answer, Registered):
-                    self.loops.registered(event, reply.answer.dataset)
-        elif isinstance(event, ShardAsked):
-            for no in event.pending:
+                    self.loops.registered(fact, sender, reply.answer.dataset)
+        elif isinstance(fact, ShardAsked):
+            for no in fact.pending:
                 self.loops.carried |= {split_key(shard)[:2] for shard, _, _ in self.grants.get(no, ())}
             for reply in out:
                 if isinstance(reply, Reply) and isinstance(reply.answer, Granted):
-                    self._grant(reply.answer.lease.no, reply.answer.lease.shard, event.worker, event.incarnation)
-        elif isinstance(event, ShardDone):
+                    self._grant(reply.answer.lease.no, reply.answer.lease.shard, sender.slot, sender.incarnation)
+        elif isinstance(fact, ShardDone):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
-                self._said.add(event.shard)
-        elif isinstance(event, StepsCommitted):
+                self._said.add(fact.shard)
+        elif isinstance(fact, StepsCommitted):
             if any(isinstance(reply, Reply) and isinstance(reply.answer, Ok) for reply in out):
-                self.steps.told(event.steps)
-        elif isinstance(event, JobResumed):
+                self.steps.told(fact.steps)
+        elif isinstance(fact, JobResumed):
             self.resumed = {k for k in self._all_shards() if self._is_done(k)}
-            self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(event.manifest.datasets)}
-        elif isinstance(event, MemberJoined):
-            for lease in event.leases:  # adopted: granted by a master whose journal lost its tail
+            self.steps.before = {n: (d.finished_epochs, 0) for n, d in enumerate(fact.manifest.datasets)}
+        elif isinstance(fact, MemberJoined):
+            for lease in fact.leases:  # adopted: granted by a master whose journal lost its tail
                 held = self.brain.leases.get(lease.shard)
-                if held is not None and (held.no, held.worker) == (lease.no, event.slot):
-                    self._grant(lease.no, lease.shard, event.slot, event.incarnation)
+                if held is not None and (held.no, held.worker) == (lease.no, fact.slot):
+                    self._grant(lease.no, lease.shard, fact.slot, fact.incarnation)
 
         for instruction in out:
             if isinstance(instruction, CommitManifest):
@@ -170,7 +171,6 @@ class JournalReader:
         self.facts = JobFacts()
         self._path = path
         self._seq = 0
-        self._decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
         try:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
         except sqlite3.Error as error:
@@ -183,12 +183,14 @@ class JournalReader:
         self._db.close()
 
     def advance(self) -> None:
-        """Fold in every event journaled since the last call. Raises PlatformError on a journal that cannot be read."""
+        """Fold in every event journaled since the last call. Raises PlatformError on a journal that cannot be read,
+        ConfigError on one of a version that is not known."""
         try:
+            check_version(self._db, self._path)
             query = "SELECT seq, event, digest FROM events WHERE seq > ? ORDER BY seq"
             for seq, raw, digest in self._db.execute(query, (self._seq,)):
                 sound_row(self._path, self._seq, seq, raw, digest)
-                self.facts.take(self._decoder.decode(raw))
+                self.facts.take(decode_event(raw))
                 self._seq = seq
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise PlatformError(f"cannot read {self._path} after event {self._seq}: {error}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from everstep.brain.events import PlanRegistered
+from everstep.brain.events import PlanRegistered, Sender
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import split_key
 
@@ -43,12 +43,12 @@ class LoopFacts:
     def __repr__(self) -> str:
         return f"<loops {sorted(self.asked)}, {len(self.leases)} leases>"
 
-    def registered(self, e: PlanRegistered, dataset: int) -> None:
+    def registered(self, e: PlanRegistered, by: Sender, dataset: int) -> None:
         """A worker began a loop."""
         if e.loop:
             asked = Asked(dataset, e.begin, e.until)
             self.asked.setdefault(e.loop, set()).add(asked)
-            self._now[e.worker, e.incarnation] = e.loop, asked
+            self._now[by.slot, by.incarnation] = e.loop, asked
 
     def granted(self, lease: LeaseNo, shard: ShardKey, worker: Slot, incarnation: Incarnation) -> None:
         now = self._now.get((worker, incarnation))

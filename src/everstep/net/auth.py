@@ -40,7 +40,7 @@ from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_he
 from everstep.net.retry import Deadline
 from everstep.net.seal import Seal
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of framing, handshake and messages; both sides must speak the same one."""
 
 AUTH_S = 5.0

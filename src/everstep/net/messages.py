@@ -12,126 +12,26 @@ from typing import Literal
 
 import msgspec
 
-from everstep.bounds import ExitStatus, Finite, HostName, Measured, Members, Places, Seconds, Whole, WholeOrNone
-from everstep.brain.events import AnswerType
+from everstep.bounds import Finite, Measured, Seconds, Whole, WholeOrNone
+from everstep.brain.events import AnswerType, Said
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
-from everstep.model.failure import Failure
-from everstep.model.group import Committed, Group, Mark
-from everstep.model.image import BucketImage, Holdings, ReplicaImage
-from everstep.model.member import Address, Role
+from everstep.model.group import Group, Mark
+from everstep.model.member import Role
 from everstep.model.observation import Observations
 from everstep.model.placement import Placement
-from everstep.model.reasons import Arrival, LeaveReason
-from everstep.model.shard import Lease, Plan, Span, Token
+from everstep.model.shard import Span, Token
 from everstep.model.table import TableSpec
 from everstep.model.turn import Place, Turn
 
 # ---------------------------------------------------------------- control plane: requests
 
 
-class Request(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a client asks the master."""
+class Query(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of requests that become no event. (Those that do: ``brain.events.Said``.)"""
 
 
-class HelloNode(Request, frozen=True, tag="hello_node"):
-    """An agent's first word on every connection."""
-
-    node: NodeId
-    host: HostName
-    worker_places: Places
-    ps_places: Places
-    running: tuple[tuple[Role, Slot, Incarnation, Whole], ...]
-    hardware: str = ""  # the class of this machine: members on machines of one class should be equally fast
-
-
-class HelloMember(Request, frozen=True, tag="hello_member"):
-    """A worker's or ps's first word on every connection. Answer: Welcome | Fenced."""
-
-    role: Role
-    slot: Slot
-    incarnation: Incarnation
-    node: NodeId
-    pid: Whole
-    address: Address | None = None
-    leases: tuple[Lease, ...] = ()
-    holds: Holdings | None = None  # a ps: what it holds
-
-
-class MirrorReady(Request, frozen=True, tag="mirror_ready"):
-    """A ps: these mirrors have everything of their members; ``torn``: these lack something, and are to be made again.
-    Said again after every hello. Answer: Ok | Fenced."""
-
-    slot: Slot
-    incarnation: Incarnation
-    mirrors: tuple[Whole, ...]
-    torn: tuple[Whole, ...] = ()
-
-
-class BucketsReady(Request, frozen=True, tag="buckets_ready"):
-    """A ps: these buckets, which the placement ``version`` gave it, are whole here: promoted, rebuilt or loaded.
-    ``how`` STUCK: it has no way to get them. Answer: Ok | Fenced."""
-
-    slot: Slot
-    incarnation: Incarnation
-    version: Whole
-    buckets: tuple[BucketId, ...]
-    how: Arrival
-
-
-class LoadFailed(Request, frozen=True, tag="load_failed"):
-    """A ps: it cannot load the image of ``bucket``, which the placement ``version`` gave it, out of ``checkpoint``.
-    ``error``: why, one line. Answer: Ok | Fenced."""
-
-    slot: Slot
-    incarnation: Incarnation
-    version: Whole
-    bucket: BucketId
-    checkpoint: Whole
-    error: str
-
-
-class ImagesWritten(Request, frozen=True, tag="images_written"):
-    """A ps: its part of checkpoint ``checkpoint`` is durable. ``images``: see everstep.protect.manifest.
-    ``error``: it is not,
-    one line. Answer: Ok | Fenced."""
-
-    slot: Slot
-    incarnation: Incarnation
-    checkpoint: Whole
-    images: tuple[BucketImage, ...] = ()
-    tables: tuple[TableSpec, ...] = ()
-    error: str = ""
-
-
-class ReplicaWritten(Request, frozen=True, tag="replica_written"):
-    """A worker (mode allreduce): its state at ``replica.mark`` is durable, as checkpoint ``checkpoint``, and all steps
-    before it are committed. ``error``: it is not durable, one line. Answer: Ok | Refused (say it again, a little later)
-    | Fenced."""
-
-    slot: Slot
-    incarnation: Incarnation
-    checkpoint: Whole
-    replica: ReplicaImage | None = None
-    error: str = ""
-
-
-class AskCheckpoint(Request, frozen=True, tag="ask_checkpoint"):
-    """From ``everstep checkpoint``: take one now. Answer: CheckpointBegun | Refused."""
-
-    base: bool = False
-
-
-class Drain(Request, frozen=True, tag="drain"):
-    """From ``everstep drain``, an agent's reclaim notice, or a ps that was told to end: empty this node or member
-    within ``deadline_s`` seconds. ``again``: then start another one in its slot. Answer: Ok | Refused."""
-
-    target: str  # "ps:1", "worker:0" or a node
-    deadline_s: Seconds
-    again: bool = False
-
-
-class Beat(Request, frozen=True, tag="beat"):
+class Beat(Query, frozen=True, tag="beat"):
     """Sent every second by members and agents. ``progress``: next position by lease. Not journaled.
 
     Answer: Ok | Fenced."""
@@ -146,19 +46,7 @@ class Beat(Request, frozen=True, tag="beat"):
     ] = ()  # of an agent: its processes that run, and their cpu_s
 
 
-class Exited(Request, frozen=True, tag="exited"):
-    """An agent saw a process end (see brain.events.ProcessExited). Answer: Ok."""
-
-    role: Role
-    slot: Slot
-    incarnation: Incarnation
-    status: ExitStatus
-    error: str = ""
-    too_large: Whole = 0
-    failure: Failure | None = None
-
-
-class StackTaken(Request, frozen=True, tag="stack_taken"):
+class StackTaken(Query, frozen=True, tag="stack_taken"):
     """An agent looked where a worker's script is: ``place`` in a few words ("train.py line 31 in evaluate"; "" where it
     could not be found out), ``stack`` its main thread's frames, innermost last. Answer: Ok."""
 
@@ -169,100 +57,12 @@ class StackTaken(Request, frozen=True, tag="stack_taken"):
     stack: tuple[str, ...] = ()
 
 
-class Register(Request, frozen=True, tag="register"):
-    """``loop``: of the script, from 1 (0: not said), which is over epochs ``[begin, until)`` of the dataset. Answer:
-    Registered | Refused | Fenced."""
-
-    plan: Plan
-    loop: Whole = 0
-    begin: Whole = 0
-    until: Whole = 0
-
-
-class AskShard(Request, frozen=True, tag="ask_shard"):
-    """``pending``: leases with all of which the worker is through, but has not stepped with some of it. Answer:
-    Granted | Wait | EndOfData | Fenced."""
-
-    dataset: Whole
-    until_epoch: Whole
-    ask: Whole
-    pending: tuple[LeaseNo, ...] = ()
-
-
-class Done(Request, frozen=True, tag="done"):
-    """``route``: of the map by which all ``servers`` acknowledged. Answer: Ok (taken, or taken before) | Refused (the
-    lease is not current) | Fenced."""
-
-    shard: ShardKey
-    lease: LeaseNo
-    servers: tuple[tuple[Slot, Incarnation], ...]
-    skipped: tuple[tuple[Whole, Whole], ...] = ()
-    route: Whole = 0
-
-
-class GiveBack(Request, frozen=True, tag="give_back"):
-    """See brain.events.ShardReturned. Answer: Ok | Fenced."""
-
-    shard: ShardKey
-    lease: LeaseNo
-    reason: str
-    late: bool = False
-
-
-class AskGroup(Request, frozen=True, tag="ask_group"):
-    """See brain.events.GroupAsked. Answer: Grouped | EndOfData | Refused | Fenced."""
-
-    dataset: Whole
-    until_epoch: Whole
-    batch_samples: Whole
-    address: Address | None = None
-    mark: Mark | None = None
-
-
-class Synced(Request, frozen=True, tag="synced"):
-    """A joining worker follows the group of this generation and can enter; or a member has met the others of it, and
-    the journal has all that it had committed before. Answer: Ok | Fenced."""
-
-    generation: WholeOrNone
-
-
-class LeaveGroup(Request, frozen=True, tag="leave_group"):
-    """Answer: Grouped (the group may still have you: go on until a later one does not) | Fenced."""
-
-    reason: LeaveReason
-
-
-class AskChief(Request, frozen=True, tag="ask_chief"):
-    """From a worker: am I the one to evaluate and save? Answer: Yes | Fenced."""
-
-
-class AskOnce(Request, frozen=True, tag="ask_once"):
-    """From a worker at ``job.once(key)``: am I to do it? ``done``: I have. Answer: Yes | Refused | Fenced."""
-
-    key: str
-    done: bool = False
-
-
-class MayEnd(Request, frozen=True, tag="may_end"):
+class MayEnd(Query, frozen=True, tag="may_end"):
     """From a worker of a group whose script is over: is nobody in need of its state any more? Not journaled. Answer:
     Ok | Wait | Fenced."""
 
 
-class CommitSteps(Request, frozen=True, tag="commit_steps"):
-    """See brain.events.StepsCommitted. Answer: Ok (durable) | Fenced."""
-
-    steps: tuple[Committed, ...]
-
-
-class Stalled(Request, frozen=True, tag="stalled"):
-    """See brain.events.GroupStalled. Answer: Ok | Fenced."""
-
-    generation: WholeOrNone
-    step: WholeOrNone
-    waited_s: Seconds
-
-
-class StoreSet(Request, frozen=True, tag="store_set"):
+class StoreSet(Query, frozen=True, tag="store_set"):
     """Key-value store of one attempt to connect a group (torch.distributed.Store): in the master's memory only,
     bounded, forgotten with the generation. ``attempt``: told apart by the caller. Answer: Ok | Refused."""
 
@@ -271,7 +71,7 @@ class StoreSet(Request, frozen=True, tag="store_set"):
     values: dict[str, bytes]
 
 
-class StoreGet(Request, frozen=True, tag="store_get"):
+class StoreGet(Query, frozen=True, tag="store_get"):
     """Answer: StoreValues as soon as all keys are there; without those missing after ``wait_s`` seconds."""
 
     generation: WholeOrNone
@@ -280,37 +80,21 @@ class StoreGet(Request, frozen=True, tag="store_get"):
     wait_s: Seconds = 0.0
 
 
-class Report(Request, frozen=True, tag="report"):
+class Report(Query, frozen=True, tag="report"):
     """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
 
     values: dict[str, Measured]
 
 
-class Scale(Request, frozen=True, tag="scale"):
-    """From ``everstep scale``. ``also``: more of the same plan, taken or refused as a whole. Answer: Ok | Refused."""
-
-    role: Role
-    count: Members
-    also: tuple[tuple[Role, Members], ...] = ()
-
-
-class Stop(Request, frozen=True, tag="stop"):
-    """From ``everstep stop`` or the agent. ``checkpoint``: where the job has checkpoints, take a last one first, for a
-    minute at most. Answer: Ok."""
-
-    reason: str
-    checkpoint: bool = False
-
-
-class GetStatus(Request, frozen=True, tag="get_status"):
+class GetStatus(Query, frozen=True, tag="get_status"):
     """Answer: StatusReport."""
 
 
-class GetSeen(Request, frozen=True, tag="get_seen"):
+class GetSeen(Query, frozen=True, tag="get_seen"):
     """How fast everybody is. Answer: SeenReport."""
 
 
-class Drill(Request, frozen=True, tag="drill"):
+class Drill(Query, frozen=True, tag="drill"):
     """From ``everstep chaos``: do something bad to ``target`` ("worker:1"; "" with ``heal``: to all).
 
     ``what``: ``slow`` (``factor`` times, for ``for_s`` seconds; ``burn``: by computing instead of sleeping), ``kill``
@@ -323,52 +107,22 @@ class Drill(Request, frozen=True, tag="drill"):
     burn: bool = False
 
 
-class GetSpec(Request, frozen=True, tag="get_spec"):
+class GetSpec(Query, frozen=True, tag="get_spec"):
     """From an agent that joins from another node. Answer: SpecReport."""
 
 
-class TellPlace(Request, frozen=True, tag="tell_place"):
+class TellPlace(Query, frozen=True, tag="tell_place"):
     """Consistency sync and bounded: where this worker is. Answer: Ok; what follows for all comes as NewTurn."""
 
     place: Place
 
 
-RequestType = (
-    HelloNode
-    | HelloMember
-    | Beat
-    | Exited
-    | Register
-    | AskShard
-    | Done
-    | GiveBack
-    | Report
-    | Scale
-    | Stop
-    | GetStatus
-    | GetSpec
-    | GetSeen
-    | Drill
-    | MirrorReady
-    | BucketsReady
-    | LoadFailed
-    | ImagesWritten
-    | ReplicaWritten
-    | AskCheckpoint
-    | Drain
-    | AskGroup
-    | Synced
-    | LeaveGroup
-    | CommitSteps
-    | Stalled
-    | StoreSet
-    | StoreGet
-    | TellPlace
-    | StackTaken
-    | AskChief
-    | AskOnce
-    | MayEnd
+QueryType = (
+    Beat | Report | GetStatus | GetSpec | GetSeen | Drill | StoreSet | StoreGet | TellPlace | StackTaken | MayEnd
 )
+"""Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
+
+RequestType = Said | QueryType
 
 
 class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):

@@ -18,13 +18,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.brain.events import ImagesWritten
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, InternalError, StorageError
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.table import TableSpec
 from everstep.native.blob import parse_marks
-from everstep.net.messages import ImagesWritten
 from everstep.net.retry import backoff
 from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
 from everstep.storage.places import Place, open_place
@@ -199,7 +199,7 @@ class ImageWriter:
             except Exception as error:  # ours; the ps goes on without this checkpoint
                 logger.exception("checkpoint %d", doing.checkpoint)
                 text = f"{type(error).__name__}: {error}"
-                answer = ImagesWritten(self._slot, self._incarnation, doing.checkpoint, error=text)
+                answer = ImagesWritten(doing.checkpoint, error=text)
             finally:
                 with self._lock:
                     self._doing = None
@@ -217,12 +217,12 @@ class ImageWriter:
                     images.append(written.image)
         except EverstepError as error:
             logger.warning("checkpoint %d is given up here: %s", checkpoint, error)
-            return ImagesWritten(self._slot, self._incarnation, checkpoint, error=str(error))
+            return ImagesWritten(checkpoint, error=str(error))
         n = sum(i.bytes_written for i in images)
         took_s = time.monotonic() - began
         logger.info("checkpoint %d: %d buckets, %s in %.1f s", checkpoint, len(images), human_bytes(n), took_s)
         tables = tuple(self._store.specs())
-        return ImagesWritten(self._slot, self._incarnation, checkpoint, tuple(images), tables)
+        return ImagesWritten(checkpoint, tuple(images), tables)
 
     def _image(self, place: Place, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
         """One bucket, tried again while the place does not answer. None: it is not here."""

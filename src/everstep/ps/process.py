@@ -19,7 +19,17 @@ from typing import Any
 
 import msgspec
 
-from everstep.brain.events import Fenced, Refused, Welcome
+from everstep.brain.events import (
+    BucketsReady,
+    DrainAsked,
+    Fenced,
+    ImagesWritten,
+    LoadFailed,
+    MemberJoined,
+    MirrorsReady,
+    Refused,
+    Welcome,
+)
 from everstep.config.load import read_spec
 from everstep.errors import EverstepError, FencedError, PlatformError
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
@@ -31,22 +41,7 @@ from everstep.monitor.process import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import (
-    Answered,
-    Beat,
-    BucketsReady,
-    Drain,
-    Finish,
-    HelloMember,
-    ImagesWritten,
-    LoadFailed,
-    MirrorReady,
-    NewPlacement,
-    OrderType,
-    Release,
-    Slow,
-    TakeImages,
-)
+from everstep.net.messages import Answered, Beat, Finish, NewPlacement, OrderType, Release, Slow, TakeImages
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.retry import backoff
 from everstep.net.sockets import listen_tcp, listen_unix
@@ -194,7 +189,7 @@ class PsProcess:
             self.stop()
         else:
             self._go_until = time.monotonic() + LEAVE_S
-            request = Drain(f"ps:{self.slot}", LEAVE_S, again=True)
+            request = DrainAsked(f"ps:{self.slot}", LEAVE_S, again=True)
             self.control.submit(request, LEAVE_S).add_done_callback(self._may_go)
 
     def _may_go(self, answered: Future[Any]) -> None:
@@ -219,11 +214,11 @@ class PsProcess:
             pid=os.getpid(),
         )
 
-    def _hello(self) -> HelloMember:
+    def _hello(self) -> MemberJoined:
         keeper = self.service.keeper
         with keeper.lock:
             holds = keeper.machine.holdings()
-        return HelloMember(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address, (), holds)
+        return MemberJoined(Role.PS, self.slot, self.incarnation, self.node, os.getpid(), self.address, (), holds)
 
     def _welcomed(self, answer: Answered) -> None:
         match answer:
@@ -270,7 +265,7 @@ class PsProcess:
                 with keeper.lock:
                     before, stuck = stuck, (keeper.machine.version, keeper.machine.stuck)
                 if stuck[1] and stuck == before:  # no other placement came
-                    self._tell(BucketsReady(self.slot, self.incarnation, *stuck, Arrival.STUCK))
+                    self._tell(BucketsReady(*stuck, Arrival.STUCK))
                 continue
             self._over.wait(_TOGETHER_S)
             self._news.clear()
@@ -282,13 +277,13 @@ class PsProcess:
                 torn = set(keeper.machine.torn)
             mirrors, lacking = tuple(sorted(complete - told[0])), tuple(sorted(torn - told[2]))
             if mirrors or lacking:
-                self._tell(MirrorReady(self.slot, self.incarnation, mirrors, lacking))
+                self._tell(MirrorsReady(mirrors, lacking))
             new: dict[tuple[int, Arrival], list[BucketId]] = {}
             for bucket, key in sorted(gained.items()):
                 if told[1].get(bucket) != key:
                     new.setdefault(key, []).append(bucket)
             for (version, how), buckets in new.items():
-                self._tell(BucketsReady(self.slot, self.incarnation, version, tuple(buckets), how))
+                self._tell(BucketsReady(version, tuple(buckets), how))
             told = (complete, gained, torn)
 
     def _images_written(self, written: ImagesWritten) -> None:
@@ -298,7 +293,7 @@ class PsProcess:
 
     def _load_failed(self, version: int, bucket: BucketId, checkpoint: int, error: str) -> None:
         """Until somebody has heard it: nothing else says why this bucket does not come."""
-        request = LoadFailed(self.slot, self.incarnation, version, bucket, checkpoint, error)
+        request = LoadFailed(version, bucket, checkpoint, error)
         for wait_s in backoff(0.2, 5.0):
             if self._over.wait(wait_s):
                 return
@@ -306,7 +301,7 @@ class PsProcess:
                 self.control.call(request, _TELL_S)
                 return
 
-    def _tell(self, request: MirrorReady | BucketsReady | ImagesWritten) -> None:
+    def _tell(self, request: MirrorsReady | BucketsReady | ImagesWritten) -> None:
         """Without waiting; what is lost is said again after the next hello."""
         with contextlib.suppress(EverstepError):
             self.control.submit(request, _TELL_S)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import GIVE_UP_S
 from everstep.brain.events import (
+    MASTER,
     AnswerType,
-    BrainEvent,
     CheckpointAsked,
     CheckpointCommitted,
     CommitManifest,
+    Event,
+    FactType,
     Fenced,
     FinishJob,
     Granted,
@@ -37,6 +39,7 @@ from everstep.brain.events import (
     ReleaseShards,
     Reply,
     RevokeLease,
+    Sender,
     ShardAsked,
     ShardDone,
     ShardReturned,
@@ -90,7 +93,7 @@ class Disk:
     """The journal as the disk keeps it: it survives masters; what is behind ``log[:durable]`` dies with them."""
 
     def __init__(self) -> None:
-        self.log: list[tuple[BrainEvent, ShardDone | None]] = []
+        self.log: list[tuple[Event, tuple[ShardKey, LeaseNo] | None]] = []
         self.durable = 0
         self.snapshots: list[tuple[int, bytes]] = []  # state after so many events; only those <= durable are valid
         self.incarnation = 0  # of the newest master that opened it: older ones can not commit
@@ -99,7 +102,7 @@ class Disk:
         """Events before ``upto`` are on disk."""
         for _, done in self.log[self.durable : upto]:
             if done is not None:
-                sim.truth.is_done(done.shard, done.lease)
+                sim.truth.is_done(*done)
         self.durable = max(self.durable, upto)
 
     def crash(self) -> None:
@@ -121,7 +124,7 @@ class Master(Process):
         super().__init__(sim.kernel, f"master.{life}", "node0")
         self.sim, self.net, self.disk = sim, sim.net, sim.disk
         self.conns: dict[tuple[str, int], Conn] = {}
-        self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], BrainEvent]] = []
+        self.pending: list[tuple[list[InstructionType], Conn | None, Any, tuple[Any, ...], Event]] = []
         self.flushing = 0  # up to here, when the fsync under way returns
         self.images_asked_at = 0.0
         self.committing = 0  # a manifest is being written
@@ -142,7 +145,7 @@ class Master(Process):
         self.watch = sim.parts.watch(sim.spec)
         self.pace = PaceKeeper(self.brain, self.watch, sim.spec, self.incarnation, self.order_turn, sim.parts.pacing)
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
-        self.record(MasterStarted(self.clock, self.incarnation, sim.spec))
+        self.record(MasterStarted(self.incarnation, sim.spec))
         self.later(TICK_S, self.tick)
 
     def die(self) -> None:
@@ -159,9 +162,14 @@ class Master(Process):
     # ------------------------------------------------------------ journal first, then act
 
     def record(
-        self, event: BrainEvent, conn: Conn | None = None, handler: Any = None, args: tuple[Any, ...] = ()
+        self,
+        fact: FactType,
+        conn: Conn | None = None,
+        handler: Any = None,
+        args: tuple[Any, ...] = (),
+        sender: Sender = MASTER,
     ) -> None:
-        """Journal and handle ``event``; its instructions are carried out, and its reply goes to ``handler`` of the
+        """Journal and handle ``fact``; its instructions are carried out, and its reply goes to ``handler`` of the
         client behind ``conn``, once it is durable."""
         if not self.alive:
             return
@@ -169,26 +177,27 @@ class Master(Process):
             self.superseded()
             return
         disk, sim = self.disk, self.sim
-        if type(event) is LeaseExpired:
-            self.pace.expired(event)
+        if type(fact) is LeaseExpired:
+            self.pace.expired(fact)
+        event = Event(self.now(), fact, sender)
         instructions = self.brain.handle(event)
         self.pace.handled()
         sim.brain_events += 1
         done = None
-        if type(event) is ShardDone:
+        if type(fact) is ShardDone:
             for i in instructions:
-                if type(i) is not Reply or type(i.answer) is not Ok or event.shard in sim.truth.done:
+                if type(i) is not Reply or type(i.answer) is not Ok or fact.shard in sim.truth.done:
                     continue
-                if self.brain.shards.state(event.shard) >= ShardState.DONE:  # Ok also to a repeat of one reopened since
-                    done = event
-        elif type(event) is ShardAsked:
+                if self.brain.shards.state(fact.shard) >= ShardState.DONE:  # Ok also to a repeat of one reopened since
+                    done = fact.shard, fact.lease
+        elif type(fact) is ShardAsked:
             for i in instructions:
                 if type(i) is Reply and type(i.answer) is Granted:
-                    before = sim.truth.granted.get((event.worker, event.incarnation, event.ask))
+                    before = sim.truth.granted.get((event.slot, event.incarnation, fact.ask))
                     current = before is not None and sim.lease_current(self.brain, before)
-                    sim.truth.grants(event.worker, event.incarnation, event.ask, i.answer.lease, current)
-        elif type(event) is MemberJoined and event.leases:
-            for lease in event.leases:
+                    sim.truth.grants(event.slot, event.incarnation, fact.ask, i.answer.lease, current)
+        elif type(fact) is MemberJoined and fact.leases:
+            for lease in fact.leases:
                 sim.truth.confirms(lease, sim.lease_current(self.brain, lease))
         disk.log.append((event, done))
         if sim.validate:
@@ -238,7 +247,7 @@ class Master(Process):
         conn: Conn | None,
         handler: Any,
         args: tuple[Any, ...],
-        event: BrainEvent,
+        event: Event,
     ) -> None:
         net, sim = self.net, self.sim
         for i in instructions:
@@ -285,7 +294,7 @@ class Master(Process):
             return
         self.greet(conn, ("agent", node))
         self.watch.node_heard(node, self.now())
-        self.record(NodeJoined(self.now(), node, "", places, ps_places, running))
+        self.record(NodeJoined(node, "", places, ps_places, running))
         self.net.to_client(conn, conn.client.on_welcome, conn, None)  # type: ignore[attr-defined]
 
     def on_hello_member(
@@ -301,8 +310,8 @@ class Master(Process):
         whom = (key.role.value, key.slot)
         if self.stale(conn, whom):
             return
-        event = MemberJoined(self.now(), key.role, key.slot, incarnation, node, 1, address, leases, holds)
-        self.record(event, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
+        fact = MemberJoined(key.role, key.slot, incarnation, node, 1, address, leases, holds)
+        self.record(fact, conn, conn.client.on_welcome)  # type: ignore[attr-defined]
         if self.brain.members.current(key.role, key.slot, incarnation) is not None:
             self.greet(conn, whom)  # orders of later events follow its answer
             self.hear(self.watch.heard(key, incarnation, self.now(), (), node))
@@ -336,9 +345,9 @@ class Master(Process):
                     self.hear(self.watch.vouched(member, life, self.now(), 0.0))
         self.net.to_client(conn, conn.client.on_beaten, conn)  # type: ignore[attr-defined]
 
-    def on_call(self, conn: Conn, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
+    def on_call(self, conn: Conn, fact: FactType, handler: Any, key: tuple[Any, ...], sender: Sender) -> None:
         """A request that becomes one event; its reply goes to ``handler(conn, *key, answer)``."""
-        self.record(event_class(self.now(), *args), conn, handler, key)
+        self.record(fact, conn, handler, key, sender)
 
     def hear(self, events: Sequence[MemberHeard]) -> None:
         for event in events:
@@ -377,11 +386,11 @@ class Master(Process):
         if writing is None:
             began_at = max(brain.checkpoints.begun_at, brain.job.started_at)
             if brain.job.phase is Phase.TRAINING and now - began_at >= self.sim.scenario.checkpoint_s:
-                self.record(CheckpointAsked(now, CheckpointReason.DUE))
+                self.record(CheckpointAsked(CheckpointReason.DUE))
         elif writing.manifest is not None:
             self.commit(writing.manifest)
         elif now - writing.began_at >= GIVE_UP_S:
-            self.record(CheckpointAsked(now, CheckpointReason.LATE))
+            self.record(CheckpointAsked(CheckpointReason.LATE))
         elif now - self.images_asked_at >= 1.0:
             self.order_images()
 
@@ -401,7 +410,7 @@ class Master(Process):
 
     def committed(self, manifest: Manifest) -> None:
         self.sim.manifests.setdefault(manifest.checkpoint, manifest)
-        self.record(CheckpointCommitted(self.now(), manifest.checkpoint))
+        self.record(CheckpointCommitted(manifest.checkpoint))
 
 
 # ---------------------------------------------------------------- clients of the master
@@ -435,9 +444,15 @@ class Member(Client):
             self.conn = None
             self.connect()
 
-    def call(self, event_class: Any, handler: Any, key: tuple[Any, ...], *args: Any) -> None:
+    @property
+    def sender(self) -> Sender:
+        """As its connection proves it."""
+        return Sender("command")
+
+    def call(self, fact: FactType, handler: Any, key: tuple[Any, ...]) -> None:
         if self.conn is not None and self.welcome:
-            self.net.to_server(self.conn, self.conn.server.on_call, self.conn, event_class, handler, key, *args)  # type: ignore[attr-defined]
+            server: Any = self.conn.server
+            self.net.to_server(self.conn, server.on_call, self.conn, fact, handler, key, self.sender)
 
     def beat(self) -> None:
         """Every half second; an answer that is overdue breaks the connection, and hello says everything again."""
@@ -493,6 +508,10 @@ class Child(Member):
     key: MemberKey
     incarnation: Incarnation
 
+    @property
+    def sender(self) -> Sender:
+        return Sender("ps" if self.key.role is Role.PS else "worker", self.key.slot, self.incarnation)
+
 
 class Agent(Member):
     """Starts and buries the processes of one node."""
@@ -504,6 +523,10 @@ class Agent(Member):
         self.starting: dict[tuple[Role, Slot], Incarnation] = {}
         self.exits: dict[tuple[Role, Slot, Incarnation], int] = {}
         self.vouches = sim.scenario.vouch
+
+    @property
+    def sender(self) -> Sender:
+        return Sender("agent", node=self.id)
 
     def hello(self, conn: Conn) -> None:
         running = [(r, s, p.incarnation, 1) for (r, s), p in self.children.items() if p.alive]
@@ -525,7 +548,7 @@ class Agent(Member):
     def again(self) -> None:
         for (role, slot, incarnation), status in list(self.exits.items()):
             key = (role, slot, incarnation)
-            self.call(ProcessExited, self.on_exited, key, role, slot, incarnation, status)
+            self.call(ProcessExited(role, slot, incarnation, status), self.on_exited, key)
 
     def on_exited(self, conn: Conn, role: Role, slot: Slot, incarnation: Incarnation, answer: Any = None) -> None:
         self.exits.pop((role, slot, incarnation), None)
@@ -772,8 +795,7 @@ class Worker(Child):
             self.hello(conn)
 
     def register(self) -> None:
-        slot, incarnation = self.key.slot, self.incarnation
-        self.call(PlanRegistered, self.on_registered, (), slot, incarnation, self.sim.plan)
+        self.call(PlanRegistered(self.sim.plan), self.on_registered, ())
 
     def on_registered(self, conn: Conn, answer: AnswerType) -> None:
         if isinstance(answer, Registered) and not self.plan_known:
@@ -1022,14 +1044,17 @@ class Worker(Child):
                 self.master_stamp = now
                 if a.pending:  # type: ignore[attr-defined]
                     sim.truth.pends(*me, [h for h in self.protocol.held() if h.no in a.pending])  # type: ignore[attr-defined]
-                self.call(ShardAsked, self.on_answer, (a.ask,), *me, a.dataset, a.until_epoch, a.ask, a.pending)  # type: ignore[attr-defined]
+                asked = ShardAsked(a.dataset, a.until_epoch, a.ask, a.pending)  # type: ignore[attr-defined]
+                self.call(asked, self.on_answer, (a.ask,))  # type: ignore[attr-defined]
             elif kind is SendDone:
                 self.master_stamp = now
                 key = (a.lease.no,)  # type: ignore[attr-defined]
-                self.call(ShardDone, self.on_done, key, *me, a.lease.shard, a.lease.no, a.servers, a.skipped, a.route)  # type: ignore[attr-defined]
+                done = ShardDone(a.lease.shard, a.lease.no, a.servers, a.skipped, a.route)  # type: ignore[attr-defined]
+                self.call(done, self.on_done, key)
             elif kind is SendGiveBack:
                 key = (a.lease.no,)  # type: ignore[attr-defined]
-                self.call(ShardReturned, self.on_given_back, key, *me, a.lease.shard, a.lease.no, a.reason, a.late)  # type: ignore[attr-defined]
+                back = ShardReturned(a.lease.shard, a.lease.no, a.reason, a.late)  # type: ignore[attr-defined]
+                self.call(back, self.on_given_back, key)
             elif kind is AskLater:
                 self.later(min(a.after_s, 1.0), self.ask_again, a.ask)  # type: ignore[attr-defined]
             elif kind is Halt:

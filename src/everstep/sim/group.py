@@ -39,6 +39,7 @@ from everstep.brain.events import (
     StepsCommitted,
     Welcome,
     Yes,
+    by_worker,
 )
 from everstep.brain.replicas import replica_start
 from everstep.brain.watch import Watch
@@ -317,7 +318,7 @@ class GroupMaster(Master):
     def tick(self) -> None:
         super().tick()
         if self.alive and 0 < self.brain.state.groups.due_at <= self.now():
-            self.record(GroupDue(self.now()))
+            self.record(GroupDue())
 
     def commit(self, manifest: Manifest) -> None:
         begins = self.committing != manifest.checkpoint
@@ -349,7 +350,8 @@ class GroupMaster(Master):
         now = self.now()
         silent = self.watch.stalled(self.brain, now)
         client: Any = conn.client
-        self.record(GroupStalled(now, worker, life, generation, step, waited, silent), conn, client.on_grouped, ())
+        fact = GroupStalled(generation, step, waited, silent)
+        self.record(fact, conn, client.on_grouped, (), by_worker(worker, life))
 
 
 class GroupAgent(Agent):
@@ -423,7 +425,7 @@ class GroupWorker(Child):
         elif isinstance(answer, Welcome) and self.welcomed(conn):
             self.telling = 0.0
             if not self.entered:
-                self.call(PlanRegistered, self.on_registered, (), *self.me, self.sim.plan)
+                self.call(PlanRegistered(self.sim.plan), self.on_registered, ())
             else:
                 self.ask()
                 self.say_synced()
@@ -442,11 +444,11 @@ class GroupWorker(Child):
     def ask(self) -> None:
         self.asked_at = self.kernel.now
         mark = self.mark if self.has_state else None
-        self.call(GroupAsked, self.on_grouped, (), *self.me, 0, self.sim.scenario.epochs, BATCH, None, mark)
+        self.call(GroupAsked(0, self.sim.scenario.epochs, BATCH, None, mark), self.on_grouped, ())
 
     def again(self) -> None:
         if not self.entered:
-            self.call(PlanRegistered, self.on_registered, (), *self.me, self.sim.plan)
+            self.call(PlanRegistered(self.sim.plan), self.on_registered, ())
         elif self.machine.newest is None:
             self.ask()
 
@@ -489,7 +491,7 @@ class GroupWorker(Child):
             self.later(0.05, self.written, number, image)
             return
         if self.writing == number:  # (until it is answered)
-            self.call(ReplicaWritten, self.on_written, (number, image), *self.me, number, image)
+            self.call(ReplicaWritten(number, image), self.on_written, (number, image))
             self.later(1.0, self.written, number, image)
 
     def on_written(self, conn: Conn, number: int, image: ReplicaImage, answer: AnswerType) -> None:
@@ -509,7 +511,7 @@ class GroupWorker(Child):
                 self.exit(143)
         elif self.leaving_since < 0 and self.entered and not self.closing:
             self.leaving_since = self.kernel.now
-            self.call(GroupLeft, self.on_grouped, (), *self.me, LeaveReason.ASKED)
+            self.call(GroupLeft(LeaveReason.ASKED), self.on_grouped, ())
             self.pump()
         elif not self.closing and not self.entered:
             self.exit(143)
@@ -617,7 +619,7 @@ class GroupWorker(Child):
 
     def say_synced(self) -> None:
         if self.synced and self.machine.present is None and not self.closing and not self.trained():
-            self.call(GroupSynced, self.on_grouped, (), *self.me, self.synced)
+            self.call(GroupSynced(self.synced), self.on_grouped, ())
 
     # ------------------------------------------------------------ the loop
 
@@ -813,7 +815,7 @@ class GroupWorker(Child):
 
     def ask_chief(self) -> None:
         if self.phase == "behind":
-            self.call(ChiefAsked, self.on_chief, (), *self.me)
+            self.call(ChiefAsked(), self.on_chief, ())
 
     def on_chief(self, conn: Conn, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
@@ -853,7 +855,7 @@ class GroupWorker(Child):
                 self.net.to_server(self.conn, server.on_may_end, self.conn, *self.me)
             elif not self.done_said:
                 self.gsim.finished(self)
-                self.call(GroupLeft, self.on_done_said, (), *self.me, LeaveReason.DONE)
+                self.call(GroupLeft(LeaveReason.DONE), self.on_done_said, ())
             self.later(END_LOOK_S, self.end, status, since)
             return
         self.exit(status)
@@ -891,7 +893,7 @@ class GroupWorker(Child):
             self.say_synced()
         if self.leaving_since >= 0 and now - self.asked_at > NEWS_EVERY_S:
             self.asked_at = now
-            self.call(GroupLeft, self.on_grouped, (), *self.me, LeaveReason.ASKED)
+            self.call(GroupLeft(LeaveReason.ASKED), self.on_grouped, ())
         self.stall(now, lost)
         self.pump()
 
@@ -920,7 +922,7 @@ class GroupWorker(Child):
             return
         if self.commits.confirmed >= self.met_at - 1:
             self.said_met = group.generation
-            self.call(GroupSynced, self.on_grouped, (), *self.me, group.generation)
+            self.call(GroupSynced(group.generation), self.on_grouped, ())
 
     def tell(self, everybody: bool) -> None:
         now = self.kernel.now
@@ -941,7 +943,7 @@ class GroupWorker(Child):
         if now - self.telling < 1.0 or not (first or everybody or now - self.untold_since > TELL_ANYWAY_S):
             return
         self.telling = now
-        self.call(StepsCommitted, self.on_told, (steps[-1].last, self.origin), *self.me, steps)
+        self.call(StepsCommitted(steps), self.on_told, (steps[-1].last, self.origin))
 
     def on_told(self, conn: Conn, last: int, line: int | None, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
@@ -1126,7 +1128,7 @@ class GroupSimulation(Simulation):
         elif fault == "term worker" and worker is not None:
             worker.fire(worker.terminate, ())
         elif fault == "drain" and worker is not None:
-            self.record(DrainAsked(self.master.now(), f"worker:{worker.key.slot}", rng.choice([1.0, 30.0])))
+            self.record(DrainAsked(f"worker:{worker.key.slot}", rng.choice([1.0, 30.0])))
         elif fault == "sever":
             conns = [c.conn for c in (*self.agents.values(), *self.processes) if c.conn is not None]
             if conns:
@@ -1136,7 +1138,7 @@ class GroupSimulation(Simulation):
 
     def wanted_by_policy(self, *actions: PlanAction) -> None:
         """A policy wants this."""
-        self.record(PlanMade(self.master.now(), "sim", PolicyPlan(actions=actions, decision=Decision("plan", "drawn"))))
+        self.record(PlanMade("sim", PolicyPlan(actions=actions, decision=Decision("plan", "drawn"))))
 
     def heal(self) -> None:
         super().heal()
@@ -1197,8 +1199,9 @@ class GroupSimulation(Simulation):
         facts, fresh = StepFacts(), Brain()
         for event, _ in self.disk.log:
             out = fresh.handle(event)
-            if isinstance(event, StepsCommitted) and not isinstance(getattr(out[0], "answer", None), Fenced):
-                facts.told(event.steps)
+            fact = event.fact
+            if isinstance(fact, StepsCommitted) and not isinstance(getattr(out[0], "answer", None), Fenced):
+                facts.told(fact.steps)
             for i in out:
                 if isinstance(i, PublishGroup):
                     facts.published(i.group)

@@ -64,12 +64,12 @@ class Large(GroupSimulation):
 
 
 class Metered(GroupMaster):
-    def record(self, event: Any, conn: Any = None, handler: Any = None, args: tuple[Any, ...] = ()) -> None:
+    def record(self, fact: Any, *rest: Any, **named: Any) -> None:
         sim: Any = self.sim
         began = time.process_time()
-        super().record(event, conn, handler, args)
+        super().record(fact, *rest, **named)
         sim.cpu_s += time.process_time() - began
-        sim.reports += isinstance(event, StepsCommitted)
+        sim.reports += isinstance(fact, StepsCommitted)
 
     def carry_out(self, instructions: Any, conn: Any, handler: Any, args: Any, event: Any) -> None:
         sim: Any = self.sim

@@ -17,6 +17,7 @@ import msgspec
 from everstep.brain import brain as brain_module
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
+    Event,
     InstructionType,
     LeaseExpired,
     MemberHeard,
@@ -180,17 +181,17 @@ class ForgetsReleased(Ledger):
 
 
 class DoneOfDeadPs(Brain):
-    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
+    def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
         placement = self.state.placement
         if placement is not None:
             now = tuple((p.slot, p.incarnation) for p in placement.servers)
-            e = ShardDone(e.at, e.worker, e.incarnation, e.shard, e.lease, now, e.skipped)  # nor by which map
-        return super()._shard_done(e)
+            e = ShardDone(e.shard, e.lease, now, e.skipped)  # nor by which map
+        return super()._shard_done(e, told)
 
 
 class ReturnedToNoPlace(Brain):
-    def _lease_expired(self, e: LeaseExpired) -> list[InstructionType]:
-        out = super()._lease_expired(e)
+    def _lease_expired(self, e: LeaseExpired, told: Event) -> list[InstructionType]:
+        out = super()._lease_expired(e, told)
         self.lose(e.shard, bool(out))
         return out
 
@@ -211,16 +212,16 @@ class ReturnedToNoPlace(Brain):
 
 
 class DuplicateGrant(Brain):
-    def _shard_asked(self, e: ShardAsked) -> list[InstructionType]:
-        seat = self.members.workers.get(e.worker)
-        if seat is not None and seat.member.incarnation == e.incarnation and e.dataset in seat.granted:
+    def _shard_asked(self, e: ShardAsked, told: Event) -> list[InstructionType]:
+        seat = self.members.workers.get(told.slot)
+        if seat is not None and seat.member.incarnation == told.incarnation and e.dataset in seat.granted:
             seat.granted[e.dataset].pop(e.ask, None)
-        return super()._shard_asked(e)
+        return super()._shard_asked(e, told)
 
 
 class ReleasesTooMuch(Brain):
-    def _shard_done(self, e: ShardDone) -> list[InstructionType]:
-        out = super()._shard_done(e)
+    def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
+        out = super()._shard_done(e, told)
         if out and type(out[0]) is Reply and type(out[0].answer) is Ok:
             dataset, epoch, index = split_key(e.shard)
             out.append(ReleaseShards(tuple(shard_key(dataset, epoch, i) for i in range(index + 1))))
@@ -369,12 +370,12 @@ class PendingClaimsTooMuch(WorkerProtocol):
         return AskShard(self._dataset, self._until, self._asked, pending)
 
 
-def _pending_of_all(self: Brain, e: ShardAsked) -> list[InstructionType]:
+def _pending_of_all(self: Brain, e: ShardAsked, told: Event) -> list[InstructionType]:
     """A worker that names one lease as pending is taken to mean all that it was granted."""
-    seat = self.members.current(Role.WORKER, e.worker, e.incarnation)
+    seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
     if seat is not None and e.pending:
         e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in seat.held))
-    return _shard_asked(self, e)
+    return _shard_asked(self, e, told)
 
 
 _shard_asked = Brain._shard_asked

@@ -13,7 +13,17 @@ from typing import Any
 
 import msgspec
 
-from everstep.brain.events import BrainEvent, BucketsReady, JobResumed, MemberSilent, NodeLost, ProcessExited, StopAsked
+from everstep.brain.events import (
+    MASTER,
+    BucketsReady,
+    FactType,
+    JobResumed,
+    MemberSilent,
+    NodeLost,
+    ProcessExited,
+    Sender,
+    StopAsked,
+)
 from everstep.brain.job import Phase
 from everstep.ids import Incarnation
 from everstep.model.image import Manifest
@@ -105,14 +115,19 @@ class ResumedMaster(Master):
         super().__init__(sim, life)
         if sim.origin is not None and not self.brain.checkpoints.resumed and sim.says_origin():
             manifest, numbers = sim.origin
-            self.record(JobResumed(self.now(), manifest, "old", numbers))
+            self.record(JobResumed(manifest, "old", numbers))
 
     def record(
-        self, event: BrainEvent, conn: Conn | None = None, handler: Any = None, args: tuple[Any, ...] = ()
+        self,
+        fact: FactType,
+        conn: Conn | None = None,
+        handler: Any = None,
+        args: tuple[Any, ...] = (),
+        sender: Sender = MASTER,
     ) -> None:
-        if tells_of_a_loss(event):
+        if tells_of_a_loss(fact):
             self.sim.truth.kept = set()  # a ps was lost: whether something is missing may be looked into
-        super().record(event, conn, handler, args)
+        super().record(fact, conn, handler, args, sender)
 
     def committed(self, manifest: Manifest) -> None:
         there = self.sim.manifests.get(manifest.checkpoint)
@@ -121,13 +136,13 @@ class ResumedMaster(Master):
         super().committed(manifest)
 
 
-def tells_of_a_loss(event: BrainEvent) -> bool:
+def tells_of_a_loss(fact: FactType) -> bool:
     """Whether a ps may have been lost, by this."""
-    if isinstance(event, BucketsReady):
-        return event.how is Arrival.STUCK
-    if isinstance(event, ProcessExited | MemberSilent):
-        return event.role is not Role.WORKER
-    return isinstance(event, NodeLost)
+    if isinstance(fact, BucketsReady):
+        return fact.how is Arrival.STUCK
+    if isinstance(fact, ProcessExited | MemberSilent):
+        return fact.role is not Role.WORKER
+    return isinstance(fact, NodeLost)
 
 
 class ResumeSimulation(Simulation):
@@ -159,7 +174,7 @@ class ResumeSimulation(Simulation):
             self.kernel.after(TRY_AGAIN_S, self.end, resumption)
         elif resumption.stopped:
             self.kernel.say("FAULT", "the job is asked to stop")
-            self.record(StopAsked(self.master.now(), "asked", True))
+            self.record(StopAsked("asked", True))
             self.kernel.after(STOP_S, self.lose, resumption)
         else:
             self.lose(resumption)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import BrainEvent, DrainAsked, Note, Reply, ScaleAsked
+from everstep.brain.events import DrainAsked, Event, FactType, Note, Reply, ScaleAsked
 from everstep.brain.pacing import Pacing
 from everstep.brain.watch import Watch
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
@@ -38,7 +38,7 @@ from everstep.tables.gate import Gate
 from everstep.tables.protocol import WorkerProtocol
 
 _encoder = msgspec.msgpack.Encoder()
-_events = msgspec.msgpack.Decoder(list[BrainEvent])
+_events = msgspec.msgpack.Decoder(list[Event])
 
 
 class Parts(NamedTuple):
@@ -233,9 +233,9 @@ class Simulation:
         """A fault of a ps that keeps mirrors; those that lose it, only while it can be borne."""
         rng, kernel = self.kernel.rng, self.kernel
         if fault == "scale ps":
-            self.record(ScaleAsked(self.master.now(), Role.PS, rng.randint(*self.scenario.ps_range)))
+            self.record(ScaleAsked(Role.PS, rng.randint(*self.scenario.ps_range)))
         elif fault == "drain ps" and self.servers:
-            self.record(DrainAsked(self.master.now(), f"ps:{rng.choice(sorted(self.servers))}", 30.0))
+            self.record(DrainAsked(f"ps:{rng.choice(sorted(self.servers))}", 30.0))
         living = [p for p in self.processes if isinstance(p, MirrorPs) and p.key.slot not in self.doomed]
         if not living:
             return
@@ -339,9 +339,9 @@ class Simulation:
         shards = self.master.brain.shards
         return not shards.released and not shards.releasing and self.master.brain.keeper._may_begin_again()
 
-    def record(self, event: BrainEvent) -> None:
+    def record(self, fact: FactType) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
-            self.master.record(event)
+            self.master.record(fact)
 
     def cut(self, a: str, b: str, both: bool, seconds: float) -> None:
         self.net.partition(a, b, both)
@@ -398,7 +398,7 @@ class Simulation:
 
     def scale(self, count: int) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:
-            self.master.record(ScaleAsked(self.master.now(), Role.WORKER, count))
+            self.master.record(ScaleAsked(Role.WORKER, count))
 
     def heal(self) -> None:
         """The end of all faults."""
@@ -498,9 +498,9 @@ class Simulation:
         held = [f"{h.shard:x} by worker:{h.worker}" for h in brain.leases.values()]
         return f"{epochs}, leases {held}, processes {[str(p) for p in self.processes]}"
 
-    def say_event(self, master: Process, event: BrainEvent, instructions: list[Any]) -> None:
+    def say_event(self, master: Process, event: Event, instructions: list[Any]) -> None:
         """The trace of one brain step."""
-        self.kernel.say(master, f"{event!r:.160}")
+        self.kernel.say(master, f"{event.sender}: {event.fact!r:.160}")
         for i in instructions:
             text = repr(i.answer) if isinstance(i, Reply) else str(i.decision) if isinstance(i, Note) else repr(i)
             self.kernel.say(master, f"   -> {text:.140}")

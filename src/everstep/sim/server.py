@@ -136,24 +136,19 @@ class MirrorPs(Child):
         self.moved_on()
 
     def report(self) -> None:
-        slot, incarnation = self.me
-        self.reports = [
-            (MirrorsReady, (slot, incarnation, tuple(self.machine.complete), tuple(sorted(self.machine.torn))))
-        ]
-        self.reports += [
-            (BucketsReady, (slot, incarnation, version, buckets, how)) for version, how, buckets in self.machine.ready()
-        ]
+        self.reports = [MirrorsReady(tuple(self.machine.complete), tuple(sorted(self.machine.torn)))]
+        self.reports += [BucketsReady(version, buckets, how) for version, how, buckets in self.machine.ready()]
         self.again()
 
     def again(self) -> None:
-        for i, (event, args) in enumerate(self.reports):
-            self.call(event, self.on_reported, (i, args), *args)
+        for i, fact in enumerate(self.reports):
+            self.call(fact, self.on_reported, (i, fact))
 
-    def on_reported(self, conn: Conn, i: int, args: Any, answer: AnswerType) -> None:
+    def on_reported(self, conn: Conn, i: int, fact: Any, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):
             self.exit(4)
         elif isinstance(answer, Ok):
-            self.reports = [r for r in self.reports if r[1] != args]
+            self.reports = [r for r in self.reports if r != fact]
 
     # ------------------------------------------------------------ the machine
 
@@ -248,7 +243,7 @@ class MirrorPs(Child):
             self.stuck, self.stuck_at = stuck, now
         elif stuck[1] and now - self.stuck_at > STUCK_S:  # no other placement came
             self.stuck_at = now
-            self.call(BucketsReady, self.on_images, (), *self.me, *stuck, Arrival.STUCK)
+            self.call(BucketsReady(*stuck, Arrival.STUCK), self.on_images, ())
         self.asked = {i: (a, until) for i, (a, until) in self.asked.items() if until > now}
         under_way = [a for a, _ in self.asked.values()]
         for ask in self.machine.asks():
@@ -450,8 +445,7 @@ class MirrorPs(Child):
         self.later(0.05 + 0.3 * self.kernel.random(), self.images_durable, checkpoint, tuple(images))
 
     def images_durable(self, checkpoint: int, images: tuple[BucketImage, ...]) -> None:
-        slot, incarnation = self.me
-        self.call(ImagesWritten, self.on_images, (), slot, incarnation, checkpoint, images)
+        self.call(ImagesWritten(checkpoint, images), self.on_images, ())
 
     def on_images(self, conn: Conn, answer: AnswerType) -> None:
         if isinstance(answer, Fenced):

@@ -11,8 +11,9 @@ replayed on top of one is at most ``SNAPSHOT_EVERY`` events and what one group h
 Two masters cannot both rule: opening for writing raises the incarnation stored in the file, and every transaction
 first checks that it is still its own. An older master's next commit fails with ``FencedError``.
 
-Tables: ``meta(key, value)``; ``events(seq, event, digest)``, msgpack of ``BrainEvent`` and, in ``digest``, eight bytes
-for its instructions and eight that vouch for the row; ``snapshots(seq, state)``, the state followed by eight bytes that
+Tables: ``meta(key, value)``; ``events(seq, event, digest)``, msgpack of ``Event`` (of version 2: see
+``brain.earlier``) and, in ``digest``, eight bytes for its instructions and eight that vouch for the row;
+``snapshots(seq, state)``, the state followed by eight bytes that
 vouch for it. Numbers have no gaps. So a changed bit is found by the reader, with SQLite's own check of its pages; what
 cannot be told from a crash is a journal that lost its unsynced end.
 """
@@ -31,15 +32,16 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.earlier import as_now
-from everstep.brain.events import BrainEvent, InstructionType
+from everstep.brain.earlier import as_then, decode_event
+from everstep.brain.events import Event, InstructionType
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
 from everstep.storage.atomic import private
 from everstep.storage.space import is_full, with_space
 from everstep.storage.wal import WalFile
 
-VERSION = 2
+VERSION = 3
+READS = (2, 3)
 SNAPSHOT_EVERY = 20_000
 GATHER_S = 0.0005
 """How long a transaction waits for as many events as the last one had. Askers answered together ask again together:
@@ -55,17 +57,16 @@ CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NU
 """
 
 _encode = msgspec.msgpack.Encoder().encode
-_event_decoder: msgspec.msgpack.Decoder[BrainEvent] = msgspec.msgpack.Decoder(BrainEvent)
-
-
-def decode_event(raw: bytes) -> BrainEvent:
-    """An event of the journal, also of an earlier release's. Raises ``msgspec.MsgspecError``."""
-    return as_now(_event_decoder.decode(raw))
 
 
 def digest_of(instructions: Sequence[InstructionType]) -> bytes:
     """Eight bytes that stand for these instructions."""
     return hashlib.blake2b(_encode(instructions), digest_size=8).digest()
+
+
+def agrees(instructions: Sequence[InstructionType], digest: bytes) -> bool:
+    """Whether the digest of the journal stands for these instructions, also if an earlier release wrote it."""
+    return digest_of(instructions) == digest or digest_of(as_then(instructions)) == digest
 
 
 def vouch(seq: int, data: bytes) -> bytes:
@@ -88,7 +89,7 @@ class Entry(NamedTuple):
     """One journaled event."""
 
     seq: int
-    event: BrainEvent
+    event: Event
     digest: bytes
 
 
@@ -156,12 +157,9 @@ class Journal:
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         meta: dict[str, int] = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        if meta.get("version", VERSION) != VERSION:
+        if meta.get("version", VERSION) not in READS:
             db.execute("ROLLBACK")
-            raise ConfigError(
-                f"{self.path} is of journal version {meta['version']}, this everstep writes {VERSION}: use a new run "
-                "directory"
-            )
+            raise _other_version(self.path, meta["version"])
         last = meta.get("incarnation", 0)
         if meta and meta.get("check") != _meta_check(last):
             db.execute("ROLLBACK")
@@ -212,7 +210,7 @@ class Journal:
 
     # ------------------------------------------------------------ writing, one caller at a time
 
-    def append(self, event: BrainEvent, instructions: Sequence[InstructionType] = ()) -> int:
+    def append(self, event: Event, instructions: Sequence[InstructionType] = ()) -> int:
         """Queue an event with the instructions it gave; returns its number at once. Not durable yet: wait with
         ``durable`` or ``flush``, or for ``on_durable``. Raises the error that ended the journal, if one did."""
         data, short = _encode(event), digest_of(instructions)
@@ -347,6 +345,20 @@ class Journal:
             raise
 
 
+def check_version(db: sqlite3.Connection, path: Path) -> None:
+    """Raises ConfigError if this everstep does not read a journal of its version."""
+    for (version,) in db.execute("SELECT value FROM meta WHERE key = 'version'"):
+        if version not in READS:
+            raise _other_version(path, version)
+
+
+def _other_version(path: Path, version: int) -> ConfigError:
+    which = "a later everstep" if version > VERSION else "an earlier everstep"
+    return ConfigError(
+        f"{path} is of journal version {version}, this everstep reads {READS[0]} to {READS[-1]}: {which} reads it"
+    )
+
+
 def _meta_check(incarnation: int) -> int:
     return int.from_bytes(vouch(incarnation, b"meta")[:7], "little")
 
@@ -414,6 +426,7 @@ def read_journal(path: Path) -> Iterator[Entry]:
         db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
         try:
             last = 0
+            check_version(db, path)
             for seq, raw, digest in db.execute("SELECT seq, event, digest FROM events ORDER BY seq"):
                 short = sound_row(path, last, seq, raw, digest)
                 yield Entry(seq, decode_event(raw), short)

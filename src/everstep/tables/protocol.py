@@ -108,7 +108,7 @@ class Action(msgspec.Struct, frozen=True, gc=False):
 
 
 class AskShard(Action, frozen=True, gc=False):
-    """Call the master (``messages.AskShard``); bring its answer to ``answered``."""
+    """Call the master (``ShardAsked``); bring its answer to ``answered``."""
 
     dataset: int
     until_epoch: int
@@ -147,7 +147,7 @@ class SendPush(Action, frozen=True):
 
 
 class SendDone(Action, frozen=True):
-    """Call the master (``messages.Done``); bring its answer to ``done_answered``."""
+    """Call the master (``ShardDone``); bring its answer to ``done_answered``."""
 
     lease: Lease
     servers: tuple[tuple[Slot, Incarnation], ...]
@@ -156,7 +156,7 @@ class SendDone(Action, frozen=True):
 
 
 class SendGiveBack(Action, frozen=True, gc=False):
-    """Call the master (``messages.GiveBack``); when answered, ``given_back``. ``late``: the step of what was computed
+    """Call the master (``ShardReturned``); when answered, ``given_back``. ``late``: the step of what was computed
     went on without it."""
 
     lease: Lease

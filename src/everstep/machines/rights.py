@@ -13,20 +13,48 @@ from typing import Any, Final, NamedTuple
 
 from everstep.bounds import MEMBERS_MAX
 from everstep.brain.brain import Brain
-from everstep.brain.events import AnswerType, Fenced, Refused
+from everstep.brain.events import (
+    AnswerType,
+    BucketsReady,
+    CheckpointAsked,
+    ChiefAsked,
+    DrainAsked,
+    Fenced,
+    GroupAsked,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    ImagesWritten,
+    LoadFailed,
+    MemberJoined,
+    MirrorsReady,
+    NodeJoined,
+    OnceAsked,
+    PlanRegistered,
+    ProcessExited,
+    Refused,
+    ReplicaWritten,
+    ScaleAsked,
+    Sender,
+    ShardAsked,
+    ShardDone,
+    ShardReturned,
+    StepsCommitted,
+    StopAsked,
+)
 from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.image import ImageFile
 from everstep.model.member import Role
+from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import split_key
 from everstep.net import messages as wire
-from everstep.net.auth import Identity
 
 DATASETS_MAX: Final = 1 << 10  # what a shard key has bits for
 EPOCHS_MAX: Final = 1 << 20
 SHARDS_MAX: Final = 1 << 32
 NODES_MAX: Final = 4096
 
-Check = Callable[[Brain, Identity, Any], str]
+Check = Callable[[Brain, Sender, Any], str]
 """What is wrong with a request, in words; "": nothing."""
 
 
@@ -41,11 +69,11 @@ class Right(NamedTuple):
 # ------------------------------------------------------------ for whom
 
 
-def _anyone(brain: Brain, who: Identity, r: Any) -> str:
+def _anyone(brain: Brain, who: Sender, r: Any) -> str:
     return ""
 
 
-def _itself(brain: Brain, who: Identity, r: Any) -> str:
+def _itself(brain: Brain, who: Sender, r: Any) -> str:
     """The request names slot and incarnation (and perhaps a role): its sender's own."""
     role = str(getattr(r, "role", who.role))
     if (role, r.slot, r.incarnation) != (who.role, who.slot, who.incarnation):
@@ -53,11 +81,11 @@ def _itself(brain: Brain, who: Identity, r: Any) -> str:
     return ""
 
 
-def _own_node(brain: Brain, who: Identity, r: wire.HelloNode) -> str:
+def _own_node(brain: Brain, who: Sender, r: NodeJoined) -> str:
     return "" if r.node == who.node else f"it speaks of node {r.node!r}"
 
 
-def _on_its_node(brain: Brain, who: Identity, r: Any) -> str:
+def _on_its_node(brain: Brain, who: Sender, r: Any) -> str:
     """An agent's word of a process: one that runs on its node, or none that is current."""
     role = getattr(r, "role", Role.WORKER)
     if role is Role.MASTER:
@@ -68,7 +96,7 @@ def _on_its_node(brain: Brain, who: Identity, r: Any) -> str:
     return ""
 
 
-def _may_drain(brain: Brain, who: Identity, r: wire.Drain) -> str:
+def _may_drain(brain: Brain, who: Sender, r: DrainAsked) -> str:
     if who.role == "agent" and r.target != who.node:
         return f"it speaks of {r.target!r}"
     if who.role == "ps" and r.target != f"ps:{who.slot}":
@@ -109,7 +137,7 @@ def _mirrors(brain: Brain, mirrors: Iterable[int]) -> str:
     return "" if bad is None else f"there is no mirror {bad}"
 
 
-def _hello_node(brain: Brain, who: Identity, r: wire.HelloNode) -> str:
+def _hello_node(brain: Brain, who: Sender, r: NodeJoined) -> str:
     if any(role is Role.MASTER for role, *_ in r.running):
         return "a master is no member"
     if r.node in brain.members.nodes:
@@ -121,7 +149,7 @@ def _hello_node(brain: Brain, who: Identity, r: wire.HelloNode) -> str:
     return ""
 
 
-def _hello_member(brain: Brain, who: Identity, r: wire.HelloMember) -> str:
+def _hello_member(brain: Brain, who: Sender, r: MemberJoined) -> str:
     for lease in r.leases:
         number, _, index = split_key(lease.shard)
         if number < len(brain.shards.datasets):
@@ -133,7 +161,7 @@ def _hello_member(brain: Brain, who: Identity, r: wire.HelloMember) -> str:
     return ""
 
 
-def _register(brain: Brain, who: Identity, r: wire.Register) -> str:
+def _register(brain: Brain, who: Sender, r: PlanRegistered) -> str:
     plan = r.plan
     if not plan.name or len(plan.name) > 255 or len(plan.fingerprint) > 255:
         return "the name of a dataset has 1 to 255 characters"
@@ -144,7 +172,7 @@ def _register(brain: Brain, who: Identity, r: wire.Register) -> str:
     return ""
 
 
-def _ask_shard(brain: Brain, who: Identity, r: wire.AskShard) -> str:
+def _ask_shard(brain: Brain, who: Sender, r: ShardAsked) -> str:
     if brain.replicated:
         return "there are no leases in mode allreduce"
     return _datasets(brain, r.dataset) or _epochs(r.until_epoch)
@@ -154,7 +182,7 @@ def _epochs(until: int) -> str:
     return "" if 0 <= until < EPOCHS_MAX else f"until_epoch={until}: a job has at most {EPOCHS_MAX - 1} epochs"
 
 
-def _done(brain: Brain, who: Identity, r: wire.Done) -> str:
+def _done(brain: Brain, who: Sender, r: ShardDone) -> str:
     if wrong := _shard(brain, r.shard):
         return wrong
     if (stranger := next((s for s, _ in r.servers if s not in brain.members.servers), None)) is not None:
@@ -163,25 +191,25 @@ def _done(brain: Brain, who: Identity, r: wire.Done) -> str:
     return _ranges(r.skipped, *brain.shards.datasets[number].plan.bounds(index))
 
 
-def _give_back(brain: Brain, who: Identity, r: wire.GiveBack) -> str:
+def _give_back(brain: Brain, who: Sender, r: ShardReturned) -> str:
     return _shard(brain, r.shard)
 
 
-def _mirror_ready(brain: Brain, who: Identity, r: wire.MirrorReady) -> str:
+def _mirror_ready(brain: Brain, who: Sender, r: MirrorsReady) -> str:
     return _mirrors(brain, (*r.mirrors, *r.torn))
 
 
-def _buckets_ready(brain: Brain, who: Identity, r: wire.BucketsReady) -> str:
+def _buckets_ready(brain: Brain, who: Sender, r: BucketsReady) -> str:
     newest = brain.placement.version if brain.placement is not None else 0
-    if r.version > newest:
-        return f"placement {r.version} is later than the newest, {newest}"
+    if r.placement > newest:
+        return f"placement {r.placement} is later than the newest, {newest}"
     return _buckets(brain, r.buckets)
 
 
-def _load_failed(brain: Brain, who: Identity, r: wire.LoadFailed) -> str:
+def _load_failed(brain: Brain, who: Sender, r: LoadFailed) -> str:
     newest = brain.placement.version if brain.placement is not None else 0
-    if r.version > newest:
-        return f"placement {r.version} is later than the newest, {newest}"
+    if r.placement > newest:
+        return f"placement {r.placement} is later than the newest, {newest}"
     return _buckets(brain, (r.bucket,)) or _checkpoint(brain, r.checkpoint)
 
 
@@ -206,7 +234,7 @@ def _marked(brain: Brain, key: ShardKey) -> str:
     return _shard(brain, key)
 
 
-def _images_written(brain: Brain, who: Identity, r: wire.ImagesWritten) -> str:
+def _images_written(brain: Brain, who: Sender, r: ImagesWritten) -> str:
     wrong = _checkpoint(brain, r.checkpoint) or _buckets(brain, (image.bucket for image in r.images))
     for image in r.images:
         wrong = wrong or _files(image.files, r.checkpoint)
@@ -225,7 +253,7 @@ def _mark(brain: Brain, mark: Any) -> str:
     return "" if mark.position <= samples and mark.epoch < EPOCHS_MAX else f"there is no place {mark}"
 
 
-def _replica_written(brain: Brain, who: Identity, r: wire.ReplicaWritten) -> str:
+def _replica_written(brain: Brain, who: Sender, r: ReplicaWritten) -> str:
     wrong = _grouped(brain) or _checkpoint(brain, r.checkpoint)
     if wrong or r.replica is None:
         return wrong
@@ -236,7 +264,7 @@ def _grouped(brain: Brain) -> str:
     return "" if brain.replicated else "there is no group in mode ps"
 
 
-def _ask_group(brain: Brain, who: Identity, r: wire.AskGroup) -> str:
+def _ask_group(brain: Brain, who: Sender, r: GroupAsked) -> str:
     if not brain.replicated:
         return ""  # (the brain's own answer says what to do)
     if r.batch_samples < 1:
@@ -244,12 +272,12 @@ def _ask_group(brain: Brain, who: Identity, r: wire.AskGroup) -> str:
     return _datasets(brain, r.dataset) or _epochs(r.until_epoch) or _mark(brain, r.mark)
 
 
-def _generation(brain: Brain, who: Identity, r: Any) -> str:
+def _generation(brain: Brain, who: Sender, r: Any) -> str:
     newest = brain.state.groups.generations
     return _grouped(brain) or ("" if 0 <= r.generation <= newest else f"there is no generation {r.generation}")
 
 
-def _commit_steps(brain: Brain, who: Identity, r: wire.CommitSteps) -> str:
+def _commit_steps(brain: Brain, who: Sender, r: StepsCommitted) -> str:
     if wrong := _grouped(brain):
         return wrong
     for c in r.steps:
@@ -265,63 +293,67 @@ def _commit_steps(brain: Brain, who: Identity, r: wire.CommitSteps) -> str:
     return ""
 
 
-def _scale(brain: Brain, who: Identity, r: wire.Scale) -> str:
+def _scale(brain: Brain, who: Sender, r: ScaleAsked) -> str:
     if any(role is Role.MASTER for role in (r.role, *(role for role, _ in r.also))):
         return "there is one master"
     return ""
 
 
-def _place(brain: Brain, who: Identity, r: wire.TellPlace) -> str:
+def _place(brain: Brain, who: Sender, r: wire.TellPlace) -> str:
     bad = next((p.slot for p in r.place.parts if p.slot not in brain.members.workers), None)
     return "" if bad is None else f"there is no worker:{bad}"
 
 
-def _exited(brain: Brain, who: Identity, r: wire.Exited) -> str:
+def _checkpoint_asked(brain: Brain, who: Sender, r: CheckpointAsked) -> str:
+    return "" if r.reason is CheckpointReason.ASKED else f"{r.reason} is the master's own reason"
+
+
+def _exited(brain: Brain, who: Sender, r: ProcessExited) -> str:
     return ""
 
 
 _WORKER, _PS, _AGENT, _COMMAND = (frozenset({role}) for role in ("worker", "ps", "agent", "command"))
 
 RIGHTS: Final[dict[type, Right]] = {
-    wire.HelloNode: Right(_AGENT, _own_node, _hello_node),
-    wire.HelloMember: Right(_WORKER | _PS, _itself, _hello_member),
+    NodeJoined: Right(_AGENT, _own_node, _hello_node),
+    MemberJoined: Right(_WORKER | _PS, _itself, _hello_member),
     wire.Beat: Right(_WORKER | _PS | _AGENT, _anyone, _anyone),
-    wire.Exited: Right(_AGENT, _on_its_node, _exited),
+    ProcessExited: Right(_AGENT, _on_its_node, _exited),
     wire.StackTaken: Right(_AGENT, _on_its_node, _anyone),
-    wire.Register: Right(_WORKER, _anyone, _register),
-    wire.AskShard: Right(_WORKER, _anyone, _ask_shard),
-    wire.Done: Right(_WORKER, _anyone, _done),
-    wire.GiveBack: Right(_WORKER, _anyone, _give_back),
+    PlanRegistered: Right(_WORKER, _anyone, _register),
+    ShardAsked: Right(_WORKER, _anyone, _ask_shard),
+    ShardDone: Right(_WORKER, _anyone, _done),
+    ShardReturned: Right(_WORKER, _anyone, _give_back),
     wire.TellPlace: Right(_WORKER, _anyone, _place),
     wire.Report: Right(_WORKER, _anyone, _anyone),
-    wire.AskChief: Right(_WORKER, _anyone, _anyone),
-    wire.AskOnce: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),
+    ChiefAsked: Right(_WORKER, _anyone, _anyone),
+    OnceAsked: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),
     wire.MayEnd: Right(_WORKER, _anyone, _anyone),
-    wire.AskGroup: Right(_WORKER, _anyone, _ask_group),
-    wire.Synced: Right(_WORKER, _anyone, _generation),
-    wire.LeaveGroup: Right(_WORKER, _anyone, lambda brain, who, r: _grouped(brain)),
-    wire.CommitSteps: Right(_WORKER, _anyone, _commit_steps),
-    wire.Stalled: Right(_WORKER, _anyone, _generation),
+    GroupAsked: Right(_WORKER, _anyone, _ask_group),
+    GroupSynced: Right(_WORKER, _anyone, _generation),
+    GroupLeft: Right(_WORKER, _anyone, lambda brain, who, r: _grouped(brain)),
+    StepsCommitted: Right(_WORKER, _anyone, _commit_steps),
+    GroupStalled: Right(_WORKER, _anyone, _generation),
     wire.StoreSet: Right(_WORKER, _anyone, _generation),
     wire.StoreGet: Right(_WORKER, _anyone, _generation),
-    wire.ReplicaWritten: Right(_WORKER, _itself, _replica_written),
-    wire.MirrorReady: Right(_PS, _itself, _mirror_ready),
-    wire.BucketsReady: Right(_PS, _itself, _buckets_ready),
-    wire.LoadFailed: Right(_PS, _itself, _load_failed),
-    wire.ImagesWritten: Right(_PS, _itself, _images_written),
-    wire.Drain: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
-    wire.AskCheckpoint: Right(_COMMAND | _WORKER, _anyone, _anyone),
-    wire.Scale: Right(_COMMAND, _anyone, _scale),
-    wire.Stop: Right(_COMMAND | _AGENT, _anyone, _anyone),
+    ReplicaWritten: Right(_WORKER, _anyone, _replica_written),
+    MirrorsReady: Right(_PS, _anyone, _mirror_ready),
+    BucketsReady: Right(_PS, _anyone, _buckets_ready),
+    LoadFailed: Right(_PS, _anyone, _load_failed),
+    ImagesWritten: Right(_PS, _anyone, _images_written),
+    DrainAsked: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
+    CheckpointAsked: Right(_COMMAND | _WORKER, _anyone, _checkpoint_asked),
+    ScaleAsked: Right(_COMMAND, _anyone, _scale),
+    StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     wire.Drill: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
     wire.GetSeen: Right(_COMMAND, _anyone, _anyone),
     wire.GetSpec: Right(_COMMAND | _AGENT, _anyone, _anyone),
 }
-"""A worker's requests of which the check is ``_anyone`` name nobody: they are about their connection's own slot."""
+"""Requests of which the check is ``_anyone`` name nobody: they are about their sender."""
 
 
-def refused(brain: Brain, who: Identity, request: wire.RequestType) -> AnswerType | None:
+def refused(brain: Brain, who: Sender, request: wire.RequestType) -> AnswerType | None:
     """The answer to a request that must not become an event; None: it may. ``who``: as its connection proved to be."""
     right = RIGHTS[type(request)]
     name = type(request).__name__
@@ -336,7 +368,7 @@ def refused(brain: Brain, who: Identity, request: wire.RequestType) -> AnswerTyp
     return None
 
 
-def _never_given(brain: Brain, who: Identity) -> str:
+def _never_given(brain: Brain, who: Sender) -> str:
     """An incarnation is what the master gave: a later one than it knows is nobody's."""
     seat = brain.members.of(Role(who.role)).get(Slot(who.slot))
     if seat is not None and who.incarnation > seat.member.incarnation:
