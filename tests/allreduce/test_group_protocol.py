@@ -204,7 +204,7 @@ def test_a_vote_that_broke_is_decided_by_who_committed(others: list[int], commit
     m.told(second)
     m.connected(2, 0)
     m.enter(second)
-    words = [m.word(5, 0, 1), *([o, -1, 0, 1, 0] for o in others)]
+    words = [m.word(5, 1), *([o, -1, 1, 0] for o in others)]
     assert m.resolve(words) is committed
     assert m.pending is None
 
@@ -346,7 +346,7 @@ class World:
     met: set[int]
 
     def meet(self, slots: list[int]) -> None:
-        words = [self.machines[s].word(self.step[s], 0, 1) for s in slots]
+        words = [self.machines[s].word(self.step[s], 1) for s in slots]
         top = max(w[0] for w in words)
         for s in slots:
             pending = self.machines[s].pending
@@ -462,7 +462,7 @@ def test_a_broken_group_begins_with_equal_shares_unless_all_know_the_split() -> 
         members = [inside(first, slot) for slot in range(2)]
         for m in members[:known]:
             m.told(msgspec.structs.replace(first, split=split))
-        words = [m.word(0, 0, 1) for m in members]
+        words = [m.word(0, 1) for m in members]
         for m in members:
             m.resolve(words)
         assert [m.split for m in members] == [holds] * 2

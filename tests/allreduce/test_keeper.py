@@ -14,6 +14,7 @@ from replica_group import Worker, agree, digests, group_of
 
 from everstep.allreduce import handover, source
 from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce.state import ReplicaState
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Mark
 from everstep.net.auth import create_secret
@@ -80,6 +81,32 @@ def test_a_joiner_follows_and_enters_with_nothing_left_to_copy(hire) -> None:
     for w in (*old, new):
         w.train(5)
     assert len(digests([*old, new])) == 1
+
+
+def test_a_state_that_cannot_be_followed_is_copied_where_the_scripts_of_all_others_have_ended(
+    hire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a worker of several processes. In a group that trains it says that it can enter, and copies there."""
+    monkeypatch.setattr(ReplicaState, "follows", False)
+    old, new = [hire(0), hire(1)], hire(2, seed=9)
+    agree(1, old)
+    for w in old:
+        w.train(3)
+    new.keeper.follow(group_of(1, old))
+    assert new.synced.wait(60) and not new.keeper.has_state and new.step == 0
+    new.synced.clear()
+    new.keeper.follow(group_of(1, old, over=True))
+
+    end = time.monotonic() + 60
+    while not new.synced.wait(0.01):
+        assert time.monotonic() < end
+        for w in old:
+            w.keeper.idle()  # (as a worker does behind its script)
+    assert new.keeper.has_state and new.keeper.line == 1 and new.step == old[0].step == 3
+    assert len(digests([*old, new])) == 1
+    new.keeper.follow(group_of(1, old, over=True))  # (as often as it is told)
+    agree(2, [new], origin=2)
+    assert new.run.state.digest() == hire(3, seed=9).run.state.digest(), "the state that the script made was not kept"
 
 
 def test_a_joiner_that_followed_is_not_sent_the_state_again(hire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,6 +358,25 @@ def test_what_a_script_does_between_loops_is_not_done_again_by_who_copied_it(wor
     assert c.committed and c.committed == a.committed[c.committed[0] :]
 
 
+@pytest.mark.parametrize("loops", [2, 3])
+def test_a_newcomer_that_enters_at_the_end_of_the_last_loop_ends_it_with_the_others(world: World, loops: int) -> None:
+    """Its state cannot be followed (``--shard``), so it enters in its first loop, copies the end's state there, and
+    passes loops: in the last one it is with the others, which wait for its vote."""
+    world.plan = msgspec.structs.replace(world.plan, samples=80, shard_samples=20)
+    world.loops = [(0, n + 1) for n in range(loops)]
+    (a,) = world.start(0)
+    a.hold_at = loops * 80 // BATCH - 1  # the last step
+    world.publish(0)
+    world.reached(a.hold_at, 0)
+    (b,) = world.start(1)
+    world.publish(0, 1)
+    world.wait(lambda: 2 in a.session._ready)
+    a.go.set()
+    world.end(0, 1)
+    assert b.outcomes == [] and a.committed == list(range(loops * 80 // BATCH))
+    assert [r.reason for r in b.seat.said(LeaveGroup)] == ["done"]
+
+
 def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ resumed with another number of processes, they train what plain PyTorch trains i
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,13 @@ for batch in job.steps(job.loader(data(), batch_size={batch}, epochs=2)):
 state = job.state_dict()["models"][0]
 digest = job.digest()
 if job.shard == 0:
-    torch.save(state, "state%d.pt" % job.slot)
+    torch.save(state, "state%d.tmp" % job.slot)
+    os.replace("state%d.tmp" % job.slot, "state%d.pt" % job.slot)
     print("state", digest, flush=True)
+    while ("behind", job.slot, life) in deaths:
+        if os.path.exists("state1.pt"):
+            os.kill(os.getpid(), 9)
+        time.sleep(0.05)
 """
 
 ROWS, BATCH, GLOBAL_BATCH = 800, 10, 40
@@ -134,6 +140,14 @@ def test_processes_of_both_workers_are_killed_in_mid_backward(run: ShardedRun) -
     run.finished(states=2)
     assert "process 1 of this worker ended with status -9: all of it ends" in run.logs()
     assert "failures survived: 2 worker" in run.text()
+
+
+@pytest.mark.slow
+def test_the_chief_is_killed_behind_the_loop_when_the_other_worker_has_ended(run: ShardedRun) -> None:
+    """Its state cannot be followed step by step: the one in its place copies what the other one has kept."""
+    run.write()
+    run.train("--shard", "2", "--workers", "2", deaths=f"{{('behind', 0, 1): {signal.SIGKILL.value}}}")
+    run.finished(3)
 
 
 def test_stopped_and_resumed_with_another_number_of_processes(run: ShardedRun) -> None:

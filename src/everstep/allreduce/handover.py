@@ -158,7 +158,8 @@ def _why(answer: DataAnswer) -> str:
 
 
 class Follower:
-    """Brings ``state`` to where the group is and keeps it there, in a thread, until ``stop``.
+    """Brings ``state`` to where the group is and keeps it there, in a thread, until ``stop``; or copies it once, where
+    it does not change any more (``over``).
 
     ``on_synced`` is called each time that it can enter: caught up, or (after ``TRIES`` breaks) known to be too slow.
     ``on_error``: the state cannot be had whatever is tried (of another script).
@@ -171,9 +172,12 @@ class Follower:
         connect: Connect,
         on_synced: Callable[[], None],
         on_error: Callable[[EverstepError], None],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
+        """``before``: called in the thread, before the state is overwritten for the first time."""
         self._state, self._me, self._connect = state, me, connect
         self._on_synced, self._on_error = on_synced, on_error
+        self._before, self._over = before, False
         self._lock = threading.Condition()
         self._sources: tuple[GroupMember, ...] = ()
         self._source: GroupMember | None = None
@@ -187,18 +191,25 @@ class Follower:
         self.following = False  # what the next steps do is on its way
         self.bytes_read = 0
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._thread = threading.Thread(target=self._run, name="everstep-follow", daemon=True)
+        self._thread = self._new_thread()
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="everstep-follow", daemon=True)
 
     def __repr__(self) -> str:
         return f"<Follower of {self._source} at {self._state.mark}, {self._breaks} breaks>"
 
-    def follow(self, sources: Sequence[GroupMember]) -> None:
+    def follow(self, sources: Sequence[GroupMember], over: bool = False) -> None:
         """These have the state. Starts at the first call; a source that is not among them is given up. One that is
-        too slow to follow says again, of each new group, that it can enter all the same."""
+        too slow to follow says again, of each new group, that it can enter all the same. ``over``: none of them changes
+        the state any more, and there is no group to enter."""
         with self._lock:
             self._sources = tuple(m for m in sources if m.address is not None)
             lost = self._source is not None and self._source not in self._sources
             client = self._client
+            self._over = self._over or over
+            if over and self._too_slow and not self._thread.is_alive():
+                self._too_slow, self._thread = False, self._new_thread()
             if self._thread.ident is None and not self._stop:
                 self._thread.start()
             too_slow = self._too_slow and not self._stop
@@ -246,6 +257,9 @@ class Follower:
                 return
             turn += 1
             try:
+                if self._over:
+                    self._copy(source)
+                    return
                 self._from(source)
                 waits = backoff(0.05, 1.0)
             except (WireError, DeadlineError) as error:
@@ -288,20 +302,33 @@ class Follower:
             self._source = self._sources[(self._me[0] + turn) % len(self._sources)]
             return self._source
 
+    def _copy(self, source: GroupMember) -> None:
+        self._load(self._open(source), source, follow=False)
+        self._on_synced()
+
     def _from(self, source: GroupMember) -> None:
+        client = self._open(source)
+        self._load(client, source, follow=True)
+        self._step_by_step(client, source)
+
+    def _open(self, source: GroupMember) -> Client:
         client = self._connect(source)
         with self._lock:
             self._client = client
             if self._stop or self._source not in self._sources:
                 raise WireError("not wanted any more")
+        return client
+
+    def _load(self, client: Client, source: GroupMember, follow: bool) -> None:
         began = time.monotonic()
-        ready, packed = fetch(client, self._me, follow=True, stopped=lambda: self._stop)
+        ready, packed = fetch(client, self._me, follow=follow, stopped=lambda: self._stop)
+        self._before()
         self.whole = False
         self._state.load(packed, f"the state of {source}")
         wait_for(self._state.devices())  # (the script's thread may use another stream)
         self.bytes_read += packed.size_bytes
         with self._lock:
-            self.origin, self.whole, self.following = ready.origin, True, True
+            self.origin, self.whole, self.following = ready.origin, True, follow
             self._lock.notify_all()
         logger.info(
             "copied %d bytes of %s in %.3f s: step %d",
@@ -310,8 +337,6 @@ class Follower:
             time.monotonic() - began,
             self._state.mark.step,
         )
-        del packed
-        self._step_by_step(client, source)
 
     def _step_by_step(self, client: Client, source: GroupMember) -> None:
         said = False

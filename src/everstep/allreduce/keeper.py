@@ -170,8 +170,9 @@ class ReplicaKeeper:
 
     def follow(self, group: Group) -> None:
         """Copy the state of a member of ``group`` and follow it, in the background; harmless when repeated. A state
-        that cannot be followed is copied when this member enters, while the others wait."""
-        if not self._state.follows:
+        that cannot be followed is copied when this member enters, while the others wait; or here, if the scripts of the
+        others have come to their end."""
+        if not self._state.follows and (self._has or not group.over):
             if not self._has:
                 self._synced()
             return
@@ -180,11 +181,17 @@ class ReplicaKeeper:
             if self._follower is None:
                 if not sources:
                     return
-                if self._initial is None and not self._has:
-                    self._initial = self._state.snapshot()
-                self._follower = Follower(self._state, self._me, self._connect, self._synced, self._failed)
+                if self._state.follows:
+                    self._keep_initial()
+                state, me = self._state, self._me
+                self._follower = Follower(state, me, self._connect, self._synced, self._failed, self._keep_initial)
             follower = self._follower
-        follower.follow(sources)
+        follower.follow(sources, group.over)
+
+    def _keep_initial(self) -> None:
+        """The state is about to be overwritten: keep the one that the script made."""
+        if self._initial is None and not self._has:
+            self._initial = self._state.snapshot()
 
     def _connect(self, member: GroupMember) -> DataClient:
         assert self._secret is not None and member.address is not None

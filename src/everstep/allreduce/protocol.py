@@ -288,17 +288,17 @@ class GroupMachine:
 
     # ------------------------------------------------------------ after a vote that broke
 
-    def word(self, mark_step: int, dataset: int, until_epoch: int) -> list[int]:
+    def word(self, mark_step: int, loop: int) -> list[int]:
         """What to gather first in a group that was entered: our state's step (-1: no state), the step of which we have
         the reduced gradients without knowing whether it is committed (-1: none), the loop that our script is in, and
         the version of the newest split that we have."""
         self._said_split = self._newest_split
         pending = -1 if self.pending is None else self.pending
-        return [mark_step, pending, dataset, until_epoch, self._said_split.version]
+        return [mark_step, pending, loop, self._said_split.version]
 
     def resolve(self, words: list[list[int]]) -> bool:
         """Everybody's words: whether the pending step is committed. Clears it."""
-        if len({word[4] for word in words}) == 1:
+        if len({word[3] for word in words}) == 1:
             self._divide()
         if self.pending is None:
             return False

@@ -155,7 +155,7 @@ class Session:
         self._asked_at = 0.0
         self._voted: Committed | None = None  # in the script's hands
         self._formed = False  # nobody of the present group had a state
-        self._others_left = False  # somebody of the present group is in another loop: at the end of ours, in the next
+        self._furthest = 0  # loop that a holder of the state was in when the present group met, or before a step of it
         self._loop = 0  # of the script, from 1: the one it is in, or was in last
         self._ahead: Packed | None = None  # the state, while the script passes loops that the state has behind it
         self._over = False  # the master says: nothing left of what was asked for
@@ -283,11 +283,12 @@ class Session:
                     self._broken_collective(collective)
                     continue
             if cut is None:
-                if self._others_left or self._farewell(collective):
+                # (Others that are in a later loop have parted from this one. In theirs they wait for our vote.)
+                if self._furthest > self._loop or self._farewell(collective):
                     self._end_loop()
                     return None
                 continue
-            self._others_left = False
+            self._furthest = 0
             return Step.of(cut, mark, group.generation, rank, collective, self.largest)
 
     def _begin_loop(self) -> None:
@@ -607,7 +608,7 @@ class Session:
             void = group is None or (self._origin is not None and self._origin != group.origin)
             followed = group is None or self.keeper.line in (-1, group.origin)  # (else: of states that are no more)
             has_state = self.keeper.has_state and not void and followed
-            word = self.machine.word(self.state.mark.step if has_state else -1, self.dataset, self.until_epoch)
+            word = self.machine.word(self.state.mark.step if has_state else -1, self._loop)
         try:
             words = collective.gather(word)
         except CollectiveError:
@@ -616,7 +617,7 @@ class Session:
         with self._changed:
             self._resolved = True
             self._formed = all(w[0] < 0 for w in words)
-            self._others_left = any(w[0] >= 0 and w[2:4] != word[2:4] for w in words)
+            self._furthest = max((w[2] for w in words if w[0] >= 0), default=0)
             return self.machine.resolve(words) and not void
 
     def _resolve_vote(self) -> bool:

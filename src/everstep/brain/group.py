@@ -275,7 +275,8 @@ class GroupKeeper:
         group = self.books.group
         if group is None or self.void or not self._goes_on(group.members):
             return None
-        return msgspec.structs.replace(group, joining=self.joining())
+        over = self.data_done() and any(map(self._has_the_end, group.members))
+        return msgspec.structs.replace(group, joining=self.joining(), over=over)
 
     def words(self, seat: Seat) -> str:
         """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""

@@ -74,6 +74,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     restore: int = 0  # the checkpoint from which it begins there; 0: from nothing, as the script made it
     origin: int = 0  # the generation that began so; a state of an older origin is void, and counts as none
     lease: LeaseNo = LeaseNo(0)  # by which its members push to the ps, where there are any
+    over: bool = False  # scripts of members have come to their end: nobody enters, who is joining copies their state
     broken: int = 0  # nobody gets on in groups up to this generation, though nobody is lost: left at once, too
 
     @property

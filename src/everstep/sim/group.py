@@ -84,6 +84,8 @@ class GroupScenario(Scenario, frozen=True, kw_only=True):
     min_workers: int = 1
     logical: int = 0
     patient: bool = False  # max_restarts and the like never end the job
+    at_entry: bool = False  # workers of several processes: a newcomer copies the state when it enters
+    kill_chief: bool = False  # the first chief dies as soon as it knows that it is
     accumulate: int = 1  # steps whose gradients of tables are one step of these (``sim.hybrid``)
 
     def spec(self) -> JobSpec:
@@ -179,6 +181,8 @@ def group_scenario(seed: int) -> GroupScenario:
         checkpoint_s=checkpoint_s,
         straggle=0.2 if seed % 9 == 8 else 0.0,
         vouch=seed % 4 == 3,
+        at_entry=seed % 23 == 22 and not logical,
+        kill_chief=seed % 46 == 22,
     )
 
 
@@ -376,6 +380,7 @@ class GroupWorker(Child):
 
     tell_s = TELL_S
     says_met = False
+    copies_the_end = True
     """Members say that their group has met. Off in seeds that are recorded: they were found without it."""
 
     def __init__(self, sim: GroupSimulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
@@ -527,6 +532,10 @@ class GroupWorker(Child):
             elif isinstance(action, Follow):
                 self.synced = 0
                 self.follows += 1
+                if self.gsim.at_entry and not (action.group.over and self.copies_the_end):
+                    if not self.has_state:
+                        self.later(0.0, self.enter_without)
+                    continue
                 self.later(0.02 + 0.2 * self.kernel.random(), self.fetch, action.group, self.follows)
 
     def connect_to(self, group: Group, attempt: int) -> None:
@@ -607,6 +616,12 @@ class GroupWorker(Child):
                 return
         self.later(0.2, self.fetch, group, number)
 
+    def enter_without(self) -> None:
+        """A state that cannot be followed: it is copied in the group, while the others wait."""
+        if self.machine.newest is not None and not self.closing:
+            self.synced = self.machine.newest.generation
+            self.say_synced()
+
     def trained(self) -> bool:
         """Whether the state that it copied is that of the end."""
         return self.has_state and self.outside and self.next_cut(1) is None
@@ -664,7 +679,7 @@ class GroupWorker(Child):
             return
         if not self.resolved:
             void = self.origin is not None and self.origin != group.origin
-            self.post("resolve", m.word(self.mark.step if self.has_state and not void else -1, 0, 0))
+            self.post("resolve", m.word(self.mark.step if self.has_state and not void else -1, 0))
         elif not self.met:
             if self.origin is not None and self.origin != group.origin:
                 self.has_state = False
@@ -822,6 +837,9 @@ class GroupWorker(Child):
             self.exit(4)
         elif isinstance(answer, Yes) and self.phase == "behind":
             self.asked_chief, self.chief = True, answer.yes
+            if answer.yes and self.gsim.kill_chief:
+                self.gsim.kill_chief = False
+                self.later(0.0, self.exit, -9)
 
     def behind(self) -> None:
         if not self.asked_chief:
@@ -990,6 +1008,7 @@ class GroupSimulation(Simulation):
         self.saved: list[tuple[int, int, int]] = []  # by a chief: the same
         self.ended_with: list[tuple[int, int]] = []  # origin, chain
         self.ends: list[float] = []  # when a worker ended that had not left its group
+        self.at_entry, self.kill_chief = scenario.at_entry, scenario.kill_chief
         self.blurred = False  # a fault has struck that may break a group without an end
         self.over = None
         self.healed = False

@@ -446,6 +446,8 @@ def hybrid_scenario(seed: int) -> GroupScenario:
         batch_s=rng.choice([0.01, 0.03, 0.08]),
         faults=tuple(sorted([*calm.faults, *kills])),
         accumulate=accumulate,
+        at_entry=False,
+        kill_chief=False,
     )
 
 

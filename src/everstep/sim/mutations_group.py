@@ -22,6 +22,7 @@ from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.member import Role
 from everstep.sim.cluster import Master
+from everstep.sim.group import GroupWorker
 from everstep.sim.mutations import Mutation
 from everstep.sim.run import Parts
 
@@ -175,6 +176,13 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
     ),
     _patch(
         "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
+    ),
+    _patch(
+        "never-copies-the-end",
+        "who cannot follow waits for a group to enter when all others have ended",
+        GroupWorker,
+        "copies_the_end",
+        False,
     ),
     _patch("never-stuck", "members that wait for each other go on waiting", GroupKeeper, "stuck", _never_stuck),
     _patch("begins-too-early", "a line begins before the newest manifest", Brain, "_tell_groups", _begins_too_early),
