@@ -28,7 +28,7 @@ from everstep.errors import CheckpointError, EverstepError, StorageError
 from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import TakeReplica
-from everstep.net.retry import Deadline, backoff
+from everstep.net.retry import Deadline, backoff, retry
 from everstep.protect.manifest import Trust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
@@ -166,19 +166,24 @@ class ReplicaWriter:
         token = secrets.token_hex(4)
         path = f"images/{order.checkpoint:06d}/replica-{seat.slot}.{seat.incarnation}-{token}.rep"
         deadline = Deadline(WRITE_S)
-        for wait_s in backoff(0.2, 5.0):
+
+        def wait(seconds: float) -> None:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed, wait_s)
-            try:
-                with open_place(order.url).create(path) as file:
-                    written = write_replica_file(file.write, head, packed.header, packed.body.numpy().data)
-                    file.commit()
-                return msgspec.structs.replace(written, path=path)
-            except StorageError as error:
-                if not error.passing or deadline.expired or self._closed:
-                    raise
-                logger.warning("%s; trying again, training goes on", error)
-        raise AssertionError("backoff ends never")
+                self._lock.wait_for(lambda: self._closed, seconds)
+
+        def attempt() -> ImageFile:
+            with open_place(order.url).create(path) as file:
+                written = write_replica_file(file.write, head, packed.header, packed.body.numpy().data)
+                file.commit()
+            return msgspec.structs.replace(written, path=path)
+
+        def again(error: StorageError) -> bool:
+            if not error.passing or deadline.expired or self._closed:
+                return False
+            logger.warning("%s; trying again, training goes on", error)
+            return True
+
+        return retry(attempt, StorageError, again=again, first_s=0.2, limit_s=5.0, wait=wait)
 
     def _wait_settled(self, mark: Mark) -> bool:
         with self._lock:

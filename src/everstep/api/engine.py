@@ -57,6 +57,7 @@ from everstep.monitor.process import ProcessReadings
 from everstep.native import gather_rows, isfinite_all
 from everstep.net import messages
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.net.retry import backoff
 from everstep.tables.gate import Gate, Late, Verdict
 from everstep.tables.inputs import Inputs
 from everstep.tables.protocol import (
@@ -386,15 +387,16 @@ class Engine:
         # That shard may have been the one that our own pending request waits for.
         self.feed(lambda: self.protocol.ask_again(self.protocol.asked))
 
-    def _send_open(self, action: SendOpen, again_s: float = _OPEN_AGAIN_S) -> None:
+    def _send_open(self, action: SendOpen, waits: Iterator[float] | None = None) -> None:
         ps, lease = action.ps, action.lease
+        waits = waits or backoff(_OPEN_AGAIN_S, _OPEN_AGAIN_MAX_S, at_once=False)
 
         def then(answer: DataAnswer, body: memoryview) -> None:
             if isinstance(answer, Opened):
                 buckets, marks = watermarks_of(answer)
                 self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
                 if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
-                    self.seat.later(again_s, again)
+                    self.seat.later(next(waits), again)
             elif isinstance(answer, Closed):
                 self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
             elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that
@@ -403,7 +405,7 @@ class Engine:
         def again() -> None:
             with self._lock:
                 if self.protocol.awaits_open(ps, lease.no):
-                    self._send_open(action, min(2 * again_s, _OPEN_AGAIN_MAX_S))
+                    self._send_open(action, waits)
 
         client = self.tables.client
         if client.router.version == self.protocol.route:

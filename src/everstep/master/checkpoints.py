@@ -32,7 +32,7 @@ from everstep.model.image import Manifest
 from everstep.model.member import MemberKey, Role
 from everstep.model.reasons import CheckpointReason
 from everstep.net.messages import OrderType, TakeImages, TakeReplica
-from everstep.net.retry import backoff
+from everstep.net.retry import StoppedError, retry
 from everstep.policies.checkpoints import is_due
 from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
 from everstep.protect.model import IN_RUN_DIR, MODEL_LIMIT_BYTES, model_url, too_large
@@ -203,21 +203,25 @@ class CheckpointKeeper:
     def _write(self, manifest: Manifest) -> str:
         """In a thread: "" or why it cannot be written."""
         end = self._now() + COMMIT_S
-        for wait_s in backoff(0.2, 5.0):
-            if self._closing.wait(wait_s):
-                return "the master ends"
-            try:
-                self._step("before_manifest")
-                write_manifest(open_place(self._url), manifest, self._key)
-                self._step("after_manifest")
-                return ""
-            except StorageError as error:
-                if not error.passing or self._now() >= end:
-                    return str(error)
-                logger.warning("%s; trying again, training goes on", error)
-            except EverstepError as error:
-                return str(error)
-        raise AssertionError("backoff ends never")
+
+        def attempt() -> None:
+            self._step("before_manifest")
+            write_manifest(open_place(self._url), manifest, self._key)
+            self._step("after_manifest")
+
+        def again(error: StorageError) -> bool:
+            if not error.passing or self._now() >= end:
+                return False
+            logger.warning("%s; trying again, training goes on", error)
+            return True
+
+        try:
+            retry(attempt, StorageError, again=again, first_s=0.2, limit_s=5.0, wait=self._closing.wait)
+        except StoppedError:
+            return "the master ends"
+        except EverstepError as error:
+            return str(error)
+        return ""
 
     def _step(self, name: str) -> None:
         if os.environ.get(FAULT) == f"master:{self._brain.job.master_incarnation}:{name}:1":

@@ -1,4 +1,8 @@
-"""Deadlines and the one retry helper. Every wait of everstep has a ``Deadline``; every retry comes from here."""
+"""Deadlines and the one retry helper. Every wait of everstep has a ``Deadline``.
+
+An attempt that is made again in its own thread uses ``retry``. A loop of a connection, or a timer, that goes on
+after a failure takes its waits from ``backoff``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import TypeVar
 from everstep.errors import DeadlineError
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 class Deadline:
@@ -44,16 +49,27 @@ class Deadline:
         return f"<Deadline {self.what!r} {self.left_s:.3f} s of {self.seconds:g} s left>"
 
 
+class StoppedError(Exception):
+    """The caller of ``retry`` ended between two attempts."""
+
+
 def backoff(
-    first_s: float = 0.02, limit_s: float = 0.5, factor: float = 2.0, spread: float = 0.25, seed: int | None = None
+    first_s: float = 0.02,
+    limit_s: float = 0.5,
+    factor: float = 2.0,
+    spread: float = 0.25,
+    seed: int | None = None,
+    at_once: bool = True,
 ) -> Iterator[float]:
-    """Waits between attempts: 0 first (try again at once), then ``first_s`` growing by ``factor`` up to ``limit_s``.
+    """Waits before attempts: 0 before the first (with ``at_once``), then ``first_s`` growing by ``factor`` up to
+    ``limit_s``.
 
     Each is moved by up to ``spread`` of itself at random, so that a thousand workers of a restarted master do not
     come back in one instant. ``seed`` makes them repeatable (tests).
     """
     rng = random.Random(seed)
-    yield 0.0
+    if at_once:
+        yield 0.0
     wait_s = first_s
     while True:
         yield min(limit_s, wait_s * (1 + spread * (2 * rng.random() - 1)))
@@ -62,23 +78,24 @@ def backoff(
 
 def retry(
     attempt: Callable[[], T],
-    deadline: Deadline,
-    errors: tuple[type[Exception], ...],
+    error: type[E],
     *,
+    again: Callable[[E], bool],
     first_s: float = 0.02,
     limit_s: float = 0.5,
-    sleep: Callable[[float], object] = time.sleep,
+    wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """``attempt()`` until it returns, again after any of ``errors``, until the deadline.
+    """Return what ``attempt()`` returns; make it again after an ``error`` while ``again(error)`` is true.
 
-    The attempt must be harmless when repeated. Raises DeadlineError from the last error.
+    The attempt must be harmless when repeated. ``wait`` gets the seconds before each attempt (``backoff``); if it
+    returns true, as ``Event.wait`` does when the caller ends, StoppedError is raised. Raises the last error.
     """
     for wait_s in backoff(first_s, limit_s):
-        if wait_s:
-            sleep(min(wait_s, deadline.left_s))
+        if wait(wait_s):
+            raise StoppedError
         try:
             return attempt()
-        except errors as error:
-            if deadline.expired:
-                raise deadline.error(str(error)) from error
+        except error as found:
+            if not again(found):
+                raise
     raise AssertionError("backoff never ends")

@@ -25,7 +25,7 @@ from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.table import TableSpec
 from everstep.native.blob import parse_marks
-from everstep.net.retry import backoff
+from everstep.net.retry import retry
 from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
 from everstep.storage.places import Place, open_place
 from everstep.units import human_bytes
@@ -233,17 +233,24 @@ class ImageWriter:
             return done
         end = time.monotonic() + self._retry_s
         said = False
-        for wait_s in backoff(0.2, 10.0):
-            self._rest(wait_s)
-            try:
-                written = self._snapshot(place, checkpoint, bucket, before)
-                break
-            except StorageError as error:
-                if not error.passing or time.monotonic() >= end:
-                    raise
-                if not said:
-                    logger.warning("checkpoint %d: %s; trying again, training goes on", checkpoint, error)
-                said = True
+
+        def again(error: StorageError) -> bool:
+            nonlocal said
+            if not error.passing or time.monotonic() >= end:
+                return False
+            if not said:
+                logger.warning("checkpoint %d: %s; trying again, training goes on", checkpoint, error)
+            said = True
+            return True
+
+        written = retry(
+            lambda: self._snapshot(place, checkpoint, bucket, before),
+            StorageError,
+            again=again,
+            first_s=0.2,
+            limit_s=10.0,
+            wait=self._rest,
+        )
         if written is not None:
             with self._lock:
                 self._written.setdefault(checkpoint, {})[bucket] = written

@@ -43,7 +43,7 @@ from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
 from everstep.net.messages import Answered, Beat, Finish, NewPlacement, OrderType, Release, Slow, TakeImages
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
-from everstep.net.retry import backoff
+from everstep.net.retry import StoppedError, retry
 from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.images import ImageWriter
 from everstep.protect.restore import load_bucket
@@ -294,12 +294,15 @@ class PsProcess:
     def _load_failed(self, version: int, bucket: BucketId, checkpoint: int, error: str) -> None:
         """Until somebody has heard it: nothing else says why this bucket does not come."""
         request = LoadFailed(version, bucket, checkpoint, error)
-        for wait_s in backoff(0.2, 5.0):
-            if self._over.wait(wait_s):
-                return
-            with contextlib.suppress(EverstepError):
-                self.control.call(request, _TELL_S)
-                return
+        with contextlib.suppress(StoppedError):
+            retry(
+                lambda: self.control.call(request, _TELL_S),
+                EverstepError,
+                again=lambda _: True,
+                first_s=0.2,
+                limit_s=5.0,
+                wait=self._over.wait,
+            )
 
     def _tell(self, request: MirrorsReady | BucketsReady | ImagesWritten) -> None:
         """Without waiting; what is lost is said again after the next hello."""

@@ -67,6 +67,7 @@ from everstep.net.messages import (
 from everstep.net.messages import (
     Closed as ShardClosed,
 )
+from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.images import marks_facts
 from everstep.protect.machine import Action
@@ -248,8 +249,10 @@ class PsService:
 
     def _load(self, bucket: BucketId, checkpoint: int) -> None:
         """In a thread of its own: one image, tried again while its place cannot be read and it is of any use."""
-        wait_s = 0.2
-        while not self.failure and not self._finished:
+        for wait_s in backoff(0.2, 5.0):
+            time.sleep(wait_s)
+            if self.failure or self._finished:
+                return
             with self.keeper.lock:
                 wanted = self.keeper.machine.wants_image(bucket, checkpoint)
             if not wanted:
@@ -262,8 +265,6 @@ class PsService:
                 self.load(bucket, checkpoint)
             except StorageError as error:
                 logger.warning("bucket %s of checkpoint %s cannot be read, trying again: %s", bucket, checkpoint, error)
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, 5.0)
                 continue
             except Exception as error:  # also ours: the master decides who tries it next, if anybody
                 if not isinstance(error, EverstepError):

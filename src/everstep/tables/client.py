@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +41,7 @@ from everstep.net.messages import (
     Scan,
     Stat,
 )
+from everstep.net.retry import backoff
 from everstep.tables.routing import Memory, Router, TableRows, parts_by_ps
 
 Then = Callable[[DataAnswer, memoryview], None]
@@ -173,8 +174,9 @@ class SocketLink:
     def _exchange(self, message: Sendable) -> tuple[DataAnswer, memoryview]:
         """Send until answered. Raises ServerLostError when the ps can not be reached for too long."""
         lost_at = 0.0
-        pause_s = 0.01
-        while True:
+        for pause_s in backoff(0.01, 0.5):
+            if pause_s:
+                self._closing.wait(pause_s)
             try:
                 if self._connection is None:
                     connection, self._shared = self._connect(self.place)
@@ -193,8 +195,7 @@ class SocketLink:
                         f"ps:{self.slot} did not answer for {now - lost_at:.0f} s ({error}), and no other ps was "
                         "given its buckets"
                     ) from error
-                self._closing.wait(pause_s)
-                pause_s = min(0.5, 2 * pause_s)
+        raise AssertionError("backoff never ends")
 
     def _once(self, connection: Connection, message: Sendable) -> tuple[DataAnswer, memoryview]:
         if self._shared or not isinstance(message, Pull | Push | Put):
@@ -411,11 +412,12 @@ class PsClient:
         then: Then,
         router: Router | None = None,
         began_at: float = 0.0,
-        again_s: float = _AGAIN_S,
+        waits: Iterator[float] | None = None,
     ) -> None:
         """Send to one ps; ``then`` gets the final answer, on the link's thread. It is Moved when there is a newer map
         than ``router``, by which it was routed (default: today's)."""
         began_at = began_at or time.monotonic()
+        waits = waits or backoff(_AGAIN_S, _AGAIN_MAX_S, at_once=False)
         router = router or self.router
         version = router.version
 
@@ -432,7 +434,7 @@ class PsClient:
             else:
                 # The ps may not have heard of our map yet, or we not of its: both hear from the master soon.
                 self._moved_since.setdefault(ps, time.monotonic())
-                timer = threading.Timer(again_s, again)
+                timer = threading.Timer(next(waits), again)
                 timer.daemon = True
                 timer.start()
 
@@ -440,7 +442,7 @@ class PsClient:
             if self.router.version != version:
                 then(GONE, memoryview(b""))
             else:
-                self.submit(ps, message, then, router, began_at, min(2 * again_s, _AGAIN_MAX_S))
+                self.submit(ps, message, then, router, began_at, waits)
 
         link = self.links.get(ps) if self.router.version == version else None
         if link is None:
