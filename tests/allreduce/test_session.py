@@ -374,7 +374,7 @@ def test_a_newcomer_that_enters_at_the_end_of_the_last_loop_ends_it_with_the_oth
     a.go.set()
     world.end(0, 1)
     assert b.outcomes == [] and a.committed == list(range(loops * 80 // BATCH))
-    assert [r.reason for r in b.seat.said(LeaveGroup)] == ["done"]
+    assert [r.reason for r in b.seat.said(GroupLeft)] == ["done"]
 
 
 def test_a_newcomer_rehearses_where_others_train_and_its_state_is_left_alone_meanwhile(
