@@ -76,14 +76,13 @@ class Fault(NamedTuple):
 
     def words(self, times: int) -> str:
         """For EVERSTEP_FAULT."""
-        life = f".{self.life}" if self.role is Role.PS else ""
-        return f"{self.role.value}:{self.slot}{life}:{self.step}:{times}"
+        return f"{self.role.value}:{self.slot}.{self.life}:{self.step}:{times}"
 
 
 def fault_of(code: str, step: str) -> Fault:
     """Who dies at ``step``, and what brings it about."""
     if step.endswith("_manifest"):
-        return Fault(step, Role.MASTER, Slot(1))  # its first life
+        return Fault(step, Role.MASTER, Slot(0))
     if step not in CAUSED:
         return Fault(step)
     layout = arrange(parse_code(code), BUCKETS, [Slot(s) for s in range(PS)])

@@ -94,8 +94,6 @@ class Server:
         from everstep.agent.template import _ALWAYS, preload, warm_up
 
         preload([*_ALWAYS, *MORE])
-        for name in [name for name in sys.modules if name.startswith("everstep.ps")]:
-            del sys.modules[name]  # they read EVERSTEP_FAULT when they are imported
         warm_up()
         gc.collect()
         gc.freeze()

@@ -160,7 +160,7 @@ def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> Non
 
 @pytest.mark.parametrize("step", ["before_manifest", "after_manifest"])
 def test_the_master_dies_at_a_manifest(counting: Counting, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERSTEP_FAULT", f"master:1:{step}:1")
+    monkeypatch.setenv("EVERSTEP_FAULT", f"master:0.1:{step}:1")
     run = counting
     run.write(epochs=EPOCHS, pause_s=0.02)
     run.start("--workers", "1", "--checkpoint-every", "1s", "--checkpoint-keep", "999")

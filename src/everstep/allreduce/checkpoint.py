@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from everstep.allreduce import faults
+from everstep import faultpoints
 from everstep.allreduce.packed import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.station import Station
@@ -131,7 +131,7 @@ class ReplicaWriter:
                         waits_in=copied.waits_in,
                         waits_from=copied.waits_from,
                     )
-                    faults.step("checkpoint")
+                    faultpoints.reach("checkpoint")
                     took_s = time.monotonic() - began
                     logger.info("checkpoint %d: %d bytes in %.3f s", order.checkpoint, file.size_bytes, took_s)
                 except EverstepError as failed:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from everstep.allreduce import faults
+from everstep import faultpoints
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.packed import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
 from everstep.allreduce.state import ReplicaState
@@ -127,7 +127,7 @@ def read_parts(
         if not isinstance(answer, StatePart) or piece.nbytes != size:
             raise WireError(f"no part of a state: {_why(answer)}")
         got += size
-        faults.step("load_state")
+        faultpoints.reach("load_state")
     return Packed(bytes(header), body)
 
 
@@ -364,7 +364,7 @@ class Follower:
         return self._room
 
     def _apply(self, did: StepDid, body: memoryview, source: GroupMember) -> None:
-        faults.step("follow")
+        faultpoints.reach("follow")
         parts = []
         at = used = 0
         room = self._room_for(body.nbytes + ALIGN_BYTES * len(did.parts))

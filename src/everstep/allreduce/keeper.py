@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everstep.allreduce import faults
+from everstep import faultpoints
 from everstep.allreduce.checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.handover import Connect, Follower, fetch
 from everstep.allreduce.packed import Packed
@@ -75,7 +75,7 @@ class ReplicaKeeper:
         self._server: DataServer | None = None
         self._secret: Secret | None = None
         if not seat.embedded:
-            faults.arm(seat.slot, seat.incarnation)
+            faultpoints.begin("worker", seat.slot, seat.incarnation)
             orders: Any = seat  # a WorkerSeat: the embedded one has no master that would order anything
             orders.on_replica = self.order
             self._listen(os.environ.get("EVERSTEP_HOST", "") if host is None else host)
@@ -225,7 +225,7 @@ class ReplicaKeeper:
         joins = has and (follower is not None or self._copied)
         formed = False
         words = gather([has, joins, self._state.loop, *_numbers(self._state.mark)])
-        faults.step("agree")
+        faultpoints.reach("agree")
         marks, loops = [Mark(*w[3:]) for w in words], [w[2] for w in words]
         holders = [r for r, w in enumerate(words) if w[0] and not w[1]] or [r for r, w in enumerate(words) if w[0]]
         if not holders:
@@ -243,7 +243,7 @@ class ReplicaKeeper:
         if formed:
             self._initial = None
         self.source.leave((m.slot, m.incarnation) for m in (*group.members, *_lost(group)))
-        faults.step("agreed")
+        faultpoints.reach("agreed")
         return self._state.mark
 
     def compare(self, group: Group, rank: int, gather: Gather) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from everstep.allreduce import faults
+from everstep import faultpoints
 from everstep.allreduce.packed import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.tape import Did, Recorder
@@ -242,7 +242,7 @@ class StateSource:
                 self._lock.wait(left_s)
 
     def _read(self, r: ReadState) -> tuple[DataAnswer, Sequence[Any]]:
-        faults.step("serve_state")
+        faultpoints.reach("serve_state")
         peer = (r.slot, r.incarnation)
         with self._lock:
             found = self._snapshots.get(r.snapshot)

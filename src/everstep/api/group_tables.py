@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from everstep.allreduce import faults
+from everstep import faultpoints
 from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.state import bit_sum
@@ -504,7 +504,7 @@ class GroupTables:
         if self._to_hold is not None:
             return  # (a further round of a step that is committed)
         self._barrier = None
-        faults.step("voted")
+        faultpoints.reach("voted")
         skipped = outcome is Outcome.SKIPPED
         self._to_hold = Owed(step.number, table_shard(step.dataset, step.epoch), step.lo, step.hi, skipped)
         # Who has the vote's result may be the only one: nobody pushes before everybody has come beyond the vote.
@@ -574,7 +574,7 @@ class GroupTables:
                 barrier.wait()
             except CollectiveError:
                 return False
-        faults.step("push")
+        faultpoints.reach("push")
         version, all_same = self._agreed
         router = self.client.router
         mine = [ps for i, ps in enumerate(router.slots) if pusher_of(i, step.size) == step.rank]

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from everstep import faultpoints
 from everstep.agent.agent import Agent, Outcome
 from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
@@ -45,6 +46,7 @@ STATUS_S = 1.0  # a display waits no longer for the master
 
 def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     """Run a job on this machine until its end; the exit code of ``everstep``."""
+    faultpoints.planted()  # a wrong one is refused before anything starts
     spec, origins = load_spec(config, dict(flags), os.environ)
     script = check_script(spec.script)
     check_policy_module(spec.policy, script.parent)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
 
-from everstep import __version__
+from everstep import __version__, faultpoints
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import has_checkpoints, leaves_model
 from everstep.brain.events import CheckpointAsked, CheckpointCommitted, FactType, JobResumed
@@ -40,9 +38,6 @@ from everstep.protect.sources import own_url, read_origin
 from everstep.storage.places import Place, open_place
 
 REASK_S = 5.0
-FAULT = "EVERSTEP_FAULT"
-"""For tests: ``master:1:before_manifest:1`` (or ``after_manifest``) is SIGKILL when master #1 comes to that step."""
-
 COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so long
 
 logger = logging.getLogger("everstep.master")
@@ -205,9 +200,9 @@ class CheckpointKeeper:
         end = self._now() + COMMIT_S
 
         def attempt() -> None:
-            self._step("before_manifest")
+            faultpoints.reach("before_manifest")
             write_manifest(open_place(self._url), manifest, self._key)
-            self._step("after_manifest")
+            faultpoints.reach("after_manifest")
 
         def again(error: StorageError) -> bool:
             if not error.passing or self._now() >= end:
@@ -222,10 +217,6 @@ class CheckpointKeeper:
         except EverstepError as error:
             return str(error)
         return ""
-
-    def _step(self, name: str) -> None:
-        if os.environ.get(FAULT) == f"master:{self._brain.job.master_incarnation}:{name}:1":
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def drop(self, checkpoints: tuple[int, ...]) -> None:
         """Delete them and what only they need, in a thread. What cannot be deleted stays."""

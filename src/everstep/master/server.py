@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from everstep import faultpoints
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     MASTER,
@@ -239,6 +240,7 @@ class Master:
     async def run(self) -> int:
         """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
         try:
+            faultpoints.begin("master", 0, self.journal.incarnation)
             self._tell(MasterStarted(self.journal.incarnation, self.spec))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())

@@ -9,11 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
+from everstep import faultpoints
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
-from everstep.ps import faults
 from everstep.ps.process import PsProcess, die_with_parent
 
 
@@ -31,11 +31,11 @@ def main() -> int:
         die_with_parent()
     allow_many_descriptors()
     sys.setswitchinterval(0.0005)  # who waits for a mirror's answer must not wait 5 ms more for its turn
-    faults.begin(args.incarnation)
     early: list[int] = []  # SIGTERM while the ps is being made; it may be known to others before it is whole here
     signal.signal(signal.SIGTERM, lambda signo, _: early.append(signo))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the agent, which ends us in order
     try:
+        faultpoints.begin("ps", args.slot, args.incarnation)
         ps = PsProcess(args.run_dir, Slot(args.slot), Incarnation(args.incarnation), NodeId(args.node), args.host)
         signal.signal(signal.SIGTERM, lambda *_: ps.leave())
         if early:

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep import faultpoints
 from everstep.errors import EverstepError, WireError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement, PsPlace
@@ -46,7 +47,6 @@ from everstep.protect.carrier import Carrier, Event, EventKind, Outcome
 from everstep.protect.machine import Action, Ask, Machine
 from everstep.protect.port import Body, StorePort
 from everstep.protect.streams import Batch, Blob, Code, PeerKey
-from everstep.ps import faults
 from everstep.ps.gate import Gate
 
 FEED_BYTES = 4 << 20
@@ -328,7 +328,7 @@ class Keeper:
 
     def feed(self, request: Feed, body: memoryview) -> Fed | Moved:
         """ValueError: malformed."""
-        faults.step(self._slot, "before_feed")
+        faultpoints.reach("before_feed")
         if request.tables:
             with self.lock:  # not in the middle of a step of a sweep
                 for spec in request.tables:
@@ -348,7 +348,7 @@ class Keeper:
             self.machine.arrived = False
             with self._changed:
                 self._changed.notify_all()
-        faults.step(self._slot, "mid_rebuild" if self.machine.rebuilding else "after_feed")
+        faultpoints.reach("mid_rebuild" if self.machine.rebuilding else "after_feed")
         return answer
 
     def want(self, request: Want) -> Taken | Moved:
@@ -367,7 +367,7 @@ class Keeper:
             return machine.tail(request)
 
     def hand_over(self, request: HandOver) -> HandedOver | Moved:
-        faults.step(self._slot, "before_hand_over")
+        faultpoints.reach("before_hand_over")
         self.drain()
         with self.transition() as machine:
             return machine.hand_over(request)
@@ -488,7 +488,7 @@ class Keeper:
         assert self._connect is not None
         peer.link, peer.told = self._connect(peer.place), set()
         # A death that a drill wants between two messages is counted in Python.
-        fd = -1 if faults.armed(self._slot) else peer.link.plain_fd
+        fd = -1 if faultpoints.armed() else peer.link.plain_fd
         self.streams.native.link(peer.key, fd, 0)
 
     def _pause_link(self, pause_s: float) -> None:
@@ -528,9 +528,9 @@ class Keeper:
         tables, specs = self._store.declared()
         if len(specs) > len(peer.told):
             request = msgspec.structs.replace(request, tables=tuple(s for s in specs if s.id not in peer.told))
-        faults.step(self._slot, "before_send")
+        faultpoints.reach("before_send")
         peer.link.send(request, [i.blob for i in batch.items], timeout_s=_ANSWER_S)
-        faults.step(self._slot, "after_send")
+        faultpoints.reach("after_send")
         peer.told.update(spec.id for spec in request.tables)
         self.streams.native.told(peer.key, tables)
 
@@ -587,7 +587,7 @@ class Keeper:
             self._limit.warning(f"ps:{ask.peer[0]} does not take {type(ask.request).__name__}: {answer.error}")
             return True
         if isinstance(answer, HandedOver):
-            faults.step(self._slot, "mid_move")
+            faultpoints.reach("mid_move")
         with self.transition() as machine:
             machine.answered(ask, answer, blobs)
         return False

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from everstep import faultpoints
 from everstep.brain.events import (
     BucketsReady,
     DrainAsked,
@@ -48,7 +49,6 @@ from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.images import ImageWriter
 from everstep.protect.restore import load_bucket
 from everstep.protect.sources import ImageSources
-from everstep.ps import faults
 from everstep.ps.service import PsService
 from everstep.storage.space import be_patient
 
@@ -287,7 +287,7 @@ class PsProcess:
             told = (complete, gained, torn)
 
     def _images_written(self, written: ImagesWritten) -> None:
-        faults.step(self.slot, "mid_image")
+        faultpoints.reach("mid_image")
         for piece in in_pieces(written):
             self._tell(piece)
 

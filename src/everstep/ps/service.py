@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep import faultpoints
 from everstep.errors import EverstepError, InternalError, PlatformError, StorageError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
@@ -71,7 +72,6 @@ from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.images import marks_facts
 from everstep.protect.machine import Action
-from everstep.ps import faults
 from everstep.ps.gate import Gate
 from everstep.ps.keeper import Keeper
 from everstep.ps.load import BucketLoad
@@ -348,7 +348,7 @@ class PsService:
     @property
     def follows(self) -> bool:
         """Not in a drill: a death between two steps of ``handle`` is counted in Python."""
-        return not faults.armed(self.slot)
+        return not faultpoints.armed()
 
     def follow(self, fd: int, ahead: bytes) -> _native.Follower:
         """What reads a connection of another ps, and takes what it can. ``ahead``: what was read of the first frame."""
@@ -522,7 +522,7 @@ class PsService:
                 continue
             if not self.keeper.room(deadline):
                 break
-            faults.step(self.slot, "before_apply")
+            faultpoints.reach("before_apply")
             before = self.store.outbox_ticket()
             try:
                 answer = self._apply(request, body, arena)
@@ -530,7 +530,7 @@ class PsService:
                 if not self._wait_for_rows(request.parts, _memory(body, arena, request.shm), deadline):
                     break
                 continue
-            faults.step(self.slot, "after_apply")
+            faultpoints.reach("after_apply")
             with self._pushed:
                 self._pushed.notify_all()
             if answer is None:
@@ -540,7 +540,7 @@ class PsService:
                 return answer
             if not self._confirm(before, request.buckets, request.version, deadline):
                 break
-            faults.step(self.slot, "after_ack")
+            faultpoints.reach("after_ack")
             return answer
         return Moved(self.route)
 
@@ -552,7 +552,7 @@ class PsService:
         if not self.acked:
             self.keeper.drain()
             return True
-        faults.step(self.slot, "before_ack")
+        faultpoints.reach("before_ack")
         with self.meter.waiting():
             confirmed = self.keeper.confirmed(before, after, deadline)
         # Who stopped serving meanwhile may have done so because a mirror refused something.
