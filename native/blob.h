@@ -77,16 +77,17 @@ static_assert(sizeof(PartHeader) == 24, "packed");
 
 inline size_t bitmap_bytes(size_t n) { return (n + 63) / 64 * 8; }
 
-// Before the gradients of a part of a change by gradients.
+// Before the gradients of a part of a change by gradients, and before its options, float64 each: none, or kOptions.
 struct GradientHeader {
   double rate = 0;
-  uint32_t dim = 0, zero = 0;
+  uint32_t dim = 0, n_options = 0;
 };
 static_assert(sizeof(GradientHeader) == 16, "packed");
 
 // Bytes of such a part with its header.
-inline size_t gradient_part_bytes(size_t n, size_t dim) {
-  return sizeof(PartHeader) + n * 4 + bitmap_bytes(n) + sizeof(GradientHeader) + n * dim * sizeof(float);
+inline size_t gradient_part_bytes(size_t n, size_t dim, bool options) {
+  return sizeof(PartHeader) + n * 4 + bitmap_bytes(n) + sizeof(GradientHeader) + (options ? sizeof(Options) : 0) +
+         n * dim * sizeof(float);
 }
 
 // Bytes of a part with its header.
@@ -107,6 +108,8 @@ struct Part {
   const uint8_t* records = nullptr;  // CHANGE: XOR, null if by gradients; BODIES
   const uint8_t* gradients = nullptr;  // CHANGE: float32 [n, dim] of one update of the n rows at `rate`
   double rate = 0;
+  bool has_options = false;
+  Options options;
 
   uint32_t slot(size_t i) const { return read<uint32_t>(slots + i * 4); }
   int64_t key(size_t i) const { return read<int64_t>(keys + i * 8); }
@@ -236,8 +239,14 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
       part.keys = take(size_t(h.n_toggled) * 8);
       if (by_gradients) {
         const auto g = Part::read<GradientHeader>(take(sizeof(GradientHeader)));
-        if (g.dim != part.table->dim || g.zero) wrong("of a change has gradients of another width");
+        if (g.dim != part.table->dim) wrong("of a change has gradients of another width");
+        if (g.n_options && g.n_options != kOptions) wrong("of a change has another number of options");
         part.rate = g.rate;
+        if (g.n_options) {
+          part.options = Part::read<Options>(take(sizeof(Options)));
+          part.has_options = true;
+          with_options(part.table->optimizer, part.options);  // throws where it cannot go by them
+        }
         part.gradients = take(size_t(h.n) * g.dim * sizeof(float));
       } else {
         part.records = take(size_t(h.n) * part.table->record_bytes);

@@ -14,7 +14,7 @@ class Change {
   struct Shape {
     const Table* table;
     size_t n, n_toggled;
-    bool by_gradients = false;
+    bool by_gradients = false, options = false;
   };
   // Where the arrays of a part go.
   struct Place {
@@ -27,7 +27,7 @@ class Change {
   void lay_out(uint32_t bucket, int64_t seq, const blob::Marks& marks, const std::vector<Shape>& shapes) {
     size_t bytes = sizeof(blob::Header) + marks.bytes();
     for (const Shape& s : shapes)
-      bytes += s.by_gradients ? blob::gradient_part_bytes(s.n, s.table->dim)
+      bytes += s.by_gradients ? blob::gradient_part_bytes(s.n, s.table->dim, s.options)
                               : blob::part_bytes(blob::kChange, s.n, s.n_toggled, s.table->record_bytes);
     places_.reserve(shapes.size());
     entry_ = outbox_.reserve(bucket, seq, blob::kChange, bytes);
@@ -53,7 +53,8 @@ class Change {
       place.toggled = w.skip(blob::bitmap_bytes(s.n));
       std::memset(place.toggled, 0, blob::bitmap_bytes(s.n));
       place.keys = w.skip(s.n_toggled * 8);
-      place.records = w.skip(s.by_gradients ? sizeof(blob::GradientHeader) + s.n * s.table->dim * sizeof(float)
+      place.records = w.skip(s.by_gradients ? sizeof(blob::GradientHeader) + (s.options ? sizeof(Options) : 0) +
+                                                  s.n * s.table->dim * sizeof(float)
                                             : s.n * s.table->record_bytes);
       places_.push_back(place);
     }
@@ -65,13 +66,17 @@ class Change {
     place.toggled[i >> 3] |= uint8_t(1u << (i & 7));
     std::memcpy(place.keys + 8 * place.next_key++, &key, 8);
   }
-  // All of a part by gradients but its slots.
-  static void gradients(Place& place, double rate, const float* grads, size_t n, const Table& table) {
+  // All of a part by gradients but its slots. `options`: null where they are the table's own.
+  static void gradients(Place& place, double rate, const Options* options, const float* grads, size_t n,
+                        const Table& table) {
     blob::GradientHeader head;
     head.rate = rate;
     head.dim = uint32_t(table.dim);
-    std::memcpy(place.records, &head, sizeof(head));
-    std::memcpy(place.records + sizeof(head), grads, n * table.dim * sizeof(float));
+    head.n_options = options ? uint32_t(kOptions) : 0;
+    blob::Writer w(place.records);
+    w.put(head);
+    if (options) w.put(*options);
+    std::memcpy(w.skip(n * table.dim * sizeof(float)), grads, n * table.dim * sizeof(float));
   }
   Place& place(size_t part) { return places_[part]; }
   void commit() { outbox_.commit(entry_); }

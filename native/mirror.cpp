@@ -199,6 +199,7 @@ ApplyResult Mirror::apply_change(Member& m, size_t index, const Blob& b) {
 // The update that the owner made of rows of a dense table, on this copy of them: the same kernel, so the same bits.
 void Mirror::update_again(const PageSet& pages, const Part& part, uint64_t below) {
   const Table& t = *part.table;
+  const Optimizer optimizer = part.has_options ? with_options(t.optimizer, part.options) : t.optimizer;
   constexpr uint32_t kBlock = 8;
   float* values[kBlock];
   float* state[kBlock];
@@ -221,7 +222,7 @@ void Mirror::update_again(const PageSet& pages, const Part& part, uint64_t below
       std::memcpy(aligned.data(), from, size_t(m) * t.dim * sizeof(float));
       grads = aligned.data();
     }
-    row_kernels().update(t.optimizer, part.rate, values, state, grads, m, t.dim);
+    row_kernels().update(optimizer, part.rate, values, state, grads, m, t.dim);
   }
 }
 

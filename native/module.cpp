@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -66,8 +67,12 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   auto number = [&](const char* name) { return nb::cast<double>(o[name]); };
   Optimizer opt;
   opt.kind = optimizer;
-  opt.nesterov = nb::cast<bool>(o["nesterov"]);
-  const bool dense = nb::cast<bool>(o["dense"]);
+  auto flag = [&](const char* name) { return nb::cast<bool>(o[name]); };
+  opt.nesterov = flag("nesterov");
+  opt.amsgrad = flag("amsgrad");
+  opt.centered = flag("centered");
+  opt.decoupled = flag("decoupled");
+  const bool dense = flag("dense");
   opt.lr = number("lr");
   opt.eps = number("eps");
   opt.beta1 = number("beta1");
@@ -75,6 +80,10 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   opt.momentum = number("momentum");
   opt.dampening = number("dampening");
   opt.weight_decay = number("weight_decay");
+  opt.alpha = number("alpha");
+  opt.lr_decay = number("lr_decay");
+  opt.momentum_decay = number("momentum_decay");
+  opt.counts = opt.kind == kAdagrad && opt.lr_decay > 0;
   opt.initial_accumulator = number("initial_accumulator");
   opt.l1 = number("l1");
   opt.l2 = number("l2");
@@ -133,12 +142,26 @@ std::vector<Span> spans_of(nb::handle spans) {
   return out;
 }
 
+// Options that a part goes by; none: the table's own.
+void options_of(nb::handle given, PushPart& part) {
+  if (!nb::isinstance<nb::tuple>(given)) malformed("the options of a part are a tuple");
+  nb::tuple t = nb::cast<nb::tuple>(given);
+  const size_t n = nb::len(t);
+  if (n == 0) return;
+  if (n != kOptions) malformed("a part has 0 or " + std::to_string(kOptions) + " options");
+  double all[kOptions];
+  for (size_t i = 0; i < n; ++i) all[i] = nb::cast<double>(t[i]);
+  std::memcpy(&part.options, all, sizeof(all));
+  part.has_options = true;
+}
+
 nb::tuple store_push(Store& s, nb::handle spans, nb::bytes buckets, nb::list parts, uint32_t now_s, int64_t step) {
   const std::vector<Span> consumed = spans_of(spans);
   std::vector<PushPart> work;
   std::vector<Input> alive;  // arrays stay alive although the GIL is not held
   for (nb::handle item : parts) {
-    if (!nb::isinstance<nb::tuple>(item) || nb::len(item) != 4) malformed("a part is (table, keys, grads, lr)");
+    if (!nb::isinstance<nb::tuple>(item) || nb::len(item) < 4 || nb::len(item) > 5)
+      malformed("a part is (table, keys, grads, lr[, options])");
     nb::tuple t = nb::cast<nb::tuple>(item);
     Input keys, grads;
     if (!nb::try_cast<Input>(t[1], keys, false) || !nb::try_cast<Input>(t[2], grads, false))
@@ -150,6 +173,7 @@ nb::tuple store_push(Store& s, nb::handle spans, nb::bytes buckets, nb::list par
     part.n = keys.shape(0);
     part.dim = grads.shape(1);
     part.lr = nb::cast<double>(t[3]);
+    if (nb::len(t) == 5) options_of(t[4], part);
     if (grads.shape(0) != part.n) malformed("grads must have one row per key");
     work.push_back(part);
     alive.push_back(std::move(keys));
@@ -188,6 +212,7 @@ std::vector<PushPart> parts_in(Store& s, nb::handle parts, const Py_buffer& memo
     part.keys = reinterpret_cast<const int64_t*>(place(item, "keys_at", n, sizeof(int64_t)));
     part.grads = reinterpret_cast<const float*>(place(item, "rows_at", n * int64_t(part.dim), sizeof(float)));
     part.lr = nb::cast<double>(nb::getattr(item, "lr"));
+    options_of(nb::getattr(item, "options"), part);
     out.push_back(part);
   }
   return out;

@@ -71,6 +71,8 @@ struct PartWork {
   const Table* table = nullptr;
   const PushPart* part = nullptr;
   double lr = 0;
+  Optimizer other;                       // with the part's options
+  const Optimizer* optimizer = nullptr;  // that, or the table's
   std::vector<uint64_t> hashes;
   std::vector<uint32_t> buckets;
   std::vector<uint32_t> slots;
@@ -244,7 +246,7 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
         }
       }
       bool first = true;  // nothing of the step is in any of these rows
-      work.running = step >= 0 && Running::needed(work.table->optimizer) ? &rows.running : nullptr;
+      work.running = step >= 0 && Running::needed(*work.optimizer) ? &rows.running : nullptr;
       if (work.running) {
         first = work.running->begin(step, work.slots.data() + begin, end - begin) == work.updated;
       } else if (!rows.running.empty()) {
@@ -252,7 +254,8 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       }
       work.by_gradients = work.table->dense && !work.table->meta && work.made.empty() && first;
       if (work.updated)
-        shapes.push_back(Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients});
+        shapes.push_back(Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients,
+                                       work.part->has_options});
       size_t toggled = 0;
       for (const Sighting& s : work.sightings) toggled += s.first || s.last;
       if (!work.sightings.empty())
@@ -293,7 +296,8 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
         }
       }
       if (work.by_gradients)
-        change.gradients(place, work.lr, work.part->grads + begin * work.table->dim, work.updated, *work.table);
+        change.gradients(place, work.lr, work.part->has_options ? &work.part->options : nullptr,
+                         work.part->grads + begin * work.table->dim, work.updated, *work.table);
     }
     if (work.sightings.empty()) continue;
     Rows& waiting = *bucket.rows[work.table->candidates->index];
@@ -363,6 +367,11 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     work.table = &table_of(part.table);
     work.part = &part;
     work.lr = part.lr < 0 ? work.table->optimizer.lr : part.lr;
+    work.optimizer = &work.table->optimizer;
+    if (part.has_options) {
+      work.other = with_options(work.table->optimizer, part.options);
+      work.optimizer = &work.other;
+    }
     work.cursor = work.missing = 0;
     work.runs.clear();
     if (!std::isfinite(part.lr)) throw Malformed("the learning rate is not finite");
@@ -586,7 +595,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       };
       if (!bucket.protect || work.by_gradients) {
         sum_up();
-        kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+        kernels_.update(*work.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
         if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
         continue;
       }
@@ -598,7 +607,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
            at != work.made.end() && *at < piece.end; ++at)
         std::memset(difference + (*at - piece.begin) * table.record_bytes, 0, table.record_bytes);
       sum_up();
-      kernels_.update(table.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
+      kernels_.update(*work.optimizer, work.lr, values[q & 1], state[q & 1], grads, n, table.dim);
       if (table.meta) pushed(table, values[q & 1], n, marks.clock, now_s);
       for (size_t k = 0; k < n; ++k)
         xor_bytes(difference + k * table.record_bytes, reinterpret_cast<uint8_t*>(values[q & 1][k]),

@@ -8,13 +8,33 @@
 
 namespace everstep {
 
-enum OptimizerKind : int { kSgd = 0, kAdagrad, kRowwiseAdagrad, kAdam, kAdamW, kFtrl, kOptimizerKinds };
+enum OptimizerKind : int {
+  kSgd = 0,
+  kAdagrad,
+  kRowwiseAdagrad,
+  kAdam,
+  kAdamW,
+  kFtrl,
+  kRmsprop,
+  kAdadelta,
+  kAdamax,
+  kNadam,
+  kRadam,
+  kOptimizerKinds
+};
 
-struct Optimizer {
+// What a push may say otherwise than the table's optimizer: TRAVELLING of model/table.py, in its order.
+struct Options {
+  double eps = 0, beta1 = 0, beta2 = 0, momentum = 0, dampening = 0, weight_decay = 0, alpha = 0, lr_decay = 0,
+         momentum_decay = 0;
+};
+inline constexpr size_t kOptions = sizeof(Options) / sizeof(double);
+
+struct Optimizer : Options {
   int kind = kSgd;
-  bool nesterov = false;
-  double lr = 0, eps = 0, beta1 = 0, beta2 = 0, momentum = 0, dampening = 0, weight_decay = 0;
-  double initial_accumulator = 0, l1 = 0, l2 = 0, beta = 0;
+  bool nesterov = false, amsgrad = false, centered = false, decoupled = false;
+  bool counts = false;  // Adagrad: a row counts its steps, for lr_decay
+  double lr = 0, initial_accumulator = 0, l1 = 0, l2 = 0, beta = 0;
   // Adam: 1 - beta1^t and sqrt(1 - beta2^t) for t < bias_n; later ones by `bias_late`.
   const double* bias1 = nullptr;
   const float* bias2 = nullptr;

@@ -173,10 +173,12 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
   t.row_seed = mix64(seed_ + kGolden * (uint64_t(id) + 1));
   switch (optimizer.kind) {
     case kSgd: t.state = optimizer.momentum > 0 ? dim : 0; break;
-    case kAdagrad: t.state = dim; break;
+    case kAdagrad: t.state = dim + optimizer.counts; break;
     case kRowwiseAdagrad: t.state = 1; break;
     case kFtrl: t.state = 2 * dim; break;
-    default: t.state = 2 * dim + 1;
+    case kRmsprop: t.state = dim * (1 + size_t(optimizer.centered) + size_t(optimizer.momentum > 0)) + 1; break;
+    case kNadam: t.state = 2 * dim + 2; break;
+    default: t.state = dim * (2 + size_t(optimizer.amsgrad)) + 1;
   }
   t.life = life;
   t.meta = life.any() ? kSightings : 0;

@@ -50,6 +50,8 @@ struct PushPart {
   const float* grads = nullptr;  // [n, dim]
   size_t n = 0, dim = 0;
   double lr = -1;
+  bool has_options = false;  // other ones than the table's optimizer
+  Options options;
 };
 
 struct PushOutcome {

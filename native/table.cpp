@@ -4,6 +4,24 @@
 
 namespace everstep {
 
+Optimizer with_options(const Optimizer& of, const Options& options) {
+  const double* all[] = {&options.eps,          &options.beta1, &options.beta2,    &options.momentum,      &options.dampening,
+                         &options.weight_decay, &options.alpha, &options.lr_decay, &options.momentum_decay};
+  static_assert(sizeof(all) / sizeof(all[0]) == kOptions, "all of them");
+  for (const double* x : all) {
+    if (!std::isfinite(*x) || *x < 0) throw Malformed("an option of an optimizer is not a finite number >= 0");
+  }
+  if (options.beta1 >= 1 || options.beta2 >= 1 || options.alpha > 1)
+    throw Malformed("an option of an optimizer is beyond what it can be");
+  if ((options.momentum > 0 && of.momentum == 0) || (options.lr_decay > 0 && of.lr_decay == 0) ||
+      (options.dampening > 0 && of.dampening == 0) || (options.weight_decay > 0 && of.kind == kFtrl))
+    throw Malformed("an option of an optimizer is one that the rows' state was not made for");
+  Optimizer out = of;
+  static_cast<Options&>(out) = options;
+  if (of.beta1 != options.beta1 || of.beta2 != options.beta2) out.bias_n = 0;  // the table is of other betas
+  return out;
+}
+
 void Table::lay_out() {
   auto align64 = [](size_t x) { return (x + 63) & ~size_t(63); };
   record_bytes = (dim + state + meta) * 4;
@@ -51,6 +69,7 @@ void Table::first_state(const float* values, float* s) const {
     case kAdagrad:
     case kRowwiseAdagrad:
       for (size_t j = 0; j < state; ++j) s[j] = float(optimizer.initial_accumulator);
+      if (optimizer.counts) s[dim] = 0.0f;
       return;
     case kFtrl: {
       // FTRL computes a weight from z alone: z begins where its closed form gives the row's first values.
@@ -64,6 +83,7 @@ void Table::first_state(const float* values, float* s) const {
     }
     default:
       for (size_t j = 0; j < state; ++j) s[j] = 0.0f;
+      if (optimizer.kind == kNadam) s[2 * dim + 1] = 1.0f;  // mu_product
   }
 }
 

@@ -73,6 +73,10 @@ struct Table {
   void first_state(const float* values, float* state) const;
 };
 
+// The optimizer with other options. Throws Malformed where it cannot go by them: no number that can be, or one that the
+// state of its rows was not made for.
+Optimizer with_options(const Optimizer& of, const Options& options);
+
 // dst ^= src. Both may be unaligned.
 static inline void xor_bytes(uint8_t* __restrict dst, const uint8_t* __restrict src, size_t n) {
   size_t i = 0;

@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep as es
 from everstep.api.dense import DenseGroup, StaleValues
-from everstep.api.optim import SGD
+from everstep.api.optim import TwinGroup
 
 
 class Watched:
@@ -22,7 +22,8 @@ class Watched:
     def __init__(self) -> None:
         self.layer = nn.Linear(3, 2)
         self.times = 0
-        group = DenseGroup("dense/0/0", {"params": list(self.layer.parameters()), "lr": 0.1}, SGD(0.1))
+        (options,) = torch.optim.SGD(self.layer.parameters(), 0.1).param_groups
+        group = DenseGroup("dense/0/0", TwinGroup("", torch.optim.SGD, options))
         self.stale = StaleValues(self._freshen)
         self.stale.watch([group], [])
 

@@ -17,6 +17,7 @@ from everstep.api.job import Job
 from everstep.errors import InternalError, ScriptError
 from everstep.ids import Incarnation, LeaseNo, Slot, TableId
 from everstep.model.shard import Token
+from everstep.model.table import Rate
 from everstep.monitor.audit import audit
 from everstep.native.ledger import bitmap
 from everstep.native.twin import bucket_of
@@ -176,7 +177,7 @@ def test_rows_that_the_script_edits_and_leaves_so_are_refused(join: Callable[...
 
 def test_a_step_with_a_table_stepped_several_times_is_several_intervals() -> None:
     def stepped(table: int) -> Stepped:
-        return Stepped(TableId(table), np.arange(2), np.ones((2, 4), np.float32), 0.1)
+        return Stepped(TableId(table), np.arange(2), np.ones((2, 4), np.float32), Rate(0.1))
 
     owed = Owed(7, table_shard(0, 0), 30, 33)
     content = [stepped(1), stepped(2), stepped(1), stepped(1)]

@@ -233,10 +233,11 @@ def test_state_dict_round_trip(join: Join) -> None:
 
 def test_mistakes(join: Join) -> None:
     job = join()
-    with pytest.raises(ScriptError, match=r"RMSprop has no twin"):
-        job.optimizer(torch.optim.RMSprop(nn.Linear(1, 1).parameters()))
-    with pytest.raises(ScriptError, match=r"amsgrad=True"):
-        job.optimizer(torch.optim.Adam(nn.Linear(1, 1).parameters(), amsgrad=True))
+    with pytest.raises(ScriptError, match=r"Rprop has no twin on the ps: use torch\.optim\.Adadelta, .* or SGD for"):
+        job.optimizer(torch.optim.Rprop(nn.Linear(1, 1).parameters()))
+    tables = job.sparse(nn.Embedding(3, 3), optimizer=es.SGD(0.1))
+    with pytest.raises(ScriptError, match=r"SGD\(maximize=True\) holds the weight of table 'embedding', whose own"):
+        job.optimizer(torch.optim.SGD(tables.parameters(), maximize=True))
     with pytest.raises(ScriptError, match=r"job\.optimizer needs a torch\.optim"):
         job.optimizer(es.Adam())  # type: ignore[arg-type]
     with pytest.raises(ScriptError, match="float64"):

@@ -1,6 +1,7 @@
 """Parameters that survive: ``kill -9`` of ps, alone, in pairs, with workers and the master, while training goes on.
 
-The counting model is the witness apart from the audit: the row of each sample gains exactly 1.0 per epoch.
+The counting model is the witness apart from the audit: the row of each sample gains exactly 1.0 per epoch. So is a
+dense layer whose gradient is always the same: whoever steps it, its end is that of so many steps of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,23 +22,46 @@ import os, time
 import numpy as np, torch
 import everstep as es
 
-EPOCHS, ROWS = {epochs}, 3000
+EPOCHS, ROWS, DENSE = {epochs}, 3000, {dense}
 job = es.join()
 model = job.sparse(es.nn.Embedding("counts", 2, init=es.Constant(0.0)), optimizer=es.SGD(lr=1.0))
+net = torch.nn.Linear(90, 70)
+torch.nn.init.constant_(net.weight, 0.5), torch.nn.init.constant_(net.bias, 0.5)
+def of_net(params, decay):
+    opt = torch.optim.RMSprop(params, lr=0.01, momentum=0.5)
+    opt.param_groups[0]["weight_decay"] = decay
+    return opt
+if DENSE:
+    job.replicate(net)
+    opt = job.optimizer(of_net([*model.parameters(), *net.parameters()], 0.0))
+    opt.param_groups[0]["weight_decay"] = 0.1  # travels with each step
 for batch in job.steps(job.loader({{"ids": np.arange(ROWS)}}, batch_size=200, epochs=EPOCHS)):
+    if DENSE:
+        opt.zero_grad()
+        sum(p.sum() for p in net.parameters()).backward()
     (-model(batch["ids"])).sum().backward()
+    if DENSE:
+        opt.step()
     if not os.path.exists({hurry!r}):
         time.sleep(0.15)
 if job.chief:
     with job.eval(model):
         got = model(torch.arange(ROWS)).detach()
     wrong = (got != float(EPOCHS)).any(1).nonzero().flatten().tolist()
+    if DENSE:
+        one = torch.nn.Parameter(torch.tensor([0.5]))
+        plain = of_net([one], 0.1)
+        for _ in range(EPOCHS * ROWS // 200):
+            one.grad = torch.ones(1)
+            plain.step()
+        off = max(float((p - one).detach().abs().max()) for p in net.parameters())
+        print("dense right" if off < 1e-4 else f"dense wrong: off by {{off}}", flush=True)
     print("counted right" if not wrong else f"counted wrong: {{wrong[:10]}} {{got[wrong[:10]].tolist()}}", flush=True)
 """
 
 
-def begin(run: Run, flags: str, epochs: int = 7) -> Run:
-    run.script.write_text(COUNTING.format(epochs=epochs, hurry=str(run.folder / "hurry")))
+def begin(run: Run, flags: str, epochs: int = 7, dense: bool = False) -> Run:
+    run.script.write_text(COUNTING.format(epochs=epochs, hurry=str(run.folder / "hurry"), dense=dense))
     return run.start("--workers", "2", *flags.split())
 
 
@@ -65,12 +89,13 @@ def check(run: Run) -> AuditReport:
 
 
 def test_a_ps_is_lost_and_its_replacement_too(run: Run) -> None:
-    begin(run, "--ps 6 --parity 4+1")
+    begin(run, "--ps 6 --parity 4+1", dense=True)
     for life in (1, 2):
         run.trained(life * 3000)
         kill(run, "ps:1", at_least=life)
     run.alive(Role.PS, 1, at_least=3)
     report = check(run)
+    assert "dense right" in run.text(), run.story()
     assert report.counts["rebuilt"] > 0 and report.counts["promoted"] > 0
     assert "2 ps" in run.text()
 

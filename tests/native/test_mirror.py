@@ -7,15 +7,16 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of, split
 
-from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
+from everstep.model.table import TRAVELLING, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, mirror_twin, twin
-from everstep.native.blob import parse, seal
+from everstep.native.blob import build, parse, seal
 from everstep.native.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
 
 
@@ -398,15 +399,20 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
             pass
     for at in range(30):
         grads = (rng.normal(size=(40, 48)) * 10.0 ** rng.integers(-4, 3)).astype(np.float32)
-        owner.push(SHARDS[0], at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0 if at % 2 else 0.002)])
+        decay = msgspec.structs.replace(spec.optimizer, weight_decay=0.01 if kind != OptimizerKind.FTRL else 0.0)
+        options = () if at % 3 else decay.options()  # a scheduler's change goes along
+        owner.push(SHARDS[0], at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0 if at % 2 else 0.002, options)])
     _, entries, data = owner.take_outbox(1 << 30)
     changes = [(at, n) for _, _, k, at, n in entries if k == Kind.CHANGE]
     assert len(changes) == 60
-    assert sum(n for _, n in changes) < 30 * 40 * (48 * 4 + 8) + 60 * 200
+    assert sum(n for _, n in changes) < 30 * 40 * (48 * 4 + 8) + 60 * 280
     for _, _, _, at, n in entries:
         shifted = np.zeros(n + 1, np.uint8)  # a message may lie anywhere in memory
         shifted[1:] = data[at : at + n]
         assert home.mirror_apply(ID, shifted[1:]) == APPLIED
+    some = [data[at : at + n].tobytes() for at, n in changes[:8]]
+    assert [build(parse(blob)) for blob in some] == some
+    assert {len(parse(blob).parts[0].options) for blob in some} == {0, len(TRAVELLING)}
     bad = bytearray(data[changes[0][0] : sum(changes[0])].tobytes())
     bad[32 + 48 + 16] ^= 2  # says that the gradients are a difference
     with pytest.raises(ValueError):

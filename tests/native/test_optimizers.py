@@ -8,12 +8,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from everstep.api.optim import TwinGroup, twin_of_kind
+from everstep.errors import ScriptError
 from everstep.model.shard import shard_key
-from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, Rate, TableSpec
 from everstep.native import Store, unique_route
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -61,8 +66,8 @@ class Rows:
         self.store.pull(self.spec.id, self.keys, out)
         return out
 
-    def step(self, grads: np.ndarray, lr: float = -1.0) -> None:
-        parts = [(self.spec.id, self.keys, grads, lr)]
+    def step(self, grads: np.ndarray, lr: float = -1.0, options: tuple[float, ...] = ()) -> None:
+        parts = [(self.spec.id, self.keys, grads, lr, options)]
         assert self.store.push(self.shard, self.steps, self.steps + 1, 1, b"", parts).applied == 16
         self.steps += 1
 
@@ -81,6 +86,93 @@ def test_equals_torch(spec: OptimizerSpec, make: Make) -> None:
         theirs.step()
         rows.step(grads, lr)
     np.testing.assert_allclose(rows.values(), param.detach().numpy(), rtol=2e-5, atol=2e-6)
+
+
+KINDS = {
+    torch.optim.SGD: ("momentum", "dampening", "nesterov", "weight_decay"),
+    torch.optim.Adagrad: ("lr_decay", "initial_accumulator_value", "weight_decay", "eps"),
+    torch.optim.Adam: ("betas", "eps", "weight_decay", "amsgrad"),
+    torch.optim.AdamW: ("betas", "eps", "weight_decay", "amsgrad"),
+    torch.optim.RMSprop: ("alpha", "eps", "weight_decay", "momentum", "centered"),
+    torch.optim.Adadelta: ("rho", "eps", "weight_decay"),
+    torch.optim.Adamax: ("betas", "eps", "weight_decay"),
+    torch.optim.NAdam: ("betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay"),
+    torch.optim.RAdam: ("betas", "eps", "weight_decay", "decoupled_weight_decay"),
+}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "betas": st.tuples(st.floats(0.5, 0.99), st.floats(0.5, 0.9999)),
+    "eps": st.sampled_from([1e-8, 1e-5, 1e-2]),
+    "weight_decay": st.sampled_from([0.0, 0.01, 0.3]),
+    "momentum": st.sampled_from([0.0, 0.5, 0.95]),
+    "dampening": st.sampled_from([0.0, 0.3]),
+    "alpha": st.floats(0.5, 0.999),
+    "rho": st.floats(0.5, 0.999),
+    "lr_decay": st.sampled_from([0.0, 0.1]),
+    "initial_accumulator_value": st.sampled_from([0.0, 0.1]),
+    "momentum_decay": st.sampled_from([0.0, 4e-3, 0.1]),
+    **{name: st.booleans() for name in ("nesterov", "amsgrad", "centered", "decoupled_weight_decay")},
+}
+TRAVEL = ("betas", "eps", "weight_decay", "momentum", "alpha", "rho", "momentum_decay")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_twins_go_by_what_their_group_says(data: st.DataObject) -> None:
+    """Random optimizers of torch, whose options change between steps as a scheduler's or a script's would."""
+    kind = data.draw(st.sampled_from(list(KINDS)))
+    options = {name: data.draw(VALUES[name], name) for name in KINDS[kind]}
+    if options.get("nesterov"):
+        options |= {"momentum": 0.9, "dampening": 0.0}
+    param = torch.nn.Parameter(torch.zeros(50, 5))
+    theirs = kind([param], lr=0.01, maximize=data.draw(st.booleans()), **options)
+    (group,) = theirs.param_groups
+    ours = TwinGroup("param_groups[0]", kind, group)
+    rows = Rows(ours.spec, dim=5)
+    param.data = torch.from_numpy(rows.values())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for _ in range(8):
+        if rng.integers(2):
+            name = data.draw(st.sampled_from(["lr", "maximize", *(n for n in KINDS[kind] if n in TRAVEL)]))
+            fits = name != "momentum" or options[name] > 0
+            value = {"lr": st.floats(0.0, 0.05), "maximize": st.booleans()} | VALUES
+            group[name] = data.draw(value[name]) if fits else group[name]
+            if name == "momentum" and fits and (kind is torch.optim.RMSprop or group["nesterov"]):
+                group[name] = max(group[name], 0.1)  # (torch itself cannot begin with none there)
+        grads = rng.normal(size=param.shape).astype(np.float32)
+        param.grad = torch.from_numpy(grads)
+        theirs.step()
+        rows.step(-grads if ours.maximize else grads, *ours.rate())
+    np.testing.assert_allclose(rows.values(), param.detach().numpy(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        (torch.optim.SGD, "momentum", 0.9),
+        (torch.optim.RMSprop, "momentum", 0.9),
+        (torch.optim.RMSprop, "centered", True),
+        (torch.optim.Adagrad, "lr_decay", 0.1),
+        (torch.optim.Adam, "amsgrad", True),
+        (torch.optim.NAdam, "decoupled_weight_decay", True),
+    ],
+)
+def test_state_is_not_made_later(kind: type[torch.optim.Optimizer], option: str, value: Any) -> None:
+    (group,) = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1).param_groups
+    twin = TwinGroup("param_groups[0]", kind, group)
+    assert twin.rate() == Rate(0.1)
+    group[option] = value
+    with pytest.raises(ScriptError, match=rf"param_groups\[0\]\['{option}'\] was .* begins with {option}={value!r}"):
+        twin.rate()
+
+
+def test_a_spec_of_before_is_the_same_optimizer() -> None:
+    """Checkpoints and journals of an earlier release: what they do not say is as it was, and so is the state."""
+    old = b'{"kind":"adam","lr":0.01,"eps":1e-08,"beta1":0.9,"beta2":0.999,"momentum":0.0,"dampening":0.0,'
+    old += b'"nesterov":false,"weight_decay":0.0,"initial_accumulator":0.0,"l1":0.0,"l2":0.0,"beta":1.0}'
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    assert msgspec.json.decode(old, type=OptimizerSpec) == twin_of_kind(torch.optim.Adam, optimizer.param_groups[0])
+    floats = {kind: OptimizerSpec(kind, 0.1, momentum=0.5).state_floats(10) for kind in list(OptimizerKind)[:6]}
+    assert list(floats.values()) == [10, 10, 1, 21, 21, 20]
 
 
 def test_rowwise_adagrad_is_fbgemms() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.model.shard import shard_key
-from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.model.table import TRAVELLING, InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, twin
 from everstep.native.ledger import bitmap
 from everstep.native.twin import TwinRows, TwinStore
@@ -29,6 +29,9 @@ ALL = {
     "adam": OptimizerSpec(OptimizerKind.ADAM, 0.01, weight_decay=0.1),
     "adamw": OptimizerSpec(OptimizerKind.ADAMW, 0.01, weight_decay=0.1),
     "ftrl": OptimizerSpec(OptimizerKind.FTRL, 0.1, l1=0.05, l2=0.01),
+    "amsgrad": OptimizerSpec(OptimizerKind.ADAM, 0.01, amsgrad=True),
+    "rmsprop": OptimizerSpec(OptimizerKind.RMSPROP, 0.01, momentum=0.5, centered=True),
+    "nadam": OptimizerSpec(OptimizerKind.NADAM, 0.01, momentum_decay=0.004),
 }
 TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -38,6 +41,7 @@ TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.1, weight_decay=0.001, eps=1e-8),
     "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
 }
 
 
@@ -52,11 +56,11 @@ class Rows:
         self.keys = np.arange(N)[np.argsort(twin.bucket_of(np.arange(N), self.spec.id, B), kind="stable")]
         self.pushes = 0
 
-    def push(self, step: int, grads: np.ndarray, buckets: bytes = b"", again: bool = False) -> None:
+    def push(self, step: int, grads: np.ndarray, buckets: bytes = b"", again: bool = False, options: Any = ()) -> None:
         self.pushes += not again
         shard = shard_key(0, 0, self.pushes)
         self.store.open(shard, 0, 1)
-        part = (self.spec.id, self.keys, grads, -1.0)
+        part = (self.spec.id, self.keys, grads, -1.0, options)
         self.store.push(shard, 0, 1, 1, buckets, [part], step=step)
 
     def values(self) -> np.ndarray:
@@ -107,6 +111,17 @@ def test_a_step_in_parts_is_a_step_of_torch(name: str) -> None:
         for grads in parts:
             rows.push(step, grads)
     np.testing.assert_allclose(rows.values(), param.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_decay_that_comes_with_the_push_counts_once() -> None:
+    """A table without decay sums pushes of a step by applying them; with one that a push brings, it must not."""
+    parts, options = gradients(3), dict.fromkeys(TRAVELLING, 0.0) | {"weight_decay": 0.5}
+    for kind in (Store, TwinStore):
+        whole, cut = Rows(ALL["sgd"], kind), Rows(ALL["sgd"], kind)
+        whole.push(-1, sum(parts[1:], parts[0]), options=tuple(options.values()))
+        for grads in parts:
+            cut.push(0, grads, options=tuple(options.values()))
+        assert cut.state() == whole.state()
 
 
 def test_another_push_between_two_parts_is_not_undone() -> None:
@@ -209,8 +224,8 @@ def test_random_steps_agree_with_the_twin(seed: int, n: int) -> None:
 
 
 class _NeverForgets(TwinRows):
-    def begin_step(self, step: int, keys: list[int]) -> None:
-        super().begin_step(max(step, self.step), keys)
+    def begin_step(self, step: int, keys: list[int], linear: bool) -> None:
+        super().begin_step(max(step, self.step), keys, linear)
 
 
 class _KeepsFreed(TwinRows):

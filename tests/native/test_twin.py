@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from everstep import native
 from everstep.model.shard import shard_key
-from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
+from everstep.model.table import TRAVELLING, InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, twin
 from everstep.native.ledger import bitmap
 from everstep.native.twin import TwinStore
@@ -30,6 +31,20 @@ OPTIMIZERS = [
     OptimizerSpec(OptimizerKind.ADAMW, 0.01, weight_decay=0.1),
     OptimizerSpec(OptimizerKind.FTRL, 0.1, l1=0.05, l2=0.01),
 ]
+NEWER = [
+    OptimizerSpec(OptimizerKind.ADAGRAD, 0.1, lr_decay=0.1, initial_accumulator=0.1),
+    OptimizerSpec(OptimizerKind.ADAM, 0.01, amsgrad=True),
+    OptimizerSpec(OptimizerKind.ADAMW, 0.01, amsgrad=True, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.RMSPROP, 0.01),
+    OptimizerSpec(OptimizerKind.RMSPROP, 0.01, momentum=0.9, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.RMSPROP, 0.01, momentum=0.5, centered=True, alpha=0.9),
+    OptimizerSpec(OptimizerKind.ADADELTA, 1.0, eps=1e-6, alpha=0.9),
+    OptimizerSpec(OptimizerKind.ADAMAX, 0.01, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.NADAM, 0.01, momentum_decay=0.004),
+    OptimizerSpec(OptimizerKind.NADAM, 0.01, momentum_decay=0.004, decoupled=True, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.RADAM, 0.01, beta2=0.9, weight_decay=0.1),
+    OptimizerSpec(OptimizerKind.RADAM, 0.01, decoupled=True, weight_decay=0.1),
+]
 INITS = [
     InitSpec(InitKind.CONSTANT, 0.25),
     InitSpec(InitKind.UNIFORM, -0.5, 0.25),
@@ -37,6 +52,13 @@ INITS = [
 ]
 # admit_after, expire_batches, expire_s
 LIVES = [(0, 0, 0), (0, 0, 0), (1, 0, 0), (2, 3, 0), (0, 2, 0), (0, 0, 5), (3, 4, 4)]
+
+
+def other_options(spec: OptimizerSpec, rng: np.random.Generator) -> tuple[float, ...]:
+    """As a scheduler may change them."""
+    now = spec.with_options(tuple(float(x * rng.choice([0.5, 0.9, 1.0])) for x in spec.options()))
+    decay = 0.0 if spec.kind is OptimizerKind.FTRL else float(rng.choice([0.0, 0.05]))
+    return msgspec.structs.replace(now, weight_decay=decay).options()
 
 
 def same(a: Any, b: Any) -> None:
@@ -89,7 +111,7 @@ def test_random_operations_agree(data: st.DataObject) -> None:
         store.own(OWNED)
     tables = []
     for i in range(draw(st.integers(1, 3), "tables")):
-        opt, init = draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(INITS))
+        opt, init = draw(st.sampled_from(OPTIMIZERS + NEWER)), draw(st.sampled_from(INITS))
         admit, batches, seconds = draw(st.sampled_from(LIVES))
         dim = draw(st.sampled_from([1, 3, 16, 19, 32, 64, 900]))
         life = {"admit_after": admit, "expire_batches": batches, "expire_s": seconds}
@@ -135,7 +157,8 @@ def test_random_operations_agree(data: st.DataObject) -> None:
                     grads = rng.normal(size=(len(keys), t.dim)).astype(np.float32)
                     if len(keys) and draw(st.integers(0, 19)) == 0:
                         grads[rng.integers(len(keys)), rng.integers(t.dim)] = rng.choice([np.nan, np.inf, -np.inf])
-                    parts.append((t.id, keys, grads, draw(st.sampled_from([-1.0, 0.05]))))
+                    options = draw(st.sampled_from([(), (), other_options(t.optimizer, rng)]))
+                    parts.append((t.id, keys, grads, draw(st.sampled_from([-1.0, 0.05])), options))
                 skipped = not parts and draw(st.booleans())
                 args = (draw(shard_of), lo, hi, draw(lease), bits, parts, skipped, now_s, draw(step))
                 both(stores, lambda s, a=args: s.push(*a), refusals=tidy)
@@ -173,6 +196,40 @@ def test_random_operations_agree(data: st.DataObject) -> None:
 @pytest.mark.parametrize("opt", OPTIMIZERS, ids=lambda o: f"{o.kind}-{o.momentum}-{o.nesterov}-{o.dampening}")
 @pytest.mark.parametrize("dim", [1, 16, 33, 64, 128])
 def test_many_updates_stay_bit_equal(opt: OptimizerSpec, dim: int) -> None:
+    updated_alike(opt, dim)
+
+
+@pytest.mark.parametrize("number", range(len(NEWER)))
+def test_optimizers_of_any_width_stay_bit_equal(number: int) -> None:
+    updated_alike(NEWER[number], 19, options=True)
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS[:-1], ids=lambda o: f"{o.kind}-{o.momentum}-{o.nesterov}-{o.dampening}")
+def test_updates_by_other_options_stay_bit_equal(opt: OptimizerSpec) -> None:
+    updated_alike(opt, 16, options=True)
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    """No finite numbers, too few, or some that the rows' state was not made for: nothing is changed, by neither."""
+    spec = TableSpec("t", 4, OptimizerSpec(OptimizerKind.SGD, 0.1))
+    stores: list[Any] = [Store(B, 3), TwinStore(B, 3)]
+    for store in stores:
+        store.own(range(B))
+        store.declare(spec)
+        store.open(0, 0, 1)
+    own = dict(zip(TRAVELLING, spec.optimizer.options(), strict=True))
+    wrong = [{"momentum": 0.5}, {"dampening": 0.5}, {"lr_decay": 0.1}, {"beta1": 1.0}, {"eps": -1.0}, {"eps": np.nan}]
+    keys, grads = np.arange(1), np.ones((1, 4), np.float32)
+    for options in [(0.1,), *(tuple((own | w).values()) for w in wrong)]:
+        refused = both(stores, lambda s, o=options: s.push(0, 0, 1, 1, b"", [(spec.id, keys, grads, -1.0, o)]))
+        assert refused == "ValueError", options
+    for b in range(B):
+        both(stores, lambda s, b=b: s.digest(b))
+    assert stores[0].stats().pushes == 0
+
+
+def updated_alike(opt: OptimizerSpec, dim: int, options: bool = False) -> None:
+    """30 pushes to both; ``options``: every other one brings its own."""
     spec = TableSpec("t", dim, opt, InitSpec(InitKind.NORMAL, 0.0, 0.1))
     stores: list[Any] = [Store(B, 3), TwinStore(B, 3)]
     shard = shard_key(0, 0, 0)
@@ -184,7 +241,8 @@ def test_many_updates_stay_bit_equal(opt: OptimizerSpec, dim: int) -> None:
         store.open(shard, 0, 1)
     for i in range(30):
         grads = (rng.normal(size=(24, dim)) * 10.0 ** rng.integers(-6, 4)).astype(np.float32)
-        args = (shard, i, i + 1, 1, b"", [(spec.id, keys, grads, -1.0 if i % 3 else 0.02)])
+        given = other_options(opt, rng) if options and i % 2 else ()
+        args = (shard, i, i + 1, 1, b"", [(spec.id, keys, grads, -1.0 if i % 3 else 0.02, given)])
         assert both(stores, lambda s, a=args: s.push(*a)).applied == B
     for b in range(B):
         both(stores, lambda s, b=b: s.scan(spec.id, b, 0, 100, True))

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.api.optim import fixed_options, twin_of, twin_of_kind
+from everstep.api.optim import TwinGroup
 from everstep.api.rows import BatchTable, TableParameter, asks_for_values, flat_arguments, is_table
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerKind, OptimizerSpec, TableSpec
@@ -172,17 +172,16 @@ class DenseGradient(NamedTuple):
 
 
 class DenseGroup(FlatGroup):
-    """The parameters of one group of one optimizer, all of float32 on the CPU. ``group``: of the optimizer."""
+    """The parameters of one group of one optimizer, all of float32 on the CPU. ``twin``: of the group."""
 
     def __init__(
         self,
         name: str,
-        group: dict[str, Any],
-        optimizer: OptimizerSpec,
+        twin: TwinGroup,
         names: Mapping[int, str] | None = None,
         params: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self.group = group
+        self.twin, group = twin, twin.group
         chosen = params if params is not None else [p for p in group["params"] if p.requires_grad and not is_table(p)]
         self.params: list[nn.Parameter] = list(chosen)
         for p in self.params:
@@ -194,7 +193,7 @@ class DenseGroup(FlatGroup):
                 )
         names = names or {}
         labels = [names.get(id(p), f"{name}/{i}") for i, p in enumerate(self.params)]
-        super().__init__(name, self.params, labels, optimizer)
+        super().__init__(name, self.params, labels, twin.spec)
         for i, p in enumerate(self.params):
             view = self.view(i)
             view.copy_(p.detach())
@@ -202,10 +201,6 @@ class DenseGroup(FlatGroup):
 
     def __repr__(self) -> str:
         return f"<DenseGroup {self.spec.name} {len(self.params)} parameters in {self.n_rows} rows>"
-
-    @property
-    def lr(self) -> float:
-        return float(self.group["lr"])
 
     def changed(self) -> bool:
         for i, p in enumerate(self.params):  # a parameter that was given another tensor takes its values along
@@ -228,13 +223,17 @@ class DenseGroup(FlatGroup):
         with_grad = [i for i, p in enumerate(self.params) if p.grad is not None]
         if not with_grad:
             return None
+        turn = self.twin.maximize
         for i in with_grad:
             p, at = self.params[i], self.starts[i]
             grad = p.grad
             assert grad is not None
             if grad.is_sparse:
                 grad = grad.to_dense()
-            self._scratch[at : at + p.numel()].copy_(grad.detach().reshape(-1))
+            place = self._scratch[at : at + p.numel()]
+            place.copy_(grad.detach().reshape(-1))
+            if turn:  # up the gradient: as torch does, before anything else is made of it
+                place.neg_()
         rows = self._rows(self._scratch)
         if len(with_grad) == len(self.params):
             return DenseGradient(None, rows)
@@ -246,25 +245,19 @@ class DenseGroup(FlatGroup):
     def torch_state(self, keys: NDArray[np.int64], state: NDArray[np.float32]) -> list[dict[str, Any]]:
         """State of each parameter, named as torch does, from that of all rows (float32 [rows, floats])."""
         ordered, dim = state[np.argsort(keys)], self.dim
-        fields: dict[str, Tensor] = {}
-        match self.spec.optimizer.kind:
-            case OptimizerKind.SGD if self.spec.optimizer.momentum > 0:
-                fields["momentum_buffer"] = torch.from_numpy(np.nan_to_num(ordered[:, :dim], nan=0.0))
-            case OptimizerKind.ADAGRAD:
-                fields["sum"] = torch.from_numpy(ordered[:, :dim])
-            case OptimizerKind.ADAM | OptimizerKind.ADAMW:
-                fields["exp_avg"] = torch.from_numpy(ordered[:, :dim])
-                fields["exp_avg_sq"] = torch.from_numpy(ordered[:, dim : 2 * dim])
-        flat = {name: value.reshape(-1) for name, value in fields.items()}
-        steps = ordered[:, 2 * dim] if "exp_avg" in fields else None
-        out: list[dict[str, Any]] = []
-        for p, at in zip(self.params, self.starts, strict=True):
-            one: dict[str, Any] = {n: v[at : at + p.numel()].view(p.shape).clone() for n, v in flat.items()}
-            if steps is not None:
-                one["step"] = torch.tensor(float(steps[at // dim]))
-            elif "sum" in one:
-                one["step"] = torch.tensor(0.0)  # Adagrad counts steps for lr_decay only, which the ps does not have
-            out.append(one)
+        if self.spec.optimizer.kind is OptimizerKind.SGD:
+            ordered = np.nan_to_num(ordered, nan=0.0)  # NaN: there was no gradient yet
+        out: list[dict[str, Any]] = [{} for _ in self.params]
+        done = 0
+        for field in self.spec.optimizer.state_fields():
+            piece = torch.from_numpy(np.ascontiguousarray(ordered[:, done : done + (dim if field.each else 1)]))
+            done += piece.shape[1]
+            for one, p, at in zip(out, self.params, self.starts, strict=True):
+                found = piece.reshape(-1)[at : at + p.numel()].view(p.shape) if field.each else piece[at // dim, 0]
+                one[field.name] = found.clone()
+        if self.spec.optimizer.kind is OptimizerKind.ADAGRAD:
+            for one in out:
+                one.setdefault("step", torch.tensor(0.0))  # without lr_decay the ps does not count them
         return out
 
 
@@ -294,12 +287,14 @@ class PsOptimizer(torch.optim.Optimizer):
     ) -> None:
         if any(float(s.get("step", 1)) > 0 for s in optimizer.state.values()):  # Adagrad's begins with step 0
             raise ScriptError("this optimizer has stepped already: give job.optimizer a fresh one")
-        self._torch_kind, self._index, self._names = type(optimizer), index, names or {}
+        self._index, self._names = index, names or {}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._stepper = stepper
         self.groups: list[DenseGroup] = []
-        self._options: list[dict[str, Any]] = []
+        self._twins = [
+            TwinGroup(f"param_groups[{i}]", type(optimizer), group) for i, group in enumerate(self.param_groups)
+        ]
         self._given_up: list[nn.Parameter] = []  # another optimizer has them now
         for group in self.param_groups:
             for p in group["params"]:
@@ -309,9 +304,8 @@ class PsOptimizer(torch.optim.Optimizer):
                         "the optimizer after job.sparse(model)"
                     )
         for i, group in enumerate(self.param_groups):
-            self._options.append(fixed_options(group))
             if any(p.requires_grad and not is_table(p) for p in group["params"]):
-                self.groups.append(DenseGroup(f"dense/{index}/{i}", group, twin_of(optimizer, group), names))
+                self.groups.append(DenseGroup(f"dense/{index}/{i}", self._twins[i], names))
         stepper.hold(self, optimizer)
 
     def __repr__(self) -> str:
@@ -323,14 +317,6 @@ class PsOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for i, (group, options) in enumerate(zip(self.param_groups, self._options, strict=True)):
-            for name, value in options.items():
-                if group.get(name) != value:
-                    raise ScriptError(
-                        f"param_groups[{i}][{name!r}] was {value!r} when job.optimizer() was called and is "
-                        f"{group.get(name)!r} now: its twin on the ps changes its learning rate only; with a scheduler "
-                        "that cycles momentum, pass cycle_momentum=False"
-                    )
         if any(p.grad is not None for p in self._given_up):
             raise ScriptError(
                 "opt.step() of an optimizer whose parameters were given to another job.optimizer() since: on the ps a "
@@ -355,8 +341,7 @@ class PsOptimizer(torch.optim.Optimizer):
             new = [p for p in group["params"] if id(p) not in known and not is_table(p) and p.grad is not None]
             if new:
                 first = next(k for k, p in enumerate(group["params"]) if p is new[0])
-                spec = twin_of_kind(self._torch_kind, group)
-                out.append(DenseGroup(f"dense/{self._index}/{i}/{first}", group, spec, self._names, new))
+                out.append(DenseGroup(f"dense/{self._index}/{i}/{first}", self._twins[i], self._names, new))
         self.groups += out
         return out
 

@@ -50,7 +50,7 @@ from everstep.errors import (
 from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
-from everstep.model.table import OWN, TableSpec
+from everstep.model.table import OWN, Rate, TableSpec
 from everstep.model.turn import Portion, Turn
 from everstep.monitor import stepclock
 from everstep.monitor.process import ProcessReadings
@@ -128,13 +128,13 @@ class _StepInHand(NamedTuple):
 class _Payload(HeldRows):
     """The gradients of one push, kept until every ps has acknowledged them, and no link holds them any more."""
 
-    __slots__ = ("bad", "lrs", "parts", "router", "seen", "step", "tables")
+    __slots__ = ("bad", "parts", "rates", "router", "seen", "step", "tables")
 
     def __init__(
-        self, tables: list[TableRows], holders: list[BatchRows], router: Router, lrs: dict[TableId, float]
+        self, tables: list[TableRows], holders: list[BatchRows], router: Router, rates: dict[TableId, Rate]
     ) -> None:
         super().__init__(holders)
-        self.tables, self.router, self.lrs = tables, router, lrs
+        self.tables, self.router, self.rates = tables, router, rates
         self.parts: list[list[Part]] = []
         self.step = -1  # sync: of which this is one push of several
         self.bad = ""  # the table whose gradient is not finite
@@ -450,7 +450,7 @@ class Engine:
                 payload.tables[i] = regrouped = self._regroup(rows, router)
                 payload.hold(regrouped.batch)
         payload.router = router
-        payload.parts = parts_by_ps(payload.tables, len(router.slots), grads=True, lrs=payload.lrs)
+        payload.parts = parts_by_ps(payload.tables, len(router.slots), grads=True, rates=payload.rates)
 
     # ------------------------------------------------------------ whose turn it is (sync, bounded)
 
@@ -667,7 +667,7 @@ class Engine:
         out: list[TableRows] = []
         holders: list[BatchRows] = []
         seen: list[TableRows] = []
-        lrs: dict[TableId, float] = {}
+        rates: dict[TableId, Rate] = {}
         try:
             for optimizer in optimizers:
                 if optimizer is not None:
@@ -675,15 +675,17 @@ class Engine:
                     for group in optimizer.groups:
                         dense = group.gradient()
                         if dense is not None:
-                            lrs[group.spec.id] = group.lr
+                            rates[group.spec.id] = group.twin.rate()
                             out.append(self._rows_of(group.spec, dense.keys, dense.grads, group, router, holders))
                 for held in self.firing.fired(optimizer):
                     found = held.table.take()
                     if found is None:
                         continue
                     spec = self.tables.infos[held.table.name].spec
-                    lrs[spec.id] = held.lr()
-                    if found.rows is not None and found.rows.router.version == router.version:
+                    rates[spec.id] = held.rate()
+                    if held.maximize:
+                        out.append(self._rows_of(spec, found.keys, -found.grads, None, router, holders))
+                    elif found.rows is not None and found.rows.router.version == router.version:
                         holders.append(found.rows.batch.retain())
                         found.rows.touched = True
                         out.append(found.rows)
@@ -701,7 +703,7 @@ class Engine:
             raise
         if not out:
             return None
-        payload = _Payload(out, holders, router, lrs)
+        payload = _Payload(out, holders, router, rates)
         payload.seen = seen
         bad = next((rows for rows in out if not isfinite_all(rows.grads)), None)
         payload.bad = bad.spec.name if bad is not None else ""

@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.api.optim import moves_all, table_twin_of
+from everstep.api.optim import TwinGroup
 from everstep.api.rows import STEPPED_WHOLE, BatchTable, TableParameter
 from everstep.api.tables import TableSet
-from everstep.model.table import OptimizerSpec
+from everstep.errors import ScriptError
+from everstep.model.table import OptimizerSpec, Rate
 
 
 class HeldTable(NamedTuple):
-    """A table that an optimizer fires. ``group``: of the optimizer, whose learning rate it goes by.
+    """A table that an optimizer fires. ``group``: of the optimizer, whose learning rate it goes by; ``twin``: by all of
+    whose options it goes.
 
     ``own``: the table's optimizer was given to job.sparse; then the group's rate counts in relation to ``base_lr``."""
 
@@ -22,14 +24,23 @@ class HeldTable(NamedTuple):
     own: OptimizerSpec | None
     base_lr: float
     optimizer: Any
+    twin: TwinGroup | None = None
 
-    def lr(self) -> float:
-        """The rate of a step now."""
+    @property
+    def maximize(self) -> bool:
+        """A step goes up its gradient."""
+        return self.twin is not None and self.twin.maximize
+
+    def rate(self, factor: float = 1.0) -> Rate:
+        """What a step goes by now; its learning rate times ``factor``."""
+        if self.twin is not None:
+            lr, options = self.twin.rate()
+            return Rate(lr * factor, options)
         now = float(self.group["lr"])
         if self.own is None:
-            return now
+            return Rate(now * factor)
         base = float(self.group.get("initial_lr", self.base_lr))
-        return self.own.lr if base == 0.0 else self.own.lr * (now / base)
+        return Rate((self.own.lr if base == 0.0 else self.own.lr * (now / base)) * factor)
 
 
 class TableFiring:
@@ -59,19 +70,26 @@ class TableFiring:
     def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
         """``optimizer`` (as the script has it) fires the tables whose parameters ``of_torch`` holds. Raises ScriptError
         where its formula has no twin on the ps."""
-        for group in of_torch.param_groups:
+        for i, group in enumerate(of_torch.param_groups):
             for p in group["params"]:
                 if not isinstance(p, TableParameter):
                     continue
                 name = p.everstep_table
                 info = self._tables.infos[name]
-                if not info.own:
-                    self._tables.set_optimizer(name, table_twin_of(of_torch, group))
+                twin = None if info.own else TwinGroup(f"param_groups[{i}]", type(of_torch), group, table=True)
+                if twin is not None:
+                    self._tables.set_optimizer(name, twin.spec)
+                elif group.get("maximize"):
+                    raise ScriptError(
+                        f"{type(of_torch).__name__}(maximize=True) holds the weight of table {name!r}, whose own "
+                        "optimizer minimizes: leave optimizer= of job.sparse out, or negate the loss and drop maximize"
+                    )
                 own = info.spec.optimizer if info.own else None
                 table = self._tables.batches[name]
-                table.moves_all = not info.own and moves_all(of_torch, group) and table.fits(STEPPED_WHOLE)
+                if twin is not None and table.fits(STEPPED_WHOLE):
+                    table.moves_all = twin.moves_all
                 base = float(group.get("initial_lr", group["lr"]))
-                self._held.append(HeldTable(table, group, own, base, optimizer))
+                self._held.append(HeldTable(table, group, own, base, optimizer, twin))
         self._given.append(optimizer)
         self.optimizers += 1
 

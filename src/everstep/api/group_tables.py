@@ -38,7 +38,7 @@ from everstep.errors import CheckpointError, DeadlineError, EverstepError, Inter
 from everstep.ids import LeaseNo, ShardKey, Slot, TableId
 from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
-from everstep.model.table import OptimizerSpec
+from everstep.model.table import OptimizerSpec, Rate
 from everstep.native import isfinite_all
 from everstep.native.twin import update
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
@@ -75,12 +75,12 @@ Entry = tuple[TableId, NDArray[np.int64], NDArray[np.float32]]
 
 
 class Stepped(NamedTuple):
-    """What the script's step applies to one table: keys int64 [n], gradients float32 [n, dim] and the learning rate."""
+    """What the script's step applies to one table: keys int64 [n], gradients float32 [n, dim] and what it goes by."""
 
     table: TableId
     keys: NDArray[np.int64]
     grads: NDArray[np.float32]
-    lr: float
+    rate: Rate
 
 
 class _Sum(HeldRows):
@@ -96,8 +96,8 @@ class _Sum(HeldRows):
         """By position of the ps; routed anew by each newer map."""
         if self._version != router.version:
             merged = list(self._route(router))
-            lrs = {found.table: found.lr for found in self._content}
-            self._parts = parts_by_ps(merged, len(router.slots), grads=True, lrs=lrs)
+            rates = {found.table: found.rate for found in self._content}
+            self._parts = parts_by_ps(merged, len(router.slots), grads=True, rates=rates)
             self._version = router.version
         return self._parts
 
@@ -123,11 +123,12 @@ class Ahead(NamedTuple):
         order = np.argsort(rows.keys, kind="stable")
         keys, values, states, done = rows.keys[order], rows.values[order], rows.states[order], rows.done[order]
         for found in content:
-            rate = optimizer.lr if found.lr < 0 else found.lr
+            lr = optimizer.lr if found.rate.lr < 0 else found.rate.lr
+            twin = optimizer.with_options(found.rate.options)
             at = np.searchsorted(keys, found.keys)
             for i, key, grad in zip(at.tolist(), found.keys.tolist(), found.grads, strict=True):
                 if i < len(keys) and keys[i] == key and not done[i]:
-                    update(values[i], states[i], grad, optimizer, rate)
+                    update(values[i], states[i], grad, twin, lr)
         return cls(keys, values)
 
     def put(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
@@ -276,7 +277,8 @@ class GroupTables:
             found = held.table.take()
             if found is not None:
                 table = self.tables.infos[held.table.name].spec.id
-                content.append(Stepped(table, found.keys.copy(), found.grads / scale, held.lr() * lr_factor))
+                grads = found.grads / (-scale if held.maximize else scale)
+                content.append(Stepped(table, found.keys.copy(), grads, held.rate(lr_factor)))
         for batch in self.tables.batches.values():
             batch.zero()
         if not content or not all(isfinite_all(found.grads) for found in content):
@@ -368,7 +370,8 @@ class GroupTables:
             self._stale.add(table.name)
             table.stale = self._make_fresh
             self._ahead.pop(table.name, None)
-            self._content.append(Stepped(spec.id, found.keys.copy(), found.grads.copy(), held.lr() * lr_factor))
+            grads = -found.grads if held.maximize else found.grads.copy()
+            self._content.append(Stepped(spec.id, found.keys.copy(), grads, held.rate(lr_factor)))
         self.tables.forget_asides()
         self._hide(True)
 

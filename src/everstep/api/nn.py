@@ -203,7 +203,7 @@ def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
     """What a lookup of no ids gives. The gradient of the table is zero then, and not None: an optimizer that moves all
     rows steps because of it."""
     table = weight._table
-    if not table.moves_all or not table.source.in_batch:
+    if not table.moves_all() or not table.source.in_batch:
         return torch.zeros(shape)
     lookup = Lookup(table, table.values, np.empty(0, np.int32), np.empty(0, np.int64))
     bounds = np.zeros(shape[0] + 1, np.int64)

@@ -432,7 +432,7 @@ class BatchTable:
         self.zero_padding = padding is not None  # the padding row is zero, whatever the script makes of its gradient
         self.renorms = False  # lookups change rows: those above a norm are scaled down (``max_norm``)
         self.renormed = False  # of this batch: such a lookup was
-        self.moves_all = False  # the optimizer that steps it moves rows without a gradient, too
+        self.moves_all: Callable[[], bool] = lambda: False  # does what steps it change rows without a gradient, too?
         self.keys: NDArray[np.int64] = np.empty(0, np.int64)
         self.values: NDArray[np.float32] = np.empty((0, dim), np.float32)
         self.batch = 0  # grows with every ``show``
@@ -816,7 +816,7 @@ class BatchTable:
     def take(self) -> Gradient | None:
         """The gradient for a step; it stays what the script sees. None: there is none."""
         found = self._take()
-        if found is None or not self.moves_all or self.vocabulary is None:
+        if found is None or not self.moves_all() or self.vocabulary is None:
             return found
         grads = np.zeros((self.vocabulary, self.dim), np.float32)
         grads[found.keys] = found.grads

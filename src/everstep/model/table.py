@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,12 +14,39 @@ from everstep.ids import TableId
 
 
 class OptimizerKind(StrEnum):
-    SGD = "sgd"  # state: dim floats if momentum > 0, else none
-    ADAGRAD = "adagrad"  # state: dim
-    ROWWISE_ADAGRAD = "rowwise_adagrad"  # state: 1
-    ADAM = "adam"  # state: 2 dim + 1 (the row's own step count, as float32)
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROWWISE_ADAGRAD = "rowwise_adagrad"
+    ADAM = "adam"
     ADAMW = "adamw"  # as adam, decoupled weight decay
-    FTRL = "ftrl"  # state: 2 dim (z, n)
+    FTRL = "ftrl"
+    RMSPROP = "rmsprop"
+    ADADELTA = "adadelta"
+    ADAMAX = "adamax"
+    NADAM = "nadam"
+    RADAM = "radam"
+
+
+TRAVELLING = (
+    *("eps", "beta1", "beta2", "momentum", "dampening", "weight_decay", "alpha"),
+    *("lr_decay", "momentum_decay"),
+)
+"""Options of an optimizer that a push may say otherwise, as schedulers change them: in this order (native/rows.h). The
+learning rate travels with every push."""
+
+
+class Rate(NamedTuple):
+    """What one update goes by. ``lr`` < 0: the table's own. ``options``: as ``TRAVELLING``; (): the table's own."""
+
+    lr: float = -1.0
+    options: tuple[float, ...] = ()
+
+
+class StateField(NamedTuple):
+    """A piece of a row's optimizer state, by torch's name. ``each``: one float for each value, else one for the row."""
+
+    name: str
+    each: bool = True
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
@@ -33,7 +61,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     eps: Finite = 1e-8
     beta1: Finite = 0.9
     beta2: Finite = 0.999
-    momentum: Finite = 0.0
+    momentum: Finite = 0.0  # sgd, rmsprop
     dampening: Finite = 0.0
     nesterov: bool = False
     weight_decay: Finite = 0.0
@@ -41,20 +69,67 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     l1: Finite = 0.0  # ftrl
     l2: Finite = 0.0  # ftrl
     beta: Finite = 1.0  # ftrl
+    alpha: Finite = 0.99  # rmsprop; of adadelta: rho
+    lr_decay: Finite = 0.0  # adagrad
+    momentum_decay: Finite = 0.0  # nadam
+    amsgrad: bool = False  # adam, adamw
+    centered: bool = False  # rmsprop
+    decoupled: bool = False  # nadam, radam: the weight decay
+
+    def state_fields(self) -> tuple[StateField, ...]:
+        """The optimizer state of one row, in its order."""
+        step = StateField("step", each=False)
+        match self.kind:
+            case OptimizerKind.SGD:
+                names = ("momentum_buffer",) if self.momentum > 0 else ()
+                return tuple(StateField(name) for name in names)
+            case OptimizerKind.ADAGRAD:
+                return (StateField("sum"), *([step] if self.lr_decay > 0 else []))
+            case OptimizerKind.ROWWISE_ADAGRAD:
+                return (StateField("sum", each=False),)
+            case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+                top = [StateField("max_exp_avg_sq")] if self.amsgrad else []
+                return (StateField("exp_avg"), StateField("exp_avg_sq"), step, *top)
+            case OptimizerKind.FTRL:
+                return (StateField("z"), StateField("n"))
+            case OptimizerKind.RMSPROP:
+                centre = [StateField("grad_avg")] if self.centered else []
+                buffer = [StateField("momentum_buffer")] if self.momentum > 0 else []
+                return (StateField("square_avg"), step, *centre, *buffer)
+            case OptimizerKind.ADADELTA:
+                return (StateField("square_avg"), StateField("acc_delta"), step)
+            case OptimizerKind.ADAMAX:
+                return (StateField("exp_avg"), StateField("exp_inf"), step)
+            case OptimizerKind.NADAM:
+                return (StateField("exp_avg"), StateField("exp_avg_sq"), step, StateField("mu_product", each=False))
+            case OptimizerKind.RADAM:
+                return (StateField("exp_avg"), StateField("exp_avg_sq"), step)
 
     def state_floats(self, dim: int) -> int:
         """Optimizer state of one row, in float32s."""
-        match self.kind:
-            case OptimizerKind.SGD:
-                return dim if self.momentum > 0 else 0
-            case OptimizerKind.ADAGRAD:
-                return dim
-            case OptimizerKind.ROWWISE_ADAGRAD:
-                return 1
-            case OptimizerKind.ADAM | OptimizerKind.ADAMW:
-                return 2 * dim + 1
-            case OptimizerKind.FTRL:
-                return 2 * dim
+        return sum(dim if field.each else 1 for field in self.state_fields())
+
+    def options(self) -> tuple[float, ...]:
+        """Its own values of ``TRAVELLING``."""
+        return tuple(getattr(self, name) for name in TRAVELLING)
+
+    def with_options(self, options: tuple[float, ...]) -> OptimizerSpec:
+        """The same with other values of ``TRAVELLING``; (): itself."""
+        if not options:
+            return self
+        changed: dict[str, Any] = dict(zip(TRAVELLING, options, strict=True))
+        return msgspec.structs.replace(self, **changed)
+
+    def unfit(self, options: tuple[float, ...]) -> str:
+        """The option that cannot become so for rows of this optimizer, because their state was not made for it."""
+        now = self.with_options(options)
+        if now.momentum > 0 and self.momentum == 0:
+            return "momentum"
+        if now.lr_decay > 0 and self.lr_decay == 0:
+            return "lr_decay"
+        if now.weight_decay > 0 and self.kind is OptimizerKind.FTRL:
+            return "weight_decay"
+        return "dampening" if now.dampening > 0 and self.dampening == 0 else ""
 
     @property
     def is_linear(self) -> bool:

@@ -28,13 +28,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.model.table import InitKind, OptimizerKind, TableSpec, difference
+from everstep.model.table import TRAVELLING, InitKind, OptimizerKind, TableSpec, difference
 from everstep.native import _native
 from everstep.native._native import (
     Full,
@@ -68,6 +68,7 @@ __all__ = [
     "batch_fingerprint",
     "bitmap",
     "bitmap_buckets",
+    "check_options",
     "check_spec",
     "crc32c",
     "gather_rows",
@@ -81,7 +82,11 @@ __all__ = [
     "unique_route",
 ]
 
-PushPart = tuple[int, NDArray[np.int64], NDArray[np.float32], float]
+PushPart = (
+    tuple[int, NDArray[np.int64], NDArray[np.float32], float]
+    | tuple[int, NDArray[np.int64], NDArray[np.float32], float, tuple[float, ...]]
+)
+"""Table, keys, gradients, learning rate and, of an optimizer whose options have changed, those (``TRAVELLING``)."""
 
 # Numbers of the C++ enums (native/rows.h, native/store.h).
 _OPTIMIZERS = {kind: number for number, kind in enumerate(OptimizerKind)}
@@ -97,6 +102,21 @@ class StoreStats(NamedTuple):
     pulls: int
 
 
+def check_options(spec: TableSpec, options: tuple[float, ...] = ()) -> None:
+    """ValueError if the table's optimizer cannot go by these (``TRAVELLING``; (): its own)."""
+    if options and (len(options) != len(TRAVELLING) or not all(np.isfinite(x) and x >= 0 for x in options)):
+        raise ValueError(f"table {spec.name!r}: options {options} are not {len(TRAVELLING)} finite numbers >= 0")
+    o = spec.optimizer.with_options(options)
+    if o.beta1 >= 1 or o.beta2 >= 1:
+        raise ValueError(f"table {spec.name!r}: betas ({o.beta1}, {o.beta2}) must be below 1")
+    if o.alpha > 1:
+        raise ValueError(f"table {spec.name!r}: alpha {o.alpha} must not be above 1")
+    if name := spec.optimizer.unfit(options):
+        raise ValueError(
+            f"table {spec.name!r}: {name} cannot become {getattr(o, name)}: its rows were made for another"
+        )
+
+
 def check_spec(spec: TableSpec) -> None:
     """ValueError if a table cannot be as ``spec`` says."""
     o = spec.optimizer
@@ -110,8 +130,7 @@ def check_spec(spec: TableSpec) -> None:
             raise ValueError(f"table {spec.name!r}: {name}={getattr(spec, name)} must be in 0..2^31 - 1")
     if spec.dense and spec.has_life_cycle:
         raise ValueError(f"table {spec.name!r}: rows of a dense tensor cannot be admitted late or expire")
-    if o.beta1 >= 1 or o.beta2 >= 1:
-        raise ValueError(f"table {spec.name!r}: betas ({o.beta1}, {o.beta2}) must be below 1")
+    check_options(spec)
     if o.nesterov and (o.momentum <= 0 or o.dampening != 0):
         raise ValueError(f"table {spec.name!r}: nesterov needs momentum > 0 and dampening 0")
     if o.kind is OptimizerKind.FTRL and (o.lr <= 0 or o.weight_decay != 0):
@@ -244,10 +263,11 @@ class Store(_native.Store):
         critical section: judge fence and watermark (see ``ledger``), update rows, move fingerprint and watermark.
 
         ``parts``: (table, keys i64[n] unique and grouped by ascending bucket, grads f32[n, dim], lr; < 0: the
-        table's own). A table stands once. Rows of buckets that are not addressed are left out: a batch that is pushed
-        again, to the buckets behind, has the rows of all. ``now_s``: the time, for tables that expire by it. ``step``:
-        this push is one of several of that step, which are one optimizer step of the sum of their gradients (but where
-        another step's, or none's, comes between them, or the bucket changed hands: native/running.h); -1: of none.
+        table's own; options, as ``check_options``). A table stands once. Rows of buckets that are not addressed are
+        left out: a batch that is pushed again, to the buckets behind, has the rows of all. ``now_s``: the time, for
+        tables that expire by it. ``step``: this push is one of several of that step, which are one optimizer step of
+        the sum of their gradients (but where another step's, or none's, comes between them, or the bucket changed
+        hands: native/running.h); -1: of none.
         ``more``: spans (shard, lo, hi, lease, learnt) that the same optimizer step consumed besides, each behind the
         one before if it is of the same shard. A bucket takes all of them or none. ``skipped``, and spans that are not
         ``learnt``: consumed, and not in the gradients.
@@ -299,7 +319,7 @@ class Store(_native.Store):
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
         """The rows of a part whose buckets are in the bitmap; the part itself if all are."""
-        table, keys, grads, lr = part
+        table, keys, grads, *rate = part
         n = self.n_buckets
         if grads.shape[:1] != keys.shape:
             return part  # (refused below)
@@ -307,7 +327,7 @@ class Store(_native.Store):
         wanted = np.zeros(n, bool)
         wanted[[b for b in bitmap_buckets(buckets) if b < n]] = True
         mask = np.repeat(wanted, counts)[inverse]
-        return part if mask.all() else (table, keys[mask], grads[mask], lr)
+        return part if mask.all() else cast(PushPart, (table, keys[mask], grads[mask], *rate))
 
     def marks(self, bucket: int) -> bytes:
         """All marks of the bucket, as a sealed blob."""

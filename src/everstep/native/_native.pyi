@@ -41,7 +41,7 @@ class Store:
         self,
         spans: Sequence[tuple[int, int, int, int, bool]],
         buckets: bytes,
-        parts: list[tuple[int, I64, F32, float]],
+        parts: list[tuple[int, I64, F32, float] | tuple[int, I64, F32, float, tuple[float, ...]]],
         now_s: int,
         step: int,
     ) -> tuple[int, int, int, bool, int, bytes, bool]: ...

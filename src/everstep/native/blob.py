@@ -14,6 +14,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.model.table import TRAVELLING
 from everstep.native._native import crc32c
 
 MAGIC = 0x42535645  # "EVSB"
@@ -51,7 +52,8 @@ class Marks:
 @dataclass
 class Part:
     """``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records`` uint8 [n, record], both
-    XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one update and its ``rate``.
+    XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one update, its ``rate`` and
+    its ``options`` (``TRAVELLING``; none: the table's own).
     HEADS: ``keys`` [n]. BODIES: ``records``. Contents cover the slots ``[lo, hi)``."""
 
     table: int
@@ -61,6 +63,7 @@ class Part:
     records: NDArray[np.uint8] | None = None
     gradients: NDArray[np.float32] | None = None
     rate: float = 0.0
+    options: tuple[float, ...] = ()
     lo: int = 0
     hi: int = 0
     flags: int = 0
@@ -92,7 +95,8 @@ def build(blob: Blob) -> bytes:
         if part.keys is not None and blob.kind is not Kind.BODIES:
             out.append(part.keys.astype("<i8").tobytes())
         if part.gradients is not None:
-            out.append(_GRADIENTS.pack(part.rate, part.gradients.shape[1], 0) + part.gradients.astype("<f4").tobytes())
+            out.append(_GRADIENTS.pack(part.rate, part.gradients.shape[1], len(part.options)))
+            out.append(np.array(part.options, "<f8").tobytes() + part.gradients.astype("<f4").tobytes())
         if part.records is not None and blob.kind is not Kind.HEADS:
             out.append(part.records.tobytes())
     return seal(b"".join(out))
@@ -136,8 +140,11 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
             if kind is not Kind.BODIES:
                 part.keys = take(n_toggled if kind is Kind.CHANGE else n, "<i8").astype(np.int64)
             if kind is Kind.CHANGE and flags & GRADIENTS:
-                part.rate, dim, _ = _GRADIENTS.unpack_from(data, at)
+                part.rate, dim, n_options = _GRADIENTS.unpack_from(data, at)
                 at += _GRADIENTS.size
+                if n_options not in (0, len(TRAVELLING)):
+                    raise ValueError("a blob of a change has another number of options")
+                part.options = tuple(take(n_options, "<f8").tolist())
                 part.gradients = take(n * dim, "<f4").astype(np.float32).reshape(n, dim)
             elif kind is not Kind.HEADS:
                 if record_bytes is None:

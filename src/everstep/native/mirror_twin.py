@@ -178,7 +178,7 @@ class TwinMirror:
             elif part.gradients is not None:
                 for slot, gradient in zip(part.slots.tolist(), part.gradients, strict=True):
                     if slot < sweep.bodies:
-                        self._update(m, self.dense[part.table], slot, gradient, part.rate)
+                        self._update(m, self.dense[part.table], slot, gradient, part)
         marks = blob.marks
         m.seq, m.fingerprint, m.clock = blob.seq, marks.fingerprint, marks.clock
         for shard, watermark, fence in marks.shards:
@@ -252,9 +252,10 @@ class TwinMirror:
         at = self.layouts[table][1] + i * len(record)
         page[at : at + len(record)] ^= MUL[factor][record]
 
-    def _update(self, m: _Member, spec: TableSpec, slot: int, gradient: NDArray[np.float32], rate: float) -> None:
+    def _update(self, m: _Member, spec: TableSpec, slot: int, gradient: NDArray[np.float32], part: Part) -> None:
         page, i, _ = self._page(m, spec.id, slot)
         record_bytes = self.layouts[spec.id][2]
         at = self.layouts[spec.id][1] + i * record_bytes
         record = page[at : at + record_bytes].view(np.float32)
-        twin.update(record[: spec.dim], record[spec.dim :], gradient, spec.optimizer, rate)
+        optimizer = spec.optimizer.with_options(part.options)
+        twin.update(record[: spec.dim], record[spec.dim :], gradient, optimizer, part.rate)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec, difference
-from everstep.native import Full, PushPart, StoreStats, check_spec
+from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, Rate, TableSpec, difference
+from everstep.native import Full, PushPart, StoreStats, check_options, check_spec
 from everstep.native.blob import MOST_SLOTS, Blob, Kind, Marks, Part, build, check_seal, parse_marks
 from everstep.native.ledger import Ledger, PushResult, SpanTuple, bitmap_buckets, by_shard
 from everstep.native.ledger import mix64 as mix64_int
@@ -79,7 +79,9 @@ def first_state(values: F32, opt: OptimizerSpec) -> F32:
         case OptimizerKind.SGD if len(state) and opt.dampening != 0:
             state[0] = np.nan  # no gradient yet: the first one is not dampened
         case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
-            state[:] = opt.initial_accumulator
+            state[:dim] = opt.initial_accumulator  # (a count of steps behind them begins at 0)
+        case OptimizerKind.NADAM:
+            state[2 * dim + 1] = 1  # mu_product
         case OptimizerKind.FTRL:
             pull, l1 = np.float32(opt.beta / opt.lr + opt.l2), np.float32(opt.l1)
             z = -values * pull - np.where(values > 0, l1, -l1)
@@ -103,8 +105,11 @@ def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
     """One optimizer step on one row: ``w`` float32 ``[dim]`` and its state ``s`` change in place."""
     f = np.float32
     dim = len(w)
-    if opt.weight_decay != 0 and opt.kind is not OptimizerKind.ADAMW:
-        g = g + f(opt.weight_decay) * w
+    if opt.weight_decay != 0:
+        if opt.decoupled or opt.kind is OptimizerKind.ADAMW:
+            w[:] = w * f(1.0 - lr * opt.weight_decay)
+        else:
+            g = g + f(opt.weight_decay) * w
     match opt.kind:
         case OptimizerKind.SGD:
             if opt.momentum > 0:
@@ -112,14 +117,15 @@ def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
                 g = g + f(opt.momentum) * s if opt.nesterov else s
             w[:] = w - f(lr) * g
         case OptimizerKind.ADAGRAD:
-            s[:] = s + g * g
-            w[:] = w - f(lr) * g / (np.sqrt(s) + f(opt.eps))
+            if len(s) > dim:
+                s[dim] += f(1)
+                lr = lr / (1.0 + (float(s[dim]) - 1.0) * opt.lr_decay)
+            s[:dim] = s[:dim] + g * g
+            w[:] = w - f(lr) * g / (np.sqrt(s[:dim]) + f(opt.eps))
         case OptimizerKind.ROWWISE_ADAGRAD:
             s[0] = s[0] + _squares(g) / f(dim)
             w[:] = w - f(lr) / (np.sqrt(s[0]) + f(opt.eps)) * g
         case OptimizerKind.ADAM | OptimizerKind.ADAMW:
-            if opt.kind is OptimizerKind.ADAMW and opt.weight_decay != 0:
-                w[:] = w * f(1.0 - lr * opt.weight_decay)
             m, v = s[:dim], s[dim : 2 * dim]
             s[2 * dim] += f(1)
             t = float(s[2 * dim])
@@ -127,7 +133,66 @@ def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
             bias2 = f(math.sqrt(1.0 - math.pow(opt.beta2, t)))
             m[:] = m + (g - m) * f(1.0 - opt.beta1)
             v[:] = v * f(opt.beta2) + f(1.0 - opt.beta2) * g * g
+            if opt.amsgrad:
+                s[2 * dim + 1 :] = np.maximum(s[2 * dim + 1 :], v)
+                v = s[2 * dim + 1 :]
             w[:] = w - step * m / (np.sqrt(v) / bias2 + f(opt.eps))
+        case OptimizerKind.RMSPROP:
+            square, mean, buffer = s[:dim], s[dim + 1 : 2 * dim + 1], s[-dim:]
+            s[dim] += f(1)
+            c = f(1.0 - opt.alpha)
+            square[:] = square * f(opt.alpha) + c * g * g
+            about = square
+            if opt.centered:
+                mean[:] = mean + (g - mean) * c
+                about = square - mean * mean
+            root = np.sqrt(about) + f(opt.eps)
+            if opt.momentum > 0:
+                buffer[:] = buffer * f(opt.momentum) + g / root
+                w[:] = w - f(lr) * buffer
+            else:
+                w[:] = w - f(lr) * g / root
+        case OptimizerKind.ADADELTA:
+            square, moved = s[:dim], s[dim : 2 * dim]
+            s[2 * dim] += f(1)
+            c = f(1.0 - opt.alpha)
+            square[:] = square * f(opt.alpha) + c * g * g
+            by = np.sqrt(moved + f(opt.eps)) / np.sqrt(square + f(opt.eps)) * g
+            moved[:] = moved * f(opt.alpha) + c * by * by
+            w[:] = w - f(lr) * by
+        case OptimizerKind.ADAMAX:
+            m, u = s[:dim], s[dim : 2 * dim]
+            s[2 * dim] += f(1)
+            step = f(lr / (1.0 - math.pow(opt.beta1, float(s[2 * dim]))))
+            m[:] = m + (g - m) * f(1.0 - opt.beta1)
+            u[:] = np.maximum(u * f(opt.beta2), np.abs(g) + f(opt.eps))
+            w[:] = w - step * m / u
+        case OptimizerKind.NADAM:
+            m, v = s[:dim], s[dim : 2 * dim]
+            s[2 * dim] += f(1)
+            t = float(s[2 * dim])
+            mu = opt.beta1 * (1.0 - 0.5 * math.pow(0.96, t * opt.momentum_decay))
+            after = opt.beta1 * (1.0 - 0.5 * math.pow(0.96, (t + 1.0) * opt.momentum_decay))
+            s[2 * dim + 1] *= f(mu)
+            product = float(s[2 * dim + 1])
+            of_g, of_m = f(lr * (1.0 - mu) / (1.0 - product)), f(lr * after / (1.0 - product * after))
+            m[:] = m + (g - m) * f(1.0 - opt.beta1)
+            v[:] = v * f(opt.beta2) + f(1.0 - opt.beta2) * g * g
+            root = np.sqrt(v / f(1.0 - math.pow(opt.beta2, t))) + f(opt.eps)
+            w[:] = w - of_g * g / root - of_m * m / root
+        case OptimizerKind.RADAM:
+            m, v = s[:dim], s[dim : 2 * dim]
+            s[2 * dim] += f(1)
+            t = float(s[2 * dim])
+            kept, most = math.pow(opt.beta2, t), 2.0 / (1.0 - opt.beta2) - 1.0
+            length = most - 2.0 * t * kept / (1.0 - kept)
+            m[:] = m + (g - m) * f(1.0 - opt.beta1)
+            v[:] = v * f(opt.beta2) + f(1.0 - opt.beta2) * g * g
+            by = m / f(1.0 - math.pow(opt.beta1, t)) * f(lr)
+            if length > 5.0:
+                rect = math.sqrt((length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length))
+                by = by * (f(math.sqrt(1.0 - kept)) / (np.sqrt(v) + f(opt.eps))) * f(rect)
+            w[:] = w - by
         case OptimizerKind.FTRL:
             z, acc = s[:dim], s[dim:]
             now = acc + g * g
@@ -250,9 +315,10 @@ class TwinRows:
         self.running.pop(row.key, None)
         self.slots[slot] = None
 
-    def begin_step(self, step: int, keys: list[int]) -> None:
-        """A push of ``step`` (-1: of none) is about to change the rows of these keys that have one."""
-        if self.spec.optimizer.is_linear:
+    def begin_step(self, step: int, keys: list[int], linear: bool) -> None:
+        """A push of ``step`` (-1: of none) is about to change the rows of these keys that have one. ``linear``: its
+        optimizer is."""
+        if linear:
             return
         if step != self.step:
             self.step, self.running, self.kept, self.chunks = step, {}, 0, 0
@@ -678,19 +744,21 @@ class TwinStore:
         if len({part[0] for part in parts}) != len(parts):
             raise ValueError("a table stands twice in one push")
         work = []
-        for table, keys, grads, lr in parts:
+        for table, keys, grads, lr, *more_of_it in parts:
             spec = self._spec(table)
+            options = more_of_it[0] if more_of_it else ()
+            check_options(spec, options)
             if grads.shape != (len(keys), spec.dim):
                 raise ValueError("grads must be [keys, dim of the table]")
             if not math.isfinite(lr):
                 raise ValueError("the learning rate is not finite")
-            rate = spec.optimizer.lr if lr < 0 else lr
-            if spec.optimizer.kind is OptimizerKind.FTRL and rate == 0:
+            own = spec.optimizer.lr if lr < 0 else lr
+            if spec.optimizer.kind is OptimizerKind.FTRL and own == 0:
                 raise ValueError("FTRL needs a learning rate above 0")
             at = self._buckets(table, keys)
             if at != sorted(at):
                 raise ValueError("keys are not grouped by ascending bucket")
-            work.append((spec, at, keys.tolist(), grads, rate))
+            work.append((spec, at, keys.tolist(), grads, Rate(own, options)))
         for spec, _, _, grads, _ in work:
             if not np.isfinite(grads).all():
                 return PushResult(0, 0, nonfinite=spec.id)
@@ -727,12 +795,12 @@ class TwinStore:
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
         """The rows of a part whose buckets are in the bitmap."""
-        table, keys, grads, lr = part
+        table, keys, grads, *rate = part
         mask = np.isin(bucket_of(keys, table, self.n_buckets), bitmap_buckets(buckets))
-        return (table, keys[mask], grads[mask], lr) if grads.shape[:1] == keys.shape else part
+        return cast(PushPart, (table, keys[mask], grads[mask], *rate)) if grads.shape[:1] == keys.shape else part
 
     def _push_rows(
-        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], rate: float, now_s: int, step: int
+        self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], rate: Rate, now_s: int, step: int
     ) -> list[_Touched]:
         """The gradients of one table in one bucket, whose clock has moved on."""
         rows, waiting = held.rows[spec.id], held.rows.get(spec.candidates_id)
@@ -764,16 +832,17 @@ class TwinStore:
             assert waiting is not None
             waiting.erase(slot)
         touched: list[_Touched] = []
+        optimizer = spec.optimizer.with_options(rate.options)
         if pushed:
-            rows.begin_step(step, [key for key, _ in pushed])
+            rows.begin_step(step, [key for key, _ in pushed], optimizer.is_linear)
         for key, grad in pushed:
             row = rows.row(key)
             if row is None:
                 continue
             old = bytes(rows.layout.record_bytes) if key in new else row.record()
-            if step >= 0 and not spec.optimizer.is_linear:
+            if step >= 0 and not optimizer.is_linear:
                 grad = rows.add_to_step(row, grad)
-            update(row.values, row.state, grad, spec.optimizer, rate)
+            update(row.values, row.state, grad, optimizer, rate.lr)
             self._pushed(spec, row, held.clock, now_s)
             touched.append((rows, rows.index[key], key if key in new else None, old, row.record()))
         return touched + counted

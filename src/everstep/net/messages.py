@@ -433,6 +433,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     keys_at: Whole
     rows_at: Whole
     lr: Finite = -1.0  # push only: learning rate of this update; < 0: the table's own
+    options: tuple[Finite, ...] = ()  # push only: TRAVELLING of its optimizer; (): the table's own
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from everstep.errors import CheckpointError, PlatformError
 from everstep.model.image import Manifest
-from everstep.model.table import OWN, OptimizerKind, TableSpec, flat_places
+from everstep.model.table import OWN, TableSpec, flat_places
 from everstep.protect.imagefile import Pages
 from everstep.protect.manifest import assemble
 from everstep.storage.places import Place
@@ -101,17 +101,7 @@ def _age(spec: TableSpec) -> tuple[int, ...]:
 
 def state_words(spec: TableSpec) -> str:
     """What the floats of ``state`` are, in order."""
-    match spec.optimizer.kind:
-        case OptimizerKind.SGD:
-            return "momentum_buffer[dim]" if spec.optimizer.momentum > 0 else ""
-        case OptimizerKind.ADAGRAD:
-            return "sum[dim]"
-        case OptimizerKind.ROWWISE_ADAGRAD:
-            return "sum[1]"
-        case OptimizerKind.ADAM | OptimizerKind.ADAMW:
-            return "exp_avg[dim] exp_avg_sq[dim] step[1]"
-        case OptimizerKind.FTRL:
-            return "z[dim] n[dim]"
+    return " ".join(f"{field.name}[{'dim' if field.each else 1}]" for field in spec.optimizer.state_fields())
 
 
 def file_name(table: str) -> str:

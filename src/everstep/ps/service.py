@@ -610,7 +610,7 @@ class PsService:
         if not request.buckets:
             return self.store.push_at(*of, request.parts, source, request.skipped, now_s, request.step, more)
         parts = [
-            (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr)
+            (part.table, _keys(part, source), _rows(part, source, self.store.dim(part.table)), part.lr, part.options)
             for part in request.parts
         ]
         return self.store.push(*of, request.buckets, parts, request.skipped, now_s, request.step, more)

@@ -262,7 +262,7 @@ def _in_body(
         buffers += [_bytes(memory, part.keys_at, 8 * part.n), _bytes(memory, part.rows_at, 4 * dim * part.n)]
         if pad:
             buffers.append(memoryview(bytes(pad)))
-        moved.append(Part(part.table, part.n, keys_at, rows_at, part.lr))
+        moved.append(Part(part.table, part.n, keys_at, rows_at, part.lr, part.options))
     return moved
 
 

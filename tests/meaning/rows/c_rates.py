@@ -132,6 +132,82 @@ def maximize(es: Any) -> Result:
     return s.end()
 
 
+@row(RATES, "Adam, AdamW, Adagrad and RMSprop with `maximize=True`, a layer or two each")
+def maximize_others(es: Any) -> Result:
+    s = Script(es)
+    net, up = s.model, {"maximize": True}
+    adam = s.of(torch.optim.Adam([net.first.weight], 0.01, **up))
+    adamw = s.of(torch.optim.AdamW([net.first.bias], 0.01, weight_decay=0.1, **up))
+    adagrad = s.of(torch.optim.Adagrad([net.last.weight], 0.05, **up))
+    rmsprop = s.of(torch.optim.RMSprop([net.last.bias], 0.003, **up))
+    table = s.of(torch.optim.SGD([net.emb.weight, net.bag.weight], 0.1))
+    for batch in s.batches():
+        loss = s.loss(batch)
+        for opt in (adam, adamw, adagrad, rmsprop, table):
+            opt.zero_grad()
+        (-loss).backward()
+        for p in (net.emb.weight, net.bag.weight):
+            if p.grad is not None:
+                p.grad.neg_()
+        for opt in (adam, adamw, adagrad, rmsprop, table):
+            opt.step()
+    return s.end()
+
+
+@row(RATES, "one SGD with `maximize=True` for dense part and tables")
+def maximize_tables(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd(maximize=True)
+    for batch in s.batches():
+        opt.zero_grad()
+        (-s.loss(batch)).backward()
+        opt.step()
+    return s.end()
+
+
+@row(RATES, "RMSprop, centered, with momentum and weight decay")
+def rmsprop_full(es: Any) -> Result:
+    s = Script(es)
+    opt = torch.optim.RMSprop(s.model.dense(), lr=0.001, momentum=0.5, centered=True, weight_decay=0.01, alpha=0.9)
+    return train(s, s.of(opt))
+
+
+@row(RATES, "AdamW with `amsgrad`")
+def amsgrad_adamw(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.AdamW(s.model.dense(), lr=0.01, amsgrad=True)))
+
+
+@row(RATES, "Adadelta")
+def adadelta(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.Adadelta(s.model.dense(), lr=1.0)))
+
+
+@row(RATES, "Adamax")
+def adamax(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.Adamax(s.model.dense(), lr=0.01)))
+
+
+@row(RATES, "NAdam")
+def nadam(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.NAdam(s.model.dense(), lr=0.01)))
+
+
+@row(RATES, "RAdam")
+def radam(es: Any) -> Result:
+    s = Script(es)
+    return train(s, s.of(torch.optim.RAdam(s.model.dense(), lr=0.01)))
+
+
+@row(RATES, "one RMSprop for dense part and tables")
+def one_rmsprop(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.of(torch.optim.RMSprop(s.model.parameters(), lr=0.003)))
+
+
 @row(RATES, "an optimizer class of the script's own")
 def own_optimizer(es: Any) -> Result:
     class Signs(torch.optim.Optimizer):
@@ -242,6 +318,55 @@ def one_cycle(es: Any) -> Result:
     schedule = sched.OneCycleLR(opt, max_lr=0.05, total_steps=40)
     s.job.track(schedule=schedule)
     return train(s, opt, schedule.step)
+
+
+@row(RATES, "OneCycleLR of one SGD for dense part and tables")
+def one_cycle_tables(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd(0.01, momentum=0.9)
+    schedule = sched.OneCycleLR(opt, max_lr=0.05, total_steps=40)
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "OneCycleLR with Adam, whose first beta it cycles")
+def one_cycle_adam(es: Any) -> Result:
+    s = Script(es)
+    opt = s.of(torch.optim.Adam(s.model.dense(), lr=0.001))
+    schedule = sched.OneCycleLR(opt, max_lr=0.01, total_steps=40)
+    s.job.track(schedule=schedule)
+    return train(s, opt, schedule.step)
+
+
+@row(RATES, "weight decay of one SGD for dense part and tables, from the middle on")
+def decay_later(es: Any) -> Result:
+    s = Script(es, table=None)
+    opt = s.sgd()
+    for batch in s.batches():
+        opt.param_groups[0]["weight_decay"] = 0.1 if s.job.step >= 6 else 0.0
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+    return s.end()
+
+
+@row(RATES, "one Adagrad with `lr_decay` for dense part and tables")
+def one_adagrad_decay(es: Any) -> Result:
+    s = Script(es, table=None)
+    return train(s, s.of(torch.optim.Adagrad(s.model.parameters(), lr=0.1, lr_decay=0.1)))
+
+
+@row(RATES, "weight decay and momentum of a group set by hand in the middle")
+def options_by_hand(es: Any) -> Result:
+    s = Script(es)
+    opt = s.sgd(0.02, s.model.dense(), momentum=0.5)
+    for batch in s.batches():
+        if s.job.step == 6:
+            opt.param_groups[0].update(weight_decay=0.1, momentum=0.8)
+        opt.zero_grad()
+        s.loss(batch).backward()
+        opt.step()
+    return s.end()
 
 
 @row(RATES, "linear warm-up, then cosine (SequentialLR)")
