@@ -81,8 +81,8 @@ class Thrower:
             if answer.done():
                 return answer.result()
             last = self.master._undurable[-1] if self.master._undurable else None
-            mine = next((u for u in reversed(self.master._undurable) if u.future is answer), last)
-            done = mine.handled if mine is not None else None
+            mine = next((u for u in reversed(self.master._undurable) if u[1] is answer), last)
+            done = mine[0] if mine is not None else None
             assert not done or not done.instructions or not isinstance(done.instructions[0], Reply) or done.answer
             return done.answer if done is not None else None
         return answer

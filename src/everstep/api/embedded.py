@@ -35,6 +35,8 @@ from everstep.brain.events import (
     PublishPlacement,
     ReleaseShards,
     Sender,
+    by_ps,
+    by_worker,
 )
 from everstep.config.load import new_run_dir, save_spec
 from everstep.config.spec import JobSpec
@@ -233,7 +235,7 @@ class EmbeddedSeat:
 
     @property
     def _me(self) -> Sender:
-        return Sender("worker", self.slot, self.incarnation, _NODE)
+        return by_worker(self.slot, self.incarnation)
 
     def start(self, listener: Listener) -> None:
         self._listener = listener
@@ -241,7 +243,7 @@ class EmbeddedSeat:
         self.master.start()
         if self.service is not None:
             joined = MemberJoined(Role.PS, Slot(0), Incarnation(1), _NODE, pid, Address(_NODE))
-            dispatch(joined, Sender("ps", Slot(0), Incarnation(1), _NODE))
+            dispatch(joined, by_ps(Slot(0), Incarnation(1)))
         answer = dispatch(MemberJoined(Role.WORKER, self.slot, self.incarnation, _NODE, pid), self._me)
         if not isinstance(answer, events.Welcome) or answer.placement is None:
             raise InternalError(f"the embedded master did not place the ps: {answer!r}")

@@ -1071,9 +1071,10 @@ class Brain:
         return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]
 
     def _shard_asked(self, e: ShardAsked, told: Event) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        by = told.sender
+        seat = self.members.current(Role.WORKER, by.slot, by.incarnation)
         if seat is None:
-            return [self._fence(told.slot, told.incarnation)]
+            return [self._fence(by.slot, by.incarnation)]
         shards = self.shards
         number = e.dataset
         if not 0 <= number < len(shards.datasets):
@@ -1108,7 +1109,7 @@ class Brain:
             epoch = begun
         self.job.leases += 1
         no = lease_no(self.job.master_incarnation, self.job.leases)
-        held = shards.grant(dataset, epoch, index, no, told.slot, told.incarnation, e.ask)
+        held = shards.grant(dataset, epoch, index, no, by.slot, by.incarnation, e.ask)
         seat.held.append(held.shard)
         if granted is None:
             seat.granted[number] = {e.ask: held.shard}
@@ -1135,9 +1136,10 @@ class Brain:
             seat.settled[held.dataset] = max(held.ask, seat.settled.get(held.dataset, -1))
 
     def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
-        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        by = told.sender
+        seat = self.members.current(Role.WORKER, by.slot, by.incarnation)
         if seat is None:
-            return [self._fence(told.slot, told.incarnation)]
+            return [self._fence(by.slot, by.incarnation)]
         held = self._held_by(seat, e.shard, e.lease)
         if held is None:
             if e.lease in seat.done:

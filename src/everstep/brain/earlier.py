@@ -69,7 +69,7 @@ def _as_now(entry: list[Any]) -> list[Any]:
         slot, incarnation, *fields = fields
         sender = Sender("worker" if tag in _BY_WORKERS else "ps", slot, incarnation)
     elif tag == "member_joined":
-        sender = Sender(*fields[:4])
+        sender = Sender(*fields[:3])
     elif tag in _BY_AGENTS:
         sender = Sender("agent", node=NodeId(fields[0] if tag == "node_joined" else ""))
     elif tag in _BY_COMMANDS:

@@ -30,7 +30,7 @@ from everstep.policies.hot import HotMove
 # ---------------------------------------------------------------- events
 
 
-class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of what the brain is told: by a request, or by the master, which noticed it. The same struct is the request
     on the wire, what the brain handles, and what the journal keeps."""
 
@@ -402,7 +402,7 @@ FactType = Said | Noticed
 
 
 class Sender(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who said it, as its connection proved to be. ``master``: nobody, the master noticed."""
+    """Who said it, as its connection proved to be. ``master``: nobody, the master noticed. ``node``: of an agent."""
 
     role: Literal["worker", "ps", "agent", "command", "master"] = "master"
     slot: Slot = Slot(0)
@@ -429,7 +429,7 @@ def by_ps(slot: Slot, incarnation: Incarnation) -> Sender:
     return Sender("ps", slot, incarnation)
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A fact as the master stamped it; an entry of the journal.
 
     ``at``: seconds since the epoch, from the shell's clock; never goes back (the shell sees to it). ``cause``: number

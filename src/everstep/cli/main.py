@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import everstep
-from everstep.errors import EverstepError, escaped, escaped_lines
+from everstep.errors import EverstepError, UserError, escaped, escaped_lines
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
@@ -241,12 +241,16 @@ def stop(run_dir: Path, no_checkpoint: bool) -> None:
 @cli.command()
 @RUN_DIR
 @click.argument("member", required=False)
-def explain(run_dir: Path, member: str | None) -> None:
+@click.option("--event", type=int, help="Only what led to the event of this number, and what it led to.")
+def explain(run_dir: Path, member: str | None, event: int | None) -> None:
     """The decisions of a run (about one MEMBER, such as worker:1) with their reasons."""
+    from everstep.cli.explain import chain
     from everstep.cli.explain import explain as explain_run
 
     need_run_dir(run_dir)
-    for line in explain_run(run_dir, member or ""):
+    if member and event is not None:
+        raise UserError(f"{member} and --event {event}: give one of them")
+    for line in explain_run(run_dir, member or "") if event is None else chain(run_dir, event):
         click.echo(escaped_lines(line))
 
 

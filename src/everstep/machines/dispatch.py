@@ -21,6 +21,7 @@ from everstep.brain.events import (
     Reply,
     Sender,
 )
+from everstep.machines.causes import Causes
 from everstep.machines.rights import refused
 from everstep.net.messages import RequestType
 
@@ -50,6 +51,7 @@ class Dispatch:
     ``now``: the host's clock. ``append``: puts an entry with its instructions into the journal, and returns its number.
     ``take``: what the host does with a fact that is asked (it calls ``tell``). ``handlers``: of queries, and of facts
     with which the host does more than that. ``refuse``: what it does with a request that is refused, and why.
+    ``causes``: of what the journal has already.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Dispatch:
         take: Handler,
         handlers: Mapping[type, Handler],
         refuse: Callable[[RequestType, Sender, AnswerType], Any] = lambda request, sender, answer: answer,
+        causes: Causes | None = None,
     ) -> None:
         self._brain, self._now, self._append = brain, now, append
         self._take, self._handlers, self._refuse = take, handlers, refuse
+        self.causes = causes if causes is not None else Causes()
 
     def __repr__(self) -> str:
         return f"<dispatch to {self._brain!r}>"
@@ -81,11 +85,12 @@ class Dispatch:
 
     def tell(self, fact: FactType, sender: Sender = MASTER) -> Handled:
         """Stamp a fact, tell the brain, and put it into the journal. Raises BrainError, and what the journal raises."""
-        event = Event(self._now(), fact, sender)
+        event = Event(self._now(), fact, sender, self.causes.of(fact))
         try:
             instructions = self._brain.handle(event)
         except Exception as error:
             raise BrainError(event) from error
         seq = self._append(event, instructions)
+        self.causes.note(seq, event, instructions)
         first = instructions[0] if instructions else None
         return Handled(seq, event, first.answer if isinstance(first, Reply) else None, instructions)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -61,6 +61,7 @@ from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, InternalError, PlatformError, escaped
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
+from everstep.machines.causes import Causes
 from everstep.machines.dispatch import BrainError, Dispatch, Handled
 from everstep.master.checkpoints import CheckpointKeeper
 from everstep.master.confirm import Confirmations
@@ -113,13 +114,6 @@ class Clock:
         return self._offset + time.monotonic()
 
 
-class Undurable(NamedTuple):
-    """What may happen once an event is durable."""
-
-    handled: Handled
-    future: asyncio.Future[Answer] | None
-
-
 class LineFile:
     """Appends JSON lines; a full disk costs lines, never the job."""
 
@@ -157,7 +151,8 @@ class Master:
             on_durable=lambda seq: self._from_thread(self._durable, seq),
             on_error=lambda error: self._from_thread(self._journal_failed, error),
         )
-        restored = self.journal.restore()
+        causes = Causes()
+        restored = self.journal.restore(note=causes.note)
         self.brain: Brain = restored.brain
         self.restored = restored
         self.clock = Clock(restored.at)
@@ -192,7 +187,8 @@ class Master:
         self._counted: dict[Key, float] = {}
         self.metrics = MetricsServer(spec.metrics, run_dir, self._page) if spec.metrics else None
         self.drills = Drills(self.brain, self._reach, self._reach_agent, self._note)
-        self._undurable: collections.deque[Undurable] = collections.deque()
+        self._undurable: collections.deque[tuple[Handled, asyncio.Future[Answer] | None]] = collections.deque()
+        self._senders: dict[int, Sender] = {}  # by number of the connection
         self._agents: dict[NodeId, Peer] = {}
         self._members: dict[MemberKey, Peer] = {}
         self._finish: FinishJob | None = None
@@ -230,6 +226,7 @@ class Master:
                 wire.Drill: lambda r, sender: self.drills.ask(r, self.clock.now()),
             },
             self._refuse,
+            causes,
         )
 
     def __repr__(self) -> str:
@@ -326,7 +323,7 @@ class Master:
             return
         self._failures_running = 0
         self.journal.maybe_snapshot(self.brain)
-        self._undurable.append(Undurable(handled, future))
+        self._undurable.append((handled, future))
         self.pace.handled()
 
     def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
@@ -361,7 +358,7 @@ class Master:
     def _durable(self, seq: int) -> None:
         """Everything up to ``seq`` is on disk: act and answer."""
         waiting = self._undurable
-        while waiting and waiting[0].handled.seq <= seq:
+        while waiting and waiting[0][0].seq <= seq:
             done, future = waiting.popleft()
             for instruction in done.instructions:
                 if type(instruction) is not Reply:
@@ -452,7 +449,7 @@ class Master:
     def _request(self, peer: Peer, request: wire.RequestType) -> Any:
         if self._failure is not None:
             return None
-        sender = _sender(peer.identity)
+        sender = self._senders.get(peer.number) or self._sender(peer)
         if self._faults and self._faults.get(str(sender), 0) >= FAULTS_MAX:
             words = f"{sender} sent {FAULTS_MAX} requests that could not be handled: no more of it is"
             return self._refuse(request, sender, Refused(words))
@@ -467,6 +464,12 @@ class Master:
             return None  # its agent, which knows it, may say hello next
         self.server.limit.warning(f"refused: {escaped(str(answer))}")
         return answer
+
+    def _sender(self, peer: Peer) -> Sender:
+        who = peer.identity
+        node = who.node if who.role == "agent" else _NOWHERE
+        sender = self._senders[peer.number] = Sender(who.role, who.slot, who.incarnation, node)
+        return sender
 
     @property
     def _peer(self) -> Peer:
@@ -595,6 +598,7 @@ class Master:
 
     def _disconnected(self, peer: Peer) -> None:
         """Only a hint: the watch decides. Orders to it are dropped until its next hello."""
+        self._senders.pop(peer.number, None)
         if isinstance(peer.tag, MemberKey):
             if self._members.get(peer.tag) is peer:
                 del self._members[peer.tag]
@@ -687,6 +691,7 @@ class Master:
 
 
 _NODE0 = NodeId("node0")
+_NOWHERE = NodeId("")
 
 
 def _ticked(task: asyncio.Task[None]) -> None:
@@ -694,10 +699,6 @@ def _ticked(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("the master's clock stopped", exc_info=error)
         os._exit(3)
-
-
-def _sender(who: Identity) -> Sender:
-    return Sender(who.role, who.slot, who.incarnation, who.node)
 
 
 async def _main(run_dir: Path) -> int:

@@ -175,9 +175,12 @@ class Journal:
 
     # ------------------------------------------------------------ reading, before the first append
 
-    def restore(self, check: bool = True) -> Restored:
+    def restore(
+        self, check: bool = True, note: Callable[[int, Event, Sequence[InstructionType]], None] | None = None
+    ) -> Restored:
         """The brain that the journal's events make: newest readable snapshot plus the events behind it. Of a journal
-        that is being written: call ``flush`` before. ``check``: have SQLite look at all of its pages."""
+        that is being written: call ``flush`` before. ``check``: have SQLite look at all of its pages. ``note``: called
+        with each event that is replayed, its number and instructions."""
         try:
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
             if found != "ok":
@@ -196,7 +199,9 @@ class Journal:
             for row_seq, raw, digest in rows:
                 sound_row(self.path, seq, row_seq, raw, digest)
                 event = decode_event(raw)
-                brain.handle(event)
+                instructions = brain.handle(event)
+                if note is not None:
+                    note(row_seq, event, instructions)
                 seq, at = row_seq, event.at
                 replayed += 1
             if not replayed and seq:
