@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everstep as es
+from everstep.api import sparse
 from everstep.api.job import Job
 from everstep.errors import ScriptError
 
@@ -258,11 +259,22 @@ def test_two_models_with_the_same_names_do_not_share(join: Join) -> None:
         torch.testing.assert_close(tower.state_dict()["emb.weight"], values["emb.weight"])
 
 
-def test_a_weight_tied_to_a_dense_parameter(join: Join) -> None:
+def test_a_weight_that_is_too_large_to_be_tied(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "USED_WHOLE", 39)
     model = nn.ModuleDict({"emb": nn.Embedding(10, 4), "head": nn.Linear(4, 10)})
     model["head"].weight = model["emb"].weight
     with pytest.raises(ScriptError, match="is also 'weight' of 'head'"):
         join().sparse(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "allreduce", "ps": 1}], ids=["ps", "hybrid"])
+def test_an_optimizer_that_was_given_before_the_table(join: Join, options: dict[str, Any]) -> None:
+    model, job = nn.Embedding(10, 4), join(**options)
+    job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        ScriptError, match=r"job\.optimizer\(\) was given the weight of 'embedding' before job\.sparse\(\)"
+    ):
+        job.sparse(model)
 
 
 def test_ids_that_are_no_ids(join: Join) -> None:

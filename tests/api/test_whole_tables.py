@@ -129,6 +129,45 @@ def test_read_outside_of_a_batch(join: Join, options: dict[str, Any]) -> None:
             edit()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(15, 4)
+        self.head = nn.Linear(4, 15)
+        self.head.weight = self.emb.weight
+        self.penalized = [self.emb.weight]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.head(torch.tanh(self.emb(ids[:, :2]).sum(1)))
+        return nn.functional.cross_entropy(scores, ids[:, 2]) + sum(0.01 * p.norm() for p in self.penalized)
+
+
+@pytest.mark.parametrize("options", MODES, ids=["ps", "hybrid"])
+def test_whatever_refers_to_the_parameter_sees_the_table(join: Join, options: dict[str, Any]) -> None:
+    """A tied layer, a list of penalties, a hook, and an optimizer that is older than the table."""
+    plain, other = Tied(), Tied()
+    ours: Any = copy.deepcopy(plain)
+    opt = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.5)
+    older = torch.optim.SGD(ours.parameters(), lr=0.5, momentum=0.5)
+    for model in (plain, ours):
+        model.emb.weight.register_hook(lambda g: g * 0.5)
+    job = join(**options)
+    ours = job.replicate(job.sparse(ours))
+    if not options:
+        for model in (plain, ours):
+            model.load_state_dict(other.state_dict())
+    assert [name for name, _ in ours.head.named_parameters()] == ["weight", "bias"]
+    mine = job.optimizer(older)
+    for batch in job.steps(job.loader({"id": IDS}, batch_size=5, epochs=2)):
+        for model, by in ((ours, mine), (plain, opt)):
+            by.zero_grad()
+            model(batch["id"]).backward()
+            by.step()
+    state = ours.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-4)
+
+
 def test_what_is_too_large(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "USED_WHOLE", 44)
     monkeypatch.setattr(rows, "STEPPED_WHOLE", 44)

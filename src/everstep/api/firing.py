@@ -70,6 +70,7 @@ class TableFiring:
     def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
         """``optimizer`` (as the script has it) fires the tables whose parameters ``of_torch`` holds. Raises ScriptError
         where its formula has no twin on the ps."""
+        self._tables.optimizers.append(of_torch)
         for i, group in enumerate(of_torch.param_groups):
             for p in group["params"]:
                 if not isinstance(p, TableParameter):

@@ -209,7 +209,7 @@ class Job:
     ) -> Any:
         """Put the embeddings of ``model`` on the ps; returns the model, changed in place.
 
-        Takes every nn.Embedding and nn.EmbeddingBag (mode sum or mean) with at least ``min_rows`` rows, or those named
+        Takes every nn.Embedding and nn.EmbeddingBag with at least ``min_rows`` rows, or those named
         in ``only`` (or for which ``only(name, module)`` is true), and all es.nn modules. ``init="auto"``: a real
         embedding's own values are uploaded; one on "meta" begins as torch's, normal with deviation 1; es.nn modules
         begin normal with deviation ``dim ** -0.5``. ``optimizer`` is es.SGD, Adagrad (default, lr=0.05), ...

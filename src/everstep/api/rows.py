@@ -113,7 +113,7 @@ class TableParameter(nn.Parameter):
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As ``Tensor.register_hook``. Where rows came behind those of a lookup, its gradient is added by hand, and
         autograd has none for the hook."""
-        return super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
+        return super().register_hook(_of_gradients(hook))  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<rows of table {self.everstep_table!r} in the batch in hand: {tuple(self.shape)}>"
@@ -153,6 +153,10 @@ class TableParameter(nn.Parameter):
         _refuse_whole(name, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _of_gradients(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
+    return lambda grad: None if grad is None else hook(grad)
 
 
 def _by_lookups(args: Any) -> list[Any]:
@@ -465,6 +469,37 @@ class BatchTable:
 
     def __repr__(self) -> str:
         return f"<BatchTable {self.name!r} {len(self.keys)} rows{' +carried' if self._carried else ''}>"
+
+    def adopt(self, weight: nn.Parameter) -> None:
+        """The script's own parameter becomes that of the table: whatever refers to it (a tied layer, a list of
+        penalties, an optimizer) sees the table."""
+        with torch._C.DisableTorchFunctionSubclass():
+            weight.grad = None
+            hooks: dict[int, Any] = weight._backward_hooks or {}
+            for key, hook in list(hooks.items()):
+                hooks[key] = _of_gradients(hook)
+            weight.__class__ = TableParameter
+        assert isinstance(weight, TableParameter)
+        weight.everstep_table, weight._table = self.name, self
+        self.param = weight
+        self._set(self.keys, self.values)
+
+    def tie(self, module: nn.Module, parameter: str) -> None:
+        """Another module has the parameter, too: its ``state_dict`` has all rows, and it is loaded with the table."""
+
+        def save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            state[prefix + parameter] = torch.from_numpy(self.read_all())
+
+        def before(_: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+            state.pop(prefix + parameter, None)
+            module._parameters[parameter] = None  # (its place among the others stays)
+
+        def after(_: nn.Module, keys: Any) -> None:
+            module._parameters[parameter] = self.param
+
+        module.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------ the rows of a batch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from everstep.api import nn as esnn
 from everstep.api.optim import Adagrad, Normal
+from everstep.api.rows import USED_WHOLE
 from everstep.errors import ScriptError
 from everstep.model.table import InitSpec, OptimizerSpec, TableSpec
 
@@ -51,6 +52,8 @@ class TableInfo:
     zero_padding: bool = True  # the padding row is zero; False where uploaded values say otherwise
     upload: Tensor | None = None
     upload_keys: Tensor | None = None  # int64 [rows]: keys of ``upload``; None: 0, 1, 2, ...
+    weight: nn.Parameter | None = None  # of the script's module: becomes the table's parameter
+    tied: list[tuple[nn.Module, str]] = field(default_factory=list)  # other modules that have it, and its name there
 
 
 def swap(
@@ -72,6 +75,7 @@ def swap(
     tables: dict[str, TableInfo] = {}
     new: dict[int, esnn.Embedding | esnn.EmbeddingBag] = {}
     by_weight: dict[int, str] = {}
+    tied: list[tuple[nn.Module, str]] = []
     for name, module in list(model.named_modules()):
         label = name or "embedding"
         if isinstance(module, esnn.Embedding | esnn.EmbeddingBag):
@@ -88,8 +92,9 @@ def swap(
             table = by_weight.get(id(module.weight), "")
             if not table:
                 table = by_weight[id(module.weight)] = _free(label, taken)
-                _refuse_tied(model, label, module.weight)
+                tied = _tied(model, label, module.weight)
             twin, info = _of_torch(table, module, optimizer, init, life)
+            info.tied = tied
             if table in tables and tables[table].spec != info.spec:
                 raise ScriptError(f"table {table!r} has two meanings: rename one of the modules")
             tables.setdefault(table, info)
@@ -115,15 +120,21 @@ def _free(label: str, taken: Collection[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _refuse_tied(model: nn.Module, label: str, weight: Tensor) -> None:
+def _tied(model: nn.Module, label: str, weight: Tensor) -> list[tuple[nn.Module, str]]:
+    """Other modules that have the weight. Raises ScriptError if it is too large to be used as a whole in each batch."""
+    out: list[tuple[nn.Module, str]] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             for parameter, value in module._parameters.items():
                 if value is weight:
-                    raise ScriptError(
-                        f"the weight of {label!r} is also {parameter!r} of {name!r}: a table on the ps can not be tied "
-                        "to a dense parameter; leave it out with only="
-                    )
+                    if weight.numel() > USED_WHOLE or type(weight) is not nn.Parameter or weight.is_meta:
+                        raise ScriptError(
+                            f"the weight of {label!r} is also {parameter!r} of {name!r}: a table on the ps of more "
+                            f"than {USED_WHOLE:,} numbers, or on meta, can not be tied to a dense parameter; leave it "
+                            "out with only="
+                        )
+                    out.append((module, parameter))
+    return out
 
 
 def _wanted(name: str, module: nn.Module, min_rows: int, only: Only) -> bool:
@@ -178,9 +189,11 @@ def _of_torch(
     begin = init if isinstance(init, InitSpec) else Normal(0.0, 1.0)
     upload = None if meta or isinstance(init, InitSpec) else module.weight.detach()
     spec = TableSpec(name, dim, optimizer or DEFAULT_OPTIMIZER, begin, rows=rows, **life._asdict())
-    _watch_replaced(name, module.weight)
     own = optimizer is not None
-    return twin, TableInfo(spec, own, padding, zero_padding=upload is None, upload=upload)
+    weight = module.weight if type(module.weight) is nn.Parameter and not meta else None
+    if weight is None:
+        _watch_replaced(name, module.weight)
+    return twin, TableInfo(spec, own, padding, zero_padding=upload is None, upload=upload, weight=weight)
 
 
 def _watch_replaced(name: str, weight: Tensor) -> None:

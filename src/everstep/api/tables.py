@@ -117,6 +117,7 @@ class TableSet:
         self.fresh: Callable[[str, NDArray[np.int64], NDArray[np.float32]], None] | None = None
         """Called with a table, keys int64 [n] and their values float32 [n, dim], which came from the ps: makes them, in
         place, what they are for this script."""
+        self.optimizers: list[torch.optim.Optimizer] = []  # that were given to the job
         self.ahead = False  # rows are pulled ahead, and may lack the step before
         self.refuses_renorm = ""  # why lookups may not change rows here
         self.keeps_outside: Callable[[], bool] | None = None
@@ -132,6 +133,13 @@ class TableSet:
     # ------------------------------------------------------------ declaring
 
     def add(self, infos: Sequence[TableInfo]) -> None:
+        given = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for info in infos:
+            if id(info.weight) in given:
+                raise ScriptError(
+                    f"job.optimizer() was given the weight of {info.spec.name!r} before job.sparse() makes it a table: "
+                    "call job.sparse first"
+                )
         for info in infos:
             known = self.infos.get(info.spec.name)
             if known is not None and known.spec != info.spec:
@@ -145,6 +153,10 @@ class TableSet:
                 table.source = self
                 table.zero_padding = info.padding is not None and info.zero_padding
                 table.vocabulary = None if info.spec.has_life_cycle else info.spec.rows
+                if info.weight is not None:
+                    table.adopt(info.weight)
+                for module, parameter in info.tied:
+                    table.tie(module, parameter)
 
     def _read_again(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """Rows beside those of the batch, as they are now."""
