@@ -20,11 +20,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join(run: Run, at: str, node: str, *, under: tuple[str, ...] = (), secret: Path | None = None) -> Path:
+def join(
+    run: Run,
+    at: str,
+    node: str,
+    *flags: str,
+    under: tuple[str, ...] = (),
+    secret: Path | None = None,
+) -> Path:
     """Start an agent with one worker; its run directory. It is ended with the run."""
     run_dir = run.folder / node
     argv = [sys.executable, "-m", "everstep.cli", "agent", "--join", at, "--node", node, "--workers", "1"]
-    argv += ["--secret-file", str(secret or run.run_dir / "secret"), "--run-dir", str(run_dir)]
+    argv += ["--secret-file", str(secret or run.run_dir / "secret"), "--run-dir", str(run_dir), *flags]
     run.join(node, [*under, *argv], run_dir)
     return run_dir
 

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
+from everstep.model.notice import Certainty, Notice
 from everstep.monitor.process import clean_hardware, hardware_class
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
@@ -57,6 +58,7 @@ from everstep.net.messages import (
 )
 from everstep.net.shown import shown
 from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
+from everstep.platforms.notices import DESIGN_LEAD_S, Change, NoticeSource, NoticeWatch
 from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
 
@@ -65,6 +67,7 @@ PS_GRACE_S = 10.0  # for a ps to write its final cut by itself, before SIGTERM
 KILL_AFTER_S = 3.0  # SIGTERM -> SIGKILL of ps and master
 STOP_SAVE_S = 75.0  # so long a job that is stopped may write its last checkpoint and its model
 STOP_ANSWER_S = 5.0  # how long a stop waits for the master's word before it goes on alone
+_SPARE_S = 3.0  # before the moment at which a notice says that this node goes
 RECLAIM_S = 25.0  # SIGTERM of a node that joined -> it leaves; clouds and Kubernetes give 30 s
 STACK_S = 2.0  # for a process to write its stacks
 BEAT_S = 0.5  # members of a group that waits are given up after STALL_S (brain.watch) without our word
@@ -139,7 +142,10 @@ class Agent:
         ps_places: int = 0,
         prepare: Callable[[], None] = lambda: None,
         hardware: str = "",
+        notices: Sequence[NoticeSource] = (),
+        returns: int = 0,
     ) -> None:
+        """``notices``: who is asked whether this node goes away. ``returns``: how often it was emptied, and stayed."""
         self.spec = spec
         self.run_dir = run_dir.resolve()
         self.node = node
@@ -180,6 +186,9 @@ class Agent:
         self._wake_w.setblocking(False)
         self._reports: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._log_path = self.run_dir / "logs" / "agent.log"
+        self.notices = NoticeWatch(notices, lambda change: self.post(partial(self._noticed, change)), self._tell)
+        self._returns = returns
+        self.emptied_for: Notice | None = None  # this node was left because of it
 
     # ------------------------------------------------------------ the loop
 
@@ -196,6 +205,7 @@ class Agent:
                 self._start_master()
             self.client = self._connect(self)
             reporter.start()
+            self.notices.start()
             self._after(LOOK_S, self._look_for_hung_master if self._keeps_master else self._look_for_master)
             self._after(LOOK_S, self._look_at_disk)
             while not self._finished():
@@ -203,6 +213,7 @@ class Agent:
             assert self.outcome is not None
             return self.outcome
         finally:
+            self.notices.close()
             self._kill_all()
             self._reports.put(None)
             if self.client is not None:
@@ -299,26 +310,50 @@ class Agent:
             self._kill_all()
             return
         if signo == signal.SIGTERM and not self._keeps_master and not self._leaving:
-            self._reclaimed()
+            self._reclaimed("SIGTERM", RECLAIM_S)
             return
         again = "; again to stop at once" if signo == signal.SIGINT else ""
         self._tell(f"{why}: stopping{again}")
         self._outcome_unless_known(outcome)
         self.stop(why)
 
-    def _reclaimed(self) -> None:
-        """This node will be taken away: have it emptied while the job goes on elsewhere, then leave."""
-        self._asked_to_stop = True
-        self._tell(f"SIGTERM: this node is to be emptied, in at most {RECLAIM_S:.0f} s; again to leave at once")
-        self._outcome_unless_known(Outcome(143, "interrupted: SIGTERM"))
-        self._reports.put(self._ask_drain)
-        self._after(RECLAIM_S, self._leave)
+    def _noticed(self, change: Change) -> None:
+        """A source of notices says that this node goes, or that it stays."""
+        notice = change.notice
+        lead_s = DESIGN_LEAD_S if notice.at is None else max(1.0, notice.at - time.time() - _SPARE_S)
+        when = f"in {notice.at - time.time():.0f} s" if notice.at is not None else "soon"
+        if self._leaving or self._asked_to_stop:
+            self.log(f"notice from {notice.source}: {notice.what}{' is over' if change.over else ''}")
+        elif change.over:
+            self._tell(f"notice from {notice.source} is over: {notice.what}")
+        elif notice.certainty is Certainty.LIKELY:
+            self._tell(f"notice from {notice.source}: {notice.what}; nothing is moved until it is certain")
+        elif self._keeps_master:
+            self._tell(
+                f"notice from {notice.source}: {notice.what}, this node goes {when}, and the job's master is on it: "
+                "the job stops in order, and everstep resume goes on from what it leaves"
+            )
+            self._outcome_unless_known(Outcome(143, f"this node goes away: {notice.what}"))
+            self.stop("notice")
+        else:
+            self._tell(f"notice from {notice.source}: {notice.what}, this node goes {when}")
+            self.emptied_for = notice
+            self._reclaimed(notice.what, lead_s)
 
-    def _ask_drain(self) -> None:
+    def _reclaimed(self, why: str, lead_s: float) -> None:
+        """This node will be taken away in ``lead_s`` seconds: have it emptied while the job goes on elsewhere, then
+        leave."""
+        self._asked_to_stop = True
+        self._tell(f"{why}: this node is to be emptied, in at most {lead_s:.0f} s; again to leave at once")
+        self._outcome_unless_known(Outcome(143, f"interrupted: {why}"))
+        self._reports.put(partial(self._ask_drain, lead_s))
+        self._after(lead_s, self._leave)
+
+    def _ask_drain(self, lead_s: float) -> None:
         assert self.client is not None
         answer: object = None
         with contextlib.suppress(EverstepError):
-            answer = self.client.call(DrainAsked(self.node, RECLAIM_S), timeout_s=STOP_ANSWER_S)
+            answer = self.client.call(DrainAsked(self.node, lead_s), timeout_s=STOP_ANSWER_S)
         if isinstance(answer, Ok):
             self.post(self._leave_when_empty)
             return
@@ -743,7 +778,7 @@ class Agent:
         """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
-        return NodeJoined(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware)
+        return NodeJoined(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware, self._returns)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}

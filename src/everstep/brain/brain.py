@@ -344,6 +344,8 @@ class Brain:
             places = e.worker_places if e.worker_places else "any number of"
             out.append(Note(e.node, Decision("node joined", f"it has {places} places for workers", {"host": e.host})))
         else:
+            if e.returns > node.returns:
+                node.draining, node.returns = False, e.returns  # what it was to be emptied for is over
             if not node.alive:
                 out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True

@@ -51,6 +51,7 @@ class NodeJoined(Fact, frozen=True, tag="node_joined"):
     ps_places: Places
     running: tuple[tuple[Role, Slot, Incarnation, Whole], ...] = ()  # role, slot, incarnation, pid
     hardware: str = ""  # the class of its machine: members on machines of one class should be equally fast
+    returns: Whole = 0  # how often it was emptied because it was to go away, and stayed
 
 
 class NodeLost(Fact, frozen=True, tag="node_lost"):

@@ -27,6 +27,7 @@ class Node(msgspec.Struct):
     draining: bool = False  # takes nobody any more
     brought: int = 0
     quiet_since: float = 0.0
+    returns: int = 0
 
 
 class Seat(msgspec.Struct):

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from everstep.agent.agent import Agent
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.bounds import PLACES_MAX
 from everstep.config.load import check_script, new_run_dir, save_spec
-from everstep.errors import ConfigError, PlatformError
+from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
 from everstep.model.member import Address
-from everstep.net.auth import load_secret
+from everstep.net.auth import Secret, load_secret
 from everstep.net.messages import GetSpec, SpecReport
 from everstep.net.sockets import parse_host_port
+from everstep.platforms.notices import NoticeWatch, sources_of
 
 JOIN_S = 30.0
+STILL_HERE_S = 600.0
+"""So long after a node should have gone it is still here: the notice was wrong."""
+_LOOK_S = 1.0
+_ASK_S = 15.0
 
 
-def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str, hardware: str = "") -> int:
-    """Until the job ends or this agent is stopped; the exit code."""
+def join_job(
+    master: str,
+    secret_file: Path,
+    workers: int,
+    run_dir: Path | None,
+    node: str,
+    hardware: str = "",
+    notices: str | None = None,
+) -> int:
+    """Until the job ends or this agent is stopped; the exit code. ``notices``: as in ``--notices``; None: as the job
+    says."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not 1 <= workers <= PLACES_MAX:
         raise ConfigError(f"--workers {workers}: must be from 1 to {PLACES_MAX:,}")
+    sources_of(notices or "")
     host, port = parse_host_port(master)
     secret = load_secret(secret_file)
     address = Address(NodeId("node0"), "", host, port)
@@ -51,21 +68,63 @@ def join_job(master: str, secret_file: Path, workers: int, run_dir: Path | None,
             write_remote_master(here, address)
         except OSError as error:
             raise disk_error(here, error) from None
-        agent = Agent(
-            spec,
-            here,
-            name,
-            lambda a: connect_agent(a, lambda: address, secret),
-            lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True),
-            keeps_master=False,
-            host=own_host(host, port),
-            worker_places=workers,
-            hardware=hardware,
-        )
         print(
             f"everstep: {name} joins {spec.name} at {master} with {workers} workers, run directory {here}", flush=True
         )
-        outcome = agent.run()
+        for returns in itertools.count():
+            agent = Agent(
+                spec,
+                here,
+                name,
+                lambda a: connect_agent(a, lambda: address, secret),
+                _say,
+                keeps_master=False,
+                host=own_host(host, port),
+                worker_places=workers,
+                hardware=hardware,
+                notices=sources_of(spec.notices if notices is None else notices),
+                returns=returns,
+            )
+            outcome = agent.run()
+            if agent.emptied_for is None or not outcome.exit_code:
+                break
+            if not _stays(agent, lambda: _job_is_on(address, secret)):
+                break
+            _say(f"{name} is still here: it joins {spec.name} again")
     if outcome.exit_code:
         sys.stderr.write(f"{outcome.detail}everstep: {outcome.error}; run directory {here}\n")
     return outcome.exit_code
+
+
+def _say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _stays(agent: Agent, job_is_on: Callable[[], bool]) -> bool:
+    """This node was emptied, and its machine is still here: wait whether it stays. False: the job is over."""
+    notice = agent.emptied_for
+    assert notice is not None
+    _say(f"{agent.node} is empty, and waits for its end; should it stay, it joins again (Ctrl-C ends it)")
+    since = time.time() if notice.at is None else max(time.time(), notice.at)
+    watch = NoticeWatch(agent.notices.sources, lambda _: None, _say)
+    watch.start()
+    try:
+        asked = time.monotonic()
+        while time.time() < since + STILL_HERE_S and not (watch.asked_all() and not watch.certain()):
+            time.sleep(_LOOK_S)
+            if time.monotonic() > asked + _ASK_S:
+                asked = time.monotonic()
+                if not job_is_on():
+                    return False
+        return job_is_on()
+    finally:
+        watch.close()
+
+
+def _job_is_on(address: Address, secret: Secret) -> bool:
+    from everstep.cli.link import ask_address
+
+    try:
+        return isinstance(ask_address(address, secret, GetSpec(), timeout_s=JOIN_S), SpecReport)
+    except EverstepError:
+        return False

@@ -55,6 +55,7 @@ def cli() -> None:
 @click.option("-c", "config", type=click.Path(path_type=Path), help="job.yaml; flags win over it.")
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
 @click.option("--tls", help="Between nodes: all (default), or control: data can be read on the way.")
+@click.option("--notices", help="Who says that a node goes: aws, gcp, azure, alibaba, file:PATH, command:WORDS, ...")
 @click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
 @click.option("--hardware", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--name", help="Name of the job.")
@@ -351,11 +352,20 @@ def doctor() -> None:
 @click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and sockets here.")
 @click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
 @click.option("--hardware", default="", help="Class of this machine (default: from its GPUs or processor).")
-def agent(master: str, secret_file: Path, workers: int, run_dir: Path | None, node: str, hardware: str) -> None:
+@click.option("--notices", help="Who says that this node goes (default: as the job says).")
+def agent(
+    master: str,
+    secret_file: Path,
+    workers: int,
+    run_dir: Path | None,
+    node: str,
+    hardware: str,
+    notices: str | None,
+) -> None:
     """Give this machine to a running job; the script must exist here under the same path."""
     from everstep.cli.join import join_job
 
-    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware))
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware, notices))
 
 
 def need_run_dir(run_dir: Path) -> None:

@@ -24,6 +24,7 @@ from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.ids import NodeId
 from everstep.net.messages import GetStatus, StatusReport
 from everstep.net.sockets import listen_tcp, parse_host_port
+from everstep.platforms.notices import sources_of
 from everstep.protect.model import IN_RUN_DIR
 
 NODE = NodeId("node0")
@@ -172,6 +173,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
         host=reachable_host(spec.bind),
         prepare=prepare,
         hardware=spec.hardware,
+        notices=sources_of(spec.notices),
     )
     servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
     if spec.consistency != "async":

@@ -30,6 +30,7 @@ from everstep.bounds import MEMBERS_MAX
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
+from everstep.config.notices import parse_notices
 from everstep.config.parity import parse_code, refuse_few
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
@@ -142,6 +143,8 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         except ConfigError as error:
             where = f"checkpoint_keep_every = {spec.checkpoint_keep_every!r}{at['checkpoint_keep_every']}"
             raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
+    if spec.notices:
+        parse_notices(spec.notices, f"notices = {spec.notices!r}{at['notices']}")
     if spec.metrics:
         parse_host_port(spec.metrics, f"metrics = {spec.metrics!r}{at['metrics']}")
     if spec.bind:

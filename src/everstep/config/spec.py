@@ -27,6 +27,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory
     buckets: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
     bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
+    notices: str = ""  # who is asked whether a node goes away: aws, gcp, azure, alibaba, file:PATH, command:WORDS
     metrics: str = ""  # HOST:PORT of the Prometheus endpoint; empty: none; not this machine's own address: with a token
     hardware: str = ""  # class of the first node's machine; empty: named after its GPUs or its processor
     tls: Literal["all", "control"] = "all"  # between nodes: all, or the control plane; the rest is authenticated
