@@ -1,4 +1,4 @@
-"""A notice says that a node goes: it is emptied, and joins again if it stays. That of the master ends the job in order."""
+"""A notice says that a node goes: it is emptied, and joins again if it stays; or the job ends in order."""
 
 from __future__ import annotations
 

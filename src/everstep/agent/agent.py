@@ -778,7 +778,8 @@ class Agent:
         """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
-        return NodeJoined(self.node, self.host, self.worker_places, self.ps_places, running, self.hardware, self._returns)
+        places = self.worker_places, self.ps_places
+        return NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}
