@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, MsgspecError
 
+MALFORMED = (MsgspecError, ValueError, RecursionError)
+"""What a decoder of msgspec raises on bytes that anybody may have written. ValueError: text that is no UTF-8;
+RecursionError: nested deeper than Python goes. Neither is a ``MsgspecError``."""
 MEMBERS_MAX = 10_000
 """Slots of a role: more than this release has been tried with."""
 PLACES_MAX = 1024

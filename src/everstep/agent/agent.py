@@ -34,6 +34,7 @@ from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_o
 from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
 from everstep.agent.worker import WorkerError
 from everstep.allreduce.environment import LOCAL_VARIABLE
+from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import ends_with_checkpoint
 from everstep.brain.events import DrainAsked, NodeJoined, Ok, ProcessExited, StopAsked
 from everstep.config.spec import JobSpec
@@ -929,7 +930,7 @@ def read_worker_error(run_dir: Path, entry: Running) -> WorkerError | None:
     """What the script of this incarnation raised, if it did."""
     try:
         found = _worker_error_decoder.decode(error_path(run_dir, entry.slot).read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return None
     return found if found.incarnation == entry.incarnation else None
 
@@ -961,6 +962,6 @@ _summary_decoder = msgspec.json.Decoder(_Summary)
 def _read_summary(run_dir: Path) -> tuple[int, str]:
     try:
         summary = _summary_decoder.decode((run_dir / "summary.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return 4, f"the master ended without a word; see {run_dir}/logs/master.log"
     return summary.exit_code or 0, summary.error

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from everstep.allreduce.parts import local, whole
+from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
 
@@ -192,7 +193,7 @@ def decode_header(data: bytes, what: str) -> PackedHeader:
                 f"{what} is of version {version}, this everstep reads version {PACKED_VERSION}: install a newer one"
             )
         header = _header_decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{what} cannot be read: {' '.join(str(error).split())}") from None
     if not 0 <= header.size_bytes <= BODY_MAX_BYTES:
         raise CheckpointError(f"{what} says {header.size_bytes} bytes of tensors")

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import Checkpoints, ends_with_checkpoint
 from everstep.brain.control import Control, divide, stale
 from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
@@ -251,7 +252,10 @@ class Brain:
     @classmethod
     def restore(cls, snapshot: bytes) -> Brain:
         """The brain of ``snapshot()``. Raises ``msgspec.ValidationError`` on bytes that are none (of this version)."""
-        state = _decoder.decode(snapshot)
+        try:
+            state = _decoder.decode(snapshot)
+        except MALFORMED as error:
+            raise msgspec.ValidationError(f"no snapshot: {error}") from None
         if state.version != SNAPSHOT_VERSION:
             raise msgspec.ValidationError(f"snapshot version {state.version}, this everstep reads {SNAPSHOT_VERSION}")
         return cls(state)

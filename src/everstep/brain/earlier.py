@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.brain.events import Event, Sender
 from everstep.ids import NodeId
 
@@ -50,9 +51,12 @@ _decode = msgspec.msgpack.Decoder(Event).decode
 
 def decode_event(raw: bytes) -> Event:
     """An entry of the journal, of this release or an earlier one. Raises ``msgspec.MsgspecError``."""
-    if len(raw) > 1 and 0x90 <= raw[0] <= 0x9F and 0xA0 <= raw[1] <= 0xBF:  # an array that begins with a short text
-        return _decode(_encode(_as_now(_plain(raw))))
-    return _decode(raw)
+    try:
+        if len(raw) > 1 and 0x90 <= raw[0] <= 0x9F and 0xA0 <= raw[1] <= 0xBF:  # an array that begins with a short text
+            return _decode(_encode(_as_now(_plain(raw))))
+        return _decode(raw)
+    except (*MALFORMED, IndexError, TypeError) as error:
+        raise msgspec.ValidationError(f"no event: {error}") from None
 
 
 def as_then(instructions: object) -> Iterator[Any]:

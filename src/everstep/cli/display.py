@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import msgspec
 
 from everstep.agent.worker import ERROR_MARK, LOG_MARK
+from everstep.bounds import MALFORMED
 from everstep.cli.tail import Tail
 from everstep.errors import escaped_lines
 from everstep.net.messages import CheckpointStatus, GroupStatus, MemberStatus, ProtectionStatus, StatusReport
@@ -418,7 +419,7 @@ _summary_decoder = msgspec.json.Decoder(Summary)
 def read_summary(run_dir: Path) -> Summary | None:
     try:
         return _summary_decoder.decode((run_dir / "summary.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return None
 
 

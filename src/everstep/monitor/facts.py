@@ -34,7 +34,7 @@ from everstep.model.image import Manifest
 from everstep.model.shard import Plan, ShardState, shard_key, split_key
 from everstep.monitor.loops import LoopFacts
 from everstep.monitor.steps import StepFacts
-from everstep.storage.journal import check_version, sound_row
+from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
 
 
 class JobFacts:
@@ -173,7 +173,7 @@ class JournalReader:
         self._seq = 0
         try:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             raise PlatformError(f"cannot open {path}: {error}") from error
 
     def __enter__(self) -> Self:
@@ -192,5 +192,5 @@ class JournalReader:
                 sound_row(self._path, self._seq, seq, raw, digest)
                 self.facts.take(decode_event(raw))
                 self._seq = seq
-        except (sqlite3.Error, msgspec.DecodeError) as error:
+        except (*SQL_ERRORS, msgspec.MsgspecError) as error:
             raise PlatformError(f"cannot read {self._path} after event {self._seq}: {error}") from error

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
 from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
@@ -84,7 +85,7 @@ class PsLog:
         for seq, raw in enumerate(records):
             try:
                 record = decoder.decode(raw)
-            except msgspec.DecodeError as error:
+            except MALFORMED as error:
                 self.bad.append(f"bad record: number {seq} cannot be read: {error}")
                 continue
             if record.seq != seq:

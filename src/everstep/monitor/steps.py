@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.shard import Plan
@@ -101,7 +102,7 @@ def read_step_log(path: Path) -> StepLog:
             slot, life = int(header["slot"]), int(header["incarnation"])
         decoder = msgspec.msgpack.Decoder(Committed)
         steps = [decoder.decode(record) for record in records]
-    except (KeyError, ValueError, msgspec.MsgspecError):
+    except (KeyError, TypeError, *MALFORMED):
         problem = problem or f"{BROKEN_CHAIN}: {path.name} is no log of a worker's steps"
     return StepLog(Slot(slot), Incarnation(life), steps, problem)
 

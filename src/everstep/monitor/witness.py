@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.bounds import MALFORMED
 from everstep.errors import ConfigError
 from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Mark
@@ -384,7 +385,7 @@ def _checkpoint_of(folder: Path) -> int:
     """Of which checkpoint of its job a model is; 0: it does not say."""
     try:
         return _about_decoder.decode((folder / ABOUT_FILE).read_bytes()).checkpoint
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return 0
 
 

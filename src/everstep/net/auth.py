@@ -33,7 +33,7 @@ from typing import Literal
 import msgspec
 
 from everstep import __version__
-from everstep.bounds import Whole
+from everstep.bounds import MALFORMED, Whole
 from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_header, encode_frame
@@ -161,7 +161,7 @@ def load_secret(path: Path) -> Secret:
     try:
         raw = _secret_file_decoder.decode(text)
         key, lineage = bytes.fromhex(raw.secret), bytes.fromhex(raw.lineage)
-    except (msgspec.MsgspecError, ValueError):
+    except MALFORMED:
         raise ConfigError(
             f"{path} is not a secret file of a job: copy RUN_DIR/secret of its first node again"
         ) from None

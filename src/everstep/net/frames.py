@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.errors import WireError
 from everstep.net.retry import Deadline
 
@@ -158,7 +159,7 @@ def decode_header(decoder: msgspec.msgpack.Decoder[T], header: bytes, what: str)
     """Raises WireError for whatever a stranger may have put there, and nothing else."""
     try:
         return decoder.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
+    except MALFORMED as error:
         raise WireError(f"malformed {what}: {error}") from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.bounds import Whole
+from everstep.bounds import MALFORMED, Whole
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
 from everstep.model.member import Address
@@ -61,7 +61,7 @@ def read_master(run_dir: Path) -> MasterInfo | None:
     """None while no master has written its address."""
     try:
         return _master_info_decoder.decode((run_dir / MASTER_FILE).read_bytes())
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return None
 
 

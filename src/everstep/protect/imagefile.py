@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError, StorageError
 from everstep.ids import BucketId
 from everstep.model.image import ImageFile
@@ -214,7 +215,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
             case (0, _Kind.HEAD):
                 try:
                     yield _image_head_decoder.decode(payload)
-                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                except MALFORMED as error:
                     raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
             case (1, _Kind.MARKS):
                 yield Marks(payload)

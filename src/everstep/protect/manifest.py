@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.bounds import MALFORMED
 from everstep.config.load import read_spec
 from everstep.errors import CheckpointError, StorageError, UntrustedError
 from everstep.model.image import MANIFEST_VERSION, REPLICA_VERSION, BucketImage, ImageFile, Manifest
@@ -150,7 +151,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
                 f"{name} is of version {version}, this everstep reads version {REPLICA_VERSION}: install a newer one"
             )
         return _manifest_decoder.decode(body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from None
 
 

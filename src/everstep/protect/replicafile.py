@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.errors import CheckpointError
 from everstep.model.group import Mark
 from everstep.model.image import ImageFile
@@ -92,7 +93,7 @@ def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = No
         raise CheckpointError(f"{name}: section 0 is of kind {kind}, which cannot stand there")
     try:
         head = _replica_head_decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
     if not 0 <= head.header_bytes <= HEADER_MAX_BYTES or head.body_bytes < 0:
         raise CheckpointError(f"{name}: its head says {head.header_bytes} and {head.body_bytes} bytes")

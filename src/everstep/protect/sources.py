@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import BucketId
@@ -41,7 +42,7 @@ def read_origin(run_dir: Path) -> Origin:
         return _origin_decoder.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; start again with everstep resume") from None
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ConfigError(f"{path} is damaged: {error}; start again with everstep resume") from None
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.bounds import MALFORMED
 from everstep.errors import InternalError, PlatformError
 from everstep.storage.space import with_space
 
@@ -163,6 +164,6 @@ def read_chain(path: Path) -> tuple[Header, list[bytes], str | None]:
         return {}, [], problem or f"{TORN_TAIL}: no header in {path.name}"
     try:
         header = _header_decoder.decode(records[0])
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         return {}, [], f"{BROKEN_CHAIN}: the header of {path.name} cannot be read: {error}"
     return header, records[1:], problem

@@ -59,6 +59,10 @@ CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NU
 _encode = msgspec.msgpack.Encoder().encode
 
 
+SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises. UnicodeDecodeError: of a damaged file, whose bytes are in the text of its error."""
+
+
 def digest_of(instructions: Sequence[InstructionType]) -> bytes:
     """Eight bytes that stand for these instructions."""
     return hashlib.blake2b(_encode(instructions), digest_size=8).digest()
@@ -134,7 +138,7 @@ class Journal:
             self.incarnation = with_space(lambda: self._take_over(incarnation), full)
             row = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()
             snap = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM snapshots").fetchone()
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             self._db.close()
             raise _failure(path, error) from error
         except EverstepError:
@@ -210,7 +214,7 @@ class Journal:
                 row = self._db.execute("SELECT event FROM events WHERE seq = ?", (seq,)).fetchone()
                 at = decode_event(row[0]).at if row else 0.0
             return Restored(brain, seq, replayed, at)
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             raise _failure(self.path, error) from error
         except msgspec.MsgspecError as error:
             raise PlatformError(f"{self.path} is damaged: {error}") from error
@@ -406,7 +410,7 @@ def _open(path: Path) -> sqlite3.Connection:
             db.close()
             raise
         return db
-    except sqlite3.Error as error:
+    except SQL_ERRORS as error:
         raise _failure(path, error) from error
 
 
@@ -417,10 +421,11 @@ def _is_full(error: BaseException) -> bool:
     return code == sqlite3.SQLITE_FULL or is_full(error) or (cause is not None and _is_full(cause))
 
 
-def _failure(path: Path, error: sqlite3.Error) -> PlatformError:
+def _failure(path: Path, error: Exception) -> PlatformError:
     return PlatformError(
         f"cannot write the journal {path}: {error}; see that the disk has space and the file is writable"
-        if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError)
+        if isinstance(error, sqlite3.OperationalError)
+        or not isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError)
         else f"the journal {path} is damaged or no journal: {error}"
     )
 
@@ -440,5 +445,5 @@ def read_journal(path: Path) -> Iterator[Entry]:
                 last = seq
         finally:
             db.close()
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
+    except (*SQL_ERRORS, msgspec.MsgspecError) as error:
         raise PlatformError(f"cannot read {path}: {error}") from error
