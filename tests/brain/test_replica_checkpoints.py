@@ -298,6 +298,24 @@ def test_scripts_that_end_while_a_last_checkpoint_is_written_end_the_job() -> No
     assert any(isinstance(i, FinishJob) for i in out)
 
 
+def test_a_job_that_is_stopped_while_what_it_ends_with_is_written_ends_with_it() -> None:
+    """All scripts have ended, and the last checkpoint is not committed yet: without it the result would be lost."""
+    job = Script()
+    job.commit(0, 5, 0, 0, 100)
+    job.commit(6, 11, 1, 0, 100)
+    for slot in (0, 1):
+        job.say(Event(0.0, ChiefAsked(), by_worker(Slot(slot), Incarnation(1))))
+        job.say(Event(0.0, GroupLeft(LeaveReason.DONE), by_worker(Slot(slot), Incarnation(1))))
+    assert [type(i) for i in job.written(Mark(12, 1, 0, 100))] == [Reply, CommitManifest]
+    for slot in (0, 1):
+        out = job.say(Event(0.0, ProcessExited(Role.WORKER, Slot(slot), Incarnation(1), 0, "")))
+        assert not any(isinstance(i, FinishJob) for i in out)
+    out = job.say(Event(0.0, StopAsked("everstep stop", True)))
+    assert not any(isinstance(i, FinishJob) for i in out), "the result would be lost"
+    out = job.say(Event(0.0, CheckpointCommitted(1)))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_the_last_ones_that_are_told_to_go_stay_for_a_checkpoint(saved: bool) -> None:
     job = Script()

@@ -1643,6 +1643,8 @@ class Brain:
         if self.replicated:  # something that is in no checkpoint yet, and somebody to write it
             begun = replica_start(self.checkpoints)[0].step
             trained = self.groups.view() is not None and (self.state.groups.step > begun or self.groups.steps_on())
+            writing = self.checkpoints.writing  # or what the job ends with: its workers may have gone
+            trained = trained or (writing is not None and writing.reason is CheckpointReason.FINAL)
         if e.checkpoint and ends_with_checkpoint(self.job.spec) and trained:
             if self.checkpoints.stopping:
                 return [_OK]
