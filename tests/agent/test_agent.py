@@ -15,13 +15,16 @@ import pytest
 from everstep.agent import agent as agent_module
 from everstep.agent.agent import Agent, Outcome, free_number, last_error_line
 from everstep.agent.mastersilence import CutOff
-from everstep.brain.events import DrainAsked, Ok, ProcessExited, StopAsked
+from everstep.brain.events import DrainAsked, FinishJob, Ok, ProcessExited, StartProcess, StopAsked, StopProcess
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
 from everstep.model.member import Role
-from everstep.net.messages import End, Finish, RequestType, Start
+from everstep.net.messages import RequestType
 from everstep.platforms.local import ended
+
+NODE, WHY = NodeId("node0"), Decision("why", "a test")
 
 pytestmark = pytest.mark.processes
 
@@ -121,10 +124,10 @@ class Stage:
         return outcome
 
     def finish(self, code: int, error: str = "") -> None:
-        self.agent.on_order(Finish(code, error))
+        self.agent.on_order(FinishJob(code, error))
 
     def start(self, role: Role, incarnation: int, slot: int = 0) -> None:
-        self.agent.on_order(Start(role, Slot(slot), Incarnation(incarnation)))
+        self.agent.on_order(StartProcess(NODE, role, Slot(slot), Incarnation(incarnation), WHY))
 
     def pid(self, role: Role, incarnation: int, slot: int = 0) -> int:
         """The process's id, once it runs."""
@@ -216,10 +219,10 @@ def test_end_is_sigterm_then_sigkill_and_harmless_when_repeated(stage: Stage) ->
         deaf = stage.script.parent / "deaf"
         until(deaf.exists)
         for _ in range(3):
-            stage.agent.on_order(End(Role.WORKER, Slot(0), Incarnation(1), 0.2))
+            stage.agent.on_order(StopProcess(NODE, Role.WORKER, Slot(0), Incarnation(1), 0.2, WHY))
         assert gone(pid)
         stage.told.wait_for(stage.told.exits)
-        stage.agent.on_order(End(Role.WORKER, Slot(0), Incarnation(1), 0.2))
+        stage.agent.on_order(StopProcess(NODE, Role.WORKER, Slot(0), Incarnation(1), 0.2, WHY))
         assert [e.status for e in stage.told.exits()] == [-signal.SIGKILL]
 
     stage.run(play)
@@ -322,7 +325,7 @@ def test_a_node_that_is_reclaimed_is_emptied_before_it_leaves(tmp_path: Path, mo
         stage.told.wait_for(lambda: any(isinstance(r, DrainAsked) for r in stage.told.requests))
         assert DrainAsked(NodeId("node0"), agent_module.RECLAIM_S) in stage.told.requests
         assert not stage.told.exits()  # it goes on until the master has emptied it
-        stage.agent.on_order(End(Role.PS, Slot(0), Incarnation(1), 5.0))
+        stage.agent.on_order(StopProcess(NODE, Role.PS, Slot(0), Incarnation(1), 5.0, WHY))
         stage.told.wait_for(stage.told.exits)
 
     outcome = stage.run(play)

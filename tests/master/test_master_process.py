@@ -20,6 +20,7 @@ import pytest
 from everstep.brain.events import (
     EndOfData,
     Fenced,
+    FinishJob,
     Granted,
     MemberJoined,
     NodeJoined,
@@ -31,7 +32,9 @@ from everstep.brain.events import (
     ScaleAsked,
     ShardAsked,
     ShardDone,
+    StartProcess,
     StopAsked,
+    StopProcess,
     Welcome,
 )
 from everstep.cli.replay import replay
@@ -180,7 +183,7 @@ SERVERS = ((Slot(0), ONE),)
 
 def finish(agent: Client, ps: Client, master: subprocess.Popen[str]) -> None:
     assert agent.call(ProcessExited(Role.WORKER, Slot(0), ONE, 0)) == Ok()
-    assert ps.order(wire.Finish).exit_code == 0
+    assert ps.order(FinishJob).exit_code == 0
     ps.control.close()
     assert master.wait(LONG_S) == 0
 
@@ -236,10 +239,10 @@ def test_a_silent_worker_is_replaced_and_its_old_life_is_fenced(stage: Stage) ->
     worker = stage.worker(beats=False)
     worker.call(PlanRegistered(PLAN))
     lease = worker.call(ShardAsked(0, 1, 1)).lease
-    assert agent.order(wire.End).slot == 0
-    start = agent.order(wire.Start)
+    assert agent.order(StopProcess).slot == 0
+    start = agent.order(StartProcess)
     while start.role is not Role.WORKER or start.incarnation < 2:
-        start = agent.order(wire.Start)
+        start = agent.order(StartProcess)
     assert (start.slot, start.incarnation) == (0, 2)
     assert isinstance(worker.call(ShardDone(lease.shard, lease.no, SERVERS)), Fenced)
     stage.running = [entry for entry in stage.running if entry[0] is Role.PS]
@@ -259,17 +262,17 @@ def test_scale_stop_and_refusals(stage: Stage) -> None:
     agent, ps = stage.agent(), stage.ps()
     command = stage._client("command", 0, 0, lambda: wire.GetStatus(), False)
     assert command.call(ScaleAsked(Role.WORKER, 2)) == Ok()
-    start = agent.order(wire.Start)
+    start = agent.order(StartProcess)
     while (start.role, start.slot) != (Role.WORKER, 1):
-        start = agent.order(wire.Start)
+        start = agent.order(StartProcess)
     assert isinstance(command.call(ScaleAsked(Role.PS, 0)), Refused)
     assert isinstance(command.call(NodeJoined(NodeId("evil"), "", 0, 0, ())), Refused)
     assert isinstance(command.call(MemberJoined(Role.PS, Slot(0), ONE, NODE, 1)), Refused)
     assert isinstance(command.call(ShardAsked(0, 1, 1)), Refused)
     assert command.call(wire.GetSpec()).spec.buckets == 4
     assert command.call(StopAsked("enough")) == Ok()
-    assert ps.order(wire.Finish).exit_code == 0
-    assert agent.order(wire.Finish).exit_code == 0
+    assert ps.order(FinishJob).exit_code == 0
+    assert agent.order(FinishJob).exit_code == 0
     ps.control.close()
     assert master.wait(LONG_S) == 0
     assert json.loads((stage.run_dir / "summary.json").read_text())["phase"] == "stopped"
@@ -286,7 +289,7 @@ def test_a_lost_ps_ends_the_job_with_one_clear_line(stage: Stage) -> None:
     assert isinstance(worker.call(ShardAsked(0, 1, 1)), Granted)
     second.control.close()
     assert agent.call(ProcessExited(Role.PS, Slot(1), ONE, -9)) == Ok()
-    told = worker.order(wire.Finish)
+    told = worker.order(FinishJob)
     assert told.exit_code == 4
     assert "ps:1 was lost" in told.error and "2 of 4 buckets" in told.error and "last export" in told.error
     assert "\n" not in told.error
@@ -304,7 +307,7 @@ def test_no_space_for_the_journal_ends_the_job_and_says_so(stage: Stage) -> None
     worker.call(PlanRegistered(Plan(name="d", samples=10**9, shard_samples=10, seed=0)))
     assert isinstance(worker.call(ShardAsked(0, 1, 1)), Granted)
     calls = [worker.control.submit(ShardAsked(0, 1, ask), LONG_S) for ask in range(2, 8000)]
-    assert agent.order(wire.Finish).exit_code == 4
+    assert agent.order(FinishJob).exit_code == 4
     assert master.wait(LONG_S) == 4
     assert master.stderr is not None
     (line,) = [line for line in master.stderr.read().splitlines() if line.startswith("everstep:")]
@@ -386,12 +389,12 @@ def test_an_agent_that_was_stopped_until_its_node_was_lost_joins_anew(stage: Sta
         return beats
 
     agent = stage.agent(beat)
-    assert isinstance(agent.order(wire.Start), wire.Start)
+    assert isinstance(agent.order(StartProcess), StartProcess)
     silent.set()
     events = stage.run_dir / "events.jsonl"
     limit = time.monotonic() + LONG_S
     while "node lost" not in events.read_text() and time.monotonic() < limit:
         time.sleep(0.02)
     silent.clear()
-    while agent.order(wire.Start).incarnation < 2:  # the first ones, of before
+    while agent.order(StartProcess).incarnation < 2:  # the first ones, of before
         pass

@@ -45,6 +45,7 @@ from everstep.brain.events import (
     ShardReturned,
     StepsCommitted,
     StopAsked,
+    StopProcess,
 )
 from everstep.cli.replay import replay
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
@@ -320,7 +321,7 @@ def test_a_life_that_was_never_given_takes_nobodys_place(tmp_path: Path) -> None
         running = ((Role.WORKER, Slot(0), Incarnation(9), 5),)
         t.say(agent, NodeJoined(NodeId("n1"), "", 1, 0, running))
         assert t.brain.leases == leases and t.brain.members.workers[0].member.incarnation == 1
-        assert any(isinstance(o, wire.End) and o.incarnation == 9 for o in agent.orders)
+        assert any(isinstance(o, StopProcess) and o.incarnation == 9 for o in agent.orders)
 
     within(tmp_path, do)
 

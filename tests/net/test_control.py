@@ -17,10 +17,22 @@ import msgspec
 import pytest
 from masters import Master
 
-from everstep.brain.events import Fenced, Granted, MemberJoined, Ok, Refused, ShardAsked, Wait, Welcome
+from everstep.brain.events import (
+    Fenced,
+    Granted,
+    MemberJoined,
+    Note,
+    Ok,
+    Refused,
+    RevokeLease,
+    ShardAsked,
+    Wait,
+    Welcome,
+)
 from everstep.errors import DeadlineError, InternalError, WireError
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
-from everstep.model.member import Address, Role
+from everstep.model.decision import Decision
+from everstep.model.member import Address, MemberKey, Role
 from everstep.model.shard import Lease
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, SecretError, VersionError, authenticate_client
@@ -29,6 +41,8 @@ from everstep.net.control_server import Peer
 from everstep.net.frames import AUTH_LIMITS, FrameSocket, Kind, encode_frame, preamble
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect_unix
+
+MEMBER, WHY = MemberKey(Role.WORKER, Slot(0)), Decision("why", "a test")
 
 Until = Callable[[Callable[[], object]], None]
 ME = Identity(purpose="control", role="worker", slot=Slot(1), incarnation=Incarnation(1), node=NodeId("node0"))
@@ -139,16 +153,20 @@ def test_hello_first_then_orders(
 
     async def handle(peer: Peer, request: wire.RequestType) -> Answered:
         if isinstance(request, MemberJoined):
-            peer.send(wire.Revoke(LeaseNo(1)))  # may overtake the answer
+            peer.send(RevokeLease(MEMBER, LeaseNo(1), WHY))  # may overtake the answer
             await asyncio.sleep(0)
         return polite(peer, request)
 
     master = start(handle)
     client = join(on_welcome=said.append, on_order=said.append)
     client.wait_connected(20)
-    master.do(lambda: [peer.send(wire.Revoke(LeaseNo(2))) for peer in master.server.peers])
+    master.do(lambda: [peer.send(RevokeLease(MEMBER, LeaseNo(2), WHY)) for peer in master.server.peers])
     until(lambda: len(said) == 3)
-    assert said == [Welcome(Incarnation(1), None), wire.Revoke(LeaseNo(1)), wire.Revoke(LeaseNo(2))]
+    assert said == [
+        Welcome(Incarnation(1), None),
+        RevokeLease(MEMBER, LeaseNo(1), WHY),
+        RevokeLease(MEMBER, LeaseNo(2), WHY),
+    ]
 
 
 def test_a_callback_that_fails_does_not_end_the_client(
@@ -469,7 +487,7 @@ def test_a_peer_that_does_not_read_is_dropped(
     stream = FrameSocket(sock, AUTH_LIMITS)
     authenticate_client(stream, secret, msgspec.structs.replace(ME, slot=Slot(9)), Deadline(5))
     until(lambda: "+worker:9 #1" in master.events)
-    order = wire.News(0.0, "x", "y" * 100_000)
+    order = Note("x", Decision("y", "y" * 100_000))
 
     def flood() -> None:
         for peer in master.server.peers:

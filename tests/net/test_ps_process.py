@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from masters import Master
 
-from everstep.brain.events import DrainAsked, Fenced, MemberJoined, Ok, Refused, Welcome
+from everstep.brain.events import DrainAsked, Fenced, FinishJob, MemberJoined, Ok, Refused, ReleaseShards, Welcome
 from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
@@ -166,9 +166,9 @@ def test_a_life(job: Job, until: Until) -> None:
     assert arena.array(64, 4, np.float32).tolist() == [1.0] * 4
 
     until(lambda: any(beat.readings.get("pushes") for beat in job.beats))
-    job.order(wire.Release((SHARD,)))
+    job.order(ReleaseShards((SHARD,)))
     until(lambda: isinstance(near.request(wire.OpenShard(SHARD, 0, LeaseNo(6)), timeout_s=20)[0], wire.Closed))
-    job.order(wire.Finish(0, ""))
+    job.order(FinishJob(0, ""))
     assert process.wait(60) == 0
     records, problem = job.audit()
     assert problem is None

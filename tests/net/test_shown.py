@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from everstep.brain.events import FinishJob, Note
 from everstep.cli.display import PlainScreen
 from everstep.cli.main import _fail
 from everstep.errors import escaped, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.net import messages as wire
 from everstep.net.log import PlainFormatter
@@ -52,9 +54,9 @@ def test_every_text_of_a_message_is_escaped() -> None:
     for text in (made.job, made.error, made.members[0].node, made.members[0].shard, *made.values):
         assert plain(text) and "forged line" in text
     assert made.members[0].role is Role.WORKER  # an enum stays one
-    harmless = wire.News(1.0, "worker:1", "joined")
+    harmless = Note("worker:1", Decision("joined", "process 7"))
     assert shown(harmless) is harmless
-    assert plain(shown(wire.News(1.0, EVIL, EVIL)).text) and plain(shown(wire.Finish(1, EVIL)).error)
+    assert plain(str(shown(Note(EVIL, Decision(EVIL, EVIL))).decision)) and plain(shown(FinishJob(1, EVIL)).error)
 
 
 def test_a_record_of_a_log_is_one_line() -> None:

@@ -36,7 +36,17 @@ from everstep.agent.worker import WorkerError
 from everstep.allreduce.environment import LOCAL_VARIABLE
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import ends_with_checkpoint
-from everstep.brain.events import DrainAsked, NodeJoined, Ok, ProcessExited, StopAsked
+from everstep.brain.events import (
+    DrainAsked,
+    FinishJob,
+    NodeJoined,
+    Note,
+    Ok,
+    ProcessExited,
+    StartProcess,
+    StopAsked,
+    StopProcess,
+)
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
@@ -47,14 +57,10 @@ from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
     Beat,
-    End,
-    Finish,
     Hit,
-    News,
     OrderType,
     RequestType,
     StackTaken,
-    Start,
     TakeStack,
 )
 from everstep.net.shown import shown
@@ -618,24 +624,24 @@ class Agent:
 
     def on_order(self, order: OrderType) -> None:
         """From the control client's thread."""
-        if isinstance(order, Finish | News):
+        if isinstance(order, FinishJob | Note):
             order = shown(order)
         self.post(lambda: self._obey(order))
 
     def _obey(self, order: OrderType) -> None:
         match order:
-            case Start():
+            case StartProcess():
                 self._start(order)
-            case End():
+            case StopProcess():
                 self._end(order)
-            case Finish():
+            case FinishJob():
                 self._finish(order.exit_code, order.error)
             case Hit():
                 self._hit(order)
             case TakeStack():
                 self._take_stack(order)
-            case News() if not self._keeps_master:
-                self._say(f"{order.member}: {order.text}" if order.member else order.text)
+            case Note(member, decision) if not self._keeps_master:
+                self._say(f"{member}: {decision}" if member else str(decision))
             case _:
                 pass
 
@@ -650,7 +656,7 @@ class Agent:
         if order.what == "stop":
             self._after(max(0.0, order.stop_s), lambda: self._hit(msgspec.structs.replace(order, what="go")))
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: StartProcess) -> None:
         """Unless it runs already, or ran: then its end is told once more."""
         if self._leaving:
             return
@@ -703,7 +709,7 @@ class Agent:
         entry.process, entry.pidfd = None, -1
         self._ended(entry, status)
 
-    def _end(self, order: End) -> None:
+    def _end(self, order: StopProcess) -> None:
         entry = self._running.get((order.role, order.slot))
         if entry is None or entry.incarnation != order.incarnation or entry.status is not None or entry.ending:
             return

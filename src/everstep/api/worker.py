@@ -14,7 +14,18 @@ from types import FrameType
 from typing import Any, cast
 
 from everstep.api.seat import GroupListener, Listener, TurnListener
-from everstep.brain.events import Answer, ChiefAsked, Fenced, MemberJoined, Welcome, Yes
+from everstep.brain.events import (
+    Answer,
+    ChiefAsked,
+    Fenced,
+    FinishJob,
+    MemberJoined,
+    PublishGroup,
+    PublishPlacement,
+    RevokeLease,
+    Welcome,
+    Yes,
+)
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, FencedError, PlatformError
@@ -194,9 +205,9 @@ class WorkerSeat:
         listener = self._listener
         if listener is None:
             return
-        if isinstance(order, messages.NewPlacement):
+        if isinstance(order, PublishPlacement):
             self._set_placement(order.placement)
-        elif isinstance(order, messages.NewGroup):
+        elif isinstance(order, PublishGroup):
             if self._group is not None:
                 self._group.grouped(order.group)
         elif isinstance(order, messages.NewTurn):
@@ -205,11 +216,11 @@ class WorkerSeat:
         elif isinstance(order, messages.TakeReplica):
             if self.on_replica is not None:
                 self.on_replica(order)
-        elif isinstance(order, messages.Revoke):
+        elif isinstance(order, RevokeLease):
             listener.revoked(order.lease)
         elif isinstance(order, messages.Slow):
             listener.clock.drag.order(order.factor, order.for_s, order.burn)
-        elif isinstance(order, messages.Finish):
+        elif isinstance(order, FinishJob):
             if order.exit_code:
                 self._fail(FencedError(f"the job is over: {order.error}"))
             else:

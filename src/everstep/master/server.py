@@ -297,7 +297,7 @@ class Master:
         """Nothing more can be decided durably: the job ends here."""
         _say(error)
         for peer in self.server.peers:
-            peer.send(wire.Finish(error.exit_code, str(error)))
+            peer.send(FinishJob(error.exit_code, str(error)))
 
     def _from_thread(self, call: Callable[[Any], None], argument: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -368,30 +368,29 @@ class Master:
 
     def _execute(self, instruction: InstructionType, at: float) -> None:
         match instruction:
-            case StartProcess(node, role, slot, incarnation, decision, after_s):
-                self._order(self._agents.get(node), wire.Start(role, slot, incarnation, after_s))
+            case StartProcess(node, role, slot, incarnation, decision):
+                self._order(self._agents.get(node), instruction)
                 if incarnation > 1 or decision.inputs:
                     self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
-            case StopProcess(node, role, slot, incarnation, grace_s, decision):
-                self._order(self._agents.get(node), wire.End(role, slot, incarnation, grace_s))
+            case StopProcess(node, role, slot, incarnation, _, decision):
+                self._order(self._agents.get(node), instruction)
                 self._note(at, f"{role}:{slot}", decision, incarnation=incarnation)
             case PublishPlacement(placement, decision):
                 for peer in list(self._members.values()):
-                    self._order(peer, wire.NewPlacement(placement))
+                    self._order(peer, instruction)
                 self._note(at, "", decision, version=placement.version)
             case PublishGroup(group, decision):
                 self.store.forget(group.generation)
-                order = wire.NewGroup(group)
                 for key, peer in list(self._members.items()):
                     if key.role is Role.WORKER:
-                        self._order(peer, order)
+                        self._order(peer, instruction)
                 self._note(at, "", decision)
-            case ReleaseShards(shards):
+            case ReleaseShards():
                 for key, peer in self._members.items():
                     if key.role is Role.PS:
-                        self._order(peer, wire.Release(shards))
-            case RevokeLease(member, lease, decision):
-                self._order(self._members.get(member), wire.Revoke(lease))
+                        self._order(peer, instruction)
+            case RevokeLease(member, _, decision):
+                self._order(self._members.get(member), instruction)
                 self._note(at, str(member), decision)
             case Note(member, decision):
                 self._note(at, member, decision)
@@ -440,9 +439,9 @@ class Master:
         if decision.rejected:
             line["rejected"] = decision.rejected
         self._events.write(line)
-        news = wire.News(at, member, str(decision))
+        note = Note(member, Decision(decision.action, decision.reason))
         for peer in self._agents.values():
-            self._order(peer, news)
+            self._order(peer, note)
 
     # ------------------------------------------------------------ requests
 
@@ -497,7 +496,8 @@ class Master:
             seat = self.brain.members.of(role).get(slot)
             if seat is not None and incarnation > seat.member.incarnation and seat.member.node != r.node:
                 logger.warning("%s runs %s:%d #%d, which was never started", peer.identity, role, slot, incarnation)
-                self._order(peer, wire.End(role, slot, incarnation, 0.0))
+                why = Decision("stop", "it was never started")
+                self._order(peer, StopProcess(r.node, role, slot, incarnation, 0.0, why))
             else:
                 out.append(process)
         return tuple(out)
@@ -517,7 +517,7 @@ class Master:
             if r.role is Role.PS:
                 self.checkpoints.hello(r.slot)
         if self._finish is not None:
-            self._order(peer, wire.Finish(self._finish.exit_code, self._finish.error))
+            self._order(peer, self._finish)
         return future
 
     def _beat(self, r: wire.Beat, who: Sender) -> Answer | None:
@@ -668,7 +668,7 @@ class Master:
     def _finish_job(self, finish: FinishJob) -> None:
         """Tell everyone (again, to those who said hello since), and leave when every ps has written its last cut."""
         for peer in self.server.peers:
-            peer.send(wire.Finish(finish.exit_code, finish.error))
+            peer.send(finish)
         if self._finish is None:
             self._finish = finish
             self._finished_at = self.clock.now()

@@ -13,13 +13,23 @@ from typing import Literal
 import msgspec
 
 from everstep.bounds import Finite, Measured, Seconds, Whole, WholeOrNone
-from everstep.brain.events import AnswerType, Said
+from everstep.brain.events import (
+    AnswerType,
+    FinishJob,
+    Note,
+    PublishGroup,
+    PublishPlacement,
+    ReleaseShards,
+    RevokeLease,
+    Said,
+    StartProcess,
+    StopProcess,
+)
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
-from everstep.model.group import Group, Mark
+from everstep.model.group import Mark
 from everstep.model.member import Role
 from everstep.model.observation import Observations
-from everstep.model.placement import Placement
 from everstep.model.shard import Span, Token
 from everstep.model.table import TableSpec
 from everstep.model.turn import Place, Turn
@@ -273,53 +283,6 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     """Base of what the master tells a client unasked."""
 
 
-class Start(Order, frozen=True, tag="start"):
-    """To an agent: start this process unless you run it already; a worker not before ``after_s`` seconds."""
-
-    role: Role
-    slot: Slot
-    incarnation: Incarnation
-    after_s: float = 0.0
-
-
-class End(Order, frozen=True, tag="end"):
-    """To an agent: SIGTERM the process, SIGKILL after ``grace_s`` seconds."""
-
-    role: Role
-    slot: Slot
-    incarnation: Incarnation
-    grace_s: float
-
-
-class NewPlacement(Order, frozen=True, tag="new_placement"):
-    placement: Placement
-
-
-class Release(Order, frozen=True, tag="release"):
-    """To a ps: forget these shards, refuse them for ever."""
-
-    shards: tuple[ShardKey, ...]
-
-
-class Revoke(Order, frozen=True, tag="revoke"):
-    lease: LeaseNo
-
-
-class Finish(Order, frozen=True, tag="finish"):
-    """To everyone: the job is over; a ps writes its final cut, an agent stops its processes and leaves."""
-
-    exit_code: int
-    error: str
-
-
-class News(Order, frozen=True, tag="news"):
-    """To agents with a display: an event for people, and the newest status now and then."""
-
-    at: float
-    member: str
-    text: str
-
-
 class TakeImages(Order, frozen=True, tag="take_images"):
     """To a ps: write images of all buckets it owns, as part of checkpoint ``checkpoint``, under ``url``; only
     pages changed
@@ -367,12 +330,6 @@ class TakeStack(Order, frozen=True, tag="take_stack"):
     idle_s: float
 
 
-class NewGroup(Order, frozen=True, tag="new_group"):
-    """To workers: the group is this one now; older generations are ignored."""
-
-    group: Group
-
-
 class NewTurn(Order, frozen=True, tag="new_turn"):
     """To workers, consistency sync and bounded: who may go on."""
 
@@ -380,21 +337,22 @@ class NewTurn(Order, frozen=True, tag="new_turn"):
 
 
 OrderType = (
-    Start
-    | End
-    | NewPlacement
-    | NewGroup
+    StartProcess
+    | StopProcess
+    | PublishPlacement
+    | PublishGroup
     | NewTurn
-    | Release
-    | Revoke
-    | Finish
-    | News
+    | ReleaseShards
+    | RevokeLease
+    | FinishJob
+    | Note
     | TakeImages
     | TakeReplica
     | Slow
     | Hit
     | TakeStack
 )
+"""What the brain wants goes to whom it is about as it is: an instruction is the order."""
 
 # ---------------------------------------------------------------- data plane: worker -> ps
 

@@ -24,11 +24,14 @@ from everstep.brain.events import (
     BucketsReady,
     DrainAsked,
     Fenced,
+    FinishJob,
     ImagesWritten,
     LoadFailed,
     MemberJoined,
     MirrorsReady,
+    PublishPlacement,
     Refused,
+    ReleaseShards,
     Welcome,
 )
 from everstep.config.load import read_spec
@@ -42,7 +45,7 @@ from everstep.monitor.process import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
-from everstep.net.messages import Answered, Beat, Finish, NewPlacement, OrderType, Release, Slow, TakeImages
+from everstep.net.messages import Answered, Beat, OrderType, Slow, TakeImages
 from everstep.net.rendezvous import SECRET_FILE, master_address, ps_socket
 from everstep.net.retry import StoppedError, retry
 from everstep.net.sockets import listen_tcp, listen_unix
@@ -234,16 +237,16 @@ class PsProcess:
 
     def _ordered(self, order: OrderType) -> None:
         match order:
-            case NewPlacement(placement=placement):
+            case PublishPlacement(placement=placement):
                 self._place(placement)
-            case Release(shards=shards):
+            case ReleaseShards(shards=shards):
                 self.service.release(shards)
             case TakeImages(checkpoint=checkpoint, since=since, url=url):
                 buckets = self.service.keeper.machine.serving
                 self.images.take(checkpoint, since, url, buckets, self._images_written)
             case Slow(factor=factor, for_s=for_s, burn=burn):
                 self.service.drag.order(factor, for_s, burn)
-            case Finish():
+            case FinishJob():
                 self.stop()
 
     def _place(self, placement: Placement) -> None:
