@@ -10,7 +10,7 @@ import pytest
 
 import everstep
 
-PROSE = {"action", "detail", "error", "how", "inputs", "reason", "rejected", "text", "why", "words"}
+PROSE = {"action", "detail", "error", "how", "inputs", "reason", "rejected", "why", "words"}
 LOOKS = {
     "count",
     "endswith",
@@ -23,7 +23,7 @@ LOOKS = {
     "split",
     "startswith",
 }
-LOCALS = {"action", "how", "inputs", "reason"}
+LOCALS = {"how", "inputs", "reason"}
 SOURCES = sorted(
     path
     for path in Path(everstep.__file__).parent.rglob("*.py")

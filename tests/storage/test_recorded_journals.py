@@ -5,14 +5,12 @@ backups, eager parity, a policy; ``allreduce`` and ``resumed``; ``hybrid``), the
 (msgpack, as plain values), and dumps of the brain (number of the event behind which, state). ``transcripts.gz``: every
 story of ``tests/brain/transcripts`` as that release encoded it: name, (event, digest, instructions) ..., and a dump
 behind the twelfth event.
-
-Where this fails because a struct within an instruction got a field: add it to ``everstep.brain.earlier``, or ``everstep
-replay`` calls journals of before wrong.
 """
 
 from __future__ import annotations
 
 import gzip
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,14 @@ import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
-from everstep.brain.earlier import as_then, decode_event
+from everstep.brain.earlier import decode_event
+from everstep.brain.events import Event, MasterStarted, StopAsked
+from everstep.brain.shapes import SHAPES_2, in_shape, shapes_now
 from everstep.cli.replay import replay
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation
 from everstep.monitor.facts import JournalReader
-from everstep.storage.journal import agrees, read_journal
+from everstep.storage.journal import Journal, agrees, digest_of, read_journal
 
 RECORDED = Path(__file__).parent / "recorded"
 JOBS = sorted(path.name.removesuffix(".sqlite.gz") for path in RECORDED.glob("*.sqlite.gz"))
@@ -46,7 +48,7 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
     entries = list(read_journal(run_dir / "journal.sqlite"))
     brain = Brain()
     for entry, old in zip(entries, wanted, strict=True):
-        assert list(as_then(brain.handle(entry.event)))[-1] == old, entry.event
+        assert in_shape(brain.handle(entry.event), SHAPES_2) == old, entry.event
     with JournalReader(run_dir / "journal.sqlite") as reader:  # (the audit's)
         reader.advance()
         assert reader.facts.brain.snapshot() == brain.snapshot()
@@ -54,7 +56,7 @@ def test_a_recorded_job_gives_the_same_instructions(name: str, run_dir: Path) ->
     for seq, dump in unpacked(f"{name}.dumps.gz"):  # and from a dump of then, the same again
         brain = Brain.restore(dump)
         for entry, old in zip(entries[seq:], wanted[seq:], strict=True):
-            assert list(as_then(brain.handle(entry.event)))[-1] == old, (seq, entry.event)
+            assert in_shape(brain.handle(entry.event), SHAPES_2) == old, (seq, entry.event)
 
 
 def test_every_recorded_story_gives_the_same_instructions() -> None:
@@ -67,6 +69,27 @@ def test_every_recorded_story_gives_the_same_instructions() -> None:
             event = decode_event(raw)
             kinds.add(type(event.fact))
             got = brain.handle(event)
-            assert agrees(got, digest) and list(as_then(got))[-1] == old, f"{name}: {event}"
+            assert agrees(got, digest, SHAPES_2) and in_shape(got, SHAPES_2) == old, f"{name}: {event}"
             assert restored is None or restored.handle(event) == got, f"{name}: {event}"
     assert len(kinds) == 33
+
+
+def test_a_journal_keeps_the_shapes_by_which_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later release has fields that this one has not: what this one wrote is replayed without them."""
+    now = shapes_now()
+    assert {"JobSpec", "Manifest", "Placement", "Group", "Decision"} <= set(now)
+    before = {name: tuple(f for f in fields if f != "rejected") for name, fields in now.items()}
+    journal = Journal(tmp_path / "journal.sqlite")
+    monkeypatch.setattr("everstep.storage.journal.digest_of", lambda done: digest_of(in_shape(done, before)))
+    monkeypatch.setattr("everstep.storage.journal.shapes_now", lambda: before)
+    brain = Brain()
+    for event in (Event(1.0, MasterStarted(Incarnation(1), JobSpec())), Event(2.0, StopAsked("enough"))):
+        journal.append(event, brain.handle(event))
+    journal.close()
+    monkeypatch.undo()
+    assert not replay(tmp_path).ok
+    db = sqlite3.connect(tmp_path / "journal.sqlite")
+    db.execute("UPDATE shapes SET fields = ?", (msgspec.msgpack.encode(before),))
+    db.commit()
+    db.close()
+    assert replay(tmp_path).ok

@@ -6,7 +6,6 @@ it is an :class:`Event`: time, fact, sender, cause. An entry says by its shape o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -34,16 +33,6 @@ _BY_PS: Final = {"buckets_ready", "images_written", "load_failed", "mirrors_read
 _BY_AGENTS: Final = {"node_joined", "process_exited"}
 _BY_COMMANDS: Final = {"drain_asked", "scale_asked", "stop_asked"}
 
-_ADDED: Final[tuple[dict[str, frozenset[str]], ...]] = (
-    {
-        "OptimizerSpec": frozenset({"alpha", "lr_decay", "momentum_decay", "amsgrad", "centered", "decoupled"}),
-        "Group": frozenset({"over"}),
-    },
-    {"ReplicaImage": frozenset({"waits_in", "waits_from"})},
-)
-"""Fields that structs within instructions got later, by struct: newest release first. A digest of before stands for
-instructions without them."""
-
 _encode = msgspec.msgpack.Encoder().encode
 _plain = msgspec.msgpack.Decoder(list[Any]).decode
 _decode = msgspec.msgpack.Decoder(Event).decode
@@ -57,30 +46,6 @@ def decode_event(raw: bytes) -> Event:
         return _decode(raw)
     except (*MALFORMED, IndexError, TypeError) as error:
         raise msgspec.ValidationError(f"no event: {error}") from None
-
-
-def as_then(instructions: object) -> Iterator[Any]:
-    """Instructions as plain values, as they were before the newest fields came, before those came that are next, ..."""
-    lacking: dict[str, frozenset[str]] = {}
-    for added in _ADDED:
-        lacking = {name: lacking.get(name, frozenset()) | added.get(name, frozenset()) for name in {*lacking, *added}}
-        yield _plain_without(instructions, lacking)
-
-
-def _plain_without(value: Any, lacking: dict[str, frozenset[str]]) -> Any:
-    match value:
-        case msgspec.Struct():
-            config = value.__struct_config__
-            gone = lacking.get(type(value).__name__, frozenset())
-            found = {f: _plain_without(getattr(value, f), lacking) for f in value.__struct_fields__ if f not in gone}
-            if config.array_like:
-                return [*([] if config.tag is None else [config.tag]), *found.values()]
-            return found if config.tag is None else {config.tag_field or "type": config.tag, **found}
-        case tuple() | list():
-            return [_plain_without(one, lacking) for one in value]
-        case dict():
-            return {key: _plain_without(one, lacking) for key, one in value.items()}
-    return value
 
 
 def _as_now(entry: list[Any]) -> list[Any]:

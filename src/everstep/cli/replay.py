@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import InstructionType
-from everstep.storage.journal import agrees, digest_of, read_journal
+from everstep.brain.shapes import Shapes
+from everstep.storage.journal import agrees, digest_of, read_journal, shapes_of
 
 JOURNAL_FILE = "journal.sqlite"
 
@@ -56,10 +58,13 @@ def replay(run_dir: Path) -> ReplayResult:
     Raises ConfigError (no journal there), PlatformError (unreadable)."""
     brain = Brain()
     count = 0
-    for seq, event, expected in read_journal(run_dir / JOURNAL_FILE):
+    entries = read_journal(run_dir / JOURNAL_FILE)
+    shapes: Callable[[int], Shapes] | None = None
+    for seq, event, expected in entries:
+        shapes = shapes or shapes_of(run_dir / JOURNAL_FILE)
         instructions: list[InstructionType] = brain.handle(event)
         count += 1
-        if not agrees(instructions, expected):
+        if not agrees(instructions, expected, shapes(seq)):
             got = tuple(repr(i) for i in instructions)
             found = Difference(seq, repr(event), expected.hex(), digest_of(instructions).hex(), got)
             return ReplayResult(count, brain.job.master_incarnation, repr(brain), found)

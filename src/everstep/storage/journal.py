@@ -32,8 +32,9 @@ from typing import NamedTuple
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.earlier import as_then, decode_event
+from everstep.brain.earlier import decode_event
 from everstep.brain.events import Event, InstructionType
+from everstep.brain.shapes import SHAPES_2, Shapes, in_shape, shapes_now
 from everstep.errors import ConfigError, DeadlineError, EverstepError, FencedError, PlatformError
 from everstep.ids import Incarnation
 from everstep.storage.atomic import private
@@ -54,9 +55,11 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, event BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS shapes (seq INTEGER PRIMARY KEY, fields BLOB NOT NULL);
 """
 
 _encode = msgspec.msgpack.Encoder().encode
+_shapes_decoder = msgspec.msgpack.Decoder(dict[str, tuple[str, ...]])
 
 
 SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError)
@@ -68,11 +71,24 @@ def digest_of(instructions: Sequence[InstructionType]) -> bytes:
     return hashlib.blake2b(_encode(instructions), digest_size=8).digest()
 
 
-def agrees(instructions: Sequence[InstructionType], digest: bytes) -> bool:
-    """Whether the digest of the journal stands for these instructions, also if an earlier release wrote it."""
-    if digest_of(instructions) == digest:
-        return True
-    return any(digest_of(then) == digest for then in as_then(instructions))
+def agrees(instructions: Sequence[InstructionType], digest: bytes, shapes: Shapes) -> bool:
+    """Whether the digest of the journal stands for these instructions. ``shapes``: by which it was written."""
+    return digest_of(instructions) == digest or digest_of(in_shape(instructions, shapes)) == digest
+
+
+def shapes_of(path: Path) -> Callable[[int], Shapes]:
+    """By which shapes an entry of the journal was written, by its number. Raises PlatformError."""
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
+        try:
+            kept = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'shapes'").fetchone()
+            rows = db.execute("SELECT seq, fields FROM shapes ORDER BY seq DESC").fetchall() if kept else []
+        finally:
+            db.close()
+        known = [(seq, _shapes_decoder.decode(raw)) for seq, raw in rows]
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        raise PlatformError(f"cannot read {path}: {error}") from error
+    return lambda seq: next((shapes for begin, shapes in known if begin <= seq), SHAPES_2)
 
 
 def vouch(seq: int, data: bytes) -> bytes:
@@ -176,6 +192,8 @@ class Journal:
             raise FencedError(f"{self.path} belongs to master #{last}, this is only #{mine}")
         values = (VERSION, mine, _meta_check(mine))
         db.execute("INSERT OR REPLACE INTO meta VALUES ('version', ?), ('incarnation', ?), ('check', ?)", values)
+        first = db.execute("SELECT COALESCE(MAX(seq), 0) + 1 FROM events").fetchone()[0]
+        db.execute("INSERT OR REPLACE INTO shapes VALUES (?, ?)", (first, _encode(shapes_now())))
         db.execute("COMMIT")
         return mine
 
