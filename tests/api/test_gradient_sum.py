@@ -137,6 +137,33 @@ def test_as_torch(join: Join, way: Callable[[nn.Module, Tensor], None], scale: i
         torch.testing.assert_close(state[name], expected[name], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1, 2])
+def test_who_was_to_be_called_first_at_the_end_of_a_pass_gets_the_whole(join: Join, scale: int) -> None:
+    """A group takes the gradients of tables when backward ends. Its call may have been queued before the table's, which
+    adds the gradient of rows that came in the middle of the batch."""
+    torch.manual_seed(1)
+    plain = Two(scale)
+    job = join()
+    model = job.sparse(copy.deepcopy(plain), optimizer=es.SGD(lr=0.0))
+    table = job._tables.batches["rows"]
+    taken = []
+
+    def at_the_end(grad: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: taken.append(table.take_local()))
+
+    for batch in job.steps(job.loader({"id": IDS}, batch_size=6)):
+        loss = model(batch["id"]).sum()
+        loss.register_hook(at_the_end)
+        loss.backward()
+        plain.zero_grad()
+        plain(batch["id"]).sum().backward()
+        found = taken.pop()
+        expected = plain.rows.weight.grad
+        torch.testing.assert_close(torch.from_numpy(found.grads), expected[found.keys])
+        assert int(expected.any(1).sum()) <= len(found.keys)
+        assert table.take_local() is None
+
+
 def test_memory_of_a_batch_is_given_back(join: Join) -> None:
     """The node that all lookups share and what it knows of are no circle that keeps a batch's rows."""
     job = join()

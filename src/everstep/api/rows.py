@@ -754,6 +754,8 @@ class BatchTable:
 
     def take_local(self) -> Gradient | None:
         """What backward has brought here, without what is carried; it is gone from here."""
+        for task in list(self._ending):  # whoever asks was to be called at the pass's end before this table
+            self._add_whole(task)
         if self._collected and not self._local:
             return None
         self._collected, self._local = True, False
