@@ -222,10 +222,15 @@ class Options(NamedTuple):
     norm_type: float = 2.0
 
     def tell(self, lookup: Lookup, source: Source, name: str) -> None:
+        if self is _PLAIN and lookup.padding_at < 0:
+            return
         lookup.pad(self.padding_idx)
         lookup.by_count = self.scale_grad_by_freq
         if self.max_norm is not None:
             source.renorm(name, lookup, self.max_norm, self.norm_type)
+
+
+_PLAIN = Options()
 
 
 def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
@@ -364,6 +369,8 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def _options(self) -> Options:
+        if self.padding_idx is None and self.max_norm is None and not self.scale_grad_by_freq:
+            return _PLAIN
         norm = self.max_norm, self.norm_type
         return Options(self.padding_idx, self.scale_grad_by_freq, "sum", False, *norm)
 
