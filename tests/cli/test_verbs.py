@@ -7,9 +7,10 @@ from click.testing import CliRunner
 
 from everstep.cli.main import cli
 
-VERBS = (
-    "run status top logs scale drain checkpoint resume stop explain replay audit ckpt advise doctor agent chaos".split()  # noqa: SIM905
-)
+VERBS = [
+    *"run status top logs scale drain checkpoint resume stop note explain replay audit ckpt advise".split(),  # noqa: SIM905
+    *("doctor", "agent", "chaos"),
+]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -38,6 +38,7 @@ from everstep.brain.events import (
     PlanRegistered,
     ProcessExited,
     Refused,
+    RemarkMade,
     ReplicaWritten,
     ScaleAsked,
     ShardAsked,
@@ -47,6 +48,7 @@ from everstep.brain.events import (
     StopAsked,
     StopProcess,
 )
+from everstep.cli.explain import explain
 from everstep.cli.replay import replay
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.machines.rights import RIGHTS, refused
@@ -259,6 +261,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     CheckpointAsked: "command worker",
     ScaleAsked: "command",
     StopAsked: "command agent",
+    RemarkMade: "command",
     wire.Drill: "command",
     wire.GetStatus: "command worker ps agent",
     wire.GetSeen: "command",
@@ -297,6 +300,20 @@ def test_every_request_of_every_role_for_every_member(mode: str, tmp_path: Path)
         return {"worker"} | ({"ps"} if brain.members.servers else set())
 
     within(tmp_path, do, **MODES[mode])
+
+
+def test_a_remark_is_one_line_of_a_command(tmp_path: Path) -> None:
+    def do(t: Thrower) -> None:
+        me = t.peer("command")
+        for text in ("", "x" * 401, "two\nlines", "\x1b[2J"):
+            assert isinstance(t.say(me, RemarkMade(text)), Refused), text
+        assert t.say(me, RemarkMade("the switch of rack 7 was replaced")) == Ok()
+        assert isinstance(t.say(t.peer("worker", 0, 1), RemarkMade("it is me")), Refused)
+
+    within(tmp_path, do)
+    assert replay(tmp_path).ok
+    text = "\n".join(explain(tmp_path))
+    assert "remark: the switch of rack 7 was replaced" in text and "(remark made by command)" in text
 
 
 def test_a_worker_cannot_speak_as_a_ps(tmp_path: Path) -> None:

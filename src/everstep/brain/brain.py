@@ -70,6 +70,7 @@ from everstep.brain.events import (
     Refused,
     Registered,
     ReleaseShards,
+    RemarkMade,
     ReplicaWritten,
     Reply,
     RevokeLease,
@@ -207,6 +208,7 @@ class Brain:
             ChiefAsked: self._chief_asked,
             OnceAsked: self._once_asked,
             JobResumed: self._job_resumed,
+            RemarkMade: self._remark_made,
         }
         self._handlers = handlers
 
@@ -1653,6 +1655,11 @@ class Brain:
             return [_OK, Note("", why), *self._stop_when_saved(told.at)]
         why = Decision("stop the job", e.reason)
         return [_OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def _remark_made(self, e: RemarkMade, told: Event) -> list[InstructionType]:
+        if self.job.over:
+            return [Reply(Refused("the job is over"))]
+        return [_OK, Note("", Decision("remark", e.text))]
 
     def _stop_when_saved(self, at: float) -> list[InstructionType]:
         """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""

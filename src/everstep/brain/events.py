@@ -353,6 +353,12 @@ class StopAsked(Fact, frozen=True, tag="stop_asked"):
     checkpoint: bool = False
 
 
+class RemarkMade(Fact, frozen=True, tag="remark_made"):
+    """From ``everstep note``: somebody tells what the job cannot know. Answer: Ok | Refused."""
+
+    text: str
+
+
 Said = (
     NodeJoined
     | MemberJoined
@@ -377,6 +383,7 @@ Said = (
     | GroupStalled
     | ChiefAsked
     | OnceAsked
+    | RemarkMade
 )
 """Facts that come as requests; who may send which: ``machines.rights``."""
 

@@ -241,6 +241,22 @@ def stop(run_dir: Path, no_checkpoint: bool) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.argument("text")
+def note(run_dir: Path, text: str) -> None:
+    """Write TEXT into a running job's events: what happened around it, for whoever asks why."""
+    from everstep.brain.events import Refused, RemarkMade
+    from everstep.cli.link import ask_master
+    from everstep.cli.status import need_running
+
+    need_running(run_dir)
+    answer = ask_master(run_dir, RemarkMade(text))
+    if isinstance(answer, Refused):
+        raise UserError(answer.error)
+    click.echo("noted")
+
+
+@cli.command()
+@RUN_DIR
 @click.argument("member", required=False)
 @click.option("--event", type=int, help="Only what led to the event of this number, and what it led to.")
 def explain(run_dir: Path, member: str | None, event: int | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from everstep.bounds import MEMBERS_MAX
 from everstep.brain.brain import Brain
+from everstep.brain.control import line
 from everstep.brain.events import (
     AnswerType,
     BucketsReady,
@@ -33,6 +34,7 @@ from everstep.brain.events import (
     PlanRegistered,
     ProcessExited,
     Refused,
+    RemarkMade,
     ReplicaWritten,
     ScaleAsked,
     Sender,
@@ -53,6 +55,7 @@ DATASETS_MAX: Final = 1 << 10  # what a shard key has bits for
 EPOCHS_MAX: Final = 1 << 20
 SHARDS_MAX: Final = 1 << 32
 NODES_MAX: Final = 4096
+REMARK_MAX: Final = 400
 
 Check = Callable[[Brain, Sender, Any], str]
 """What is wrong with a request, in words; "": nothing."""
@@ -308,6 +311,12 @@ def _checkpoint_asked(brain: Brain, who: Sender, r: CheckpointAsked) -> str:
     return "" if r.reason is CheckpointReason.ASKED else f"{r.reason} is the master's own reason"
 
 
+def _remark(brain: Brain, who: Sender, r: RemarkMade) -> str:
+    if not 0 < len(r.text) <= REMARK_MAX or line(r.text) != r.text:
+        return f"a remark is one line of 1 to {REMARK_MAX} characters"
+    return ""
+
+
 def _exited(brain: Brain, who: Sender, r: ProcessExited) -> str:
     return ""
 
@@ -344,6 +353,7 @@ RIGHTS: Final[dict[type, Right]] = {
     DrainAsked: Right(_COMMAND | _AGENT | _PS, _may_drain, _anyone),
     CheckpointAsked: Right(_COMMAND | _WORKER, _anyone, _checkpoint_asked),
     ScaleAsked: Right(_COMMAND, _anyone, _scale),
+    RemarkMade: Right(_COMMAND, _anyone, _remark),
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     wire.Drill: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
