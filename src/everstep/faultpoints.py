@@ -50,6 +50,7 @@ POINTS = {
 """By role: the points, and what has happened when a process comes there."""
 
 _lock = threading.Lock()
+_me = ("", -1)  # role and slot of this process
 _left: dict[str, int] = {}  # by point: how many times until this process dies there
 
 
@@ -76,16 +77,19 @@ def planted(words: str | None = None) -> list[tuple[str, int, int, str, int]]:
 
 def begin(role: str, slot: int, life: int) -> None:
     """This process is that life of that member. Raises ConfigError (``planted``)."""
+    global _me
     with _lock:
+        _me = role, slot
         _left.clear()
         for name, number, of, point, times in planted():
             if (name, number) == (role, slot) and of in (0, life):
                 _left[point] = times
 
 
-def armed() -> bool:
-    """Whether this process is to die at some point: what else happens apart from Python must happen in it then."""
-    return bool(_left)
+def armed(role: str, slot: int) -> bool:
+    """Whether that member is this process, and is to die at some point: what else happens apart from Python must
+    happen in it then."""
+    return bool(_left) and _me == (role, slot)
 
 
 def reach(point: str) -> None:

@@ -20,9 +20,9 @@ from everstep.model.shard import Token
 from everstep.model.table import Rate
 from everstep.monitor.audit import audit
 from everstep.native.ledger import bitmap
-from everstep.native.twin import bucket_of
 from everstep.net.messages import Push, Pushed
 from everstep.tables.steps import Owed, table_shard
+from everstep.testing.twin import bucket_of
 
 N, BATCH = 240, 30
 

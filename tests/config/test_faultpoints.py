@@ -32,7 +32,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
 def test_the_named_member_dies_at_the_named_time(monkeypatch: pytest.MonkeyPatch, killed: list[int]) -> None:
     plant(monkeypatch, "ps:1:before_apply:3,worker:1.2:agree:1")
     faultpoints.begin("ps", 1, 7)
-    assert faultpoints.armed()
+    assert faultpoints.armed("ps", 1) and not faultpoints.armed("ps", 0)
     for _ in range(2):
         faultpoints.reach("before_apply")
         faultpoints.reach("after_apply")
@@ -45,7 +45,7 @@ def test_others_and_other_lives_go_on(monkeypatch: pytest.MonkeyPatch, killed: l
     plant(monkeypatch, "ps:1.1:before_apply:1")
     for role, slot, life in (("ps", 1, 2), ("ps", 0, 1), ("worker", 1, 1)):
         faultpoints.begin(role, slot, life)
-        assert not faultpoints.armed()
+        assert not faultpoints.armed(role, slot)
         faultpoints.reach("before_apply")
     assert killed == []
     faultpoints.begin("ps", 1, 1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store, crc32c, unique_route
 from everstep.native.blob import Blob, Marks, build, parse, seal
-from everstep.native.twin import TwinStore, bucket_of
+from everstep.testing.twin import TwinStore, bucket_of
 
 BUCKETS, BUCKET = 4, 2
 ADAM = TableSpec("adam", 5, OptimizerSpec(OptimizerKind.ADAM, 0.01), InitSpec(InitKind.UNIFORM, -1.0, 1.0))

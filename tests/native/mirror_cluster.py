@@ -9,8 +9,9 @@ import numpy as np
 
 from everstep.model.shard import shard_key
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, mirror_twin, twin
-from everstep.native.mirror_twin import APPLIED, REPEAT, Pages, TwinMirror
+from everstep.native import Kind, Store
+from everstep.testing import mirror_twin, twin
+from everstep.testing.mirror_twin import APPLIED, REPEAT, Pages, TwinMirror
 
 ID = 7  # of every mirror here: each is alone at its ps
 SHARDS = [shard_key(0, 0, n) for n in range(3)]

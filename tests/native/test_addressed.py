@@ -7,7 +7,7 @@ import pytest
 
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, bitmap, unique_route
-from everstep.native.twin import TwinStore
+from everstep.testing.twin import TwinStore
 
 SPEC = TableSpec("t", 2, OptimizerSpec(OptimizerKind.SGD, lr=1.0))
 BUCKETS = 8

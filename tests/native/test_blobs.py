@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Store, twin, unique_route
+from everstep.native import Store, unique_route
 from everstep.native.blob import LAST, Blob, Kind, build, check_seal, parse, seal
-from everstep.native.twin import TwinStore
+from everstep.testing import twin
+from everstep.testing.twin import TwinStore
 
 B = 4
 SPECS = [

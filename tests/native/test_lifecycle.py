@@ -10,7 +10,7 @@ import pytest
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Full, Store, bitmap, check_spec, unique_route
 from everstep.native.blob import Kind, parse
-from everstep.native.twin import TwinStore, bucket_of
+from everstep.testing.twin import TwinStore, bucket_of
 
 SGD = OptimizerSpec(OptimizerKind.SGD, 1.0)
 UNIFORM = InitSpec(InitKind.UNIFORM, -1.0, 1.0)

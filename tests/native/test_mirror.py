@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of, split
 
 from everstep.model.table import TRAVELLING, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, mirror_twin, twin
+from everstep.native import Kind, Store
 from everstep.native.blob import build, parse, seal
-from everstep.native.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
+from everstep.testing import mirror_twin, twin
+from everstep.testing.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
 
 
 @settings(max_examples=60, deadline=None)
@@ -342,7 +343,8 @@ def test_mirrors_of_one_ps_are_fed_by_threads() -> None:
 
 KERNELS = """
 import numpy as np, sys
-from everstep.native import _native, mirror_twin
+from everstep.native import _native
+from everstep.testing import mirror_twin
 assert _native.gf_isa() == sys.argv[1] or sys.argv[1] == "", _native.gf_isa()
 rng = np.random.default_rng(0)
 for n in (0, 1, 7, 8, 31, 32, 33, 63, 64, 65, 200, 1000):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mirror_cluster import ID, PIECE, SHARDS, Cluster, dense_pages, mirror_pages, pages_of, split
 
 from everstep.model.table import TableSpec
-from everstep.native import Kind, Recovering, mirror_twin, twin
+from everstep.native import Kind, Recovering
 from everstep.native.blob import parse
 from everstep.native.ledger import bitmap
-from everstep.native.mirror_twin import APPLIED, GAP, REPEAT
+from everstep.testing import mirror_twin, twin
+from everstep.testing.mirror_twin import APPLIED, GAP, REPEAT
 
 
 class Recovery(Cluster):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from everstep.model.shard import shard_key
 from everstep.model.table import TRAVELLING, InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, twin
+from everstep.native import Kind, Store
 from everstep.native.ledger import bitmap
-from everstep.native.twin import TwinRows, TwinStore
+from everstep.testing import twin
+from everstep.testing.twin import TwinRows, TwinStore
 
 B, N = 4, 40
 ALL = {

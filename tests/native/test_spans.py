@@ -12,9 +12,10 @@ from test_twin import blobs, both
 
 from everstep.model.shard import shard_key
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Store, twin
+from everstep.native import Store
 from everstep.native.ledger import SpanTuple, batch_fingerprint, bitmap
-from everstep.native.twin import TwinStore
+from everstep.testing import twin
+from everstep.testing.twin import TwinStore
 
 B = 4
 OWNED = (0, 1, 3)

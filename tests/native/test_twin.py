@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from everstep import native
 from everstep.model.shard import shard_key
 from everstep.model.table import TRAVELLING, InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Store, twin
+from everstep.native import Store
 from everstep.native.ledger import bitmap
-from everstep.native.twin import TwinStore
+from everstep.testing import twin
+from everstep.testing.twin import TwinStore
 
 B = 8
 OWNED = (0, 1, 2, 4, 5, 7)

@@ -15,9 +15,9 @@ from everstep.errors import WireError
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Kind, Store
 from everstep.native.blob import seal
-from everstep.native.twin import bucket_of
 from everstep.net.frames import DATA_LIMITS, FrameDecoder, encode_frame
 from everstep.net.frames import Kind as FrameKind
+from everstep.testing.twin import bucket_of
 
 TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
 B, LOST = 4, [1, 2]

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from everstep import faultpoints
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
@@ -41,7 +42,6 @@ from everstep.net.messages import (
 from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.machine import Machine
 from everstep.protect.streams import Kind
-from everstep.ps import faults
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -184,7 +184,7 @@ class Cluster:
         return isinstance(answer, Pushed) and answer.applied + answer.repeats == len(buckets)
 
     def buckets_of(self, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
-        from everstep.native.twin import bucket_of
+        from everstep.testing.twin import bucket_of
 
         return bucket_of(keys, spec.id, B)
 
@@ -631,7 +631,8 @@ def test_a_second_loss_while_rows_are_written_on_demand(
 def test_a_ps_that_is_to_die_at_a_named_step_feeds_and_is_fed_like_any_other(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(faults, "_member", "ps:1")  # its steps are counted in Python; those of the others are not
+    monkeypatch.setattr(faultpoints, "_left", {"mid_image": 999})
+    monkeypatch.setattr(faultpoints, "_me", ("ps", 1))  # its steps are counted in Python; those of the others are not
     c = cluster(3)
     c.mirror([0], 1)
     c.mirror([1], 2)

@@ -40,7 +40,7 @@ from everstep.model.group import Group, Mark
 from everstep.model.placement import Placement
 from everstep.model.table import OptimizerSpec, Rate
 from everstep.native import isfinite_all
-from everstep.native.twin import update
+from everstep.native.row_update import update
 from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
 from everstep.policies.split import Cut
 from everstep.tables.client import PsClient, Ticket

@@ -172,7 +172,8 @@ class Store(_native.Store):
       page_no)], pages u8)`` (no pages: that was all), ``snapshot_slots(bucket, table, page_nos) -> u8[pages * slots /
       8]`` (bits of slots that changed since; None: not known, all may have), ``snapshot_end(bucket)``;
       ``page_bytes(table)``, ``layout(table) -> (page_bits, head_bytes, record_bytes)``.
-    - mirrors of buckets that are elsewhere (native/mirror.h; ``mirror_twin``): ``mirror_make(id, members, row=0)``,
+    - mirrors of buckets that are elsewhere (native/mirror.h; ``testing/mirror_twin.py``):
+      ``mirror_make(id, members, row=0)``,
       ``mirror_drop(id)``, ``mirrors() -> ids``, ``mirror_apply(id, blob) -> 0 applied | 1 repeat | 2 gap (nothing
       changed) | 3 no member``, ``mirror_apply_many(ids i64, offsets i64, lengths i64, data) -> i32`` (ValueError: those
       before the malformed one are applied), ``mirror_state(id) -> [(bucket, seq | -1, complete)]``, ``mirror_marks(id,

@@ -348,7 +348,7 @@ class PsService:
     @property
     def follows(self) -> bool:
         """Not in a drill: a death between two steps of ``handle`` is counted in Python."""
-        return not faultpoints.armed()
+        return not faultpoints.armed("ps", self.slot)
 
     def follow(self, fd: int, ahead: bytes) -> _native.Follower:
         """What reads a connection of another ps, and takes what it can. ``ahead``: what was read of the first frame."""

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.model.table import TableSpec
-from everstep.native import twin
 from everstep.native.blob import LAST, Blob, Kind, Part, parse
+from everstep.native.row_update import update
 
 U8 = NDArray[np.uint8]
 Pages = dict[tuple[int, int], U8]
@@ -258,4 +258,4 @@ class TwinMirror:
         at = self.layouts[spec.id][1] + i * record_bytes
         record = page[at : at + record_bytes].view(np.float32)
         optimizer = spec.optimizer.with_options(part.options)
-        twin.update(record[: spec.dim], record[spec.dim :], gradient, optimizer, part.rate)
+        update(record[: spec.dim], record[spec.dim :], gradient, optimizer, part.rate)
