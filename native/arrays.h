@@ -1,4 +1,5 @@
-// Arrays of NumPy at the border: dtype, shape, layout and bounds are checked here; a wrong one is Malformed (ValueError).
+// Arrays of NumPy at the border: dtype, shape, layout and bounds are checked here; a wrong one is Malformed
+// (ValueError).
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -1,7 +1,7 @@
 // One entry of the outbox: a difference or contents of a bucket, as ps send them to each other.
 //
-// Little-endian, packed, arrays unaligned. Header (32 bytes), marks block, parts. `parse` checks every bound: a blob may
-// come from the wire or from a file. The Python twin is everstep/native/blob.py.
+// Little-endian, packed, arrays unaligned. Header (32 bytes), marks block, parts. `parse` checks every bound: a blob
+// may come from the wire or from a file. The Python twin is everstep/native/blob.py.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -103,9 +103,9 @@ struct Part {
   PartHeader head;
   const Table* table = nullptr;
   const uint8_t* slots = nullptr;
-  const uint8_t* toggled = nullptr;  // CHANGE: bitmap over the n slots
-  const uint8_t* keys = nullptr;     // CHANGE: of the n_toggled, XOR; HEADS: of the n
-  const uint8_t* records = nullptr;  // CHANGE: XOR, null if by gradients; BODIES
+  const uint8_t* toggled = nullptr;    // CHANGE: bitmap over the n slots
+  const uint8_t* keys = nullptr;       // CHANGE: of the n_toggled, XOR; HEADS: of the n
+  const uint8_t* records = nullptr;    // CHANGE: XOR, null if by gradients; BODIES
   const uint8_t* gradients = nullptr;  // CHANGE: float32 [n, dim] of one update of the n rows at `rate`
   double rate = 0;
   bool has_options = false;
@@ -213,8 +213,7 @@ Blob parse(const uint8_t* data, size_t size, TableOf&& table_of, bool checked = 
     if (mark.watermark > kMostCount) wrong("has a mark that cannot be");
   }
   out.marks.initialised.resize(n_initialised);
-  if (n_initialised)
-    std::memcpy(out.marks.initialised.data(), m + 24 + n_shards * sizeof(Mark), n_initialised * 4);
+  if (n_initialised) std::memcpy(out.marks.initialised.data(), m + 24 + n_shards * sizeof(Mark), n_initialised * 4);
 
   for (uint32_t p = 0; p < head.n_parts; ++p) {
     Part part;
@@ -278,7 +277,8 @@ inline Blob parse_marks(const uint8_t* data, size_t size) {
   Header head;
   if (size < sizeof(head)) throw Malformed("a blob ends too early");
   std::memcpy(&head, data, sizeof(head));
-  if (head.kind != kMarks) throw Malformed("these are not the marks of a bucket: a blob of kind " + std::to_string(head.kind));
+  if (head.kind != kMarks)
+    throw Malformed("these are not the marks of a bucket: a blob of kind " + std::to_string(head.kind));
   return parse(data, size, [](uint32_t) -> const Table* { return nullptr; });
 }
 

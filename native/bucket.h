@@ -29,16 +29,16 @@ struct alignas(64) Bucket {
   std::mutex mutex;
   std::atomic<bool> owned{false};  // phase == kOwned; may be looked at without the mutex, for an early refusal
   Phase phase = Phase::kEmpty;
-  bool protect = false;     // changes go to the outbox
-  bool snapshot = false;    // one is being read
-  int64_t seq = 0;          // changes so far, of any kind
-  int64_t clock = 0;        // pushes applied
+  bool protect = false;   // changes go to the outbox
+  bool snapshot = false;  // one is being read
+  int64_t seq = 0;        // changes so far, of any kind
+  int64_t clock = 0;      // pushes applied
   uint64_t fingerprint = 0;
   std::unordered_map<int64_t, ShardMark> shards;
-  std::vector<uint32_t> initialised;  // table ids, ascending
+  std::vector<uint32_t> initialised;         // table ids, ascending
   size_t expire_table = 0, expire_slot = 0;  // where Store::expire goes on
-  uint64_t generation = 1;            // of pages, see Rows; grows with every snapshot
-  std::vector<std::unique_ptr<Rows>> rows;  // by Table::index
+  uint64_t generation = 1;                   // of pages, see Rows; grows with every snapshot
+  std::vector<std::unique_ptr<Rows>> rows;   // by Table::index
   std::vector<std::pair<const Table*, std::vector<uint8_t*>>> incoming;  // pages of an image
 
   bool readable() const { return phase == Phase::kOwned || phase == Phase::kHandedOver; }

@@ -133,8 +133,7 @@ uint32_t Rows::insert(int64_t key, uint64_t hash, const float* values) {
     }
     table_.first_state(at, state(slot));
   }
-  *free_entry(entries_.load(std::memory_order_relaxed), mask_.load(std::memory_order_relaxed), hash) =
-      Entry{key, slot};
+  *free_entry(entries_.load(std::memory_order_relaxed), mask_.load(std::memory_order_relaxed), hash) = Entry{key, slot};
   ++count_;
   return slot;
 }

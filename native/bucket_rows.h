@@ -1,8 +1,9 @@
 // The rows of one table in one bucket: pages of slots, and an open-addressing index from key to slot.
 //
 // A slot never moves; a freed one is zeroed and used again. The next new row gets the lowest unused slot of the pages
-// that have rows, else of the first page without: where rows go depends on the pages alone, not on how they came to be: an owner that got the pages goes on as the old one would
-// have. Pages and index belong to the pool and go with it. Not thread-safe: under the bucket's mutex, except `prefetch`.
+// that have rows, else of the first page without: where rows go depends on the pages alone, not on how they came to be:
+// an owner that got the pages goes on as the old one would have. Pages and index belong to the pool and go with it. Not
+// thread-safe: under the bucket's mutex, except `prefetch`.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -89,9 +90,7 @@ class Rows {
 
   // ---- rows that are not here yet (a bucket that is being rebuilt)
   bool recovering() const { return !absent_.empty(); }
-  bool absent(uint32_t slot) const {
-    return (slot >> 6) < absent_.size() && (absent_[slot >> 6] >> (slot & 63) & 1);
-  }
+  bool absent(uint32_t slot) const { return (slot >> 6) < absent_.size() && (absent_[slot >> 6] >> (slot & 63) & 1); }
   // All used slots are absent from now on; `arrived` ends that for one, `recovered` for all.
   void expect_all();
   void arrived(uint32_t slot) { absent_[slot >> 6] &= ~(uint64_t(1) << (slot & 63)); }
@@ -128,8 +127,8 @@ class Rows {
     const uint64_t mask = mask_.load(std::memory_order_relaxed);
     for (uint64_t g = hash & mask;; g = (g + 1) & mask) {
       Entry* e = entries + g * kGroup;
-      const unsigned hit = unsigned(e[0].key == key) | unsigned(e[1].key == key) << 1 |
-                           unsigned(e[2].key == key) << 2 | unsigned(e[3].key == key) << 3;
+      const unsigned hit = unsigned(e[0].key == key) | unsigned(e[1].key == key) << 1 | unsigned(e[2].key == key) << 2 |
+                           unsigned(e[3].key == key) << 3;
       if (hit) {
         Entry* found = e + __builtin_ctz(hit);
         if (found->slot != kNone) return found;
@@ -163,13 +162,13 @@ class Rows {
   size_t first_free_ = 0;   // pages below have no unused slot, or no row
   size_t first_empty_ = 0;  // pages below have rows
   std::vector<uint8_t*> pages_;
-  std::vector<uint16_t> used_;  // slots of each page
+  std::vector<uint16_t> used_;         // slots of each page
   std::vector<uint64_t> generations_;  // of each page's last change
   uint64_t generation_;
-  bool tracking_;  // there was a snapshot
-  std::vector<uint64_t> changed_;      // slots changed in this generation
-  bool changed_known_ = true;          // false: pages came in it
-  std::vector<uint64_t> shot_;         // while a snapshot is read: `changed_` of the generation that it ended
+  bool tracking_;                  // there was a snapshot
+  std::vector<uint64_t> changed_;  // slots changed in this generation
+  bool changed_known_ = true;      // false: pages came in it
+  std::vector<uint64_t> shot_;     // while a snapshot is read: `changed_` of the generation that it ended
   bool shot_known_ = false;
   std::vector<uint8_t> touched_;  // pages whose last change is of this generation: bytes, to stay in the cache
   std::vector<uint64_t> absent_;

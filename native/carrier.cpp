@@ -443,7 +443,8 @@ std::unique_ptr<Carrier::Flight> Carrier::prepare(const PeerKey& key, Stream& st
   feed.n_entries = uint32_t(b.items.size());
   feed.n_confirmed = uint32_t(b.confirmed.size());
   auto& head = flight->head;
-  const size_t header = sizeof(feed) + b.items.size() * sizeof(wire::Entry) + b.confirmed.size() * sizeof(wire::Confirmed);
+  const size_t header =
+      sizeof(feed) + b.items.size() * sizeof(wire::Entry) + b.confirmed.size() * sizeof(wire::Confirmed);
   head.resize(sizeof(wire::Preamble) + header);
   uint8_t* at = head.data() + sizeof(wire::Preamble);
   auto add = [&](const auto& x) {

@@ -1,9 +1,9 @@
 // What a ps owes to the mirrors of its buckets, and who brings it there.
 //
-// The first half is everstep/protect/streams.py once more, which is its oracle and says what everything means. The second
-// sends: a peer life has a link (a connection that Python made), and one thread at a time, who has *claimed* it, sends a
-// batch there and takes the answer. Who waits for the mirrors carries: it sends to every peer that nobody has claimed.
-// Thread-safe; nobody waits for the network with the mutex. Lock order: this mutex > the outbox's.
+// The first half is everstep/protect/streams.py once more, which is its oracle and says what everything means. The
+// second sends: a peer life has a link (a connection that Python made), and one thread at a time, who has *claimed* it,
+// sends a batch there and takes the answer. Who waits for the mirrors carries: it sends to every peer that nobody has
+// claimed. Thread-safe; nobody waits for the network with the mutex. Lock order: this mutex > the outbox's.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -83,7 +83,8 @@ class Carrier {
   Counts counts();
 
   // ------------------------------------------------ links
-  // Of a plain socket: `fd` is duplicated. `told`: tables (Store::n_tables) that the peer heard of. fd -1: Python sends.
+  // Of a plain socket: `fd` is duplicated. `told`: tables (Store::n_tables) that the peer heard of. fd -1: Python
+  // sends.
   void link(const PeerKey& peer, int fd, size_t told);
   void told(const PeerKey& peer, size_t tables);
   void unlink(const PeerKey& peer);

@@ -1,4 +1,5 @@
-// A difference on its way into the outbox: laid out at its full size first (that can fail), then filled, then committed.
+// A difference on its way into the outbox: laid out at its full size first (that can fail), then filled, then
+// committed.
 #pragma once
 #include <cstring>
 #include <vector>

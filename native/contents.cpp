@@ -264,8 +264,7 @@ void Store::load_end(int64_t b, const uint8_t* marks, size_t marks_bytes) {
     if (bucket.phase != Phase::kLoading) throw Malformed("bucket " + std::to_string(b) + " is not being loaded");
     try {
       const blob::Blob blob = blob::parse_marks(marks, marks_bytes);
-      if (blob.head.bucket != uint32_t(b))
-        throw Malformed("these are not the marks of bucket " + std::to_string(b));
+      if (blob.head.bucket != uint32_t(b)) throw Malformed("these are not the marks of bucket " + std::to_string(b));
       pages.swap(bucket.incoming);
       adopt_locked(uint32_t(b), bucket, std::move(pages), blob.marks, blob.head.seq, false);
     } catch (...) {

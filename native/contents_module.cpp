@@ -26,8 +26,7 @@ nb::tuple take_outbox(Store& s, int64_t max_bytes) {
   for (auto& e : taken.entries) entries.append(nb::make_tuple(e.bucket, e.seq, e.kind, e.offset, e.length));
   auto* held = new std::shared_ptr<Outbox::Chunk>(taken.chunk);
   nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<Outbox::Chunk>*>(p); });
-  return nb::make_tuple(taken.first_ticket, entries,
-                        nb::ndarray<nb::numpy, uint8_t>(taken.data, {taken.bytes}, owner));
+  return nb::make_tuple(taken.first_ticket, entries, nb::ndarray<nb::numpy, uint8_t>(taken.data, {taken.bytes}, owner));
 }
 
 nb::bytes marks(Store& s, int64_t bucket) {
@@ -74,8 +73,8 @@ void load_pages(Store& s, int64_t bucket, int64_t table, const std::vector<int64
   const uint8_t* at = vec<uint8_t>(pages, "pages");
   const uint32_t id = table_arg(table);
   if (pages.shape(0) != page_nos.size() * s.table_of(id).page_bytes)
-    malformed("pages must be " + std::to_string(page_nos.size()) + " x " +
-              std::to_string(s.table_of(id).page_bytes) + " bytes");
+    malformed("pages must be " + std::to_string(page_nos.size()) + " x " + std::to_string(s.table_of(id).page_bytes) +
+              " bytes");
   nb::gil_scoped_release free;
   s.load_pages(bucket, id, page_nos.data(), page_nos.size(), at);
 }
@@ -125,14 +124,16 @@ void bind_contents(nb::class_<Store>& store) {
   store.def("protect", &Store::protect, nb::arg("buckets"), nb::arg("on"), free_gil())
       .def("outbox_ticket", [](Store& s) { return s.outbox().ticket(); })
       .def("outbox_bytes", [](Store& s) { return s.outbox().bytes(); })
-      .def("wait_outbox", [](Store& s, double timeout_s) { return s.outbox().wait(timeout_s); }, nb::arg("timeout_s"),
-           free_gil())
+      .def(
+          "wait_outbox", [](Store& s, double timeout_s) { return s.outbox().wait(timeout_s); }, nb::arg("timeout_s"),
+          free_gil())
       .def("take_outbox", &take_outbox, nb::arg("max_bytes"))
-      .def("emit",
-           [](Store& s, int64_t bucket, int kind, int64_t table, int64_t lo, int64_t hi) {
-             return s.emit(bucket, kind, table_arg(table), lo, hi);
-           },
-           nb::arg("bucket"), nb::arg("kind"), nb::arg("table"), nb::arg("lo"), nb::arg("hi"), free_gil())
+      .def(
+          "emit",
+          [](Store& s, int64_t bucket, int kind, int64_t table, int64_t lo, int64_t hi) {
+            return s.emit(bucket, kind, table_arg(table), lo, hi);
+          },
+          nb::arg("bucket"), nb::arg("kind"), nb::arg("table"), nb::arg("lo"), nb::arg("hi"), free_gil())
       .def("emit_slots", &emit_slots, nb::arg("bucket"), nb::arg("table"), nb::arg("slots").noconvert())
       .def("emit_marks", &Store::emit_marks, nb::arg("bucket"), free_gil())
       .def("_marks", &marks)
@@ -142,16 +143,20 @@ void bind_contents(nb::class_<Store>& store) {
       .def("drop", &Store::drop, nb::arg("bucket"), free_gil())
       .def("bucket_rows", &bucket_rows, nb::arg("bucket"))
       .def("bucket_bytes", &Store::bucket_bytes, nb::arg("bucket"), free_gil())
-      .def("digest", [](Store& s, int64_t bucket) { return digest(s, bucket, false); }, nb::arg("bucket"))
-      .def("content_digest", [](Store& s, int64_t bucket) { return digest(s, bucket, true); }, nb::arg("bucket"))
-      .def("page_bytes", [](Store& s, int64_t table) { return s.table_of(table_arg(table)).page_bytes; },
-           nb::arg("table"))
-      .def("layout",
-           [](Store& s, int64_t table) {
-             const Table& t = s.table_of(table_arg(table));
-             return std::make_tuple(t.page_bits, t.head_bytes, t.record_bytes);
-           },
-           nb::arg("table"))
+      .def(
+          "digest", [](Store& s, int64_t bucket) { return digest(s, bucket, false); }, nb::arg("bucket"))
+      .def(
+          "content_digest", [](Store& s, int64_t bucket) { return digest(s, bucket, true); }, nb::arg("bucket"))
+      .def(
+          "page_bytes", [](Store& s, int64_t table) { return s.table_of(table_arg(table)).page_bytes; },
+          nb::arg("table"))
+      .def(
+          "layout",
+          [](Store& s, int64_t table) {
+            const Table& t = s.table_of(table_arg(table));
+            return std::make_tuple(t.page_bits, t.head_bytes, t.record_bytes);
+          },
+          nb::arg("table"))
       .def("load_begin", &Store::load_begin, nb::arg("bucket"), free_gil())
       .def("load_pages", &load_pages, nb::arg("bucket"), nb::arg("table"), nb::arg("page_nos"),
            nb::arg("pages").noconvert())

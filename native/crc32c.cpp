@@ -48,7 +48,8 @@ uint32_t by_table(const uint8_t* p, size_t n, uint32_t crc) {
 
 #ifdef EVERSTEP_CRC_X86
 
-constexpr size_t kStretch = 1024;  // bytes of each of three streams: the instruction takes three cycles, one can begin in each
+constexpr size_t kStretch =
+    1024;  // bytes of each of three streams: the instruction takes three cycles, one can begin in each
 
 // What `kStretch` bytes of zeros make of a crc: linear, so four tables of a byte each.
 using Shift = std::array<std::array<uint32_t, 256>, 4>;

@@ -1,4 +1,5 @@
-// The Python face of carrier.h, inbox.h and wire.h: everstep/protect/carrier.py. Whatever waits does so without the GIL.
+// The Python face of carrier.h, inbox.h and wire.h: everstep/protect/carrier.py. Whatever waits does so without the
+// GIL.
 #include "feed_module.h"
 
 #include <nanobind/stl/pair.h>
@@ -134,86 +135,99 @@ void bind_feed(nb::module_& m) {
       .def(nb::init<Store&>(), nb::arg("store"), nb::keep_alive<1, 2>())
       .def("enter", &enter)
       .def("leave", [](Inbox& i) { i.gate().leave(); })
-      .def("enter_alone", [](Inbox& i) { i.gate().enter_alone(); }, free_gil())
+      .def(
+          "enter_alone", [](Inbox& i) { i.gate().enter_alone(); }, free_gil())
       .def("leave_alone", [](Inbox& i) { i.gate().leave_alone(); })
-      .def("publish",
-           [](Inbox& i, int64_t version,
-              const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>, bool>>& sources) {
-             std::unordered_map<uint32_t, Inbox::Source> by_bucket;
-             for (auto& [bucket, sender, mirrors, several] : sources)
-               by_bucket[bucket] = Inbox::Source{sender, mirrors, several};
-             i.publish(version, std::move(by_bucket));
-           },
-           nb::arg("version"), nb::arg("sources"))
-      .def("keep_tail",
-           [](Inbox& i, uint32_t bucket, int64_t seq, nb::handle blob) {
-             const OutItem kept = item_of(bucket, seq, 0, 0, 0, blob);
-             i.keep_tail(bucket, seq, kept.data, kept.bytes);
-           },
-           nb::arg("bucket"), nb::arg("seq"), nb::arg("blob"))
+      .def(
+          "publish",
+          [](Inbox& i, int64_t version,
+             const std::vector<std::tuple<uint32_t, PeerKey, std::vector<uint64_t>, bool>>& sources) {
+            std::unordered_map<uint32_t, Inbox::Source> by_bucket;
+            for (auto& [bucket, sender, mirrors, several] : sources)
+              by_bucket[bucket] = Inbox::Source{sender, mirrors, several};
+            i.publish(version, std::move(by_bucket));
+          },
+          nb::arg("version"), nb::arg("sources"))
+      .def(
+          "keep_tail",
+          [](Inbox& i, uint32_t bucket, int64_t seq, nb::handle blob) {
+            const OutItem kept = item_of(bucket, seq, 0, 0, 0, blob);
+            i.keep_tail(bucket, seq, kept.data, kept.bytes);
+          },
+          nb::arg("bucket"), nb::arg("seq"), nb::arg("blob"))
       .def("confirm_tail", &Inbox::confirm_tail, nb::arg("bucket"), nb::arg("seq"))
-      .def("tail",
-           [](Inbox& i, uint32_t bucket, int64_t seq) {
-             nb::list out;
-             for (auto& [at, blob] : i.tail(bucket, seq))
-               out.append(nb::make_tuple(at, nb::bytes(blob->data(), blob->size())));
-             return out;
-           },
-           nb::arg("bucket"), nb::arg("seq"))
+      .def(
+          "tail",
+          [](Inbox& i, uint32_t bucket, int64_t seq) {
+            nb::list out;
+            for (auto& [at, blob] : i.tail(bucket, seq))
+              out.append(nb::make_tuple(at, nb::bytes(blob->data(), blob->size())));
+            return out;
+          },
+          nb::arg("bucket"), nb::arg("seq"))
       .def("drop_tail", &Inbox::drop_tail, nb::arg("bucket"))
       .def("drop_tails", &Inbox::drop_tails)
       .def("received", &Inbox::received, nb::arg("sender"))
       .def("set_received", &Inbox::set_received, nb::arg("sender"), nb::arg("next"))
       .def("forget", &Inbox::forget, nb::arg("sender"))
       .def("senders", &Inbox::senders)
-      .def("lock", [](Inbox& i, PeerKey sender) { i.one_at_a_time(sender).lock(); }, nb::arg("sender"), free_gil())
+      .def(
+          "lock", [](Inbox& i, PeerKey sender) { i.one_at_a_time(sender).lock(); }, nb::arg("sender"), free_gil())
       .def("unlock", [](Inbox& i, PeerKey sender) { i.one_at_a_time(sender).unlock(); }, nb::arg("sender"));
   nb::class_<Follower>(m, "Follower")
-      .def(nb::init<Inbox&, int, nb::bytes>(), nb::arg("inbox"), nb::arg("fd"), nb::arg("ahead"), nb::keep_alive<1, 2>())
+      .def(nb::init<Inbox&, int, nb::bytes>(), nb::arg("inbox"), nb::arg("fd"), nb::arg("ahead"),
+           nb::keep_alive<1, 2>())
       .def("next", &Follower::next);
   nb::class_<Carrier>(m, "Carrier")
-      .def("__init__", [](Carrier* self, Store& store, PeerKey me) { new (self) Carrier(store, me); }, nb::arg("store"),
-           nb::arg("me"), nb::keep_alive<1, 2>())
+      .def(
+          "__init__", [](Carrier* self, Store& store, PeerKey me) { new (self) Carrier(store, me); }, nb::arg("store"),
+          nb::arg("me"), nb::keep_alive<1, 2>())
       .def("set_route", &Carrier::set_route, nb::arg("bucket"), nb::arg("peers"), free_gil())
       .def("set_version", &Carrier::set_version, nb::arg("version"), free_gil())
-      .def("sweep",
-           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
-             std::vector<SweepTarget> all;
-             for (const Target& t : targets) all.push_back(target_of(t));
-             c.sweep(bucket, from_ticket, all);
-           },
-           nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("targets"))
-      .def("widen",
-           [](Carrier& c, uint32_t bucket, int64_t from_ticket, const Target& t) {
-             c.widen(bucket, from_ticket, target_of(t));
-           },
-           nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("target"))
+      .def(
+          "sweep",
+          [](Carrier& c, uint32_t bucket, int64_t from_ticket, const std::vector<Target>& targets) {
+            std::vector<SweepTarget> all;
+            for (const Target& t : targets) all.push_back(target_of(t));
+            c.sweep(bucket, from_ticket, all);
+          },
+          nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("targets"))
+      .def(
+          "widen",
+          [](Carrier& c, uint32_t bucket, int64_t from_ticket, const Target& t) {
+            c.widen(bucket, from_ticket, target_of(t));
+          },
+          nb::arg("bucket"), nb::arg("from_ticket"), nb::arg("target"))
       .def("end_sweeps", &Carrier::end_sweeps, nb::arg("bucket"))
-      .def("some", [](Carrier& c, uint32_t bucket, const Target& t) { c.some(bucket, target_of(t)); },
-           nb::arg("bucket"), nb::arg("target"))
-      .def("append",
-           [](Carrier& c, int64_t first, nb::list entries) {
-             std::vector<OutItem> items;
-             for (nb::handle e : entries)
-               items.push_back(item_of(nb::cast<int64_t>(e[0]), nb::cast<int64_t>(e[1]), nb::cast<int>(e[2]), 0, 0,
-                                       e[3]));
-             return c.append(first, items);
-           },
-           nb::arg("first_ticket"), nb::arg("entries"))
-      .def("send",
-           [](Carrier& c, PeerKey peer, int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep,
-              nb::handle blob) { c.send(peer, item_of(bucket, seq, kind, mirror, sweep, blob)); },
-           nb::arg("peer"), nb::arg("bucket"), nb::arg("seq"), nb::arg("kind"), nb::arg("mirror"), nb::arg("sweep"),
-           nb::arg("blob"))
+      .def(
+          "some", [](Carrier& c, uint32_t bucket, const Target& t) { c.some(bucket, target_of(t)); }, nb::arg("bucket"),
+          nb::arg("target"))
+      .def(
+          "append",
+          [](Carrier& c, int64_t first, nb::list entries) {
+            std::vector<OutItem> items;
+            for (nb::handle e : entries)
+              items.push_back(
+                  item_of(nb::cast<int64_t>(e[0]), nb::cast<int64_t>(e[1]), nb::cast<int>(e[2]), 0, 0, e[3]));
+            return c.append(first, items);
+          },
+          nb::arg("first_ticket"), nb::arg("entries"))
+      .def(
+          "send",
+          [](Carrier& c, PeerKey peer, int64_t bucket, int64_t seq, int kind, int64_t mirror, int64_t sweep,
+             nb::handle blob) { c.send(peer, item_of(bucket, seq, kind, mirror, sweep, blob)); },
+          nb::arg("peer"), nb::arg("bucket"), nb::arg("seq"), nb::arg("kind"), nb::arg("mirror"), nb::arg("sweep"),
+          nb::arg("blob"))
       .def("batch", &batch, nb::arg("peer"), nb::arg("max_bytes"), nb::arg("max_items"))
       .def("waits", &Carrier::waits, nb::arg("peer"))
-      .def("answered",
-           [](Carrier& c, PeerKey peer, int64_t first, nb::bytes codes) {
-             std::vector<std::pair<int64_t, int64_t>> out;
-             for (auto& pair : c.answered(peer, first, bytes_of(codes))) out.emplace_back(pair);
-             return out;
-           },
-           nb::arg("peer"), nb::arg("first"), nb::arg("codes"))
+      .def(
+          "answered",
+          [](Carrier& c, PeerKey peer, int64_t first, nb::bytes codes) {
+            std::vector<std::pair<int64_t, int64_t>> out;
+            for (auto& pair : c.answered(peer, first, bytes_of(codes))) out.emplace_back(pair);
+            return out;
+          },
+          nb::arg("peer"), nb::arg("first"), nb::arg("codes"))
       .def("live", &Carrier::live, nb::arg("peers"), nb::arg("version"))
       .def("peers", &Carrier::peers)
       .def("owes", &Carrier::owes, nb::arg("bucket"))

@@ -10,7 +10,7 @@ namespace everstep {
 
 struct GfKernels {
   const char* name;
-  void (*add)(uint8_t* dst, const uint8_t* src, size_t n);                // dst ^= src
+  void (*add)(uint8_t* dst, const uint8_t* src, size_t n);                 // dst ^= src
   void (*add_mul)(uint8_t* dst, const uint8_t* src, size_t n, uint8_t c);  // dst ^= c * src
   void (*mul)(uint8_t* dst, size_t n, uint8_t c);                          // dst = c * dst
 };

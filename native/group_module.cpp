@@ -52,10 +52,14 @@ using Sum = std::pair<uint64_t, bool>;
 
 __attribute__((always_inline)) inline Sum sum_kind(const uint8_t* p, size_t n, int kind) {
   switch (kind) {
-    case 0: return sum_words<uint32_t>(p, n, 0x7f800000u);
-    case 1: return sum_words<uint64_t>(p, n, 0x7ff0000000000000u);
-    case 2: return sum_words<uint16_t>(p, n, 0x7c00u);
-    default: return sum_words<uint16_t>(p, n, 0x7f80u);
+    case 0:
+      return sum_words<uint32_t>(p, n, 0x7f800000u);
+    case 1:
+      return sum_words<uint64_t>(p, n, 0x7ff0000000000000u);
+    case 2:
+      return sum_words<uint16_t>(p, n, 0x7c00u);
+    default:
+      return sum_words<uint16_t>(p, n, 0x7f80u);
   }
 }
 
@@ -68,7 +72,8 @@ __attribute__((target("avx2"))) Sum sum_avx2(const uint8_t* p, size_t n, int kin
 Sum sum_bits(nb::handle data, const std::string& dtype) {
   const std::vector<std::string> kinds = {"float32", "float64", "float16", "bfloat16"};
   const auto at = std::find(kinds.begin(), kinds.end(), dtype);
-  if (at == kinds.end()) throw std::invalid_argument("dtype " + dtype + ": must be float32, float64, float16 or bfloat16");
+  if (at == kinds.end())
+    throw std::invalid_argument("dtype " + dtype + ": must be float32, float64, float16 or bfloat16");
   const int kind = int(at - kinds.begin());
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();

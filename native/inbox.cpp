@@ -26,6 +26,7 @@ void Inbox::forget(const PeerKey& sender) {
 std::vector<PeerKey> Inbox::senders() {
   std::lock_guard<std::mutex> hold(mutex_);
   std::vector<PeerKey> out;
+  out.reserve(received_.size());
   for (auto& [sender, next] : received_) out.push_back(sender);
   return out;
 }

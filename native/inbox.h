@@ -1,6 +1,6 @@
 // What other ps feed to the mirrors here, as far as it goes without saying: the differences that come next in a stream,
-// of buckets whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the machine (everstep/protect/machine.py), which also
-// says, with the gate held alone, what goes without saying.
+// of buckets whose source the sender is; they are kept for other mirrors of theirs. Everything else is for the machine
+// (everstep/protect/machine.py), which also says, with the gate held alone, what goes without saying.
 #pragma once
 #include <cstdint>
 #include <deque>

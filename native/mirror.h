@@ -7,11 +7,12 @@
 // come. MARKS ends the sweep; from then on every difference is applied in the order of its seq. A dense table is not
 // summed: each member has its own pages here, and updates are made once more by the same kernel, so to the same bits.
 //
-// To *recover* lost members (recover.cpp), R, the pages as they are when it begins, has the surviving members folded out
-// of it: their contents are added once more, which cancels them; where a survivor has not been folded yet, its
-// differences go on to be applied to R too. R is copied page by page, on write (`Remainder`). What remains is weight * lost bucket, or, of two lost buckets, one of two equations; the other
-// one comes from the mirror of the other row. Heads (which rows there are) come first; from then on the bucket is owned
-// here and serves every row that is already back, and the others can be asked for by their slots.
+// To *recover* lost members (recover.cpp), R, the pages as they are when it begins, has the surviving members folded
+// out of it: their contents are added once more, which cancels them; where a survivor has not been folded yet, its
+// differences go on to be applied to R too. R is copied page by page, on write (`Remainder`). What remains is weight *
+// lost bucket, or, of two lost buckets, one of two equations; the other one comes from the mirror of the other row.
+// Heads (which rows there are) come first; from then on the bucket is owned here and serves every row that is already
+// back, and the others can be asked for by their slots.
 //
 // Lock order: a mirror's mutex > a bucket's mutex > the outbox's and the pool's mutex. The mutex of the list of mirrors
 // is held alone. Nothing here may be called with a bucket's mutex held.
@@ -61,9 +62,7 @@ class PageSet {
   }
   size_t in_page(uint64_t slot) const { return size_t(slot) & (table_.slots() - 1); }
   // Of a slot whose page was made.
-  uint8_t* record(uint64_t slot) const {
-    return table_.record(pages_[slot >> table_.page_bits], in_page(slot));
-  }
+  uint8_t* record(uint64_t slot) const { return table_.record(pages_[slot >> table_.page_bits], in_page(slot)); }
   void copy_from(const PageSet& other);
   void drop(size_t number);
   // Gives the pages away, null where all is zero; this is empty then.
@@ -76,10 +75,10 @@ class PageSet {
   size_t made_ = 0;
 };
 
-// What is left of a mirror's pages while surviving members are folded out of them: the mirror's own bytes until somebody
-// is about to change either, then a copy; nothing once nobody needs a page any more. Heads and bodies are copied apart,
-// since all heads are folded long before the first body. So a recovery begins without a copy, and never holds more than
-// the pages that are between their first and their last fold.
+// What is left of a mirror's pages while surviving members are folded out of them: the mirror's own bytes until
+// somebody is about to change either, then a copy; nothing once nobody needs a page any more. Heads and bodies are
+// copied apart, since all heads are folded long before the first body. So a recovery begins without a copy, and never
+// holds more than the pages that are between their first and their last fold.
 class Remainder {
  public:
   Remainder(const PageSet& from, Pool& pool);

@@ -227,29 +227,34 @@ void gf_mul_all(const Output& dst, int64_t weight) {
 
 void bind_mirror(nb::class_<Store>& store) {
   store
-      .def("mirror_make",
-           [](Store& s, uint64_t id, const std::vector<int64_t>& members, int row) {
-             mirrors(s).make(id, members, row);
-           },
-           nb::arg("id"), nb::arg("members"), nb::arg("row") = 0)
-      .def("mirror_drop", [](Store& s, uint64_t id) { return mirrors(s).drop(id); }, nb::arg("id"), free_gil())
+      .def(
+          "mirror_make",
+          [](Store& s, uint64_t id, const std::vector<int64_t>& members, int row) {
+            mirrors(s).make(id, members, row);
+          },
+          nb::arg("id"), nb::arg("members"), nb::arg("row") = 0)
+      .def(
+          "mirror_drop", [](Store& s, uint64_t id) { return mirrors(s).drop(id); }, nb::arg("id"), free_gil())
       .def("mirrors", [](Store& s) { return mirrors(s).ids(); })
       .def("mirror_apply", &apply, nb::arg("id"), nb::arg("blob"))
       .def("mirror_apply_many", &apply_many, nb::arg("ids").noconvert(), nb::arg("offsets").noconvert(),
            nb::arg("lengths").noconvert(), nb::arg("data"))
       .def("mirror_state", &state, nb::arg("id"), free_gil())
       .def("mirror_marks", &marks, nb::arg("id"), nb::arg("bucket"))
-      .def("mirror_bytes", [](Store& s, uint64_t id) { return mirrors(s).get(id)->bytes(); }, nb::arg("id"), free_gil())
+      .def(
+          "mirror_bytes", [](Store& s, uint64_t id) { return mirrors(s).get(id)->bytes(); }, nb::arg("id"), free_gil())
       .def("mirror_pages", &pages, nb::arg("id"), nb::arg("table"), nb::arg("bucket") = 0)
-      .def("promote", [](Store& s, uint64_t id, int64_t bucket) { mirrors(s).promote(id, bucket); }, nb::arg("id"),
-           nb::arg("bucket"), free_gil())
+      .def(
+          "promote", [](Store& s, uint64_t id, int64_t bucket) { mirrors(s).promote(id, bucket); }, nb::arg("id"),
+          nb::arg("bucket"), free_gil())
       .def("recover_begin", &recover_begin, nb::arg("id"), nb::arg("lost"), nb::arg("here").none() = nb::none(),
            free_gil())
       .def("recover_fold", &recover_fold, nb::arg("id"), nb::arg("blob"))
       .def("recover_other", &recover_other, nb::arg("id"), nb::arg("blob"))
       .def("recover_state", &recover_state, nb::arg("id"))
-      .def("recover_end", [](Store& s, uint64_t id, bool abort) { mirrors(s).get(id)->recover_end(abort); },
-           nb::arg("id"), nb::arg("abort") = false, free_gil())
+      .def(
+          "recover_end", [](Store& s, uint64_t id, bool abort) { mirrors(s).get(id)->recover_end(abort); },
+          nb::arg("id"), nb::arg("abort") = false, free_gil())
       .def("emit_recovering", &emit_recovering, nb::arg("id"), nb::arg("kind"), nb::arg("table"), nb::arg("lo"),
            nb::arg("hi"))
       .def("emit_recovering_slots", &emit_recovering_slots, nb::arg("id"), nb::arg("table"),

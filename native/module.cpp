@@ -92,8 +92,8 @@ bool store_declare(Store& s, int64_t table, int64_t dim, int optimizer, nb::dict
   const uint32_t id = table_arg(table), counted = table_arg(candidates);
   nb::gil_scoped_release free;
   const auto [admit_after, expire_batches, expire_s] = life;
-  return s.declare(id, size_t(dim), opt, Init{init, a, b}, LifeCycle{admit_after, expire_batches, expire_s},
-                   counted, dense);
+  return s.declare(id, size_t(dim), opt, Init{init, a, b}, LifeCycle{admit_after, expire_batches, expire_s}, counted,
+                   dense);
 }
 
 nb::object store_open(Store& s, int64_t shard, int64_t start, int64_t lease) {
@@ -236,8 +236,7 @@ void store_pull_at(Store& s, nb::handle parts, nb::handle memory) {
   for (const PushPart& p : work) s.pull(p.table, p.keys, p.n, const_cast<float*>(p.grads));
 }
 
-nb::tuple store_push_at(Store& s, nb::handle spans, nb::handle parts, nb::handle memory, uint32_t now_s,
-                        int64_t step) {
+nb::tuple store_push_at(Store& s, nb::handle spans, nb::handle parts, nb::handle memory, uint32_t now_s, int64_t step) {
   const std::vector<Span> consumed = spans_of(spans);
   Memory held(memory, PyBUF_SIMPLE);
   const std::vector<PushPart> work = parts_in(s, parts, held.view);
@@ -423,19 +422,22 @@ NB_MODULE(_native, m) {
 
   nb::class_<Store> store(m, "Store");
   store
-      .def("__init__",
-           [](Store* self, int64_t n_buckets, uint64_t seed) {
-             if (n_buckets < 1 || n_buckets > 4096) malformed("n_buckets must be in 1..4096");
-             new (self) Store(uint32_t(n_buckets), seed);
-           },
-           nb::arg("n_buckets"), nb::arg("seed"))
+      .def(
+          "__init__",
+          [](Store* self, int64_t n_buckets, uint64_t seed) {
+            if (n_buckets < 1 || n_buckets > 4096) malformed("n_buckets must be in 1..4096");
+            new (self) Store(uint32_t(n_buckets), seed);
+          },
+          nb::arg("n_buckets"), nb::arg("seed"))
       .def_prop_ro("n_buckets", &Store::n_buckets)
       .def("n_tables", &Store::n_tables)
       .def("own", &Store::own, nb::arg("buckets"))
       .def("owned", &Store::owned)
       .def("_declare", &store_declare)
-      .def("dim", [](Store& s, int64_t table) { return s.dim_of(table_arg(table)); }, nb::arg("table"))
-      .def("state_floats", [](Store& s, int64_t table) { return s.state_of(table_arg(table)); }, nb::arg("table"))
+      .def(
+          "dim", [](Store& s, int64_t table) { return s.dim_of(table_arg(table)); }, nb::arg("table"))
+      .def(
+          "state_floats", [](Store& s, int64_t table) { return s.state_of(table_arg(table)); }, nb::arg("table"))
       .def("open", &store_open, nb::arg("shard"), nb::arg("start"), nb::arg("lease"))
       .def("pull", &store_pull, nb::arg("table"), nb::arg("keys").noconvert(), nb::arg("out").noconvert())
       .def("_push", &store_push)
@@ -451,15 +453,17 @@ NB_MODULE(_native, m) {
       .def("scan", &store_scan, nb::arg("table"), nb::arg("bucket"), nb::arg("slot"), nb::arg("limit"),
            nb::arg("state") = false)
       .def("fingerprints", &store_fingerprints)
-      .def("initialise", [](Store& s, int64_t table) { s.initialise(table_arg(table)); }, nb::arg("table"))
+      .def(
+          "initialise", [](Store& s, int64_t table) { s.initialise(table_arg(table)); }, nb::arg("table"))
       .def("initialised", &Store::initialised)
-      .def("expire",
-           [](Store& s, int64_t bucket, uint32_t now_s, uint32_t max_slots) {
-             bool round = false;
-             const size_t freed = s.expire(bucket, now_s, max_slots, round);
-             return std::make_pair(freed, round);
-           },
-           nb::arg("bucket"), nb::arg("now_s"), nb::arg("max_slots") = 65536, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "expire",
+          [](Store& s, int64_t bucket, uint32_t now_s, uint32_t max_slots) {
+            bool round = false;
+            const size_t freed = s.expire(bucket, now_s, max_slots, round);
+            return std::make_pair(freed, round);
+          },
+          nb::arg("bucket"), nb::arg("now_s"), nb::arg("max_slots") = 65536, nb::call_guard<nb::gil_scoped_release>())
       .def("_set_limit", &Store::set_limit)
       .def("used_bytes", &Store::used_bytes)
       .def("_counts", &store_counts);
@@ -480,18 +484,21 @@ NB_MODULE(_native, m) {
         nb::arg("offsets").noconvert().none(), nb::arg("mode"), nb::arg("weights").noconvert().none(), nb::arg("u"),
         nb::arg("out").noconvert(), nb::arg("add") = false);
   m.def("isfinite_all", &isfinite_all, nb::arg("x").noconvert());
-  m.def("crc32c", [](nb::handle data, uint32_t crc) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
-    if (view.len < 4096) {  // the GIL costs more than that
-      crc = crc32c(view.buf, size_t(view.len), crc);
-    } else {
-      nb::gil_scoped_release free;
-      crc = crc32c(view.buf, size_t(view.len), crc);
-    }
-    PyBuffer_Release(&view);
-    return crc;
-  }, nb::arg("data"), nb::arg("crc") = 0);
+  m.def(
+      "crc32c",
+      [](nb::handle data, uint32_t crc) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+        if (view.len < 4096) {  // the GIL costs more than that
+          crc = crc32c(view.buf, size_t(view.len), crc);
+        } else {
+          nb::gil_scoped_release free;
+          crc = crc32c(view.buf, size_t(view.len), crc);
+        }
+        PyBuffer_Release(&view);
+        return crc;
+      },
+      nb::arg("data"), nb::arg("crc") = 0);
   m.def("crc32c_isa", []() { return crc32c_isa(); });
   m.def("isa", []() { return row_kernels().name; });
 }

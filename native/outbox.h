@@ -42,7 +42,8 @@ class Outbox {
 
   // Memory for one entry; throws std::bad_alloc. Must be committed.
   Slot reserve(uint32_t bucket, int64_t seq, int kind, size_t bytes);
-  // Seals it with its checksum: the bytes are in the cache still, and nobody waits for them but who goes on to the mirrors.
+  // Seals it with its checksum: the bytes are in the cache still, and nobody waits for them but who goes on to the
+  // mirrors.
   void commit(const Slot& slot);
   // Entries from the front, at least one if there is one, else at most `max_bytes`. Never blocks.
   Taken take(size_t max_bytes);

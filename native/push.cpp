@@ -41,7 +41,8 @@ struct Whole {
 
 // The spans of a push by shard, in the order of their first ones. Throws Malformed.
 std::vector<Whole> by_shard(const std::vector<Span>& spans) {
-  if (spans.empty() || spans.size() > kMaxSpans) throw Malformed("a push has 1 to " + std::to_string(kMaxSpans) + " spans");
+  if (spans.empty() || spans.size() > kMaxSpans)
+    throw Malformed("a push has 1 to " + std::to_string(kMaxSpans) + " spans");
   std::vector<Whole> out;
   for (const Span& s : spans) {
     if (s.shard < 0 || s.lease < 0) throw Malformed("shard and lease must not be negative");
@@ -62,8 +63,8 @@ std::vector<Whole> by_shard(const std::vector<Span>& spans) {
 
 // A key that has no row, and gets none in this push or one that it had to wait for.
 struct Sighting {
-  uint32_t i;     // place in `keys`
-  uint32_t slot;  // among the candidates
+  uint32_t i;        // place in `keys`
+  uint32_t slot;     // among the candidates
   bool first, last;  // the candidate is made or freed
 };
 
@@ -77,10 +78,10 @@ struct PartWork {
   std::vector<uint32_t> buckets;
   std::vector<uint32_t> slots;
   std::vector<Run> runs;
-  std::vector<uint32_t> made;  // places in `keys` of the rows made in the bucket at hand
-  Running* running = nullptr;     // of the bucket at hand; null: the gradients are applied by themselves
-  bool by_gradients = false;      // the change says which gradients were applied
-  uint8_t* difference = nullptr;  // of the record of the key at the run's begin, for the bucket at hand
+  std::vector<uint32_t> made;       // places in `keys` of the rows made in the bucket at hand
+  Running* running = nullptr;       // of the bucket at hand; null: the gradients are applied by themselves
+  bool by_gradients = false;        // the change says which gradients were applied
+  uint8_t* difference = nullptr;    // of the record of the key at the run's begin, for the bucket at hand
   std::vector<Sighting> sightings;  // in the bucket at hand, as are the next
   size_t updated = 0;
   size_t cursor = 0;
@@ -201,7 +202,8 @@ bool look_again(PartWork& work, const Bucket& bucket) {
 }
 
 // What can fail (memory for rows, their difference, copies for a snapshot) comes before the first update: a bucket has
-// all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference out.
+// all of a batch or nothing. Makes the rows that are missing and admitted, counts the others, and lays the difference
+// out.
 void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& bucket, uint32_t now_s, int64_t step,
              blob::Marks& marks, Change& change) {
   for (size_t p = 0; p < n_parts; ++p) {
@@ -254,8 +256,8 @@ void prepare(std::vector<PartWork>& works, size_t n_parts, uint32_t b, Bucket& b
       }
       work.by_gradients = work.table->dense && !work.table->meta && work.made.empty() && first;
       if (work.updated)
-        shapes.push_back(Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients,
-                                       work.part->has_options});
+        shapes.push_back(
+            Change::Shape{work.table, work.updated, work.made.size(), work.by_gradients, work.part->has_options});
       size_t toggled = 0;
       for (const Sighting& s : work.sightings) toggled += s.first || s.last;
       if (!work.sightings.empty())
@@ -363,7 +365,8 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
   for (size_t p = 0; p < parts.size(); ++p) {
     const PushPart& part = parts[p];
     PartWork& work = works[p];
-    if (!seen.insert(part.table).second) throw Malformed("table " + std::to_string(part.table) + " stands twice in one push");
+    if (!seen.insert(part.table).second)
+      throw Malformed("table " + std::to_string(part.table) + " stands twice in one push");
     work.table = &table_of(part.table);
     work.part = &part;
     work.lr = part.lr < 0 ? work.table->optimizer.lr : part.lr;
@@ -376,8 +379,9 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     work.runs.clear();
     if (!std::isfinite(part.lr)) throw Malformed("the learning rate is not finite");
     if (work.table->optimizer.kind == kFtrl && work.lr == 0) throw Malformed("FTRL needs a learning rate above 0");
-    if (work.table->dim != part.dim) throw Malformed("rows of " + std::to_string(part.dim) + " floats for a table of dim " +
-                                                     std::to_string(work.table->dim));
+    if (work.table->dim != part.dim)
+      throw Malformed("rows of " + std::to_string(part.dim) + " floats for a table of dim " +
+                      std::to_string(work.table->dim));
     work.hashes.resize(part.n);
     work.buckets.resize(part.n);
     work.slots.resize(part.n);
@@ -385,7 +389,8 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     for (size_t i = 0; i < part.n; ++i) {
       const uint32_t b = work.buckets[i];
       if (work.runs.empty() || work.runs.back().bucket != b) {
-        if (!work.runs.empty() && work.runs.back().bucket > b) throw Malformed("keys are not grouped by ascending bucket");
+        if (!work.runs.empty() && work.runs.back().bucket > b)
+          throw Malformed("keys are not grouped by ascending bucket");
         if (!buckets_[b].owned) throw NotOwned("bucket " + std::to_string(b) + " is not owned here");
         if (!is_addressed(b)) throw Malformed("a key's bucket is not among those addressed");
         work.runs.push_back(Run{b, i, i + 1, 0});
@@ -419,7 +424,7 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
     auto prefetch = [&](const Piece& piece) {
       const PartWork& work = works[piece.part];
       bucket.rows[work.table->index]->prefetch(work.hashes.data() + piece.begin,
-                                             std::min(kAhead, piece.end - piece.begin));
+                                               std::min(kAhead, piece.end - piece.begin));
     };
     prefetch(pieces[0]);
     std::lock_guard<std::mutex> hold(bucket.mutex);
@@ -429,7 +434,8 @@ PushOutcome Store::push(const std::vector<Span>& spans, const std::string& addre
       PartWork& work = works[pieces[q].part];
       Rows& rows = *bucket.rows[work.table->index];
       work.at(b)->epoch = rows.epoch();
-      // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is cleared.
+      // Slots seen in this run: finds duplicate keys. All zero between runs, so that nothing but what was set is
+      // cleared.
       if (seen_slots.size() * 64 < rows.end()) seen_slots.resize(rows.end() / 64 + 1);
       bool here = true;
       for (size_t i = pieces[q].begin; i < pieces[q].end; ++i) {

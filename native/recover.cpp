@@ -111,8 +111,14 @@ void Remainder::drop_body(size_t page) {
 // ---------------------------------------------------------------- Mirror
 
 Mirror::RecoverTable::RecoverTable(const PageSet& pages, Pool& pool, size_t members)
-    : table(pages.table()), r(pages, pool), other(pages.table(), pool), slots(pages.slots()),
-      heads(members, 0), bodies(slots, 0), seen(members, 0), left(members, 0) {}
+    : table(pages.table()),
+      r(pages, pool),
+      other(pages.table(), pool),
+      slots(pages.slots()),
+      heads(members, 0),
+      bodies(slots, 0),
+      seen(members, 0),
+      left(members, 0) {}
 
 size_t Mirror::RecoverTable::bytes() const {
   return r.bytes() + other.bytes() + bodies.size() * sizeof(uint16_t) + wanted.size() * sizeof(uint64_t);
@@ -145,7 +151,8 @@ Mirror::Lost Mirror::solve(const std::vector<size_t>& lost, size_t member) const
 void Mirror::recover_begin(const std::vector<uint32_t>& lost, const std::vector<uint32_t>& here) {
   std::lock_guard<std::mutex> hold(mutex_);
   if (recovery_) throw Malformed("mirror " + std::to_string(id_) + " recovers already");
-  if (lost.empty() || lost.size() > 2) throw Malformed("one or two members can be recovered, not " + std::to_string(lost.size()));
+  if (lost.empty() || lost.size() > 2)
+    throw Malformed("one or two members can be recovered, not " + std::to_string(lost.size()));
   auto made = std::make_unique<Recovery>();
   Recovery& rec = *made;
   for (uint32_t bucket : lost) {
@@ -236,10 +243,14 @@ ApplyResult Mirror::recover_fold(const uint8_t* data, size_t size) {
   if (!member(b.head.bucket, &index) || !(rec.survivors >> index & 1)) return kNotMember;
   check_slots(index, b);
   switch (b.head.kind) {
-    case blob::kHeads: return fold_heads(index, b);
-    case blob::kBodies: return fold_bodies(index, b);
-    case blob::kMarks: return fold_marks(index, b);
-    default: throw Malformed("a difference goes to the mirror, not into its recovery");
+    case blob::kHeads:
+      return fold_heads(index, b);
+    case blob::kBodies:
+      return fold_bodies(index, b);
+    case blob::kMarks:
+      return fold_marks(index, b);
+    default:
+      throw Malformed("a difference goes to the mirror, not into its recovery");
   }
 }
 
@@ -530,7 +541,8 @@ int64_t Mirror::recover_emit(int kind, uint32_t id, int64_t from, int64_t until,
   if (kind != blob::kHeads && kind != blob::kBodies) throw Malformed("contents are heads (2) or bodies (3)");
   const Table& t = store_.table_of(id);
   if (from < 0 || until <= from || from % int64_t(t.slots()))
-    throw Malformed("[" + std::to_string(from) + ", " + std::to_string(until) + ") is not a range that begins at a page");
+    throw Malformed("[" + std::to_string(from) + ", " + std::to_string(until) +
+                    ") is not a range that begins at a page");
   if (listed && kind != blob::kBodies) throw Malformed("only bodies can be asked for by slot");
   std::lock_guard<std::mutex> hold(mutex_);
   Recovery& rec = recovering();

@@ -10,9 +10,9 @@ namespace everstep {
 
 namespace {
 
-constexpr size_t kAhead = 24;  // lookups whose index lines are on their way
+constexpr size_t kAhead = 24;   // lookups whose index lines are on their way
 constexpr size_t kChunk = 128;  // keys handled between two looks at the next bucket
-constexpr size_t kBlock = 8;   // rows whose lines are fetched while those of the block before are used
+constexpr size_t kBlock = 8;    // rows whose lines are fetched while those of the block before are used
 constexpr size_t kBiasRows = 65536;
 constexpr uint32_t kMaxBuckets = 4096;
 constexpr size_t kMaxTables = 1024;
@@ -85,7 +85,8 @@ const Table& Store::table_of(uint32_t id) const {
 }
 
 Bucket& Store::bucket_at(int64_t bucket) {
-  if (bucket < 0 || bucket >= int64_t(n_buckets_)) throw Malformed("bucket " + std::to_string(bucket) + " does not exist");
+  if (bucket < 0 || bucket >= int64_t(n_buckets_))
+    throw Malformed("bucket " + std::to_string(bucket) + " does not exist");
   return buckets_[bucket];
 }
 
@@ -172,13 +173,26 @@ bool Store::declare(uint32_t id, size_t dim, const Optimizer& optimizer, const I
   t.salt = table_salt(id);
   t.row_seed = mix64(seed_ + kGolden * (uint64_t(id) + 1));
   switch (optimizer.kind) {
-    case kSgd: t.state = optimizer.momentum > 0 ? dim : 0; break;
-    case kAdagrad: t.state = dim + optimizer.counts; break;
-    case kRowwiseAdagrad: t.state = 1; break;
-    case kFtrl: t.state = 2 * dim; break;
-    case kRmsprop: t.state = dim * (1 + size_t(optimizer.centered) + size_t(optimizer.momentum > 0)) + 1; break;
-    case kNadam: t.state = 2 * dim + 2; break;
-    default: t.state = dim * (2 + size_t(optimizer.amsgrad)) + 1;
+    case kSgd:
+      t.state = optimizer.momentum > 0 ? dim : 0;
+      break;
+    case kAdagrad:
+      t.state = dim + optimizer.counts;
+      break;
+    case kRowwiseAdagrad:
+      t.state = 1;
+      break;
+    case kFtrl:
+      t.state = 2 * dim;
+      break;
+    case kRmsprop:
+      t.state = dim * (1 + size_t(optimizer.centered) + size_t(optimizer.momentum > 0)) + 1;
+      break;
+    case kNadam:
+      t.state = 2 * dim + 2;
+      break;
+    default:
+      t.state = dim * (2 + size_t(optimizer.amsgrad)) + 1;
   }
   t.life = life;
   t.meta = life.any() ? kSightings : 0;
@@ -248,49 +262,55 @@ void Store::pull(uint32_t table, const int64_t* keys, size_t n, float* out) {
   const Table& t = table_of(table);
   pulls_.fetch_add(1, std::memory_order_relaxed);
   const bool stream = n * t.dim * sizeof(float) >= kStreamBytes && streamable(out, t.dim, t.dim);
-  each_run(t, keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
-    uint32_t slots[kChunk];
-    const float* from[kChunk];
-    bool all = true;
-    float* to = out + first * t.dim;
-    size_t copied = 0;
-    for (size_t k = 0; k < m; ++k) {
-      if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
-      slots[k] = rows.find(keys[first + k], hashes[k]);
-      all &= slots[k] != Rows::kNone;
-      if (slots[k] != Rows::kNone) {
-        from[k] = rows.values(slots[k]);
-        prefetch_row(from[k], t.dim);
-      }
-      if (all && k + 1 == copied + 2 * kBlock) {
-        kernels_.copy_rows(from + copied, to + copied * t.dim, kBlock, t.dim, stream);
-        copied += kBlock;
-      }
-    }
-    if (rows.recovering()) check_here(rows, slots, m);
-    if (all) {
-      kernels_.copy_rows(from + copied, to + copied * t.dim, m - copied, t.dim, stream);
-      return;
-    }
-    for (size_t k = 0; k < m; ++k) {
-      if (slots[k] == Rows::kNone) {
-        t.first_values(keys[first + k], to + k * t.dim);
-      } else {
-        std::memcpy(to + k * t.dim, from[k], t.dim * sizeof(float));
-      }
-    }
-  }, no_end);
+  each_run(
+      t, keys, n,
+      [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
+        uint32_t slots[kChunk];
+        const float* from[kChunk];
+        bool all = true;
+        float* to = out + first * t.dim;
+        size_t copied = 0;
+        for (size_t k = 0; k < m; ++k) {
+          if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
+          slots[k] = rows.find(keys[first + k], hashes[k]);
+          all &= slots[k] != Rows::kNone;
+          if (slots[k] != Rows::kNone) {
+            from[k] = rows.values(slots[k]);
+            prefetch_row(from[k], t.dim);
+          }
+          if (all && k + 1 == copied + 2 * kBlock) {
+            kernels_.copy_rows(from + copied, to + copied * t.dim, kBlock, t.dim, stream);
+            copied += kBlock;
+          }
+        }
+        if (rows.recovering()) check_here(rows, slots, m);
+        if (all) {
+          kernels_.copy_rows(from + copied, to + copied * t.dim, m - copied, t.dim, stream);
+          return;
+        }
+        for (size_t k = 0; k < m; ++k) {
+          if (slots[k] == Rows::kNone) {
+            t.first_values(keys[first + k], to + k * t.dim);
+          } else {
+            std::memcpy(to + k * t.dim, from[k], t.dim * sizeof(float));
+          }
+        }
+      },
+      no_end);
   if (stream) kernels_.fence();
 }
 
 void Store::locate(uint32_t table, const int64_t* keys, size_t n, int64_t* slots) {
-  each_run(table_of(table), keys, n, [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
-    for (size_t k = 0; k < m; ++k) {
-      if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
-      const uint32_t slot = rows.find(keys[first + k], hashes[k]);
-      slots[first + k] = slot == Rows::kNone ? -1 : int64_t(slot);
-    }
-  }, no_end);
+  each_run(
+      table_of(table), keys, n,
+      [&](Rows& rows, const uint64_t* hashes, size_t first, size_t m, size_t left) {
+        for (size_t k = 0; k < m; ++k) {
+          if (k + kAhead < left) rows.prefetch(hashes + k + kAhead, 1);
+          const uint32_t slot = rows.find(keys[first + k], hashes[k]);
+          slots[first + k] = slot == Rows::kNone ? -1 : int64_t(slot);
+        }
+      },
+      no_end);
 }
 
 int64_t Store::put_absent(uint32_t table, const int64_t* keys, const float* values, size_t n, uint32_t now_s) {

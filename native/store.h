@@ -4,7 +4,8 @@
 // A bucket is one critical section: every method below takes a bucket's mutex for what it does to that bucket, and
 // nothing else of it is shared. Lock order: open_mutex_, tables_mutex_ > a bucket's
 // mutex > the outbox's and the pool's mutex.
-// Methods lie in store.cpp (what workers ask), push.cpp, lifecycle.cpp and contents.cpp (what becomes of whole buckets).
+// Methods lie in store.cpp (what workers ask), push.cpp, lifecycle.cpp and contents.cpp (what becomes of whole
+// buckets).
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -228,7 +229,8 @@ class Store {
   std::atomic<bool> evict_{false};
 
  public:
-  // Mirrors of buckets that are elsewhere (mirror.h), in pages of this store's pool. Lock order: a mirror's > a bucket's.
+  // Mirrors of buckets that are elsewhere (mirror.h), in pages of this store's pool. Lock order: a mirror's > a
+  // bucket's.
   std::shared_ptr<Mirrors> mirrors;
 };
 

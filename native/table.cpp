@@ -5,8 +5,9 @@
 namespace everstep {
 
 Optimizer with_options(const Optimizer& of, const Options& options) {
-  const double* all[] = {&options.eps,          &options.beta1, &options.beta2,    &options.momentum,      &options.dampening,
-                         &options.weight_decay, &options.alpha, &options.lr_decay, &options.momentum_decay};
+  const double* all[] = {&options.eps,      &options.beta1,     &options.beta2,
+                         &options.momentum, &options.dampening, &options.weight_decay,
+                         &options.alpha,    &options.lr_decay,  &options.momentum_decay};
   static_assert(sizeof(all) / sizeof(all[0]) == kOptions, "all of them");
   for (const double* x : all) {
     if (!std::isfinite(*x) || *x < 0) throw Malformed("an option of an optimizer is not a finite number >= 0");

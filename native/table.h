@@ -48,8 +48,8 @@ struct Table {
   // differences that would be as long as values and state (docs/decisions/0017).
   bool dense = false;
   LifeCycle life;
-  // Counts the pushes of keys that have no row yet: records of meta alone, in the buckets of this table's keys. Null: every
-  // key is admitted at once.
+  // Counts the pushes of keys that have no row yet: records of meta alone, in the buckets of this table's keys. Null:
+  // every key is admitted at once.
   const Table* candidates = nullptr;
   int page_bits = 0;
   size_t record_bytes = 0, keys_at = 0, head_bytes = 0, page_bytes = 0;

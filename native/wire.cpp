@@ -100,7 +100,7 @@ int64_t Reader::receive_ahead() {
 }
 
 void Reader::begin(const Preamble& p, Frame& frame) {
-  if (std::memcmp(p.magic, Preamble().magic, 4) || p.kind < kRequest || p.kind > kFed)
+  if (std::memcmp(p.magic, Preamble().magic, 4) != 0 || p.kind < kRequest || p.kind > kFed)
     throw Broken("not a frame of the data plane");
   if (p.header_bytes > kMostHeader || p.body_bytes > kMostBody)
     throw Broken("a frame of " + std::to_string(p.header_bytes) + " + " + std::to_string(p.body_bytes) +

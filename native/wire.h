@@ -76,7 +76,8 @@ class Socket {
       if (!send_some(parts, at) || at < parts.size()) go_on();  // a peer that takes a byte a second is none either
     }
   }
-  // At least one byte and at most `most`, `all`: all of them unless a time-out comes before; 0: the end, -1: a time-out.
+  // At least one byte and at most `most`, `all`: all of them unless a time-out comes before; 0: the end, -1: a
+  // time-out.
   int64_t receive(uint8_t* to, size_t most, bool all);
 
  private:
