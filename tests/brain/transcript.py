@@ -200,7 +200,8 @@ class Story:
                     seed=int(named.get("seed", 0)),
                     fingerprint=named.get("fingerprint", ""),
                 )
-                return Event(at, PlanRegistered(plan), by_worker(slot, incarnation))
+                loop, begin, until = (int(n) for n in named.get("loop", "0,0,0").split(","))
+                return Event(at, PlanRegistered(plan, loop, begin, until), by_worker(slot, incarnation))
             case "ask":
                 _, slot, incarnation = parse_member(plain[0])
                 until, dataset = int(named.get("until", 1)), int(named.get("dataset", 0))

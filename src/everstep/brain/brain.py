@@ -1066,6 +1066,7 @@ class Brain:
                     )
                     way = "every worker must read the same data, and other data need another name: job.loader(name=)"
                     return [Reply(Refused(f"{error}; {way}"))]
+            self._loop_begins(seat, known, e)
             return [Reply(Registered(known.number))]
         if plan.samples <= 0 or plan.shard_samples <= 0:
             return [
@@ -1074,9 +1075,15 @@ class Brain:
         if plan.shards >= 1 << 32 or len(shards.datasets) >= (1 << 10) - 1:
             return [Reply(Refused(f"dataset '{plan.name}': {plan.shards} shards, or too many datasets (1023 a job)"))]
         dataset = shards.register(plan)
+        self._loop_begins(seat, dataset, e)
         inputs: dict[str, str | int | float | bool] = {"samples": plan.samples, "shard_samples": plan.shard_samples}
         why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
         return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]
+
+    def _loop_begins(self, seat: Seat, dataset: Dataset, e: PlanRegistered) -> None:
+        if e.loop and not self.replicated:
+            dataset.said(e.loop, e.begin, e.until)
+            seat.loop = max(seat.loop, e.loop)
 
     def _shard_asked(self, e: ShardAsked, told: Event) -> list[InstructionType]:
         by = told.sender
@@ -1106,7 +1113,12 @@ class Brain:
             return [self._wait()]
         index = None
         for epoch in dataset.open_epochs(e.until_epoch):
-            index = shards.next_index(epoch)
+            if 0 < (loop := dataset.loop_of(epoch.number)) < seat.loop:
+                index = shards.next_carried(dataset, epoch)
+                if index is None and epoch.returned and (sent := self._back_to(loop, seat, dataset, epoch)):
+                    return [self._wait(), *sent]
+            else:
+                index = shards.next_index(epoch)
             if index is not None:
                 break
         if index is None:
@@ -1124,6 +1136,40 @@ class Brain:
         else:
             granted[e.ask] = held.shard
         return [Reply(Granted(held.lease))]
+
+    def _back_to(self, loop: int, asker: Seat, dataset: Dataset, epoch: Epoch) -> list[InstructionType]:
+        """Shards of this loop are to do again, and ``asker`` is in a later one. They belong to the loop that asked for
+        them: unless some worker will come by there, this one begins its script anew. Where all workers make their steps
+        together (sync), all do."""
+        workers = self.members.workers.values()
+        behind = [s for s in workers if s.running and not s.stopping and s.loop > loop]
+        if any(s.running and s.loop <= loop for s in workers) or any(map(self._comes_again, workers)):
+            return []
+        words = (
+            f"shards of '{dataset.plan.name}' e{epoch.number} came back, and every worker has passed loop {loop} of "
+            "the script, which they belong to: it begins its script anew, to train them there"
+        )
+        if dataset.sent_back >= MAX_RERUNS:
+            error = (
+                f"{len(epoch.returned)} shards of '{dataset.plan.name}' e{epoch.number} came back, which belong to loop"
+                f" {loop} of the script, and it did not train them when it ran again; everstep resume goes on from here"
+            )
+            return [self._fail(4, error)]
+        dataset.sent_back += 1
+        inputs: dict[str, str | int | float | bool] = {"loop": loop, "shards": len(epoch.returned)}
+        why = Decision("stop", words, inputs, ("train them in a later loop: results would be others",))
+        together = self.job.spec.consistency.startswith("sync")
+        return [self._send_away(seat, why) for seat in (behind if together else [asker])]
+
+    def _comes_again(self, seat: Seat) -> bool:
+        """Of a worker that is being ended: whether another process begins in its slot."""
+        return seat.running and seat.stopping and not seat.drained and seat.member.slot < self.job.workers_wanted
+
+    def _keep_in_its_loop(self, seat: Seat, key: ShardKey) -> None:
+        """This worker had the shard. It may have taken samples of it into a later loop, for a step of that one."""
+        number, epoch, _ = split_key(key)
+        if 0 < self.shards.datasets[number].loop_of(epoch) < seat.loop and not seat.stopping:
+            self.shards.carried.add(key)
 
     def _wait(self) -> Reply:
         return Reply(Wait(max(WAIT_MIN_S, len(self.members.workers) / WAIT_WORKERS_PER_S)))
@@ -1199,6 +1245,7 @@ class Brain:
             return [_OK]
         self._release_hold(seat, held, settled=True)
         self.shards.take_back(e.shard, 0)
+        self._keep_in_its_loop(seat, e.shard)
         return [_OK] if e.late else [_OK, self._returned_note(seat, held, e.reason or "given back")]
 
     def _lease_expired(self, e: LeaseExpired, told: Event) -> list[InstructionType]:
@@ -1208,6 +1255,7 @@ class Brain:
         seat = self.members.workers[held.worker]
         self._release_hold(seat, held, settled=False)
         self.shards.take_back(e.shard, 0)
+        self._keep_in_its_loop(seat, e.shard)
         why = Decision(
             "revoke the lease",
             f"no progress on {self.shards.name(e.shard)} for {e.idle_s:.0f} s",

@@ -39,9 +39,10 @@ class Seat(msgspec.Struct):
     node on which its next process shall not be, unless there is no other.
     ``failures``: times in a row that its script raised without a step between, ``failed``: at which
     place last, ``failed_at``: when the job had trained so much (the most of all times).
-    Workers only: ``chief``: what it was told when it asked whether it is (see ``brain.duty``); ``held``: its shards,
-    oldest lease first; ``asked``: newest ask by dataset; ``granted``: ask -> shard of those that are current, by
-    dataset; ``done``: its newest leases that counted (bounded).
+    Workers only: ``loop``: of its script, from 1, the one that it is in, or was in last (0: none yet); ``chief``: what
+    it was told when it asked whether it is (see ``brain.duty``); ``held``: its shards, oldest lease first; ``asked``:
+    newest ask by dataset; ``granted``: ask -> shard of those that are current, by dataset; ``done``: its newest leases
+    that counted (bounded).
     """
 
     member: Member
@@ -55,6 +56,7 @@ class Seat(msgspec.Struct):
     failures: int = 0
     failed: str = ""
     failed_at: int = 0
+    loop: int = 0
     chief: int = 0
     held: list[ShardKey] = []
     asked: dict[int, int] = {}
@@ -121,7 +123,7 @@ class Members(msgspec.Struct):
             role=role, slot=slot, incarnation=Incarnation(seat.member.incarnation + 1), node=node, since=at
         )
         seat.stopping = seat.finished = seat.waiting = seat.drained = False
-        seat.chief = 0
+        seat.chief = seat.loop = 0
         seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 
@@ -134,7 +136,7 @@ class Members(msgspec.Struct):
         else:
             seat.member = member
             seat.stopping = seat.finished = seat.waiting = seat.drained = False
-            seat.chief = 0
+            seat.chief = seat.loop = 0
             seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 

@@ -11,6 +11,7 @@ number ``len(epoch.state)``.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -79,15 +80,28 @@ class Epoch(msgspec.Struct):
         return f"<e{self.number} {self.todo} todo {self.doing} doing {self.done} done of {self.shards}>"
 
 
+class Loop(msgspec.Struct, array_like=True):
+    """A loop of the script (its number, from 1), which is over epochs ``[begin, until)`` of a dataset."""
+
+    number: int
+    begin: int
+    until: int
+
+
 class Dataset(msgspec.Struct):
     """``epochs_known``: the largest number asked for. ``reopened``: epochs behind the newest one that have work again,
-    ascending."""
+    ascending. ``loops``: that workers said are over it, ascending, no epoch in two of them. ``told``: epochs below were
+    told to be at their end; ``sent_back``: how often workers began anew for what came back of them, in a row without
+    that any of it was done."""
 
     number: int
     plan: Plan
     epochs: list[Epoch] = []
     epochs_known: int = 0
     reopened: list[int] = []
+    loops: list[Loop] = []
+    told: int = 0
+    sent_back: int = 0
 
     @property
     def newest(self) -> int:
@@ -101,6 +115,19 @@ class Dataset(msgspec.Struct):
 
     def has_work(self, number: int) -> bool:
         return number == self.newest or number in self.reopened
+
+    def said(self, loop: int, begin: int, until: int) -> None:
+        """A worker begins this loop. (All say the same, unless the script depends on the worker: the first counts.)"""
+        last = self.loops[-1] if self.loops else Loop(0, 0, 0)
+        if loop > last.number and last.until <= begin < until:
+            self.loops.append(Loop(loop, begin, until))
+
+    def loop_of(self, epoch: int) -> int:
+        """The loop that asked for this epoch and trained all of it; 0: it is not known, or the script has left it."""
+        if epoch >= self.told:
+            return 0
+        at = bisect_right(self.loops, epoch, key=lambda loop: loop.begin) - 1
+        return self.loops[at].number if at >= 0 and epoch < self.loops[at].until else 0
 
     def epoch(self, number: int) -> Epoch:
         """An epoch that has work, begun if need be."""
@@ -127,7 +154,8 @@ class Dataset(msgspec.Struct):
 
 
 class Shards(msgspec.Struct):
-    """``taken_back``: the last lease of each shard that waits at the head of TODO. ``kills``: workers lost in a row
+    """``taken_back``: the last lease of each shard that waits at the head of TODO. ``carried``: of those, given back by
+    a worker that had taken their samples into a later loop, for a step of that one. ``kills``: workers lost in a row
     while working on a shard without getting further than the one before (``kills_at``: how far). ``releasing``: done,
     release not ordered yet. ``came_back``: reopened after they were done, or taken back after they were counted as the
     end of the data, and not done since."""
@@ -135,6 +163,7 @@ class Shards(msgspec.Struct):
     datasets: list[Dataset] = []
     leases: dict[ShardKey, Held] = {}
     taken_back: dict[ShardKey, LeaseNo] = {}
+    carried: set[ShardKey] = set()
     kills: dict[ShardKey, int] = {}
     kills_at: dict[ShardKey, int] = {}
     releasing: dict[ShardKey, Finished] = {}
@@ -204,6 +233,7 @@ class Shards(msgspec.Struct):
 
     def tell_end(self, dataset: Dataset, until_epoch: int) -> None:
         """A worker is told that the data is at its end, and may go: what is pending must not be lost unnoticed."""
+        dataset.told = max(dataset.told, until_epoch)
         for key, held in self.leases.items():
             if held.dataset == dataset.number and split_key(key)[1] < until_epoch:
                 held.counted = True
@@ -231,6 +261,14 @@ class Shards(msgspec.Struct):
         epoch.state.append(ShardState.TODO)
         return index
 
+    def next_carried(self, dataset: Dataset, epoch: Epoch) -> int | None:
+        """As ``next_index``, of those that a later loop may have, too."""
+        for index in epoch.returned if self.carried else ():
+            if shard_key(dataset.number, epoch.number, index) in self.carried:
+                epoch.returned.remove(index)
+                return index
+        return None
+
     def grant(
         self, dataset: Dataset, epoch: Epoch, index: int, no: LeaseNo, worker: Slot, incarnation: Incarnation, ask: int
     ) -> Held:
@@ -242,6 +280,7 @@ class Shards(msgspec.Struct):
         epoch.doing += 1
         self.leases[key] = held
         self.taken_back.pop(key, None)
+        self.carried.discard(key)
         return held
 
     def take_back(self, key: ShardKey, position: int = -1) -> Held:
@@ -299,6 +338,8 @@ class Shards(msgspec.Struct):
         epoch.doing -= 1
         epoch.done += 1
         counted = held.stop - held.start - skipped
+        if epoch.number < self.datasets[held.dataset].told:
+            self.datasets[held.dataset].sent_back = 0
         epoch.samples_done += counted
         self.samples_done += counted
         self.kills.pop(key, None)
@@ -315,6 +356,7 @@ class Shards(msgspec.Struct):
         epoch.returned.remove(index)
         epoch.quarantined[index] = reason
         self.taken_back.pop(key, None)
+        self.carried.discard(key)
         self.came_back.discard(key)
         self.kills.pop(key, None)
         self.kills_at.pop(key, None)

@@ -55,11 +55,11 @@ from everstep.model.image import Holdings, Manifest
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import CheckpointReason
-from everstep.model.shard import Lease, ShardState, Span, Token
+from everstep.model.shard import Lease, ShardState, Span, Token, split_key
 from everstep.model.turn import Place, Turn
 from everstep.native.ledger import Ledger, SpanTuple
 from everstep.net.messages import Pushed
-from everstep.sim.kernel import Client, Conn, Process
+from everstep.sim.kernel import Client, Conn, Process, Violation
 from everstep.tables.gate import Gate, Late, Verdict
 from everstep.tables.protocol import (
     Action,
@@ -757,6 +757,7 @@ class Worker(Child):
         self.busy = False
         self.leaving = False
         self.plan_known = False
+        self.loop = 0  # of the script, from 1; it has one for each epoch, or counts none
         self.pace = scenario.batch_s * (0.5 + rng.random())
         self.stamps: dict[Slot, float] = {}
         self.soon: set[Slot] = set()  # ps that are asked again shortly
@@ -795,12 +796,18 @@ class Worker(Child):
             self.hello(conn)
 
     def register(self) -> None:
-        self.call(PlanRegistered(self.sim.plan), self.on_registered, ())
+        begin = self.loop
+        fact = PlanRegistered(self.sim.plan)
+        if self.sim.scenario.loops:
+            fact = PlanRegistered(self.sim.plan, begin + 1, begin, begin + 1)
+        self.call(fact, self.on_registered, (begin,))
 
-    def on_registered(self, conn: Conn, answer: AnswerType) -> None:
-        if isinstance(answer, Registered) and not self.plan_known:
+    def on_registered(self, conn: Conn, begin: int, answer: AnswerType) -> None:
+        if isinstance(answer, Registered) and not self.plan_known and begin == self.loop:
             self.plan_known = True
-            self.act(self.protocol.begin(answer.dataset, self.sim.scenario.epochs))
+            self.loop += self.sim.scenario.loops
+            self.act(self.protocol.begin(answer.dataset, self.loop or self.sim.scenario.epochs))
+            self.pump()
         elif isinstance(answer, Fenced):
             self.exit(4)
 
@@ -822,6 +829,9 @@ class Worker(Child):
         if self.kernel.lines is not None:
             self.kernel.say(self, f"ask {ask}: {answer}")
         self.act(self.protocol.answered(ask, answer))
+        for lease in self.protocol.held() if self.sim.scenario.loops else ():
+            if split_key(lease.shard)[1] + 1 != self.loop:
+                raise Violation(f"{self.name} got {lease} in loop {self.loop} of the script")
         self.pump()
 
     def on_done(self, conn: Conn, lease: LeaseNo, answer: AnswerType) -> None:
@@ -1060,6 +1070,9 @@ class Worker(Child):
             elif kind is Halt:
                 self.kernel.say(self, f"halt: {a.reason}")  # type: ignore[attr-defined]
                 self.exit(4)
+            elif kind is Finished and self.sim.scenario.loops and self.loop < self.sim.scenario.epochs:
+                self.plan_known = False
+                self.register()
             elif kind is Finished:
                 self.exit(0)
             elif kind is Drop and self.kernel.lines is not None:

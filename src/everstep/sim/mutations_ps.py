@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.brain.shards import Shards
+from everstep.brain.brain import Brain
+from everstep.brain.events import InstructionType
+from everstep.brain.members import Seat
+from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.ids import BucketId, ShardKey
 from everstep.model.placement import Mirror, Placement
 from everstep.net.messages import DataAnswer, Entry, Fed, Feed, Moved, Pushed, Tail, Tailed
@@ -249,6 +252,14 @@ def _oldest_image(self: Simulation, checkpoint: int, bucket: BucketId) -> Bucket
     return self.files[self.manifests[min(self.manifests)].images[bucket].files[0].path]
 
 
+def _no_loop(self: Dataset, epoch: int) -> int:
+    return 0
+
+
+def _nobody_goes_back(self: Brain, loop: int, asker: Seat, dataset: Dataset, epoch: Epoch) -> list[InstructionType]:
+    return []
+
+
 PS_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "difference-twice",
@@ -279,6 +290,18 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         "the brain promotes mirrors that are being built",
         Parts(),
         ((Draft, "copies", _ready_or_not),),
+    ),
+    Mutation(
+        "any-loop-will-do",
+        "what comes back is trained in whatever loop of the script a worker is in",
+        Parts(),
+        ((Dataset, "loop_of", _no_loop),),
+    ),
+    Mutation(
+        "nobody-goes-back",
+        "workers wait for somebody who trains what belongs to a loop that all have passed",
+        Parts(),
+        ((Brain, "_back_to", _nobody_goes_back),),
     ),
     Mutation(
         "reopens-nothing",
