@@ -7,13 +7,16 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import everstep as es
 from everstep.api.dense import DenseGroup, StaleValues
+from everstep.api.job import Job
 from everstep.api.optim import TwinGroup
+from everstep.errors import ScriptError
 
 
 class Watched:
@@ -90,3 +93,35 @@ def test_alone_an_edit_of_a_tables_rows_is_seen_without_looking_at_every_batch(t
             model[0].weight.fill_(2.0)
     assert bool((job.state_dict()["models"][0]["0.weight"] == 2.0).all())
     job.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("place", ["before", "behind", "table"])
+def test_a_change_by_hand_takes_no_step_back(join: Callable[..., Job], ahead: int, place: str) -> None:
+    """Each step takes 1 away, each change gives 0.5 back. What was pulled ahead lacks a step: it may not be stored."""
+    job = join(prefetch=ahead)
+    model = nn.ModuleDict({"table": nn.Embedding(2, 1), "dense": nn.Linear(1, 1, bias=False)})
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    ours = job.replicate(job.sparse(model))
+    opt = job.optimizer(torch.optim.SGD(ours.parameters(), lr=1.0))
+    changed: Any = ours["table"].weight if place == "table" else ours["dense"].weight
+
+    def train() -> None:
+        for batch in job.steps(job.loader({"id": np.zeros(24, np.int64)}, batch_size=2)):
+            opt.zero_grad()
+            with torch.no_grad():
+                changed.add_(0.5 if place != "behind" else 0.0)
+            (ours["table"](batch["id"]).mean() + ours["dense"].weight.sum()).backward()
+            opt.step()
+            with torch.no_grad():
+                changed.add_(0.5 if place == "behind" else 0.0)
+
+    if ahead and place != "behind":
+        with pytest.raises(ScriptError, match="were pulled ahead: the step of the batch before would be lost"):
+            train()
+        return
+    train()
+    state = ours.state_dict()
+    assert state["dense.weight"].item() == (-12.0 if place == "table" else -6.0)
+    assert state["table.weight"][0].item() == (-6.0 if place == "table" else -12.0)

@@ -205,6 +205,8 @@ class Engine:
         self._left: Work | None = None  # of the batch in hand: what no step has consumed
         self._captured: _Payload | None = None  # of a step of this iteration, to be pushed at its end
         self._steps_here = 0  # of this iteration
+        self._pushed = False  # a step of this loop
+        self._behind = False  # what is in hand was pulled ahead, and may lack a step that is pushed
         self._pulled = False  # sync: all workers have pulled what a change by hand is about to replace
         self._grads_before: list[tuple[int, int]] = []  # which gradients there were when the iteration began
         self._probe: tuple[torch.nn.Parameter, torch.Tensor] | None = None  # a gradient that kept batches are in
@@ -620,6 +622,7 @@ class Engine:
                         self.gate.leave()
                         self._say_place()
                 self.tables.renew()
+                self._behind = False
             else:
                 if self._kept and self._was_zeroed():
                     self._leave_out()
@@ -638,6 +641,7 @@ class Engine:
         self._push_piece(captured, consumed=True)
         self._settle()
         self.tables.renew()
+        self._behind = False
         self.clock.switch(phase)
 
     def _before_refresh(self) -> None:
@@ -809,6 +813,7 @@ class Engine:
         self.feed(lambda: self.protocol.begin(dataset, until))
         ahead = 0 if any(table.renorms for table in self.tables.batches.values()) else self._ahead
         self.tables.ahead = ahead > 0
+        self._pushed = False
         run = _Run(loader, ahead)
         if ahead:
             run.thread = threading.Thread(target=self._read_ahead, args=(run,), name="everstep-reader", daemon=True)
@@ -903,6 +908,7 @@ class Engine:
             self.tables.take(item)
             run.permits.release()
             self._left = item.work
+            self._behind = run.thread is not None and self._pushed
             self._steps_here = 0
             if self.gate is not None and self._sync and not (self._portion.samples and self._part):
                 with self._lock:
@@ -1148,6 +1154,7 @@ class Engine:
                     "optimizer): with several workers and no common step, steps of the others would be lost by that; "
                     "run with --consistency sync or --mode allreduce, or put the change into the loss"
                 )
+            self._check_fresh("parameters")
             self._await_pulls()
             self.tables.put(group.spec, None, group.initial(), replace=True)
             group.seen()
@@ -1167,11 +1174,20 @@ class Engine:
                     "sync, with --mode allreduce without ps, or put the change into the loss"
                 )
             spec = self.tables.infos[name].spec
+            self._check_fresh(f"rows of table {name!r}")
             self._await_pulls()
             self.tables.put(spec, table.keys, table.values, replace=True)
             table.seen()
             table.renormed = False
         self._pulled = False
+
+    def _check_fresh(self, what: str) -> None:
+        """Values that lack a step may not be stored over those that have it. Raises ScriptError."""
+        if self._behind and self.in_loop:
+            raise ScriptError(
+                f"the script changed {what} in place before opt.step(), and their values were pulled ahead: the step "
+                "of the batch before would be lost by that; change them behind opt.step(), or set EVERSTEP_PREFETCH=0"
+            )
 
     def _renormed(self, table: BatchTable) -> bool:
         """Sync: each worker's lookups change rows of its own; all take the step that lies before such changes."""
@@ -1299,6 +1315,7 @@ class Engine:
         self.left_out += 0 if skipped else sum(w.hi - w.lo for w, learnt in works if not learnt)
         if payload is None or counted < 0:
             counted = sum(w.hi - w.lo for w, learnt in works if learnt) if payload is not None else 0
+        self._pushed = self._pushed or payload is not None
         with self._lock:
             self._ready(_StepInHand(tuple(works), payload, counted, skipped), more)
 
