@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from everstep.sim.stragglers import Constant, Pattern, Recorded, Spells
+from everstep.sim.stragglers import ConstantSlowness, Pattern, Recorded, Spells
 
 TRACES = Path(__file__).parent / "traces" / "alibaba-pai-minibatch"
 
@@ -17,7 +17,7 @@ def from_words(words: dict[str, Any]) -> Pattern:
     """``{"kind": "constant", "s", "begins"}``, ``{"kind": "spells", "s", "spell", "gap", "seed"}`` or
     ``{"kind": "recorded", "job", "width", "begin", "workers"}``; times in seconds."""
     if words["kind"] == "constant":
-        return Constant(words["s"], words.get("begins", 0.0))
+        return ConstantSlowness(words["s"], words.get("begins", 0.0))
     if words["kind"] == "spells":
         return Spells(words["s"], words["spell"], words["gap"], words["seed"])
     return recorded(words["job"], words["width"], words.get("begin", 0), words.get("workers"))

@@ -41,7 +41,7 @@ from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
-from everstep.model.shard import Plan, shard_key
+from everstep.model.shard import ShardSchedule, shard_key
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, create_secret, load_secret
 from everstep.net.control import ControlClient
@@ -60,7 +60,7 @@ _DLROVER_PER_S = 717  # one measurement of its local master on such a machine; n
 def client_main(run_dir: Path, slot: int, seconds: float, in_flight: int) -> None:
     """One client: says hello, waits for a line on stdin, then asks and reports for ``seconds``; prints its count."""
     from everstep.net.auth import authenticate_client
-    from everstep.net.frames import CONTROL_LIMITS, FrameSocket, Kind, encode_frame
+    from everstep.net.frames import CONTROL_LIMITS, FrameKind, FrameSocket, encode_frame
     from everstep.net.retry import Deadline
     from everstep.net.sockets import connect_unix
 
@@ -76,13 +76,13 @@ def client_main(run_dir: Path, slot: int, seconds: float, in_flight: int) -> Non
     def send(request: Any) -> int:
         nonlocal number
         number += 1
-        stream.send_raw(encode_frame(Kind.CALL, encode(wire.Call(number, request))))
+        stream.send_raw(encode_frame(FrameKind.CALL, encode(wire.Call(number, request))))
         return number
 
     def receive() -> wire.Return:
         while True:
             frame = stream.recv()
-            if frame.kind == Kind.RETURN:
+            if frame.kind == FrameKind.RETURN:
                 return decode(frame.header)
 
     send(MemberJoined(Role.WORKER, Slot(slot), Incarnation(1), NodeId("node0"), os.getpid()))
@@ -226,7 +226,7 @@ def _register(run_dir: Path) -> None:
     client = ControlClient(
         address=lambda: master_address(run_dir), run_dir=run_dir, secret=secret, identity=who, hello=lambda: hello
     )
-    client.call(PlanRegistered(Plan(name="bench", samples=10**9, shard_samples=1000, seed=0)), 10.0)
+    client.call(PlanRegistered(ShardSchedule(name="bench", samples=10**9, shard_samples=1000, seed=0)), 10.0)
     client.close()
 
 
@@ -245,7 +245,7 @@ def memory_main() -> None:
     brain.handle(Event(0.0, MemberJoined(Role.PS, Slot(0), Incarnation(1), node, 1, place)))
     for slot in map(Slot, range(999)):
         brain.handle(Event(0.0, MemberJoined(Role.WORKER, slot, Incarnation(1), node, 1)))
-    plan = Plan(name="d", samples=10**9, shard_samples=10_000, seed=0)
+    plan = ShardSchedule(name="d", samples=10**9, shard_samples=10_000, seed=0)
     brain.handle(Event(0.0, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
     for n in range(plan.shards):
         out = brain.handle(Event(1.0, ShardAsked(0, 1, 1 + n // 999), by_worker(Slot(n % 999), Incarnation(1))))
@@ -264,7 +264,7 @@ def _planning_s() -> float:
     brain.handle(Event(0.0, MemberJoined(Role.PS, Slot(0), Incarnation(1), node, 1, Address(node, "x"))))
     brain.handle(Event(0.0, MemberJoined(Role.WORKER, Slot(0), Incarnation(1), node, 1)))
     began = time.perf_counter()
-    plan = Plan(name="d", samples=10**9, shard_samples=8192, seed=0)
+    plan = ShardSchedule(name="d", samples=10**9, shard_samples=8192, seed=0)
     brain.handle(Event(0.0, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
     out = brain.handle(Event(1.0, ShardAsked(0, 1, 1), by_worker(Slot(0), Incarnation(1))))
     assert isinstance(out[0], Reply) and isinstance(out[0].answer, Granted)

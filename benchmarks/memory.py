@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks._measure import say
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, unique_route
+from everstep.native import BlobKind, Store, unique_route
 
 MEMBERS = 4
 PUSH = 20_000
@@ -135,7 +135,7 @@ class _Job:
         for ps, pipe in enumerate(self.pipes if self.mirrors else ()):
             pipe.send(("protect", self.of(ps)))
             for b in self.of(ps):
-                for kind in (Kind.HEADS, Kind.BODIES):
+                for kind in (BlobKind.HEADS, BlobKind.BODIES):
                     lo = 0
                     while lo >= 0:
                         pipe.send(("emit", b, int(kind), lo))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks._measure import Rounds, beside, interleaved, median, say, spread
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, _native, unique_route
+from everstep.native import BlobKind, Store, _native, unique_route
 
 SPEC = TableSpec("rows", 64, OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, 0.01))
 BUCKETS = 4
@@ -73,7 +73,7 @@ class _Pushed:
         self.protected.protect([0], True)
         for row in (0, 1):
             self.home.mirror_make(row + 1, [1, 0], row)  # second: its weight in row 1 is 2, not 1
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             lo = 0
             while lo >= 0:
                 lo = self.protected.emit(0, kind, SPEC.id, lo, lo + 8192)
@@ -148,7 +148,7 @@ def _dense(dense: bool, rounds: int) -> tuple[float, float]:
 
     for b in range(buckets):
         home.mirror_make(b, [(b + 1) % buckets, b], 1)
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             protected.emit(b, kind, spec.id, 0, rows)
         protected.emit_marks(b)
     deliver()
@@ -176,7 +176,7 @@ def _recover(rows: int) -> float:
     ends = np.cumsum(counts)
 
     def contents(b: int) -> list[NDArray[np.uint8]]:
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             lo = 0
             while lo >= 0:
                 lo = owners[b].emit(b, kind, SPEC.id, lo, lo + 4096)

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from everstep.monitor import stepclock
-from everstep.monitor.process import ProcessReadings
+from everstep.monitor.process_readings import ProcessReadings
 from everstep.monitor.stepclock import StepClock
 
 SMALL_STEP_S = 0.005

@@ -12,8 +12,8 @@ from typing import Any
 
 from everstep.sim.__main__ import chunk
 from everstep.sim.mutations import MUTATIONS, catch
-from everstep.sim.run import simulate
 from everstep.sim.scenario import failover_scenario
+from everstep.sim.simulation import simulate
 
 
 def failovers_per_minute(seeds: range) -> tuple[float, int]:

@@ -42,7 +42,7 @@ from everstep.policies.stragglers.nondedicated import Settings, nondedicated
 from everstep.policies.stragglers.policy import Policy
 from everstep.sim.stragglers import (
     BATCH,
-    Constant,
+    ConstantSlowness,
     Pattern,
     Spells,
     asynchronous,
@@ -91,8 +91,8 @@ def virtual(result: Result, seeds: range) -> None:
     for n in (4, 8):
         for s in (2.0, 4.0, 8.0):
             patterns: dict[str, Callable[[int], Pattern]] = {
-                "deterministic": lambda seed, s=s: Constant(s),  # type: ignore[misc]
-                "persistent": lambda seed, s=s: Constant(s, begins=0.1 * STEPS),  # type: ignore[misc]
+                "deterministic": lambda seed, s=s: ConstantSlowness(s),  # type: ignore[misc]
+                "persistent": lambda seed, s=s: ConstantSlowness(s, begins=0.1 * STEPS),  # type: ignore[misc]
                 "transient": lambda seed, s=s: Spells(s, SPELL, GAP, seed),  # type: ignore[misc]
             }
             for name, pattern in patterns.items():

@@ -1,6 +1,6 @@
 // What a ps owes to the mirrors of its buckets, and who brings it there.
 //
-// The first half is everstep/protect/streams.py once more, which is its oracle and says what everything means. The
+// The first half is everstep/protect/replication.py once more, which is its oracle and says what everything means. The
 // second sends: a peer life has a link (a connection that Python made), and one thread at a time, who has *claimed* it,
 // sends a batch there and takes the answer. Who waits for the mirrors carries: it sends to every peer that nobody has
 // claimed. Thread-safe; nobody waits for the network with the mutex. Lock order: this mutex > the outbox's.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent import agent as agent_module
-from everstep.agent.agent import Agent, Outcome, free_number, last_error_line
+from everstep.agent.agent import Agent, JobOutcome, free_number, last_error_line
 from everstep.agent.mastersilence import CutOff
 from everstep.brain.events import DrainAsked, FinishJob, Ok, ProcessExited, StartProcess, StopAsked, StopProcess
 from everstep.config.spec import JobSpec
@@ -106,7 +106,7 @@ class Stage:
         )
         self.failure: BaseException | None = None
 
-    def run(self, play: Callable[[], None]) -> Outcome:
+    def run(self, play: Callable[[], None]) -> JobOutcome:
         def act() -> None:
             try:
                 play()

@@ -8,7 +8,7 @@ import http.client
 import pytest
 import torch
 
-from everstep.agent.failures import cause_of
+from everstep.agent.script_failures import cause_of
 
 
 class EndpointConnectionError(Exception):

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from everstep.agent.template import Ended, Fork, Forked, Packet, Ready
-from everstep.agent.warm import WarmTemplate
-from everstep.agent.worker import ERROR_MARK, WorkerError
+from everstep.agent.template_client import WarmTemplate
+from everstep.agent.worker_process import ERROR_MARK, WorkerError
 from everstep.platforms.local import ended
 
 pytestmark = pytest.mark.processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.utils.data
 
-from everstep.agent.worker import with_advice
+from everstep.agent.worker_process import with_advice
 
 
 def test_an_error_that_advises_to_make_a_process_group_comes_with_what_to_do_here() -> None:

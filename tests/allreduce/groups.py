@@ -21,12 +21,12 @@ import torch._dynamo  # optimizers import it on first use: once, here, not in ev
 from torch.distributed import ProcessGroupGloo
 
 from everstep.allreduce.collective import Alone
-from everstep.allreduce.engine import GroupEngine
-from everstep.allreduce.step import LeaveJob, Outcome, Step
+from everstep.allreduce.group_engine import GroupEngine
+from everstep.allreduce.step import LeaveJob, StepAttempt, VoteOutcome
 from everstep.config.spec import JobSpec
-from everstep.model.group import Group, Mark, Split
-from everstep.model.shard import Plan
-from everstep.policies.split import cut_step
+from everstep.model.group import Group, Mark, StepSplit
+from everstep.model.shard import ShardSchedule
+from everstep.policies.step_split import cut_step
 
 WAIT = timedelta(seconds=40)
 
@@ -85,30 +85,32 @@ class ScriptedSession:
     def __init__(self, spec: JobSpec, collective: Gloo, redo: frozenset[int] = frozenset()) -> None:
         self.spec, self.collective = spec, collective
         self.mark = Mark()
-        self.split = Split()
+        self.split = StepSplit()
         self.before_end: Callable[[Any], None] | None = None
         self.redo = set(redo)
         self.break_at: set[int] = set()
         self.log: list[tuple[int, int, int, str]] = []
         self.leave_at = -1
-        self._outcome = Outcome.REDO
+        self._outcome = VoteOutcome.REDO
         self.rehearse = self.rehearsing = False
 
     def rehearsal(
-        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
-    ) -> Step | None:
+        self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
+    ) -> StepAttempt | None:
         self.rehearsing, self.rehearse = self.rehearse, False
         cut = cut_step(self.mark, plan, until_epoch, batch_samples, self.spec, 1) if self.rehearsing else None
-        return cut and Step.of(msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.mark, 1, 0, Alone())
+        return cut and StepAttempt.of(
+            msgspec.structs.replace(cut, micros=(cut.micros[0][:1],)), self.mark, 1, 0, Alone()
+        )
 
     def rehearsed(self) -> None:
         assert self.rehearsing
         self.rehearsing = False
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         self.dataset, self.until, self.plan, self.batch = dataset, until_epoch, plan, batch_samples
 
-    def begin(self) -> Step | None:
+    def begin(self) -> StepAttempt | None:
         if self.mark.step == self.leave_at:
             raise LeaveJob(143)
         c = self.collective
@@ -120,24 +122,24 @@ class ScriptedSession:
         if self.mark.step in self.break_at:
             self.break_at.discard(self.mark.step)
             c.fail_next = True
-        return Step.of(cut, self.mark, 1, c.rank, c)
+        return StepAttempt.of(cut, self.mark, 1, c.rank, c)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+    def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         if step.size > 1:
             said = torch.tensor([digest, -digest])
             self.collective.allreduce(said, "max").wait()
             assert said[0] == -said[1], f"members disagree in step {step.number}"
         if step.number in self.redo:
             self.redo.discard(step.number)
-            return Outcome.REDO
-        self._outcome = Outcome.SKIPPED if nonfinite else Outcome.COMMITTED
+            return VoteOutcome.REDO
+        self._outcome = VoteOutcome.SKIPPED if nonfinite else VoteOutcome.COMMITTED
         return self._outcome
 
-    def broken(self, step: Step) -> None:
+    def broken(self, step: StepAttempt) -> None:
         self.log.append((step.number, step.lo, step.hi, "broken"))
         assert len(self.log) < 1000, "breaks again and again"
 
-    def done(self, step: Step, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True) -> None:
         self.log.append((step.number, step.lo, step.hi, self._outcome.value))
         self.mark = Mark(step.number + 1, step.dataset, step.epoch, step.hi)
 
@@ -163,9 +165,9 @@ class ListLoader:
         self.data, self.batch_size, self.epochs = data, batch_size, epochs
         self.largest_batch = 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> ShardSchedule:
         n = len(next(iter(self.data.values())))
-        return Plan(name="train", samples=n, shard_samples=n, seed=0)
+        return ShardSchedule(name="train", samples=n, shard_samples=n, seed=0)
 
     def read(self, epoch: int, lo: int, hi: int) -> dict[str, torch.Tensor]:
         return {name: values[lo:hi] for name, values in self.data.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from replica_runs import Run
 
-from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce.replica_sync import ReplicaKeeper
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Group, GroupMember, Mark

@@ -14,7 +14,7 @@ from replica_group import Place as SeatOf
 from replica_runs import Run
 from torch import nn
 
-from everstep.allreduce.checkpoint import ReplicaWriter, read_replica, state_dicts
+from everstep.allreduce.replica_checkpoint import ReplicaWriter, read_replica, state_dicts
 from everstep.brain.events import Answer, Ok, Refused, ReplicaWritten
 from everstep.cli.ckpt import ckpt
 from everstep.config.spec import JobSpec

@@ -31,7 +31,7 @@ from everstep.allreduce.collective import (
     port_in,
     silence,
 )
-from everstep.allreduce.store import GroupStore
+from everstep.allreduce.group_store import GroupStore
 from everstep.errors import InternalError
 from everstep.net.retry import Deadline
 

@@ -19,16 +19,16 @@ from groups import Gloo, ListLoader, Member, alone, run_group
 from scripts import adam, data, loss_of, net, same, trained, values
 
 from everstep.allreduce import device_group, devices
-from everstep.allreduce.buffers import _integers, _words, integers_there, words_there
 from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.device_group import DeviceCollective
-from everstep.allreduce.devices import Place, Way, choose, device_for, place_of, version_number
+from everstep.allreduce.devices import DevicePlace, Way, choose, device_for, place_of, version_number
 from everstep.allreduce.environment import LOCAL_VARIABLE, NCCL_ENVIRONMENT, NCCL_VARIABLE
 from everstep.allreduce.flats import digest, measure_there, told
+from everstep.allreduce.group_buffers import _integers, _words, integers_there, words_there
+from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.store import GroupStore
 from everstep.config.spec import JobSpec
 from everstep.errors import PlatformError, ScriptError
 from everstep.native import sum_bits
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 LONG_S = 30.0
 
 
-def gpu(identity: int, nccl: int = 22809) -> Place:
-    return Place("cuda", identity, nccl)
+def gpu(identity: int, nccl: int = 22809) -> DevicePlace:
+    return DevicePlace("cuda", identity, nccl)
 
 
 # ---------------------------------------------------------------- which way
@@ -48,17 +48,17 @@ def gpu(identity: int, nccl: int = 22809) -> Place:
 @pytest.mark.parametrize(
     ("places", "way", "why"),
     [
-        ([Place(), Place()], Way.HOST, ""),
+        ([DevicePlace(), DevicePlace()], Way.HOST, ""),
         ([gpu(1), gpu(2), gpu(3)], Way.NCCL, ""),
         ([gpu(1), gpu(2), gpu(1)], Way.STAGED, "ranks 0, 2 share one GPU"),
         ([gpu(1), gpu(2, 0)], Way.STAGED, "no NCCL at rank 1"),
         ([gpu(1), gpu(2, 22703)], Way.STAGED, "22703, 22809"),
-        ([gpu(1), Place()], Way.STAGED, "models are on cpu, cuda"),
-        ([Place(devices.SEVERAL), Place(devices.SEVERAL)], Way.STAGED, "several devices"),
-        ([Place("mps", 1), Place("mps", 2)], Way.STAGED, "models are on mps"),
+        ([gpu(1), DevicePlace()], Way.STAGED, "models are on cpu, cuda"),
+        ([DevicePlace(devices.SEVERAL), DevicePlace(devices.SEVERAL)], Way.STAGED, "several devices"),
+        ([DevicePlace("mps", 1), DevicePlace("mps", 2)], Way.STAGED, "models are on mps"),
     ],
 )
-def test_all_members_choose_the_same_way(places: list[Place], way: Way, why: str) -> None:
+def test_all_members_choose_the_same_way(places: list[DevicePlace], way: Way, why: str) -> None:
     chosen = choose(places)
     assert chosen.way is way
     assert why in chosen.why and bool(why) == bool(chosen.why)
@@ -66,11 +66,11 @@ def test_all_members_choose_the_same_way(places: list[Place], way: Way, why: str
 
 def test_models_that_are_cut_differently_are_refused_in_one_line() -> None:
     with pytest.raises(ScriptError, match="one device at rank 1 and on several"):
-        choose([Place(devices.SEVERAL), gpu(1)])
+        choose([DevicePlace(devices.SEVERAL), gpu(1)])
 
 
 def test_what_a_member_says_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place_of([]) == place_of([CPU]) == Place()
+    assert place_of([]) == place_of([CPU]) == DevicePlace()
     assert place_of([CPU, torch.device("cuda:0")]).kind == devices.SEVERAL
     found = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
@@ -410,7 +410,7 @@ def test_a_member_that_is_lost_while_nccl_connects_is_nothing_against_nccl(
 
 
 def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(known: Any) -> Place:
+    def broken(known: Any) -> DevicePlace:
         raise RuntimeError("CUDA error: device-side assert triggered\nand advice")
 
     monkeypatch.setattr(device_group, "place_of", broken)

@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
-from everstep.allreduce.protocol import BALLOT, Action, Connect, Counted, Cut, Follow, GroupMachine
+from everstep.allreduce.group_machine import BALLOT, AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Group, GroupMember, Split
+from everstep.model.group import Group, GroupMember, StepSplit
 
 
 def member(slot: int, incarnation: int = 1) -> GroupMember:
@@ -67,15 +67,15 @@ def test_a_failed_connection_is_tried_again_under_another_number() -> None:
 def test_a_connection_that_was_superseded_is_cut_when_it_comes_after_all() -> None:
     m, second = machine(), group(2, 0, 2)
     m.told(group(1, 0, 1))
-    assert m.told(second) == [Cut(1), Connect(second, 0)]
-    assert m.connected(1, 0) == [Cut(1)]
+    assert m.told(second) == [AbortGroup(1), Connect(second, 0)]
+    assert m.connected(1, 0) == [AbortGroup(1)]
     assert m.entry is None
     assert m.failed(1, 0) == []
 
 
 def test_a_loss_cuts_the_present_group_and_leads_to_the_next() -> None:
     m, second = inside(group(1, 0, 1, 2)), group(2, 0, 2, lost=(1,))
-    assert m.told(second) == [Cut(1), Connect(second, 0)]
+    assert m.told(second) == [AbortGroup(1), Connect(second, 0)]
     assert not m.whole
     m.connected(2, 0)
     assert m.entry is second
@@ -113,7 +113,7 @@ def test_a_group_that_everybody_said_in_a_vote_is_entered_though_a_newer_one_is_
         m.told(second)
         m.connected(2, 0)
     ballots = [m.ballot(7, 99, False, -1) for m in (a, b)]
-    assert Cut(2) not in a.told(third)
+    assert AbortGroup(2) not in a.told(third)
     a.connected(3, 0)
     for m in (a, b):
         m.count(maximum(ballots))
@@ -129,14 +129,14 @@ def test_a_change_that_breaks_before_all_are_there_breaks_what_is_left_too() -> 
         m.connected(2, 0)
     votes = maximum([m.ballot(7, 99, False, -1) for m in members])
     assert a.told(third) == [Connect(third, 0)]
-    assert Cut(1) in a.count(votes)[1]
+    assert AbortGroup(1) in a.count(votes)[1]
     assert not a.whole and a.entry is None
     assert b.count(votes)[1] == [] and b.entry is second
     b.enter(second)
     assert c.count(votes)[1] == []
-    assert Cut(1) in c.told(third)
+    assert AbortGroup(1) in c.told(third)
     assert not c.whole and c.entry is None
-    assert Cut(2) in b.told(third)
+    assert AbortGroup(2) in b.told(third)
     for m in members:
         m.connected(3, 0)
         assert m.entry is third
@@ -146,7 +146,7 @@ def test_a_superseded_group_is_cut_so_that_who_waits_in_it_goes_on() -> None:
     m, second, third = inside(group(1, 0, 1)), group(2, 0, 1, 2), group(3, 0, 1)
     m.told(second)
     m.connected(2, 0)
-    assert m.told(third) == [Cut(2), Connect(third, 0)]
+    assert m.told(third) == [AbortGroup(2), Connect(third, 0)]
 
 
 def test_on_hold_or_alone_nobody_votes_so_the_newest_group_is_entered_at_once() -> None:
@@ -213,7 +213,7 @@ def test_a_group_that_broke_without_a_loss_is_connected_again() -> None:
     first = group(1, 0, 1)
     m = inside(first)
     assert m.reconnect() == []
-    assert m.broke() == [Cut(1)]
+    assert m.broke() == [AbortGroup(1)]
     assert m.broke() == []
     assert m.reconnect() == [Connect(first, 1)]
     assert m.reconnect() == []
@@ -274,12 +274,12 @@ class World:
         assert self.newest is not None
         self.splits += 1
         shares = tuple(self.rng.randint(1, 9) for _ in self.newest.members)
-        self.newest = msgspec.structs.replace(self.newest, split=Split(self.splits, shares))
+        self.newest = msgspec.structs.replace(self.newest, split=StepSplit(self.splits, shares))
         self.inbox += [(slot, self.newest) for slot in self.machines]
 
     def act(self, slot: int, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Cut):
+            if isinstance(action, AbortGroup):
                 self.cut.add(action.generation)
             elif isinstance(action, Connect):
                 self.connecting.setdefault((action.group.generation, action.attempt), set()).add(slot)
@@ -438,17 +438,17 @@ def test_a_new_split_holds_once_everybody_has_it() -> None:
         votes = maximum([m.ballot(step, 1, False, -1) for m in members])
         assert [m.count(votes)[0].counted for m in members] == [Counted.AGREED] * 2
 
-    split = Split(4, (30, 10), (3, 1), 0.5)
+    split = StepSplit(4, (30, 10), (3, 1), 0.5)
     assert a.told(msgspec.structs.replace(first, split=split)) == []
     vote(0)
-    assert [m.split for m in members] == [Split(), Split()], "b has not heard of it"
+    assert [m.split for m in members] == [StepSplit(), StepSplit()], "b has not heard of it"
     assert b.told(msgspec.structs.replace(first, split=split)) == []
     vote(1)
     assert [m.split for m in members] == [split, split]
     assert a.told(first) == [], "old news"
     vote(2)
     assert a.split == split
-    wrong = Split(5, (1, 2, 3))
+    wrong = StepSplit(5, (1, 2, 3))
     for m in members:
         m.told(msgspec.structs.replace(first, split=wrong))
     vote(3)
@@ -456,8 +456,8 @@ def test_a_new_split_holds_once_everybody_has_it() -> None:
 
 
 def test_a_broken_group_begins_with_equal_shares_unless_all_know_the_split() -> None:
-    split = Split(2, (3, 1))
-    for known, holds in ((2, split), (1, Split())):
+    split = StepSplit(2, (3, 1))
+    for known, holds in ((2, split), (1, StepSplit())):
         first = group(1, 0, 1)
         members = [inside(first, slot) for slot in range(2)]
         for m in members[:known]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from replica_group import Worker, agree, digests, group_of
 
-from everstep.allreduce import handover, source
-from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce import handover, state_source
+from everstep.allreduce.replica_sync import ReplicaKeeper
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Mark
@@ -116,7 +116,9 @@ def test_a_joiner_that_followed_is_not_sent_the_state_again(hire, monkeypatch: p
     train_until(old, new.synced)
     for w in old:
         w.train(20)
-    monkeypatch.setattr(source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again"))
+    monkeypatch.setattr(
+        state_source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again")
+    )
     agree(2, [*old, new])
     assert len(digests([*old, new])) == 1
 
@@ -143,7 +145,9 @@ def test_a_joiner_in_the_middle_of_a_step_when_the_group_changes_over_is_not_sen
 
     monkeypatch.setattr(handover, "replay", slowly)
     monkeypatch.setattr(ReplicaKeeper, "_level", levels)
-    monkeypatch.setattr(source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again"))
+    monkeypatch.setattr(
+        state_source.StateSource, "provide", lambda self: pytest.fail("the whole state was copied again")
+    )
     for w in old:
         w.train(1)
     assert inside.wait(60)
@@ -172,15 +176,15 @@ def test_the_source_is_lost_in_mid_transfer(hire, monkeypatch: pytest.MonkeyPatc
     for w in old:
         w.train(2)
     reading = threading.Event()
-    read = source.StateSource._read
+    read = state_source.StateSource._read
 
     def dies(self, request):
         if request.at > 500 and self is old[0].keeper.source:
             reading.set()
-            return handover.Gone("this worker dies"), ()
+            return handover.SnapshotGone("this worker dies"), ()
         return read(self, request)
 
-    monkeypatch.setattr(source.StateSource, "_read", dies)
+    monkeypatch.setattr(state_source.StateSource, "_read", dies)
     new.keeper.follow(group_of(1, old))
     train_until(old, reading)
     old[0].keeper.close()
@@ -199,7 +203,7 @@ def test_a_joiner_that_is_lost_costs_the_source_nothing(hire, monkeypatch: pytes
     new.keeper.close()
     found = old[0].keeper.source
     looks = itertools.count(1)  # (its last question may still be waited with, and was heard then)
-    monkeypatch.setattr(found, "_now", lambda: time.monotonic() + 2 * source.SILENT_S * next(looks))
+    monkeypatch.setattr(found, "_now", lambda: time.monotonic() + 2 * state_source.SILENT_S * next(looks))
     for _ in range(400):
         old[0].train()
         if not found._followers:
@@ -214,7 +218,7 @@ def test_a_joiner_that_is_too_slow_enters_all_the_same(hire, monkeypatch: pytest
     old, new = [hire(0)], hire(1)
     old[0].keeper.source._keep_bytes = 1
     agree(1, old)
-    monkeypatch.setattr(handover.Follower, "_apply", lambda *a: time.sleep(0.05))
+    monkeypatch.setattr(handover.StateFollower, "_apply", lambda *a: time.sleep(0.05))
     new.keeper.follow(group_of(1, old))
     train_until(old, new.synced)
     agree(2, [*old, new])
@@ -226,7 +230,7 @@ def test_a_joiner_that_gave_up_following_hears_of_the_next_group(hire, monkeypat
     monkeypatch.setattr(handover, "TRIES", 1)
     old, new = [hire(0)], hire(1)
     agree(1, old)
-    monkeypatch.setattr(handover.Follower, "_step_by_step", _too_late)
+    monkeypatch.setattr(handover.StateFollower, "_step_by_step", _too_late)
     new.keeper.follow(group_of(1, old))
     train_until(old, new.synced)
     assert new.keeper._follower is not None

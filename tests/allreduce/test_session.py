@@ -16,7 +16,7 @@ from group_hub import Hub
 from everstep.allreduce import session as session_module
 from everstep.allreduce.collective import CollectiveError, GlooCollective
 from everstep.allreduce.session import Session
-from everstep.allreduce.step import LeaveJob, Outcome
+from everstep.allreduce.step import LeaveJob, VoteOutcome
 from everstep.brain.events import Answer, GroupAsked, Grouped, GroupLeft, GroupStalled, GroupSynced, Ok, StepsCommitted
 from everstep.config.spec import JobSpec
 from everstep.errors import (
@@ -28,7 +28,7 @@ from everstep.errors import (
 )
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.net.messages import RequestType
 from everstep.storage.chain import read_chain
 
@@ -132,7 +132,7 @@ class Member:
         self.state = State()
         self.session = Session(self.seat, self.state, Keeper(self.state))
         self.world = world
-        self.outcomes: list[tuple[int, Outcome | None]] = []  # None: its reduction failed
+        self.outcomes: list[tuple[int, VoteOutcome | None]] = []  # None: its reduction failed
         self.ended = ""
         self.error: BaseException | None = None
         self.digest: Callable[[int], int] = lambda step: 1000 + step
@@ -168,7 +168,7 @@ class Member:
                 assert int(samples) == step.total
                 outcome = session.vote(step, self.digest(step.number), self.nonfinite(step.number))
                 self.outcomes.append((step.number, outcome))
-                if outcome is not Outcome.REDO:
+                if outcome is not VoteOutcome.REDO:
                     self.state.sum += step.total
                     session.done(step)
             self.state.rate += 1
@@ -181,14 +181,14 @@ class Member:
 
     @property
     def committed(self) -> list[int]:
-        return [step for step, outcome in self.outcomes if outcome in (Outcome.COMMITTED, Outcome.SKIPPED)]
+        return [step for step, outcome in self.outcomes if outcome in (VoteOutcome.COMMITTED, VoteOutcome.SKIPPED)]
 
 
 class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.hub = folder, Hub()
         self.spec = JobSpec(mode="allreduce", workers=3, ps=0)
-        self.plan = Plan(name="data", samples=1600, shard_samples=400, seed=0)
+        self.plan = ShardSchedule(name="data", samples=1600, shard_samples=400, seed=0)
         self.loops = [(0, 1)]
         self.members: dict[int, Member] = {}
         self.generation = 0
@@ -295,7 +295,7 @@ def test_survivors_of_a_loss_do_the_step_again_among_themselves(world: World) ->
     c.die()
     world.publish(0, 1, lost=2)
     world.end(0, 1)
-    assert (5, None) in a.outcomes or (5, Outcome.REDO) in a.outcomes
+    assert (5, None) in a.outcomes or (5, VoteOutcome.REDO) in a.outcomes
     assert a.committed == b.committed == list(range(len(a.committed)))
     assert {s.generation for s in world.steps} == {1, 2}
 
@@ -322,7 +322,7 @@ def test_a_vote_that_only_one_saw_through_is_committed_everywhere(
     c.die()
     world.publish(0, 1, lost=2)
     world.end(0, 1)
-    assert [o for s, o in b.outcomes if s == 6] == [Outcome.COMMITTED]
+    assert [o for s, o in b.outcomes if s == 6] == [VoteOutcome.COMMITTED]
     assert a.committed == b.committed == list(range(len(a.committed)))
 
 
@@ -535,7 +535,7 @@ def test_gradients_that_are_not_finite(world: World, policy: str) -> None:
     world.publish(0, 1)
     if policy == "skip":
         world.end(0, 1)
-        assert (5, Outcome.SKIPPED) in a.outcomes
+        assert (5, VoteOutcome.SKIPPED) in a.outcomes
         assert {r for s in world.steps for r in s.skipped} == {(5 * 2 * BATCH, 6 * 2 * BATCH)}
     else:
         world.wait(lambda: bool(a.ended and b.ended))

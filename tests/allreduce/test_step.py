@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.allreduce import flats
 from everstep.config.spec import JobSpec
-from everstep.model.group import Mark, Split
+from everstep.model.group import Mark, StepSplit
 
 
 def test_alone_it_is_bit_for_bit_plain_pytorch() -> None:
@@ -32,11 +32,11 @@ def test_a_group_computes_what_one_process_computes_on_the_whole_batch(n: int) -
 
 
 def test_shares_and_micro_batches_change_nothing() -> None:
-    def uneven(member: Member, split: Split) -> State:
+    def uneven(member: Member, split: StepSplit) -> State:
         member.session.split = split
         return trained(member)
 
-    for split in (Split(1, (3, 1)), Split(1, (5, 11), (5, 2)), Split(1, (16, 0), (1, 0))):
+    for split in (StepSplit(1, (3, 1)), StepSplit(1, (5, 11), (5, 2)), StepSplit(1, (16, 0), (1, 0))):
         results = run_group(2, JobSpec(workers=2), partial(uneven, split=split))
         same(*results)
         close(results[0], plain(16))

@@ -14,8 +14,8 @@ from group_hub import Hub
 
 from everstep.allreduce import tunnel
 from everstep.allreduce.collective import CollectiveError, GlooCollective
-from everstep.allreduce.store import GroupStore, moved
-from everstep.allreduce.tunnel import ENTRY, INSIDE, Service, Tunnels
+from everstep.allreduce.group_store import GroupStore, moved
+from everstep.allreduce.tunnel import ENTRY, INSIDE, Tunnels, TunnelService
 from everstep.net.auth import Secret, create_secret
 from everstep.net.tls import TlsSocket
 
@@ -95,7 +95,7 @@ def test_strangers_get_nothing_through_a_door(secret: Secret, tmp_path: Path) ->
     behind = socket.create_server((INSIDE, 0))
     behind.settimeout(0.5)
     home = Tunnels(0, secret, "a", "127.0.0.1")
-    home.ports[Service.GLOO] = int(behind.getsockname()[1])
+    home.ports[TunnelService.GLOO] = int(behind.getsockname()[1])
     other = create_secret(tmp_path / "other")
     with socket.create_connection(("127.0.0.1", home.door.port)) as plain:
         plain.sendall(b"\x00" * 100)
@@ -105,7 +105,7 @@ def test_strangers_get_nothing_through_a_door(secret: Secret, tmp_path: Path) ->
     wrong = home.door._replace(key=bytes(32))
     for whose, door in ((other, home.door), (secret, wrong)):
         guest = Tunnels(1, whose, "b", "127.0.0.1")
-        with socket.create_connection((ENTRY, guest.entry(0, door, Service.GLOO))) as caller:
+        with socket.create_connection((ENTRY, guest.entry(0, door, TunnelService.GLOO))) as caller:
             caller.settimeout(LONG_S)
             try:
                 caller.sendall(b"gradients")
@@ -116,7 +116,7 @@ def test_strangers_get_nothing_through_a_door(secret: Secret, tmp_path: Path) ->
     with pytest.raises(TimeoutError):  # nobody came as far as what is behind it
         behind.accept()
     friend = Tunnels(1, secret, "b", "127.0.0.1")
-    with socket.create_connection((ENTRY, friend.entry(0, home.door, Service.GLOO))) as caller:
+    with socket.create_connection((ENTRY, friend.entry(0, home.door, TunnelService.GLOO))) as caller:
         caller.sendall(b"gradients")
         behind.settimeout(LONG_S)
         inside, _ = behind.accept()

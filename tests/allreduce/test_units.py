@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from everstep.allreduce.flats import Layout
+from everstep.allreduce.flats import BucketLayout
 from everstep.allreduce.leading import FollowingSession, LeadingSession
+from everstep.allreduce.replica_group import Full, GradientsReduced, Over, Unit, Voted, split
 from everstep.allreduce.sharded import mapped, shared_flats
-from everstep.allreduce.step import Step
-from everstep.allreduce.units import Full, Over, Reduced, Unit, Voted, split
+from everstep.allreduce.step import StepAttempt
 from everstep.errors import ConfigError, InternalError, PlatformError
 from everstep.model.group import Micro
 
@@ -38,7 +38,7 @@ def pair() -> tuple[Unit, Unit]:
 
 def test_gradients_of_a_mate_lie_in_memory_that_its_leader_maps() -> None:
     leader, mate = pair()
-    layout = Layout([torch.zeros(7), torch.zeros(3, dtype=torch.float64), torch.zeros(0)], 5)
+    layout = BucketLayout([torch.zeros(7), torch.zeros(3, dtype=torch.float64), torch.zeros(0)], 5)
     flats, fd = shared_flats(layout)
     flats.views[0].fill_(2.0)
     flats.tail.fill_(3.0)
@@ -60,7 +60,7 @@ def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> N
     leader.tell_all(Over(True))
     with pytest.raises(InternalError, match="expected Voted and got Over"):
         mate.hear(Voted)
-    mate.answer(Reduced(True, True))
+    mate.answer(GradientsReduced(True, True))
     with pytest.raises(InternalError, match="at the end of backward"):
         leader.hear_full(1)
     del leader
@@ -74,7 +74,7 @@ def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> N
 def test_a_mate_gets_the_leaders_step_with_its_own_samples() -> None:
     leader, mate = pair()
     group: Any = "the leaders' collective"
-    step = Step(
+    step = StepAttempt(
         number=7,
         generation=3,
         dataset=1,

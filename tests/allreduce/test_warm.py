@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everstep.allreduce.warm import warm_up
+from everstep.allreduce.warm_up import warm_up
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn])

@@ -21,7 +21,7 @@ from everstep.model.table import Rate
 from everstep.monitor.audit import audit
 from everstep.native.ledger import bitmap
 from everstep.net.messages import Push, Pushed
-from everstep.tables.steps import Owed, table_shard
+from everstep.tables.step_pushes import Owed, table_shard
 from everstep.testing.twin import bucket_of
 
 N, BATCH = 240, 30

@@ -18,9 +18,9 @@ import everstep as es
 from everstep.api.embedded import EmbeddedSeat
 from everstep.api.job import Job
 from everstep.brain import events
-from everstep.brain.control import divide
+from everstep.brain.policy_control import divide
 from everstep.brain.turns import PaceKeeper
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
@@ -51,7 +51,7 @@ class OneOfTwo(EmbeddedSeat):
     def __init__(self, spec: JobSpec, run_dir: Path, first: OneOfTwo | None) -> None:
         if first is None:
             super().__init__(spec, run_dir)
-            self.keeper = PaceKeeper(self.master.brain, Watch(spec), spec, ONE, self._order)
+            self.keeper = PaceKeeper(self.master.brain, HeartbeatWatch(spec), spec, ONE, self._order)
             self.seats: dict[Slot, OneOfTwo] = {}
         else:
             self.__dict__.update({**first.__dict__, "slot": Slot(1)})

@@ -17,10 +17,10 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.group import Committed
 from everstep.model.member import Address, MemberState, Role
-from everstep.model.shard import Plan
-from everstep.policies.places import HOME_NODE, choose_ps_node, choose_worker_node
+from everstep.model.shard import ShardSchedule
+from everstep.policies.node_selection import HOME_NODE, choose_ps_node, choose_worker_node
 
-PLAN = Plan(name="d", samples=10_000_000, shard_samples=100, seed=0)
+PLAN = ShardSchedule(name="d", samples=10_000_000, shard_samples=100, seed=0)
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.PS])

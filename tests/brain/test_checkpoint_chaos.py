@@ -41,7 +41,7 @@ from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason
-from everstep.model.shard import Lease, Plan, shard_key
+from everstep.model.shard import Lease, ShardSchedule, shard_key
 from seeds import seeds
 
 NODE = NodeId("node0")
@@ -108,7 +108,7 @@ class World:
         if role is Role.WORKER:
             self.asks[slot], self.leases[slot] = 0, {}
             self.ended.discard(slot)
-            plan = Plan(name="d", samples=SAMPLES, shard_samples=SHARD, seed=0)
+            plan = ShardSchedule(name="d", samples=SAMPLES, shard_samples=SHARD, seed=0)
             self.tell(Event(self.at, PlanRegistered(plan), by_worker(slot, incarnation)))
 
     def settle(self) -> None:

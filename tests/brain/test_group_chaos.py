@@ -42,10 +42,10 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Role
 from everstep.model.reasons import LeaveReason
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 SPEC = JobSpec(mode="allreduce", workers=3, ps=0, max_restarts=10**6, quarantine_after=0)
-PLAN = Plan(name="d", samples=95, shard_samples=10, seed=0)
+PLAN = ShardSchedule(name="d", samples=95, shard_samples=10, seed=0)
 NODES = (NodeId("node0"), NodeId("node1"))
 EPOCHS = 2
 SEEDS = [int(os.environ["EVERSTEP_SEED"])] if "EVERSTEP_SEED" in os.environ else range(80)

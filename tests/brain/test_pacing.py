@@ -8,9 +8,9 @@ from collections import defaultdict
 import pytest
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import Control, divide, portions, refuse
 from everstep.brain.events import Event, MasterStarted, PlanMade
 from everstep.brain.pacing import Pacing
+from everstep.brain.policy_control import PolicyControl, divide, portions, refuse
 from everstep.config.consistency import parse_consistency
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
@@ -18,18 +18,18 @@ from everstep.model.decision import Decision
 from everstep.model.observation import Observations, WorkerSeen
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate, BackupWorkers, Plan
 from everstep.model.shard import Lease
-from everstep.model.turn import Place, Portion, Share, Turn
-from everstep.tables.gate import Gate, Late, Pushing, Verdict
-from everstep.tables.protocol import Work
+from everstep.model.turn import BatchShare, Share, Turn, WorkerClock
+from everstep.tables.staleness_gate import Late, Pushing, StalenessGate, Verdict
+from everstep.tables.worker_protocol import RangeWork
 from seeds import bunches
 
 ONE = Incarnation(1)
 A, B, C = Slot(0), Slot(1), Slot(2)
 
 
-def work(slot: int, number: int, samples: int = 4) -> Work:
+def work(slot: int, number: int, samples: int = 4) -> RangeWork:
     lo = number * 100
-    return Work(Lease(LeaseNo(1 + slot), ShardKey(slot), 0, 10**9), lo, lo + samples, {}, 0)
+    return RangeWork(Lease(LeaseNo(1 + slot), ShardKey(slot), 0, 10**9), lo, lo + samples, {}, 0)
 
 
 def pacing(text: str, workers: int, master: int = 1) -> Pacing:
@@ -43,49 +43,49 @@ def pacing(text: str, workers: int, master: int = 1) -> Pacing:
 
 def test_a_step_closes_when_all_are_ready_and_the_next_begins_when_all_have_pushed() -> None:
     p = pacing("sync", 2)
-    p.told(A, ONE, Place("busy", 0, number=1))
-    p.told(B, ONE, Place("busy", 0, number=2))
-    assert not p.told(A, ONE, Place("ready", 0, 30, number=3)) and not p.turn.parts
-    assert p.told(B, ONE, Place("ready", 0, 10, number=4))
+    p.told(A, ONE, WorkerClock("busy", 0, number=1))
+    p.told(B, ONE, WorkerClock("busy", 0, number=2))
+    assert not p.told(A, ONE, WorkerClock("ready", 0, 30, number=3)) and not p.turn.parts
+    assert p.told(B, ONE, WorkerClock("ready", 0, 10, number=4))
     assert p.turn.parts == (Share(A, ONE, 30), Share(B, ONE, 10)) and p.turn.step == 0
-    assert not p.told(A, ONE, Place("pushed", 0, 30, p.turn.parts, number=5))
-    assert p.told(B, ONE, Place("pushed", 0, 10, p.turn.parts, number=6))
+    assert not p.told(A, ONE, WorkerClock("pushed", 0, 30, p.turn.parts, number=5))
+    assert p.told(B, ONE, WorkerClock("pushed", 0, 10, p.turn.parts, number=6))
     assert (p.turn.step, p.turn.parts) == (1, ())
 
 
 def test_who_is_lost_is_waited_for_neither_before_nor_after_the_step_is_closed() -> None:
     p = pacing("sync", 3)
     for slot in (A, B, C):
-        p.told(slot, ONE, Place("busy", 0, number=7))
-    p.told(A, ONE, Place("ready", 0, 4, number=8))
-    p.told(B, ONE, Place("ready", 0, 4, number=9))
+        p.told(slot, ONE, WorkerClock("busy", 0, number=7))
+    p.told(A, ONE, WorkerClock("ready", 0, 4, number=8))
+    p.told(B, ONE, WorkerClock("ready", 0, 4, number=9))
     assert p.look({A: ONE, B: ONE}, {A, B}, 3) and len(p.turn.parts) == 2
-    p.told(A, ONE, Place("pushed", 0, 4, number=10))
+    p.told(A, ONE, WorkerClock("pushed", 0, 4, number=10))
     assert p.look({A: ONE, B: Incarnation(2)}, {A}, 3) and p.turn.step == 1
 
 
 def test_who_has_no_work_or_does_not_get_on_is_not_waited_for() -> None:
     p = pacing("sync", 3)
     for slot in (A, B, C):
-        p.told(slot, ONE, Place("busy", 0, number=11))
-    p.told(A, ONE, Place("ready", 0, 4, number=12))
-    assert not p.told(B, ONE, Place("idle", number=13))
+        p.told(slot, ONE, WorkerClock("busy", 0, number=11))
+    p.told(A, ONE, WorkerClock("ready", 0, 4, number=12))
+    assert not p.told(B, ONE, WorkerClock("idle", number=13))
     assert p.waits(A) and p.waits(B) and not p.waits(C)
     assert p.expired(C) and p.turn.parts == (Share(A, ONE, 4),)
-    assert not p.told(C, ONE, Place("busy", 0, number=11))  # said again: nothing has become of it
+    assert not p.told(C, ONE, WorkerClock("busy", 0, number=11))  # said again: nothing has become of it
 
 
 def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
-    p, gates = pacing("sync:1", 3), [Gate(parse_consistency("sync:1"), Slot(s), ONE) for s in range(3)]
+    p, gates = pacing("sync:1", 3), [StalenessGate(parse_consistency("sync:1"), Slot(s), ONE) for s in range(3)]
     for slot, gate in enumerate(gates):
         gate.work()
-        p.told(Slot(slot), ONE, gate.due() or Place("new", number=15))
+        p.told(Slot(slot), ONE, gate.due() or WorkerClock("new", number=15))
         gate.turn(p.turn)
         assert gate.may_begin()
         gate.begin(work(slot, 0))
     for slot in (2, 0):
         assert gates[slot].ready((work(slot, 0, 4 * (slot + 1)),)) is None
-        p.told(Slot(slot), ONE, gates[slot].due() or Place("new", number=16))
+        p.told(Slot(slot), ONE, gates[slot].due() or WorkerClock("new", number=16))
     verdicts = [gate.turn(p.turn) for gate in gates]
     assert verdicts[0] == Pushing((work(0, 0),), 0.25, 0) and verdicts[2] == Pushing((work(2, 0, 12),), 0.75, 0)
     assert gates[1].ready((work(1, 0),)) == Late((work(1, 0),)) and gates[1].late == 1
@@ -94,16 +94,16 @@ def test_backups_are_late_and_the_weights_are_those_of_who_counts() -> None:
 
 def test_other_backups_count_from_the_next_step_on() -> None:
     p = pacing("sync", 2)
-    p.told(A, ONE, Place("busy", 0, number=1))
-    p.told(B, ONE, Place("busy", 0, number=1))
-    p.told(A, ONE, Place("ready", 0, 4, number=2))
+    p.told(A, ONE, WorkerClock("busy", 0, number=1))
+    p.told(B, ONE, WorkerClock("busy", 0, number=1))
+    p.told(A, ONE, WorkerClock("ready", 0, 4, number=2))
     here = {A: ONE, B: ONE}
     assert not p.look(here, {A, B}, 2, 1), "the step under way has its quorum"
-    p.told(B, ONE, Place("ready", 0, 4, number=2))
-    p.told(A, ONE, Place("pushed", 0, 4, number=3))
-    p.told(B, ONE, Place("pushed", 0, 4, number=3))
+    p.told(B, ONE, WorkerClock("ready", 0, 4, number=2))
+    p.told(A, ONE, WorkerClock("pushed", 0, 4, number=3))
+    p.told(B, ONE, WorkerClock("pushed", 0, 4, number=3))
     assert p.turn.step == 1 and p.quorum == 1
-    assert p.told(B, ONE, Place("ready", 1, 4, number=4)) and len(p.turn.parts) == 1
+    assert p.told(B, ONE, WorkerClock("ready", 1, 4, number=4)) and len(p.turn.parts) == 1
 
 
 def test_a_plan_s_shares_count_from_the_next_step_on_and_not_without_those_it_was_made_for() -> None:
@@ -117,30 +117,30 @@ def test_a_plan_s_shares_count_from_the_next_step_on_and_not_without_those_it_wa
     assert refuse(plan, seen) == ""
     assert "sum up to 9" in refuse(Plan(actions=(AdjustBatch(batch={A: 5}),), decision=plan.decision), seen)
     assert "stay what they are" in refuse(Plan(actions=(AdjustRate(factor=2.0),), decision=plan.decision), seen)
-    control, here = Control(), {A: ONE, B: ONE}
+    control, here = PolicyControl(), {A: ONE, B: ONE}
     divide(control, plan.actions, here)
-    wanted = (Portion(A, 7, 2), Portion(B, 1))
+    wanted = (BatchShare(A, 7, 2), BatchShare(B, 1))
     assert portions(control, here) == wanted
     divide(control, (AdjustBatch(batch={B: 1}),), here)
     assert portions(control, here) == wanted, "who is not named keeps its own"
     assert portions(control, {A: ONE, B: Incarnation(2)}) == portions(control, {A: ONE}) == ()
     p = pacing("sync", 2)
     for slot in (A, B):
-        p.told(slot, ONE, Place("busy", 0, number=1))
+        p.told(slot, ONE, WorkerClock("busy", 0, number=1))
     assert not p.look(here, set(here), 2, -1, wanted), "the step under way is divided already"
     for slot in (A, B):
-        p.told(slot, ONE, Place("ready", 0, 4, number=2))
+        p.told(slot, ONE, WorkerClock("ready", 0, 4, number=2))
     for slot in (A, B):
-        p.told(slot, ONE, Place("pushed", 0, 4, number=3))
+        p.told(slot, ONE, WorkerClock("pushed", 0, 4, number=3))
     assert (p.turn.step, p.turn.portions) == (1, wanted)
-    gates = [Gate(parse_consistency("sync"), slot, ONE) for slot in (A, B, C)]
+    gates = [StalenessGate(parse_consistency("sync"), slot, ONE) for slot in (A, B, C)]
     for gate in gates:
         gate.turn(p.turn)
     assert [gate.portion() for gate in gates] == [*wanted, None]
 
 
 def test_a_part_of_several_shards_is_pushed_when_all_of_it_is() -> None:
-    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate = StalenessGate(parse_consistency("sync"), A, ONE)
     gate.turn(Turn(ONE, 1, 0))
     works = work(0, 0), work(1, 0, 8)
     for one in works:
@@ -157,15 +157,15 @@ def test_a_new_master_keeps_to_what_the_last_one_has_decided() -> None:
     parts = (Share(A, ONE, 4), Share(B, ONE, 4))
     p = pacing("sync:1", 3, master=2)
     assert p.turn.step == -1
-    p.told(C, ONE, Place("ready", 7, 4, number=17))
-    p.told(B, ONE, Place("ready", 7, 4, number=18))
+    p.told(C, ONE, WorkerClock("ready", 7, 4, number=17))
+    p.told(B, ONE, WorkerClock("ready", 7, 4, number=18))
     assert p.turn.step == -1 and not p.turn.parts  # two would do, but the third may know more
-    p.told(A, ONE, Place("pushed", 7, 4, parts, number=19))
+    p.told(A, ONE, WorkerClock("pushed", 7, 4, parts, number=19))
     assert (p.turn.step, p.turn.parts) == (7, parts)
 
 
 def test_a_gate_takes_each_word_once_and_no_older_one() -> None:
-    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate = StalenessGate(parse_consistency("sync"), A, ONE)
     gate.turn(Turn(ONE, 3, 5))
     gate.begin(work(0, 0))
     assert gate.ready((work(0, 0),)) is None
@@ -180,30 +180,30 @@ def test_a_gate_takes_each_word_once_and_no_older_one() -> None:
 
 def test_bounded_nobody_begins_more_than_s_ahead_of_the_slowest_and_newcomers_begin_at_the_floor() -> None:
     rule = parse_consistency("bounded:2")
-    p, a = pacing("bounded:2", 2), Gate(rule, A, ONE)
-    p.told(B, ONE, Place("busy", 0, number=20))
+    p, a = pacing("bounded:2", 2), StalenessGate(rule, A, ONE)
+    p.told(B, ONE, WorkerClock("busy", 0, number=20))
     for number in range(3):
         a.work()
-        p.told(A, ONE, a.due() or Place("new", number=21))
+        p.told(A, ONE, a.due() or WorkerClock("new", number=21))
         a.turn(p.turn)
         assert a.may_begin(), number
         a.begin(work(0, number))
         a.settled(work(0, number))
     assert not a.may_begin() and a.place().step == 3
-    p.told(A, ONE, a.due(again=True) or Place("new"))
+    p.told(A, ONE, a.due(again=True) or WorkerClock("new"))
     assert p.waits(A) and not p.waits(B)
-    assert p.told(B, ONE, Place("busy", 1, number=22))
+    assert p.told(B, ONE, WorkerClock("busy", 1, number=22))
     a.turn(p.turn)
     assert a.may_begin()
-    c = Gate(rule, C, ONE)
+    c = StalenessGate(rule, C, ONE)
     c.work()
     assert c.place().state == "new"
     p.told(C, ONE, c.place())
-    p.told(B, ONE, Place("idle", number=23))
+    p.told(B, ONE, WorkerClock("idle", number=23))
     c.turn(p.turn)
-    assert c.place() == Place("busy", 1) and p.turn.step == 1
-    p.told(C, ONE, Place("busy", 2, number=24))
-    p.told(C, ONE, Place("idle", number=25))
+    assert c.place() == WorkerClock("busy", 1) and p.turn.step == 1
+    p.told(C, ONE, WorkerClock("busy", 2, number=24))
+    p.told(C, ONE, WorkerClock("idle", number=25))
     assert p.turn.step == 3
 
 
@@ -231,11 +231,11 @@ class World:
         self.workers = self.rng.randint(2, 5)
         self.master = 1
         self.pacing = pacing(text, self.workers)
-        self.gates = {Slot(s): Gate(self.rule, Slot(s), ONE) for s in range(self.workers)}
+        self.gates = {Slot(s): StalenessGate(self.rule, Slot(s), ONE) for s in range(self.workers)}
         self.left = dict.fromkeys(self.gates, 12)  # parts that each has to bring in
-        self.now: dict[Slot, tuple[str, Work]] = {}  # computing, waiting or pushing
+        self.now: dict[Slot, tuple[str, RangeWork]] = {}  # computing, waiting or pushing
         self.number = 0
-        self.wire: list[tuple[Slot, Place | Turn]] = []
+        self.wire: list[tuple[Slot, WorkerClock | Turn]] = []
         self.pushing: dict[Slot, int] = {}  # step of the push under way
         self.step_of: dict[Slot, int] = {}
         self.weights: dict[int, list[float]] = defaultdict(list)
@@ -244,7 +244,7 @@ class World:
         self.loss = self.rng.choice([0.0, 0.1, 0.4])
         self.masters = 0
 
-    def send(self, slot: Slot, what: Place | Turn | None) -> None:
+    def send(self, slot: Slot, what: WorkerClock | Turn | None) -> None:
         if what is not None and self.rng.random() >= self.loss:
             self.wire += [(slot, what)] * self.rng.choice([1, 1, 2])
 
@@ -353,15 +353,15 @@ def go_through(text: str, seed: int) -> None:
 
 def test_iterations_of_the_job_are_the_most_that_a_part_of_a_closed_step_has() -> None:
     p = pacing("sync", 2)
-    p.told(A, ONE, Place("busy", 0, number=1))
-    p.told(B, ONE, Place("busy", 0, number=1))
-    p.told(A, ONE, Place("ready", 0, 30, number=2, iterations=4))
+    p.told(A, ONE, WorkerClock("busy", 0, number=1))
+    p.told(B, ONE, WorkerClock("busy", 0, number=1))
+    p.told(A, ONE, WorkerClock("ready", 0, 30, number=2, iterations=4))
     assert p.turn.iterations == 0
-    p.told(B, ONE, Place("ready", 0, 10, number=2, iterations=3))
+    p.told(B, ONE, WorkerClock("ready", 0, 10, number=2, iterations=3))
     assert p.turn.iterations == 4
-    gate = Gate(parse_consistency("sync"), C, ONE)  # one that comes later
+    gate = StalenessGate(parse_consistency("sync"), C, ONE)  # one that comes later
     for slot in (A, B):
-        p.told(slot, ONE, Place("pushed", 0, 10, p.turn.parts, 3, 4))
+        p.told(slot, ONE, WorkerClock("pushed", 0, 10, p.turn.parts, 3, 4))
     gate.turn(p.turn)
     gate.begin(work(2, 0))
     gate.iterate()
@@ -369,7 +369,7 @@ def test_iterations_of_the_job_are_the_most_that_a_part_of_a_closed_step_has() -
 
 
 def test_who_waits_with_batches_that_are_kept_goes_on_to_count_where_the_others_are() -> None:
-    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate = StalenessGate(parse_consistency("sync"), A, ONE)
     gate.turn(Turn(ONE, 1, 0))
     for number in (0, 1):
         gate.begin(work(0, number))
@@ -383,35 +383,35 @@ def test_who_waits_with_batches_that_are_kept_goes_on_to_count_where_the_others_
 
 def test_nobody_begins_in_the_middle_of_an_iteration_that_has_stepped() -> None:
     p = pacing("sync", 2)
-    p.told(A, ONE, Place("busy", 0, number=1))
-    p.told(A, ONE, Place("ready", 0, 1, number=2, more=True))
-    p.told(A, ONE, Place("pushed", 0, 1, p.turn.parts, 3, more=True))
+    p.told(A, ONE, WorkerClock("busy", 0, number=1))
+    p.told(A, ONE, WorkerClock("ready", 0, 1, number=2, more=True))
+    p.told(A, ONE, WorkerClock("pushed", 0, 1, p.turn.parts, 3, more=True))
     assert (p.turn.step, p.turn.inside) == (1, True)
-    newcomer = Gate(parse_consistency("sync"), B, ONE)
+    newcomer = StalenessGate(parse_consistency("sync"), B, ONE)
     newcomer.turn(p.turn)
     newcomer.work()
     assert not newcomer.may_begin() and newcomer.may_begin(goes_on=True)
     p.told(B, ONE, newcomer.place())
-    p.told(A, ONE, Place("ready", 1, 7, number=4))
+    p.told(A, ONE, WorkerClock("ready", 1, 7, number=4))
     assert [s.slot for s in p.turn.parts] == [A], "the newcomer is not waited for"
-    p.told(A, ONE, Place("pushed", 1, 7, p.turn.parts, 5))
+    p.told(A, ONE, WorkerClock("pushed", 1, 7, p.turn.parts, 5))
     newcomer.turn(p.turn)
     assert not p.turn.inside and newcomer.may_begin()
 
 
 def test_an_iteration_that_is_lost_in_its_middle_holds_up_nobody() -> None:
     p = pacing("sync", 2)
-    p.told(A, ONE, Place("busy", 0, number=1))
-    p.told(A, ONE, Place("ready", 0, 1, number=2, more=True))
-    p.told(A, ONE, Place("pushed", 0, 1, p.turn.parts, 3, more=True))
+    p.told(A, ONE, WorkerClock("busy", 0, number=1))
+    p.told(A, ONE, WorkerClock("ready", 0, 1, number=2, more=True))
+    p.told(A, ONE, WorkerClock("pushed", 0, 1, p.turn.parts, 3, more=True))
     assert p.turn.inside
-    p.told(B, ONE, Place("new", 0, number=1))
+    p.told(B, ONE, WorkerClock("new", 0, number=1))
     p.look({B: ONE}, {B}, 2)
     assert not p.turn.inside
 
 
 def test_a_part_counts_for_the_samples_that_it_has_learnt_from() -> None:
-    gate = Gate(parse_consistency("sync"), A, ONE)
+    gate = StalenessGate(parse_consistency("sync"), A, ONE)
     gate.turn(Turn(ONE, 1, 0))
     parts = work(0, 0), work(0, 1)
     for part in parts:
@@ -421,7 +421,7 @@ def test_a_part_counts_for_the_samples_that_it_has_learnt_from() -> None:
 
 
 def test_batches_that_a_later_step_will_push_do_not_use_up_how_far_a_worker_may_be_ahead() -> None:
-    gate = Gate(parse_consistency("bounded:2"), A, ONE)
+    gate = StalenessGate(parse_consistency("bounded:2"), A, ONE)
     gate.turn(Turn(ONE, 1, 0))
     for number in range(8):  # accumulated over eight batches
         assert gate.may_begin(), number

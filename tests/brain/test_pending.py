@@ -28,7 +28,7 @@ from everstep.brain.events import (
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.model.member import Address, Role
-from everstep.model.shard import Lease, Plan, split_key
+from everstep.model.shard import Lease, ShardSchedule, split_key
 
 HOME, FAR, ONE, TWO = NodeId("node0"), NodeId("far"), Incarnation(1), Incarnation(2)
 
@@ -47,7 +47,11 @@ class Job:
         self.say(Event(3.0, NodeJoined(FAR, "", 1, 0)))
         self.say(Event(4.0, MemberJoined(Role.WORKER, Slot(1), ONE, FAR, 1)))
         self.say(
-            Event(5.0, PlanRegistered(Plan(name="t", samples=20, shard_samples=10, seed=0)), by_worker(Slot(0), ONE))
+            Event(
+                5.0,
+                PlanRegistered(ShardSchedule(name="t", samples=20, shard_samples=10, seed=0)),
+                by_worker(Slot(0), ONE),
+            )
         )
 
     def say(self, event: Event) -> list[InstructionType]:

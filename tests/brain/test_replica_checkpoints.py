@@ -42,11 +42,11 @@ from everstep.model.group import Committed, Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason, LeaveReason
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 SPEC = JobSpec(mode="allreduce", workers=2, ps=0, checkpoint_every="1h")
-TRAIN = Plan(name="train", samples=100, shard_samples=10, seed=0)
-MORE = Plan(name="more", samples=30, shard_samples=10, seed=0)
+TRAIN = ShardSchedule(name="train", samples=100, shard_samples=10, seed=0)
+MORE = ShardSchedule(name="more", samples=30, shard_samples=10, seed=0)
 FILE = ImageFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
 
 

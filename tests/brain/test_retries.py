@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.brain.failures import judge
-from everstep.brain.members import Members, Node, Seat
+from everstep.brain.members import Members, Node, SlotRecord
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.failure import Cause, Failure, pause_s
 from everstep.model.member import Member, MemberState, Role
@@ -20,7 +20,7 @@ def members(*nodes: NodeId) -> Members:
     for slot in (Slot(0), Slot(1)):
         member = Member(role=Role.WORKER, slot=slot, incarnation=Incarnation(1), node=HERE, since=0.0)
         member.state = MemberState.ALIVE
-        found.workers[slot] = Seat(member)
+        found.workers[slot] = SlotRecord(member)
     return found
 
 

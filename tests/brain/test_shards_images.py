@@ -9,7 +9,7 @@ import pytest
 from everstep.brain.shards import Shards
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.image import BucketImage
-from everstep.model.shard import Plan, ShardState, split_key
+from everstep.model.shard import ShardSchedule, ShardState, split_key
 from seeds import seeds
 
 BUCKETS = 3
@@ -26,7 +26,7 @@ class World:
         self.marks: list[dict[ShardKey, int]] = [{} for _ in range(BUCKETS)]
         self.forgotten: dict[ShardKey, int] = {}  # released: all buckets have all of it
         for name in ("a", "b"):
-            self.shards.register(Plan(name=name, samples=47, shard_samples=10, seed=0))
+            self.shards.register(ShardSchedule(name=name, samples=47, shard_samples=10, seed=0))
 
     def grant(self) -> None:
         dataset = self.rng.choice(self.shards.datasets)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from everstep.brain.control import Control, divide
+from everstep.brain.policy_control import PolicyControl, divide
 from everstep.brain.shards import Shards
 from everstep.brain.turns import PaceKeeper
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.plan import AdjustBatch
-from everstep.model.shard import Plan
-from everstep.model.turn import Place, Turn
+from everstep.model.shard import ShardSchedule
+from everstep.model.turn import Turn, WorkerClock
 
 ONE = Incarnation(1)
 
@@ -26,7 +26,7 @@ ONE = Incarnation(1)
 def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_portions(
     holding: tuple[int, ...], left: bool, divided: bool
 ) -> None:
-    control, spec = Control(), JobSpec(workers=2, consistency="sync")
+    control, spec = PolicyControl(), JobSpec(workers=2, consistency="sync")
     divide(control, (AdjustBatch(batch={Slot(0): 3, Slot(1): 29}),), {Slot(0): ONE, Slot(1): ONE})
     seat = SimpleNamespace(running=True, member=SimpleNamespace(incarnation=ONE))
     brain: Any = SimpleNamespace(
@@ -37,15 +37,15 @@ def test_what_is_left_when_no_shard_is_to_be_had_is_not_trained_in_a_slow_ones_p
         job=SimpleNamespace(workers_wanted=2),
     )
     turns: list[Turn] = []
-    keeper = PaceKeeper(brain, Watch(spec), spec, ONE, lambda slot, turn: turns.append(turn))
-    keeper.told(Slot(0), ONE, Place("new", number=1))
+    keeper = PaceKeeper(brain, HeartbeatWatch(spec), spec, ONE, lambda slot, turn: turns.append(turn))
+    keeper.told(Slot(0), ONE, WorkerClock("new", number=1))
     assert {p.slot for p in turns[-1].portions} == ({0, 1} if divided else set())
 
 
 def test_all_shards_are_out_when_none_of_an_epoch_asked_for_is_to_do() -> None:
     shards = Shards()
     assert shards.all_out
-    dataset = shards.register(Plan(name="train", samples=64, shard_samples=16, seed=1))
+    dataset = shards.register(ShardSchedule(name="train", samples=64, shard_samples=16, seed=1))
     dataset.epochs_known = 1
     assert not shards.all_out, "its first epoch has not begun"
     epoch = dataset.epoch(0)

@@ -19,11 +19,11 @@ from everstep.brain.events import (
     ShardAsked,
     by_worker,
 )
-from everstep.brain.watch import TICK_S, Watch, WatchEvent
+from everstep.brain.watch import TICK_S, HeartbeatWatch, WatchEvent
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, MemberKey, Role
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 SPEC = JobSpec(workers=2, ps=1, suspect_after_s=3.0, lost_after_s=8.0, lease_s=20.0)
 NODE = NodeId("node0")
@@ -39,7 +39,9 @@ def started() -> Brain:
     for slot in (Slot(0), Slot(1)):
         brain.handle(Event(0.0, MemberJoined(Role.WORKER, slot, ONE, NODE, 1)))
     brain.handle(
-        Event(0.0, PlanRegistered(Plan(name="d", samples=100, shard_samples=10, seed=0)), by_worker(Slot(0), ONE))
+        Event(
+            0.0, PlanRegistered(ShardSchedule(name="d", samples=100, shard_samples=10, seed=0)), by_worker(Slot(0), ONE)
+        )
     )
     return brain
 
@@ -48,7 +50,7 @@ class Time:
     """Runs brain and watch; those named in ``beating`` send a heartbeat every second."""
 
     def __init__(self, brain: Brain) -> None:
-        self.brain, self.watch, self.at = brain, Watch(SPEC), 0.0
+        self.brain, self.watch, self.at = brain, HeartbeatWatch(SPEC), 0.0
         self.beating: set[MemberKey] = {W0, W1, PS}
         self.agent_beats = True
         self.progress: dict[int, int] = {}
@@ -195,7 +197,7 @@ def test_outside_of_the_loop_who_uses_a_processor_makes_progress() -> None:
 def test_no_limit_no_loss() -> None:
     spec = msgspec.structs.replace(SPEC, progress_timeout="off")
     time = Time(started())
-    time.watch = Watch(spec)
+    time.watch = HeartbeatWatch(spec)
     time.watch.look(time.brain, 0.0)
     time.beating.discard(W0)
     time.vouched = {W0}
@@ -238,7 +240,7 @@ def test_a_clock_that_goes_back_costs_nobody_anything() -> None:
 
 def test_after_a_restart_of_the_master_everyone_known_has_the_full_time() -> None:
     brain = started()
-    watch = Watch(SPEC)
+    watch = HeartbeatWatch(SPEC)
     watch.look(brain, 1000.0)
     ticks = [1000.0 + TICK_S * n for n in range(1, 60)]
     lost = [(at, e) for at in ticks for e in watch.tick(at) if isinstance(e, MemberSilent) and e.lost]
@@ -296,7 +298,7 @@ def test_a_lease_without_progress_expires_and_one_with_progress_does_not() -> No
 
 
 def test_a_replaced_process_is_not_heard() -> None:
-    watch = Watch(SPEC)
+    watch = HeartbeatWatch(SPEC)
     watch.tick(0.0)
     watch.heard(W0, Incarnation(2), 0.0)
     events: list[WatchEvent] = []
@@ -307,7 +309,7 @@ def test_a_replaced_process_is_not_heard() -> None:
 
 
 def test_forget_stops_the_clock() -> None:
-    watch = Watch(SPEC)
+    watch = HeartbeatWatch(SPEC)
     watch.heard(W0, ONE, 0.0)
     watch.forget(W0, ONE)
     assert [e for n in range(60) for e in watch.tick(n * TICK_S)] == []

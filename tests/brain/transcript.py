@@ -93,7 +93,7 @@ from everstep.model.placement import MirrorKind, Placement
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, AdjustRate, KillRestart, MoveBuckets, Scale
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
-from everstep.model.shard import Lease, Plan, lease_no, shard_key, split_key
+from everstep.model.shard import Lease, ShardSchedule, lease_no, shard_key, split_key
 from everstep.policies.hot import HotMove
 
 
@@ -193,7 +193,7 @@ class Story:
                 return Event(at, ProcessExited(*parse_member(plain[0]), int(plain[1]), " ".join(plain[2:]), told))
             case "plan":
                 _, slot, incarnation = parse_member(plain[0])
-                plan = Plan(
+                plan = ShardSchedule(
                     name=plain[1],
                     samples=int(plain[2]),
                     shard_samples=int(plain[3]),

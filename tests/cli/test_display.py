@@ -6,10 +6,10 @@ import pytest
 
 from everstep.cli.display import (
     Display,
+    JobSummary,
     LiveScreen,
     PlainScreen,
     ScriptOutput,
-    Summary,
     clock,
     current_epoch,
     eta_s,
@@ -17,7 +17,7 @@ from everstep.cli.display import (
     render,
     summary_lines,
 )
-from everstep.cli.tail import Tail
+from everstep.cli.tail import LogTail
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.net.messages import EpochStatus, MemberStatus, StatusReport
@@ -111,7 +111,7 @@ def test_live_screen_shows_lines_above_the_picture() -> None:
 
 def test_tail_waits_for_whole_lines_and_survives_truncation(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.lines() == []
     with path.open("a") as log:
         log.write("one\ntw")
@@ -163,7 +163,7 @@ def test_a_gone_terminal_does_not_end_the_display_thread(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("failures", "words"), [({"worker": 2, "master": 1}, "1 master, 2 worker"), ({}, "none")])
 def test_summary_names_what_was_survived(failures: dict[str, int], words: str, tmp_path: Path) -> None:
-    summary = Summary("done", 0, "", 1_000_000, 12.5, 80_000.0, failures, 4, {"auc": 0.7912})
+    summary = JobSummary("done", 0, "", 1_000_000, 12.5, 80_000.0, failures, 4, {"auc": 0.7912})
     text = "\n".join(summary_lines(summary, tmp_path))
     assert f"failures survived: {words}; batches retried: 4" in text
     assert "1,000,000 samples in 12.5 s, 80,000 samples/s" in text and "auc 0.7912" in text

@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 from everstep.data.columns import text_key
 from everstep.data.loader import Loader
+from everstep.data.random_streams import STREAMS
 from everstep.data.source import open_source
-from everstep.data.streams import STREAMS
 from everstep.errors import DataError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.data.plan import BATCHES_MAX, make_plan
+from everstep.data.shard_schedule import BATCHES_MAX, make_plan
 from everstep.errors import DataError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep.data.streams import range_seed, seed_range
+from everstep.data.random_streams import range_seed, seed_range
 
 
 def _draws() -> tuple[float, ...]:

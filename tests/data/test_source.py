@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from everstep.data.arrow import ParquetSource
 from everstep.data.columns import text_key
 from everstep.data.loader import Loader
-from everstep.data.source import ArraySource, Source, open_source
+from everstep.data.source import ArraySource, DataSource, open_source
 from everstep.errors import DataError
 
 N = 1000
@@ -106,7 +106,7 @@ def expected(rows: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_reads_the_same_rows(kind: str, tmp_path: Path) -> None:
     source = open_source(write(kind, tmp_path), COLUMNS)
-    assert isinstance(source, Source) and len(source) == N
+    assert isinstance(source, DataSource) and len(source) == N
     assert source.schema == {"dense": "float64[2]", "cat": "int64[2]", "label": "bool"}
     assert source.hashed == ("city",)
     rows = np.random.default_rng(1).integers(0, N, 300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from everstep.data.split import BLOCK, Split, parse_split
+from everstep.data.split import BLOCK, DataSplit, parse_split
 from everstep.errors import DataError
 
 SIZES = [1, 2, 3, 9, 10, 11, 99, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 200_003]
@@ -14,7 +14,7 @@ SIZES = [1, 2, 3, 9, 10, 11, 99, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 0.999, 1.0, 0.000001])
 def test_disjoint_and_complete(n: int, share: float) -> None:
-    split = Split(n, share, seed=4)
+    split = DataSplit(n, share, seed=4)
     train = split.train_samples(np.arange(split.train))
     test = split.test_samples(np.arange(split.test))
     assert split.train + split.test == n
@@ -23,14 +23,14 @@ def test_disjoint_and_complete(n: int, share: float) -> None:
 
 
 def test_any_cut_gives_the_same() -> None:
-    split = Split(3 * BLOCK + 5, 0.7, 1)
+    split = DataSplit(3 * BLOCK + 5, 0.7, 1)
     whole = split.train_samples(np.arange(split.train))
     parts = [split.train_samples(np.arange(lo, min(lo + 777, split.train))) for lo in range(0, split.train, 777)]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_seeded_and_spread() -> None:
-    a, b = (Split(50_000, 0.9, seed).test_samples(np.arange(5000)) for seed in (0, 1))
+    a, b = (DataSplit(50_000, 0.9, seed).test_samples(np.arange(5000)) for seed in (0, 1))
     assert len(np.intersect1d(a, b)) < 700  # about 500 by chance
     assert (np.histogram(a, bins=10, range=(0, 50_000))[0] > 400).all()
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.brain.control import as_plan, refuse
+from everstep.brain.policy_control import as_plan, refuse
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.master.policy import load
 from everstep.model.observation import Observations, WorkerSeen

@@ -27,7 +27,7 @@ from typing import Any
 from shadow import TEMPLATE
 
 MAX_BYTES = 192 * 1024
-MORE = ("everstep.master.server", "everstep.ps.process", "uvloop", "runpy", "safetensors.torch")
+MORE = ("everstep.master.server", "everstep.ps.ps_process", "uvloop", "runpy", "safetensors.torch")
 ROOM_FOR_RUN_DIR = 1000  # bytes; see `_tell_run_dir`
 
 

@@ -152,15 +152,16 @@ def refusing(errors: type[Exception] | tuple[type[Exception], ...], read: Callab
 
 def _messages() -> dict[str, tuple[Any, list[bytes]]]:
     """Decoders of all that comes over a wire or a socket, with sound messages."""
-    from everstep.allreduce import store, units
+    from everstep.allreduce import group_store as store
+    from everstep.allreduce import replica_group as units
     from everstep.brain.events import Ok, ShardAsked
     from everstep.ids import ShardKey, TableId
     from everstep.net import control, control_server, data
     from everstep.net import messages as wire
 
     encode = msgspec.msgpack.encode
-    part = wire.Part(TableId(1), 2, 3, 4)
-    said = store._Said("10.0.0.1", 4000, b"gloo's own", 4001, b"k" * 32)
+    part = wire.RowsPart(TableId(1), 2, 3, 4)
+    said = store._StoreValue("10.0.0.1", 4000, b"gloo's own", 4001, b"k" * 32)
     return {
         "call": (
             control_server._call_decoder,
@@ -180,7 +181,7 @@ def _messages() -> dict[str, tuple[Any, list[bytes]]]:
                 )
             ],
         ),
-        "answer": (data._answer_decoder, [encode(wire.Taken()), encode(wire.Moved(7)), encode(wire.Bad("text"))]),
+        "answer": (data._answer_decoder, [encode(wire.LogTaken()), encode(wire.Moved(7)), encode(wire.Bad("text"))]),
         "unit": (units._decoder, [encode(units.Summed(7)), encode(units.Sum())]),
         "address": (store._said_decoder, [encode(said)]),
     }
@@ -206,10 +207,11 @@ def messages(_: Path) -> Attempt:
 def frames(_: Path) -> Attempt:
     """A stream of frames in pieces."""
     from everstep.errors import WireError
-    from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, DATA_LIMITS, FrameDecoder, Kind, encode_frame
+    from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, DATA_LIMITS, FrameDecoder, FrameKind, encode_frame
 
     sound = [
-        encode_frame(kind, b"h" * n, b"b" * (3 * n)) for kind, n in ((Kind.CALL, 0), (Kind.REQUEST, 5), (Kind.AUTH, 90))
+        encode_frame(kind, b"h" * n, b"b" * (3 * n))
+        for kind, n in ((FrameKind.CALL, 0), (FrameKind.REQUEST, 5), (FrameKind.AUTH, 90))
     ]
 
     def attempt(rng: random.Random) -> str:
@@ -240,7 +242,7 @@ def handshake(_: Path) -> Attempt:
     from everstep.errors import WireError
     from everstep.ids import NodeId
     from everstep.net.auth import ClientAuth, Identity, Secret, SecretError, ServerAuth, VersionError
-    from everstep.net.frames import AUTH_LIMITS, FrameDecoder, Kind, encode_frame
+    from everstep.net.frames import AUTH_LIMITS, FrameDecoder, FrameKind, encode_frame
 
     secret = Secret(b"s" * 32)
     who = Identity(purpose="data", role="worker", node=NodeId("node0"))
@@ -252,7 +254,7 @@ def handshake(_: Path) -> Attempt:
         def crossed(frame: bytes, number: int) -> Any:
             if number == bad_at:
                 [sound] = FrameDecoder(AUTH_LIMITS).feed(frame)
-                frame = encode_frame(Kind.AUTH, changed(sound.header, rng))
+                frame = encode_frame(FrameKind.AUTH, changed(sound.header, rng))
             [got] = FrameDecoder(AUTH_LIMITS).feed(frame)
             return got
 
@@ -273,9 +275,9 @@ def feed(_: Path) -> Attempt:
     from everstep.errors import WireError
     from everstep.ids import BucketId, Incarnation, Slot
     from everstep.net.feed import decode_feed, encode_feed
-    from everstep.net.messages import Entry, Feed
+    from everstep.net.messages import Feed, StreamEntry
 
-    entries = (Entry(BucketId(3), 17, 1, 40, 0), Entry(BucketId(1), 2, 3, 7, 5))
+    entries = (StreamEntry(BucketId(3), 17, 1, 40, 0), StreamEntry(BucketId(1), 2, 3, 7, 5))
     sound = encode_feed(Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((BucketId(3), 16),), 12, 8))
 
     def attempt(rng: random.Random) -> str:
@@ -691,24 +693,26 @@ def follower(_: Path) -> Attempt:
     from everstep.ids import BucketId, Incarnation, Slot
     from everstep.native import _native
     from everstep.net.feed import encode_feed
-    from everstep.net.frames import Kind, _head, encode_frame
-    from everstep.net.messages import Entry, Feed
+    from everstep.net.frames import FrameKind, _head, encode_frame
+    from everstep.net.messages import Feed, StreamEntry
 
     fed = _Fed()
 
     def attempt(rng: random.Random) -> str:
         fed.inbox.set_received((0, 1), (5, 0))
         blobs = [(crafted.crafted(data, rng) if rng.random() < 0.4 else data, seq) for data, seq in fed.blobs]
-        entries = tuple(Entry(BucketId(rng.choice((fed.bucket,) * 9 + (7,))), seq, 1, len(data)) for data, seq in blobs)
+        entries = tuple(
+            StreamEntry(BucketId(rng.choice((fed.bucket,) * 9 + (7,))), seq, 1, len(data)) for data, seq in blobs
+        )
         version = rng.choice((5, 5, 5, 6))
         header = encode_feed(Feed(version, Slot(0), Incarnation(1), (), entries, (0,) * len(blobs), (), 0, 5))
         if rng.random() < 0.4:
             header = changed(header, rng)
         body = b"".join(data for data, _ in blobs)
         body_bytes = len(body) if rng.random() < 0.95 else rng.choice((0, len(body) - 1, len(body) + 1))
-        stream = _head(Kind.FEED, header, (), max(0, body_bytes), 0) + body
+        stream = _head(FrameKind.FEED, header, (), max(0, body_bytes), 0) + body
         if rng.random() < 0.3:
-            stream += encode_frame(Kind.REQUEST, b"header", b"body")
+            stream += encode_frame(FrameKind.REQUEST, b"header", b"body")
         if rng.random() < 0.3:
             stream = changed(stream, rng)
         ahead = stream[: rng.choice((0, 0, 5, 24, 100))]
@@ -739,7 +743,7 @@ def carrier(_: Path) -> Attempt:
     import crafted
 
     from everstep.native import _native
-    from everstep.net.frames import Kind, encode_frame
+    from everstep.net.frames import FrameKind, encode_frame
 
     def attempt(rng: random.Random) -> str:
         store = crafted.empty(crafted.Store)
@@ -761,9 +765,9 @@ def carrier(_: Path) -> Attempt:
             crafted.push(store, 0)
             n = rng.choice((0, 1, 1, 2, 3, 8, 300))
             codes = bytes(rng.choice((0, 0, 0, 1, 2, 3, 4, 9, 255)) for _ in range(n))
-            answer = encode_frame(Kind.FED, codes)
+            answer = encode_frame(FrameKind.FED, codes)
             if rng.random() < 0.3:
-                answer = encode_frame(Kind.ANSWER, msgspec.msgpack.encode(["Moved", 7]))
+                answer = encode_frame(FrameKind.ANSWER, msgspec.msgpack.encode(["Moved", 7]))
             if rng.random() < 0.4:
                 answer = changed(answer, rng)
             there.sendall(answer * rng.choice((1, 1, 2)))

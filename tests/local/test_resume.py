@@ -25,7 +25,7 @@ from everstep.model.member import Role
 from everstep.net.auth import load_secret
 from everstep.protect.export import find_table, table_rows
 from everstep.protect.manifest import (
-    Trust,
+    ManifestTrust,
     checkpoint_place,
     latest_intact,
     list_checkpoints,
@@ -263,7 +263,7 @@ def test_checkpoints_of_before_there_was_a_key(counting: Counting) -> None:
     run.check_audit()
     key = load_secret(run.run_dir / "secret").checkpoint_key
     mine = checkpoint_place(run.run_dir)
-    assert all(Trust(key=key).authentic(read_bytes(mine, number)) for number in list_checkpoints(mine))
+    assert all(ManifestTrust(key=key).authentic(read_bytes(mine, number)) for number in list_checkpoints(mine))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from everstep.brain.events import (
     PlanRegistered,
     by_worker,
 )
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.master.observe import Observer
@@ -29,9 +29,9 @@ from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import Readings
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Plan
-from everstep.model.shard import Plan as DataPlan
+from everstep.model.shard import ShardSchedule as DataPlan
 from everstep.monitor.stepclock import BARRIER, StepClock
-from everstep.policies.split import apportion
+from everstep.policies.step_split import apportion
 from everstep.sim.stragglers import Pattern, finish
 
 NODE, ONE = NodeId("node0"), Incarnation(1)
@@ -110,7 +110,7 @@ def run(
 
     began_s = 10.0
     folder.mkdir(exist_ok=True)
-    observer = Observer(brain, Readings(folder), Watch(brain.job.spec), folder)
+    observer = Observer(brain, Readings(folder), HeartbeatWatch(brain.job.spec), folder)
     observer.windows = type(observer.windows)(window_s)
     keeper = PolicyKeeper(brain, brain.job.spec, observer.observe, window_s, tell)
     members = [_Worker(slot, rng, began_s - max(late_s, default=0.0)) for slot in range(workers)]

@@ -31,7 +31,7 @@ from everstep.master.readings import Readings
 from everstep.model.image import BucketImage, ImageFile
 from everstep.model.member import Address, Role
 from everstep.model.reasons import CheckpointReason
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.net.messages import OrderType, TakeImages
 from everstep.protect.manifest import latest_intact, list_checkpoints, read_manifest
 from everstep.protect.sources import ImageSources, Origin, write_origin
@@ -114,7 +114,11 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
         assert not shell.sent, "nobody has trained yet"
         shell.tell(Event(shell.at, MemberJoined(Role.WORKER, Slot(0), ONE, NodeId("node0"), 2)))
         shell.tell(
-            Event(shell.at, PlanRegistered(Plan(name="d", samples=9, shard_samples=3, seed=0)), by_worker(Slot(0), ONE))
+            Event(
+                shell.at,
+                PlanRegistered(ShardSchedule(name="d", samples=9, shard_samples=3, seed=0)),
+                by_worker(Slot(0), ONE),
+            )
         )
         shell.tell(Event(shell.at, ShardAsked(0, 1, 1), by_worker(Slot(0), ONE)))
         shell.keeper.tick(1029.0)

@@ -22,7 +22,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, Slot
 from everstep.master.confirm import SLACK_S, Confirmations
 from everstep.model.member import Address, Role
-from everstep.model.shard import Plan, lease_no, shard_key
+from everstep.model.shard import ShardSchedule, lease_no, shard_key
 
 ONE = Incarnation(1)
 NODE = NodeId("node0")
@@ -44,7 +44,11 @@ class Shell:
         for mirror in placement.mirrors:  # before each was whole once, nothing is released
             self.tell(Event(0.0, MirrorsReady((mirror.id,)), by_ps(mirror.at, ONE)))
         self.tell(
-            Event(0.0, PlanRegistered(Plan(name="d", samples=40, shard_samples=10, seed=0)), by_worker(Slot(0), ONE))
+            Event(
+                0.0,
+                PlanRegistered(ShardSchedule(name="d", samples=40, shard_samples=10, seed=0)),
+                by_worker(Slot(0), ONE),
+            )
         )
 
     def tell(self, said: Event | FactType) -> None:

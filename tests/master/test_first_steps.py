@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from policy_job import BATCH, EPOCHS, SAMPLES, SYNC_S, Ran, run
 
-from everstep.sim.stragglers import Constant, Pattern, Spells, finish
+from everstep.sim.stragglers import ConstantSlowness, Pattern, Spells, finish
 
 SAMPLE_S, WINDOW_S = 0.004, 0.5
 
@@ -29,7 +29,7 @@ def test_one_slow_from_the_beginning_on_costs_one_step_at_its_pace(tmp_path: Pat
     # whatever the first step has in it besides: then nobody seems to be much slower than others while it begins
     late = tuple(late_s * k for k in (1.0, 0.95, 0.97, 0.0, 0.98, 0.96, 0.99, 0.97))
     for seed in range(6):
-        ran = job(tmp_path, policy, Constant(8.0), 16, seed, late)
+        ran = job(tmp_path, policy, ConstantSlowness(8.0), 16, seed, late)
         shares = [of[0] for _, of in ran.steps]
         assert shares[0] == BATCH and max(shares[1:]) <= 0.4 * BATCH and max(shares[4:]) <= BATCH / 6, (seed, ran.steps)
         assert ran.wall_s <= 1.13 * (8 + 15 * 8 / 7) * BATCH * SAMPLE_S, (seed, ran.steps)

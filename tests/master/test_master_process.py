@@ -42,7 +42,7 @@ from everstep.config.load import save_spec
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
-from everstep.model.shard import Lease, Plan
+from everstep.model.shard import Lease, ShardSchedule
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, create_secret
 from everstep.net.control import ControlClient
@@ -54,7 +54,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.cold]
 NODE = NodeId("node0")
 ONE = Incarnation(1)
 LONG_S = 60.0  # a deadline, never waited for when all is well
-PLAN = Plan(name="d", samples=100, shard_samples=10, seed=0)
+PLAN = ShardSchedule(name="d", samples=100, shard_samples=10, seed=0)
 
 
 class Client:
@@ -217,7 +217,7 @@ def test_kill_9_of_the_master_twice_changes_nothing_for_its_members(stage: Stage
     assert len(masters) == 3
     info = read_master(stage.run_dir)
     assert info is not None and info.incarnation == 3
-    assert worker.call(wire.Report({"auc": 0.79})) == Ok()
+    assert worker.call(wire.ValuesReported({"auc": 0.79})) == Ok()
     status = agent.call(wire.GetStatus())
     assert status.failures == {"worker": 0, "ps": 0, "master": 2, "node": 0}
     assert {(m.role, m.incarnation) for m in status.members} == {
@@ -304,7 +304,7 @@ def test_no_space_for_the_journal_ends_the_job_and_says_so(stage: Stage) -> None
     agent = stage.agent()
     stage.ps()
     worker = stage.worker()
-    worker.call(PlanRegistered(Plan(name="d", samples=10**9, shard_samples=10, seed=0)))
+    worker.call(PlanRegistered(ShardSchedule(name="d", samples=10**9, shard_samples=10, seed=0)))
     assert isinstance(worker.call(ShardAsked(0, 1, 1)), Granted)
     calls = [worker.control.submit(ShardAsked(0, 1, ask), LONG_S) for ask in range(2, 8000)]
     assert agent.order(FinishJob).exit_code == 4

@@ -15,7 +15,7 @@ from everstep.master.readings import METRICS_FILE, MetricsLine, Readings
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.names import METRICS
-from everstep.monitor.prometheus import Key, Page, number
+from everstep.monitor.prometheus import Key, MetricsPage, number
 from everstep.monitor.windows import Windows
 from everstep.net.messages import GroupStatus, MemberStatus, SeenReport, StatusReport
 
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "monitoring.md"
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def job() -> Page:
+def job() -> MetricsPage:
     """All of a small job."""
     windows = Windows()
     for at in (0.0, 1.0):
@@ -41,7 +41,7 @@ def job() -> Page:
         slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), short=Pace(samples=100, per_sample_s=0.01)
     )
     ps = ServerSeen(slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), service_s=0.002, queue=1.5)
-    page = Page()
+    page = MetricsPage()
     seen = SeenReport(Observations(at=1.0, workers=(worker,), servers=(ps,)), {"not a number": 2})
     fill(page, status, seen, windows.of, {"worker": 1, "ps": 1})
     return page
@@ -74,7 +74,7 @@ def test_names_follow_the_conventions_and_are_in_the_docs() -> None:
 def test_counters_of_the_job_never_go_back() -> None:
     counted: dict[Key, float] = {}
     for done, told in ((100, 100), (40, 100), (120, 120)):  # (a checkpoint was gone back to)
-        page = Page(counted)
+        page = MetricsPage(counted)
         page.set("everstep_samples_total", done)
         page.set("everstep_worker_samples_total", done, 0)
         assert f"everstep_samples_total {told}\n" in page.text()

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import MAX_WORDS, as_plan, refuse
 from everstep.brain.events import (
     Event,
     FactType,
@@ -30,6 +29,7 @@ from everstep.brain.events import (
     StartProcess,
     by_worker,
 )
+from everstep.brain.policy_control import MAX_WORDS, as_plan, refuse
 from everstep.config.load import load_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
@@ -50,7 +50,7 @@ from everstep.model.plan import (
     Plan,
     Scale,
 )
-from everstep.model.shard import Plan as DataPlan
+from everstep.model.shard import ShardSchedule as DataPlan
 from everstep.policies.stragglers import policy as policies
 
 NODE, ONE = NodeId("node0"), Incarnation(1)

@@ -241,7 +241,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     ShardDone: "worker",
     ShardReturned: "worker",
     wire.TellPlace: "worker",
-    wire.Report: "worker",
+    wire.ValuesReported: "worker",
     ChiefAsked: "worker",
     OnceAsked: "worker",
     wire.MayEnd: "worker",
@@ -358,7 +358,9 @@ def test_a_beat_keeps_only_its_own_leases_alive(tmp_path: Path) -> None:
 def test_reported_values_are_bounded(tmp_path: Path) -> None:
     def do(t: Thrower) -> None:
         for n in range(30):
-            t.say(t.peer("worker", 0, 1), wire.Report({f"{n}/{i}": 1.0 for i in range(100)} | {"x" * 5000: 1.0}))
+            t.say(
+                t.peer("worker", 0, 1), wire.ValuesReported({f"{n}/{i}": 1.0 for i in range(100)} | {"x" * 5000: 1.0})
+            )
         assert len(t.master.readings.values) <= 1000 and "x" * 5000 not in t.master.readings.values
 
     within(tmp_path, do)

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from everstep.brain.events import Ok, Refused
-from everstep.master import store as module
-from everstep.master.store import MAX_KEY_BYTES, MAX_VALUE_BYTES, GroupStore
+from everstep.master import store_server as module
+from everstep.master.store_server import MAX_KEY_BYTES, MAX_VALUE_BYTES, StoreServer
 from everstep.net.messages import StoreValues
 
 
 def test_who_waits_gets_all_keys_at_once_when_the_last_is_set() -> None:
     async def story() -> None:
-        store = GroupStore()
+        store = StoreServer()
         waiting = store.get(1, "a", ["x", "y"], 30.0)
         assert isinstance(waiting, asyncio.Future)
         assert store.set(1, "a", {"x": b"1"}) == Ok()
@@ -32,7 +32,7 @@ def test_who_waits_gets_all_keys_at_once_when_the_last_is_set() -> None:
 
 def test_after_the_time_those_that_are_there() -> None:
     async def story() -> None:
-        store = GroupStore()
+        store = StoreServer()
         store.set(1, "a", {"x": b"1"})
         assert store.get(1, "a", ["x", "z"], 0.0) == StoreValues({"x": b"1"})
         waiting = store.get(1, "a", ["x", "z"], 0.01)
@@ -45,7 +45,7 @@ def test_after_the_time_those_that_are_there() -> None:
 
 def test_one_who_hangs_up_is_forgotten() -> None:
     async def story() -> None:
-        store = GroupStore()
+        store = StoreServer()
         waiting = store.get(1, "a", ["x"], 30.0)
         assert isinstance(waiting, asyncio.Future)
         waiting.cancel()
@@ -59,7 +59,7 @@ def test_one_who_hangs_up_is_forgotten() -> None:
 
 def test_old_generations_are_over() -> None:
     async def story() -> None:
-        store = GroupStore()
+        store = StoreServer()
         store.set(1, "a", {"x": b"1"})
         waiting = store.get(1, "a", ["y"], 30.0)
         assert isinstance(waiting, asyncio.Future)
@@ -77,7 +77,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 4 * MAX_VALUE_BYTES)
 
     async def story() -> None:
-        store = GroupStore()
+        store = StoreServer()
         assert isinstance(store.set(1, "a", {"x": bytes(MAX_VALUE_BYTES + 1)}), Refused)
         assert isinstance(store.set(1, "a", {"x" * (MAX_KEY_BYTES + 1): b""}), Refused)
         assert isinstance(store.set(1, "a" * (MAX_KEY_BYTES + 1), {"x": b""}), Refused)

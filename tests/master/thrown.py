@@ -16,7 +16,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.machines.rights import RIGHTS
 from everstep.master.server import Master
 from everstep.model.member import Role
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, create_secret
 from everstep.net.control_server import Peer
@@ -102,7 +102,7 @@ class Thrower:
                 who = self.peer(str(role), slot, 1)
                 self.say(who, MemberJoined(role, Slot(slot), Incarnation(1), NodeId("node0"), 7, _address(slot)))
                 running["node0"].append((role, Slot(slot), Incarnation(1), 7))
-        plan = Plan(name="d", samples=1000, shard_samples=10, seed=0)
+        plan = ShardSchedule(name="d", samples=1000, shard_samples=10, seed=0)
         for slot in range(self.spec.workers):
             self.say(self.peer("worker", slot, 1), PlanRegistered(plan))
             if self.spec.mode == "allreduce":
@@ -200,7 +200,7 @@ class Thrower:
         return rng.choice(["", "d", "node0", "ps:0", "worker:1", "x\x1b[2J\n\u2028y", "e" * 300, "stuck", "../../x"])
 
     def known(self, rng: random.Random, kind: type) -> Any:
-        if kind is Plan and self.brain.shards.datasets:
+        if kind is ShardSchedule and self.brain.shards.datasets:
             return rng.choice(self.brain.shards.datasets).plan
         return None
 

@@ -12,11 +12,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from everstep.api.engine import Engine
+from everstep.api.ps_engine import PsEngine
 from everstep.model.shard import split_key
 from everstep.net.messages import TellPlace
-from everstep.tables.gate import Gate
-from everstep.tables.protocol import Work
+from everstep.tables.staleness_gate import StalenessGate
+from everstep.tables.worker_protocol import RangeWork
 
 _TOGETHER_S = 20.0
 
@@ -26,36 +26,36 @@ Steps = tuple[tuple[Part, ...], ...]
 
 def note_parts(path: str) -> None:
     """From now on this worker writes a line for each batch that its script takes, and for each range of a step."""
-    following, ready = Engine._next, Gate.ready
+    following, ready = PsEngine._next, StalenessGate.ready
 
-    def note(step: int, work: Work) -> None:
+    def note(step: int, work: RangeWork) -> None:
         dataset, epoch, _ = split_key(work.lease.shard)
         with Path(path).open("a") as file:
             file.write(f"{step} {dataset} {epoch} {work.lo} {work.hi}\n")
 
-    def noted_next(self: Engine, *args: Any) -> Any:
+    def noted_next(self: PsEngine, *args: Any) -> Any:
         item = following(self, *args)
         if item is not None and item.work is not None:
             note(-1, item.work)
         return item
 
-    def noted_ready(self: Gate, works: tuple[Work, ...], *args: Any) -> Any:
+    def noted_ready(self: StalenessGate, works: tuple[RangeWork, ...], *args: Any) -> Any:
         for work in works:
             note(self._step, work)
         return ready(self, works, *args)
 
-    Engine._next = noted_next  # type: ignore[method-assign]
-    Gate.ready = noted_ready  # type: ignore[method-assign]
+    PsEngine._next = noted_next  # type: ignore[method-assign]
+    StalenessGate.ready = noted_ready  # type: ignore[method-assign]
 
 
 def begin_together(folder: Path, slot: int, workers: int) -> None:
     """This worker's first batch is begun once all have one in hand and the master knows it, or after a while."""
-    await_turn = Engine._await_turn
+    await_turn = PsEngine._await_turn
 
-    def together(self: Engine, *args: Any) -> bool:
+    def together(self: PsEngine, *args: Any) -> bool:
         begun = await_turn(self, *args)
         if begun and self.gate is not None:
-            Engine._await_turn = await_turn  # type: ignore[method-assign]
+            PsEngine._await_turn = await_turn  # type: ignore[method-assign]
             with self._lock:
                 place = self.gate.due(again=True)
             if place is not None:
@@ -66,7 +66,7 @@ def begin_together(folder: Path, slot: int, workers: int) -> None:
                 time.sleep(0.01)
         return begun
 
-    Engine._await_turn = together  # type: ignore[method-assign]
+    PsEngine._await_turn = together  # type: ignore[method-assign]
 
 
 def steps_of(folder: Path) -> Steps:

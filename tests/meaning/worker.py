@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from everstep.agent.worker import with_advice
+from everstep.agent.worker_process import with_advice
 from everstep.errors import UserError
 from meaning.cells import Everstep
 from meaning.composed import begin_together, note_parts

@@ -36,11 +36,11 @@ from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, NodeId, ShardKey, Slot
 from everstep.model.member import Address, Role
-from everstep.model.shard import Lease, Plan, shard_key
+from everstep.model.shard import Lease, ShardSchedule, shard_key
 from everstep.monitor.audit import AuditReport, audit, mix64, tile
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, audit_header
+from everstep.monitor.records import Applied, AuditRecord, CutRecord, FinalCutRecord, audit_header
 from everstep.monitor.report import Verdict
-from everstep.native.ledger import Ledger, batch_fingerprint
+from everstep.native.ledger import PushLedger, batch_fingerprint
 from everstep.native.ledger import mix64 as mix64_of_ledger
 from everstep.storage.chain import ChainWriter, read_chain
 from everstep.storage.journal import Journal
@@ -67,12 +67,12 @@ class Run:
             self.tell(Event(self.at, MemberJoined(Role.PS, Slot(slot), Incarnation(1), NODE, 10 + slot, where)))
         for slot, life in self.workers.items():
             self.tell(Event(self.at, MemberJoined(Role.WORKER, slot, life, NODE, 20 + slot)))
-        plan = Plan(name="train", samples=samples, shard_samples=shard_samples, seed=1)
+        plan = ShardSchedule(name="train", samples=samples, shard_samples=shard_samples, seed=1)
         self.tell(Event(self.at, PlanRegistered(plan), by_worker(Slot(0), Incarnation(1))))
         placement = self.brain.placement
         assert placement is not None
         self.owned = {slot: list(placement.owned_by(slot)) for slot in (Slot(0), Slot(1))}
-        self.ledgers = {slot: Ledger(BUCKETS, owned) for slot, owned in self.owned.items()}
+        self.ledgers = {slot: PushLedger(BUCKETS, owned) for slot, owned in self.owned.items()}
         self.records: dict[Slot, list[AuditRecord]] = {Slot(0): [], Slot(1): []}
 
     def tell(self, event: Event) -> Reply | None:
@@ -127,7 +127,7 @@ class Run:
         for slot, ledger in self.ledgers.items():
             prints = np.array(ledger.fingerprints(), np.uint64)[self.owned[slot]].tobytes()
             seq = len(self.records[slot])
-            self.records[slot].append(Closed(seq, prints) if closed else Cut(seq, prints))
+            self.records[slot].append(FinalCutRecord(seq, prints) if closed else CutRecord(seq, prints))
 
     def train(self, epochs: int = 2, batch: int = 10) -> None:
         """Everything in order, the workers taking turns."""

@@ -21,8 +21,16 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.shard import Lease
 from everstep.monitor.audit import AuditReport, audit
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
-from everstep.native.ledger import BucketLedger, Ledger
+from everstep.monitor.records import (
+    AcquiredRecord,
+    Applied,
+    AuditRecord,
+    CutRecord,
+    FinalCutRecord,
+    ReleasedRecord,
+    audit_header,
+)
+from everstep.native.ledger import BucketLedger, PushLedger
 from everstep.storage.chain import ChainWriter
 
 Life = tuple[Slot, Incarnation]
@@ -35,7 +43,7 @@ class Journey(Run):
     def __init__(self, run_dir: Path, **more: int) -> None:
         spec = JobSpec(workers=2, ps=2, buckets=BUCKETS, max_restarts=1000, quarantine_after=1000)
         super().__init__(run_dir, spec=spec, **more)
-        self.lives: dict[Life, Ledger] = {P0: self.ledgers[Slot(0)], P1: self.ledgers[Slot(1)]}
+        self.lives: dict[Life, PushLedger] = {P0: self.ledgers[Slot(0)], P1: self.ledgers[Slot(1)]}
         self.first = {life: sorted(ledger.buckets) for life, ledger in self.lives.items()}
         self.logs: dict[Life, list[AuditRecord]] = {P0: [], P1: []}
         self.closed: set[Life] = set()
@@ -76,7 +84,7 @@ class Journey(Run):
             for life in self.lives:
                 self.apply(life, worker, lease, low, high)
 
-    def cut_life(self, life: Life, kind: type[Cut] | type[Closed] = Cut) -> None:
+    def cut_life(self, life: Life, kind: type[CutRecord] | type[FinalCutRecord] = CutRecord) -> None:
         prints = np.array([b.fingerprint for b in self.lives[life].buckets.values()], np.uint64).tobytes()
         self.logs[life].append(kind(len(self.logs[life]), prints))
 
@@ -88,28 +96,30 @@ class Journey(Run):
         shards = b"".join(np.array([s, m[0]], "<i8").tobytes() for s, m in sorted(books.shards.items()))
         self.version += 1
         at, version = self.now(life), self.version
-        took = Took(len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, at, version)
+        took = AcquiredRecord(
+            len(self.logs[life]), bucket, how, self.seqs[bucket], shards, books.fingerprint, at, version
+        )
         self.logs[life].append(took)
         ledger = self.lives[life]
         ledger.buckets = dict(sorted({**ledger.buckets, bucket: books}.items()))
 
     def give(self, life: Life, bucket: int) -> BucketLedger:
-        self.logs[life].append(Gave(len(self.logs[life]), bucket, self.seqs.get(bucket, 0), self.now()))
+        self.logs[life].append(ReleasedRecord(len(self.logs[life]), bucket, self.seqs.get(bucket, 0), self.now()))
         return self.lives[life].buckets.pop(bucket)
 
-    def die(self, life: Life) -> Ledger:
+    def die(self, life: Life) -> PushLedger:
         """kill -9: its log ends, its books are gone."""
         self.closed.add(life)
         return self.lives.pop(life)
 
     def begin(self, life: Life) -> None:
-        self.lives[life] = Ledger(BUCKETS, [])
+        self.lives[life] = PushLedger(BUCKETS, [])
         self.logs[life], self.first[life] = [], []
 
     def report(self, close: bool = True) -> AuditReport:
         for life, records in self.logs.items():
             if close and life not in self.closed:
-                self.cut_life(life, Closed)
+                self.cut_life(life, FinalCutRecord)
                 self.closed.add(life)
             path = self.run_dir / "audit" / f"ps-{life[0]}.{life[1]}.log"
             path.unlink(missing_ok=True)
@@ -348,7 +358,7 @@ def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
 def test_a_bucket_that_leaves_though_it_never_came(run: Journey) -> None:
     run.rest()
     foreign = run.first[P1][0]
-    run.logs[P0].append(Gave(len(run.logs[P0]), foreign, 0, run.now()))
+    run.logs[P0].append(ReleasedRecord(len(run.logs[P0]), foreign, 0, run.now()))
     assert "bad record" in whats(run.report())
 
 

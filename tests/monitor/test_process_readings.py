@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.monitor.process import ProcessReadings, clean_hardware, hardware_class, parse_cpu_stat
+from everstep.monitor.process_readings import ProcessReadings, clean_hardware, hardware_class, parse_cpu_stat
 
 V2 = "usage_usec 100\nnr_periods 50\nnr_throttled 7\nthrottled_usec 2500000\n"
 V1 = "nr_periods 50\nnr_throttled 7\nthrottled_time 2500000000\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
+from everstep.model.observation import Observations, Pace, ProcessLoad, ServerSeen, WorkerSeen
 from everstep.monitor.slowness import by_the_step_under_way, judge
 
 ONE, HOME = Incarnation(1), NodeId("node0")
@@ -70,7 +70,7 @@ def test_steps_longer_than_the_short_window_are_judged_by_the_long_one() -> None
 
 
 def test_a_ps_that_has_had_requests_and_has_none_now() -> None:
-    idle = ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME, long_load=Load(service_s=0.001))
+    idle = ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME, long_load=ProcessLoad(service_s=0.001))
     assert words(Observations(at=0, servers=(idle, ps(1, 0.0))), "ps:0") == "no requests now"
 
 

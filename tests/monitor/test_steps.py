@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.group import Committed, Group, GroupMember, Mark, Split
-from everstep.model.shard import Plan
+from everstep.model.group import Committed, Group, GroupMember, Mark, StepSplit
+from everstep.model.shard import ShardSchedule
 from everstep.monitor.loops import Asked
 from everstep.monitor.report import AuditReport
 from everstep.monitor.steps import StepFacts, StepLog, check_steps, read_step_log
 from everstep.storage.chain import ChainWriter
 
-PLANS = [Plan(name="d", samples=100, shard_samples=30, seed=0)]
+PLANS = [ShardSchedule(name="d", samples=100, shard_samples=30, seed=0)]
 
 
 def group(generation: int, slots: str, origin: int = 1, begin: Mark | None = None) -> Group:
@@ -28,7 +28,7 @@ class Run:
     """Two workers and a third that joins; one total loss, back to step 6 of a checkpoint; two epochs."""
 
     def __init__(self) -> None:
-        divided = msgspec.structs.replace(group(1, "01"), split=Split(1, (3, 1)))  # within the generation
+        divided = msgspec.structs.replace(group(1, "01"), split=StepSplit(1, (3, 1)))  # within the generation
         self.groups = [group(1, "01"), divided, group(2, "012"), group(3, "34", 3, Mark(6, 0, 1, 20))]
         self.told = [
             Committed(1, 0, 3, 0, 0, 0, 80),

@@ -21,7 +21,7 @@ from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.failure import Failure
 from everstep.model.member import Address, Role
-from everstep.model.shard import Plan, lease_no, shard_key
+from everstep.model.shard import ShardSchedule, lease_no, shard_key
 from everstep.monitor.audit import judged
 from everstep.monitor.facts import JobFacts
 from everstep.monitor.report import EXIT_CODES, AuditReport, Offence, Verdict
@@ -37,7 +37,9 @@ def job() -> JobFacts:
         Event(1.0, NodeJoined(NODE, "", 0, 0)),
         Event(2.0, MemberJoined(Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock"))),
         Event(3.0, MemberJoined(Role.WORKER, W, ONE, NODE, 8)),
-        Event(4.0, PlanRegistered(Plan(name="train", samples=30, shard_samples=30, seed=0)), by_worker(W, ONE)),
+        Event(
+            4.0, PlanRegistered(ShardSchedule(name="train", samples=30, shard_samples=30, seed=0)), by_worker(W, ONE)
+        ),
         Event(5.0, ShardAsked(0, 1, 1), by_worker(W, ONE)),
     ]
     for event in events:
@@ -103,7 +105,7 @@ def test_an_offence_comes_before_everything_else() -> None:
 def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
     """The worker is in its second loop, over epoch 1, and is given a shard of epoch 0."""
     facts = JobFacts()
-    plan = Plan(name="train", samples=30, shard_samples=30, seed=0)
+    plan = ShardSchedule(name="train", samples=30, shard_samples=30, seed=0)
     events: list[Event] = [
         Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0))),
         Event(1.0, NodeJoined(NODE, "", 0, 0)),

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store, crc32c, unique_route
-from everstep.native.blob import Blob, Marks, build, parse, seal
+from everstep.native import BlobKind, Store, crc32c, unique_route
+from everstep.native.blob import Blob, BlobMarks, build, parse, seal
 from everstep.testing.twin import TwinStore, bucket_of
 
 BUCKETS, BUCKET = 4, 2
@@ -206,7 +206,7 @@ def use(store: Store) -> None:
 def stream(store: Store) -> list[bytes]:
     """Contents of one bucket and differences, as its mirror would get them."""
     for table in store.tables():
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             lo = 0
             while lo >= 0:
                 lo = store.emit(BUCKET, kind, table, lo, lo + 4096)
@@ -270,7 +270,7 @@ def recovery_attempts(seed: int, count: int) -> Counter[str]:
                 outcomes[answer(lambda b=blob: rows[0].recover_fold(1, b))] += 1
             rows[1].recover_fold(1, blob)
         for table in owner.tables():
-            for kind in (Kind.HEADS, Kind.BODIES):
+            for kind in (BlobKind.HEADS, BlobKind.BODIES):
                 _, rest = rows[1].emit_recovering(1, kind, table, 0, 4096)
                 data = bytearray(rest)
                 if rng.random() < 0.5:
@@ -282,7 +282,7 @@ def recovery_attempts(seed: int, count: int) -> Counter[str]:
 
 
 def contents(store: Store, member: int) -> list[bytes]:
-    for kind in (Kind.HEADS, Kind.BODIES):
+    for kind in (BlobKind.HEADS, BlobKind.BODIES):
         for table in store.tables():
             lo = 0
             while lo >= 0:
@@ -331,7 +331,7 @@ def any_blobs(count: int) -> None:
     @given(kind=st.integers(0, 5), bucket=number, seq=signed, n_parts=number, **some)
     def check(kind: int, bucket: int, seq: int, n_parts: int, shards: Any, parts: Any, rest: bytes) -> None:
         say(f"any {next(counter)}")
-        blob = build(Blob(Kind.MARKS, bucket, 0, Marks(1, 0, shards, [1])))
+        blob = build(Blob(BlobKind.MARKS, bucket, 0, BlobMarks(1, 0, shards, [1])))
         body = b"".join(struct.pack("<6I", t, n, lo, hi, flags, 0) for t, n, lo, hi, flags in parts) + rest
         data = bytearray(blob + body)
         n_parts = len(parts) if n_parts % 4 else n_parts

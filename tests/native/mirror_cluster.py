@@ -9,7 +9,7 @@ import numpy as np
 
 from everstep.model.shard import shard_key
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store
+from everstep.native import BlobKind, Store
 from everstep.testing import mirror_twin, twin
 from everstep.testing.mirror_twin import APPLIED, REPEAT, Pages, TwinMirror
 
@@ -131,7 +131,7 @@ class Cluster:
 
     @staticmethod
     def sweep_of(store: Store, bucket: int) -> Iterator[None]:
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             for table in store.tables():
                 lo = 0
                 while lo >= 0:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store, unique_route
-from everstep.native.blob import LAST, Blob, Kind, build, check_seal, parse, seal
+from everstep.native.blob import LAST, Blob, BlobKind, build, check_seal, parse, seal
 from everstep.testing import twin
 from everstep.testing.twin import TwinStore
 
@@ -48,7 +48,7 @@ def take(store: Store, still: bool = True) -> list[bytes]:
         for bucket, seq, kind, offset, length in entries:
             blob = data[offset : offset + length].tobytes()
             head = parse(blob, width)
-            assert (head.bucket, head.seq, head.kind) == (bucket, seq, Kind.BODIES if kind == 5 else kind)
+            assert (head.bucket, head.seq, head.kind) == (bucket, seq, BlobKind.BODIES if kind == 5 else kind)
             out.append(blob)
     assert not still or store.outbox_bytes() == 0
     return out
@@ -108,7 +108,7 @@ class Pages:
     def apply(self, data: bytes) -> None:
         blob = parse(data, width)
         b = blob.bucket
-        if blob.kind is Kind.CHANGE:
+        if blob.kind is BlobKind.CHANGE:
             assert blob.seq == self.seq[b] + 1
         self.seq[b] = blob.seq
         self.clock[b] = (blob.marks.fingerprint, blob.marks.clock)
@@ -126,7 +126,7 @@ class Pages:
                     (b, part.table, slot >> bits), np.zeros(self.store.page_bytes(part.table), np.uint8)
                 )
                 s = slot & ((1 << bits) - 1)
-                if blob.kind is Kind.HEADS or (part.toggled is not None and part.toggled[i]):
+                if blob.kind is BlobKind.HEADS or (part.toggled is not None and part.toggled[i]):
                     page[s >> 3] ^= 1 << (s & 7)
                     page[keys_at + 8 * s :][:8] ^= np.frombuffer(next(toggled).tobytes(), np.uint8)
                 if part.records is not None:
@@ -207,7 +207,7 @@ def test_contents_are_the_pages(seed: int, stride: int) -> None:
     pages = Pages(store)
     for b in range(B):
         for spec in SPECS:
-            for kind in (Kind.HEADS, Kind.BODIES):
+            for kind in (BlobKind.HEADS, BlobKind.BODIES):
                 lo = 0
                 while lo >= 0:
                     lo = store.emit(b, kind, spec.id, lo, lo + stride)
@@ -221,8 +221,8 @@ def test_contents_end_with_a_part_that_says_so() -> None:
     store, steps = filled(Store), Steps(3)
     for _ in range(12):
         steps.step([store])
-    assert store.emit(1, Kind.BODIES, SPECS[0].id, 0, 1) == 1
-    assert store.emit(1, Kind.BODIES, SPECS[0].id, 1, 100_000) == -1
+    assert store.emit(1, BlobKind.BODIES, SPECS[0].id, 0, 1) == 1
+    assert store.emit(1, BlobKind.BODIES, SPECS[0].id, 1, 100_000) == -1
     first, last = (parse(blob, width).parts[0] for blob in take(store))
     assert first.flags == 0 and last.flags == LAST
     store.emit_slots(1, SPECS[0].id, np.array([0, 5_000], np.uint32))
@@ -405,4 +405,4 @@ def test_nonsense_is_no_blob() -> None:
         load(other, 1, {}, good)
     assert seal(good) == good
     check_seal(good)
-    assert parse(build(Blob(Kind.MARKS, 3, 9, parse(good).marks))).seq == 9
+    assert parse(build(Blob(BlobKind.MARKS, 3, 9, parse(good).marks))).seq == 9

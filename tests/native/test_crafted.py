@@ -24,7 +24,7 @@ def test_marks_of_another_kind_are_refused() -> None:
     script = (
         "import struct; from everstep.native import Store; from everstep.native.blob import *; s = Store(4, 7)\n"
         "for kind in (1, 2, 3, 4):\n"
-        "    data = bytearray(build(Blob(Kind.MARKS, 2, 0, Marks())))\n"
+        "    data = bytearray(build(Blob(BlobKind.MARKS, 2, 0, BlobMarks())))\n"
         "    data += struct.pack('<6I', 1, 1, 0, 64, 0, 0) + bytes(64)\n"
         "    struct.pack_into('<HII', data, 6, kind, 2, 1)\n"
         "    s.load_begin(2)\n"

@@ -9,14 +9,14 @@ import pytest
 
 from everstep.model.shard import shard_key
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Ledger, PushResult, Store, batch_fingerprint, bitmap, bitmap_buckets, unique_route
+from everstep.native import PushLedger, PushResult, Store, batch_fingerprint, bitmap, bitmap_buckets, unique_route
 
 S = shard_key(0, 2, 5)
 PUSHES = 40
 
 
 def test_watermarks_tile_a_shard() -> None:
-    ledger = Ledger(4)
+    ledger = PushLedger(4)
     assert ledger.open(S, 100, 1) == ([0, 1, 2, 3], [100] * 4)
     assert ledger.push(S, 100, 110, 1) == PushResult(4, 0)
     assert ledger.push(S, 100, 110, 1) == PushResult(0, 4)
@@ -28,7 +28,7 @@ def test_watermarks_tile_a_shard() -> None:
 
 
 def test_a_ragged_interval_goes_only_to_the_buckets_behind() -> None:
-    ledger = Ledger(4)
+    ledger = PushLedger(4)
     ledger.open(S, 0, 1)
     ahead = bitmap([1, 3], 4)
     assert ledger.push(S, 0, 8, 1, ahead) == PushResult(2, 0, buckets=ahead)
@@ -39,7 +39,7 @@ def test_a_ragged_interval_goes_only_to_the_buckets_behind() -> None:
 
 
 def test_fences_only_rise() -> None:
-    ledger = Ledger(2)
+    ledger = PushLedger(2)
     assert ledger.push(S, 0, 1, 1).fenced  # never opened here
     ledger.open(S, 0, 5)
     assert ledger.open(S, 0, 4) is None
@@ -49,7 +49,7 @@ def test_fences_only_rise() -> None:
 
 
 def test_released_shards_never_come_back() -> None:
-    ledger = Ledger(2)
+    ledger = PushLedger(2)
     ledger.open(S, 0, 1)
     ledger.push(S, 0, 4, 1)
     prints = ledger.fingerprints()
@@ -61,7 +61,7 @@ def test_released_shards_never_come_back() -> None:
 
 
 def test_skipped_samples_are_in_no_fingerprint() -> None:
-    ledger = Ledger(2)
+    ledger = PushLedger(2)
     ledger.open(S, 0, 1)
     ledger.push(S, 0, 4, 1, skipped=True)
     ledger.push(S, 4, 6, 1)
@@ -75,7 +75,7 @@ def test_nonsense_is_refused_alike(args: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"."):
         store.push(*args, b"", [])
     with pytest.raises(ValueError, match=r"."):
-        Ledger(2).push(*args)
+        PushLedger(2).push(*args)
 
 
 def test_bitmaps() -> None:

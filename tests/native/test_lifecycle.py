@@ -9,7 +9,7 @@ import pytest
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Full, Store, bitmap, check_spec, unique_route
-from everstep.native.blob import Kind, parse
+from everstep.native.blob import BlobKind, parse
 from everstep.testing.twin import TwinStore, bucket_of
 
 SGD = OptimizerSpec(OptimizerKind.SGD, 1.0)
@@ -224,7 +224,7 @@ def test_what_is_freed_is_a_difference_too() -> None:
     spec = place.spec
     widths = {spec.id: 4 * (4 + 2), spec.candidates_id: 12}
     last = parse(blobs[-1], widths.__getitem__)
-    assert last.kind is Kind.CHANGE
+    assert last.kind is BlobKind.CHANGE
     assert [int(p.keys.sum()) for p in last.parts if p.keys is not None] == [3]  # the candidate; 2's row went before
 
 
@@ -261,7 +261,7 @@ def test_a_mirror_has_it_all_and_the_recovered_bucket_goes_on_as_the_lost_one(me
             store.expire(b, 0, 50)
 
     def contents(b: int, store: Store) -> None:
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             for table in store.tables():
                 lo = 0
                 while lo >= 0:
@@ -272,7 +272,7 @@ def test_a_mirror_has_it_all_and_the_recovered_bucket_goes_on_as_the_lost_one(me
         while store.wait_outbox(0):
             _, entries, data = store.take_outbox(1 << 20)
             for _, _, kind, at, n in entries:
-                apply = home.recover_fold if fold and kind != Kind.CHANGE else home.mirror_apply
+                apply = home.recover_fold if fold and kind != BlobKind.CHANGE else home.mirror_apply
                 assert apply(1, data[at : at + n]) == 0
 
     for at in range(20):

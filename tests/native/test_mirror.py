@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mirror_cluster import ID, SHARDS, TABLES, Cluster, mirror_pages, pages_of, split
 
 from everstep.model.table import TRAVELLING, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store
+from everstep.native import BlobKind, Store
 from everstep.native.blob import build, parse, seal
 from everstep.testing import mirror_twin, twin
 from everstep.testing.mirror_twin import APPLIED, GAP, NOT_MEMBER, REPEAT
@@ -75,11 +75,11 @@ def test_mirrors_follow_random_streams(data: st.DataObject) -> None:
             case "early":
                 link = draw(st.sampled_from(links))
                 waiting = cluster.links[link]
-                if len(waiting) > 1 and parse(waiting[0], lambda t: cluster.ps[0].layout(t)[2]).kind is Kind.CHANGE:
+                if len(waiting) > 1 and parse(waiting[0], lambda t: cluster.ps[0].layout(t)[2]).kind is BlobKind.CHANGE:
                     later = [
                         blob
                         for blob in list(waiting)[1:]
-                        if parse(blob, lambda t: cluster.ps[0].layout(t)[2]).kind is Kind.CHANGE
+                        if parse(blob, lambda t: cluster.ps[0].layout(t)[2]).kind is BlobKind.CHANGE
                     ]
                     member = cluster.twins[link[1]].members[link[0]]
                     if later and member.stage != "empty":
@@ -172,7 +172,7 @@ def test_a_table_that_the_sweep_forgot_is_a_gap() -> None:
     cluster = filled(1, 1, 2)
     cluster.ps[0].protect([0], True)
     spec = TABLES[0]
-    for kind in (Kind.HEADS, Kind.BODIES):
+    for kind in (BlobKind.HEADS, BlobKind.BODIES):
         cluster.ps[0].emit(0, kind, spec.id, 0, 100_000)
     cluster.push(SHARDS[0], 1, 30)
     cluster.deliver_all()
@@ -242,7 +242,7 @@ def far_away(cluster: Cluster) -> bytes:
     store.own([0])
     store.declare(TABLES[0])
     store.put_absent(TABLES[0].id, np.array([5]), np.zeros((1, 9), np.float32))
-    store.emit(0, Kind.HEADS, TABLES[0].id, 0, 1 << 20)
+    store.emit(0, BlobKind.HEADS, TABLES[0].id, 0, 1 << 20)
     _, ((_, _, _, at, length),), data = store.take_outbox(1 << 20)
     blob = bytearray(data[at : at + length].tobytes())
     part = 32 + 24
@@ -405,7 +405,7 @@ def test_updates_of_dense_tables_are_made_again(kind: OptimizerKind) -> None:
         options = () if at % 3 else decay.options()  # a scheduler's change goes along
         owner.push(SHARDS[0], at, at + 1, 1, b"", [(spec.id, keys, grads, -1.0 if at % 2 else 0.002, options)])
     _, entries, data = owner.take_outbox(1 << 30)
-    changes = [(at, n) for _, _, k, at, n in entries if k == Kind.CHANGE]
+    changes = [(at, n) for _, _, k, at, n in entries if k == BlobKind.CHANGE]
     assert len(changes) == 60
     assert sum(n for _, n in changes) < 30 * 40 * (48 * 4 + 8) + 60 * 280
     for _, _, _, at, n in entries:

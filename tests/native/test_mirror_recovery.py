@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mirror_cluster import ID, PIECE, SHARDS, Cluster, dense_pages, mirror_pages, pages_of, split
 
 from everstep.model.table import TableSpec
-from everstep.native import Kind, Recovering
+from everstep.native import BlobKind, Recovering
 from everstep.native.blob import parse
 from everstep.native.ledger import bitmap
 from everstep.testing import mirror_twin, twin
@@ -72,7 +72,7 @@ class Recovery(Cluster):
     def deliver(self, b: int, r: int) -> None:
         blob = self.links[b, r].popleft()
         kind = parse(blob, lambda t: self.ps[0].layout(t)[2]).kind
-        if self.lost and kind is not Kind.CHANGE:
+        if self.lost and kind is not BlobKind.CHANGE:
             if r in self.recovering_rows() and self.homes[r].recover_state(ID) is not None:
                 assert self.homes[r].recover_fold(ID, blob) in (APPLIED, REPEAT)
                 assert self.homes[r].recover_fold(ID, blob) in (APPLIED, REPEAT)
@@ -83,7 +83,7 @@ class Recovery(Cluster):
     def emit_remainder(self, r: int) -> Iterator[None]:
         """From mirror ``r`` to the other one: what is left when the survivors are folded out."""
         home, other = self.homes[r], self.homes[1 - r]
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             for table in home.tables():
                 lo = 0
                 while lo >= 0:
@@ -316,7 +316,7 @@ def test_recovery_refuses_what_makes_no_sense() -> None:
         home.recover_begin(ID, [1])
     with pytest.raises(ValueError, match="not recovered yet"):
         home.recover_end(ID)
-    cluster.ps[0].emit(0, Kind.HEADS, cluster.specs[0].id, PIECE, 2 * PIECE)
+    cluster.ps[0].emit(0, BlobKind.HEADS, cluster.specs[0].id, PIECE, 2 * PIECE)
     _, ((_, _, _, at, length),), data = cluster.ps[0].take_outbox(1 << 20)
     assert home.recover_fold(ID, data[at : at + length]) == GAP
     home.recover_end(ID, abort=True)
@@ -421,7 +421,7 @@ def test_a_bucket_comes_back_while_threads_read_and_push() -> None:
                 return
             for _, _, kind, at, length in entries:
                 blob = data[at : at + length]
-                if kind == Kind.CHANGE:
+                if kind == BlobKind.CHANGE:
                     assert home.mirror_apply(ID, blob) == APPLIED
                 else:
                     assert home.recover_fold(ID, blob) in (APPLIED, REPEAT)  # repeat: where it had no rows

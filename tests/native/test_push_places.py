@@ -8,7 +8,7 @@ import pytest
 from everstep.ids import TableId
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
 from everstep.native import Store
-from everstep.net.messages import Part
+from everstep.net.messages import RowsPart
 
 TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
 ID = TableId(TABLE.id)
@@ -28,29 +28,29 @@ def test_places_are_as_good_as_arrays() -> None:
     memory = bytearray(16) + keys.tobytes() + grads.tobytes()
     one, two = store(), store()
     assert one.push(0, 0, 1, 1, b"", [(TABLE.id, keys, grads, 0.5)]) == two.push_at(
-        0, 0, 1, 1, [Part(ID, N, 16, 16 + 8 * N, 0.5)], memoryview(memory), False, 0
+        0, 0, 1, 1, [RowsPart(ID, N, 16, 16 + 8 * N, 0.5)], memoryview(memory), False, 0
     )
     assert one.digest(0) == two.digest(0)
     out = np.empty((N, TABLE.dim), np.float32)
     one.pull(TABLE.id, keys, out)
-    two.pull_at([Part(ID, N, 16, 16 + 8 * N)], memoryview(memory))
+    two.pull_at([RowsPart(ID, N, 16, 16 + 8 * N)], memoryview(memory))
     assert memory[16 + 8 * N :] == out.tobytes()
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        Part(ID, N, -8, 40),
-        Part(ID, N, 168, 40),
-        Part(ID, N, 0, 48),
-        Part(ID, N, 4, 40),
-        Part(ID, N, 0, 42),
-        Part(ID, -1, 0, 40),
-        Part(ID, 1 << 62, 0, 40),
-        Part(TableId(1), N, 0, 40),
+        RowsPart(ID, N, -8, 40),
+        RowsPart(ID, N, 168, 40),
+        RowsPart(ID, N, 0, 48),
+        RowsPart(ID, N, 4, 40),
+        RowsPart(ID, N, 0, 42),
+        RowsPart(ID, -1, 0, 40),
+        RowsPart(ID, 1 << 62, 0, 40),
+        RowsPart(TableId(1), N, 0, 40),
     ],
 )
-def test_places_outside_of_the_memory_are_refused(part: Part) -> None:
+def test_places_outside_of_the_memory_are_refused(part: RowsPart) -> None:
     memory, here = memoryview(bytearray(160)), store()
     before = here.digest(0)
     with pytest.raises(ValueError, match=r"fit into|aligned|keys in|declared"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from everstep.model.shard import shard_key
 from everstep.model.table import TRAVELLING, InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store
+from everstep.native import BlobKind, Store
 from everstep.native.ledger import bitmap
 from everstep.testing import twin
 from everstep.testing.twin import TwinRows, TwinStore
@@ -169,7 +169,7 @@ def test_a_mirror_follows_a_step_in_parts(name: str) -> None:
     rows.store.protect(range(B), True)
     for b in range(B):
         other.mirror_make(b + 1, [b])
-        for kind in (Kind.HEADS, Kind.BODIES):
+        for kind in (BlobKind.HEADS, BlobKind.BODIES):
             rows.store.emit(b, kind, rows.spec.id, 0, 1 << 20)
         rows.store.emit_marks(b)
     for step in range(3):

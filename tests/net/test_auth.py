@@ -27,7 +27,7 @@ from everstep.net.auth import (
     create_secret,
     load_secret,
 )
-from everstep.net.frames import AUTH_LIMITS, FrameDecoder, FrameSocket, Kind, encode_frame
+from everstep.net.frames import AUTH_LIMITS, FrameDecoder, FrameKind, FrameSocket, encode_frame
 from everstep.net.retry import Deadline
 
 RIGHT, WRONG = Secret(bytes(range(32))), Secret(b"w" * 32)
@@ -86,7 +86,7 @@ def test_a_client_that_skips_the_check_is_still_refused() -> None:
         side = ClientAuth(WRONG, WORKER)
         stream.send_raw(side.begin())
         stream.recv(deadline=Deadline(5))
-        stream.send_raw(encode_frame(Kind.AUTH, msgspec.msgpack.encode({"type": "proof", "mac": b"0" * 32})))
+        stream.send_raw(encode_frame(FrameKind.AUTH, msgspec.msgpack.encode({"type": "proof", "mac": b"0" * 32})))
         return stream.recv(deadline=Deadline(5)).header
 
     at_client, at_server = meet(liar, server(RIGHT))
@@ -122,7 +122,7 @@ def test_a_proof_is_bound_to_the_identity() -> None:
     listening = ServerAuth(RIGHT, PS)
     hello = msgspec.msgpack.decode(FrameDecoder(AUTH_LIMITS).feed(genuine.begin())[0].header)
     hello["identity"] = msgspec.to_builtins(other)
-    forged = encode_frame(Kind.AUTH, msgspec.msgpack.encode(hello))
+    forged = encode_frame(FrameKind.AUTH, msgspec.msgpack.encode(hello))
     challenge = listening.take(FrameDecoder(AUTH_LIMITS).feed(forged)[0])
     with pytest.raises(SecretError):  # the server's proof names worker:4: the client notices too
         genuine.answer(FrameDecoder(AUTH_LIMITS).feed(challenge)[0])
@@ -132,7 +132,7 @@ def test_a_servers_proof_cannot_be_sent_back_as_a_clients() -> None:
     listening = ServerAuth(RIGHT, PS)
     hello = FrameDecoder(AUTH_LIMITS).feed(ClientAuth(RIGHT, WORKER).begin())[0]
     challenge = msgspec.msgpack.decode(FrameDecoder(AUTH_LIMITS).feed(listening.take(hello))[0].header)
-    back = encode_frame(Kind.AUTH, msgspec.msgpack.encode({"type": "proof", "mac": challenge["mac"]}))
+    back = encode_frame(FrameKind.AUTH, msgspec.msgpack.encode({"type": "proof", "mac": challenge["mac"]}))
     with pytest.raises(SecretError):
         listening.take(FrameDecoder(AUTH_LIMITS).feed(back)[0])
 
@@ -147,7 +147,7 @@ def test_another_version_is_its_own_error(changed: dict[str, object]) -> None:
 
 def test_a_later_version_with_other_fields_is_still_recognised() -> None:
     message = {"type": "hello3", "identity": {"protocol": 4, "package": "3.0.0", "role": "oracle", "more": [1]}}
-    frame = FrameDecoder(AUTH_LIMITS).feed(encode_frame(Kind.AUTH, msgspec.msgpack.encode(message)))[0]
+    frame = FrameDecoder(AUTH_LIMITS).feed(encode_frame(FrameKind.AUTH, msgspec.msgpack.encode(message)))[0]
     with pytest.raises(VersionError, match=r"everstep 3\.0\.0 \(wire 4\)"):
         ServerAuth(RIGHT, PS).take(frame)
 
@@ -175,7 +175,7 @@ def test_silence_ends_at_the_deadline() -> None:
 def test_garbage_frames_are_wire_errors(headers: list[bytes]) -> None:
     listening = ServerAuth(RIGHT, PS)
     for header in headers:
-        frame = FrameDecoder(AUTH_LIMITS).feed(encode_frame(Kind.AUTH, header))[0]
+        frame = FrameDecoder(AUTH_LIMITS).feed(encode_frame(FrameKind.AUTH, header))[0]
         with pytest.raises(WireError):
             listening.take(frame)
         with pytest.raises(WireError):
@@ -185,7 +185,7 @@ def test_garbage_frames_are_wire_errors(headers: list[bytes]) -> None:
 
 def test_nothing_large_before_the_proof() -> None:
     def shout(stream: FrameSocket) -> object:
-        stream.send_raw(encode_frame(Kind.AUTH, b"x" * 5000))
+        stream.send_raw(encode_frame(FrameKind.AUTH, b"x" * 5000))
         return None
 
     at_server = meet(shout, server(RIGHT))[1]

@@ -38,7 +38,7 @@ from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, SecretError, VersionError, authenticate_client
 from everstep.net.control import Answered, ControlClient
 from everstep.net.control_server import Peer
-from everstep.net.frames import AUTH_LIMITS, FrameSocket, Kind, encode_frame, preamble
+from everstep.net.frames import AUTH_LIMITS, FrameKind, FrameSocket, encode_frame, preamble
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect_unix
 
@@ -177,7 +177,7 @@ def test_a_callback_that_fails_does_not_end_the_client(
 
     start(polite)
     client = join(on_welcome=bad)
-    assert client.call(wire.Report({}), 20) == Ok()
+    assert client.call(wire.ValuesReported({}), 20) == Ok()
 
 
 def test_call_inside_a_callback_is_an_error_not_a_deadlock(
@@ -189,7 +189,7 @@ def test_call_inside_a_callback_is_an_error_not_a_deadlock(
     def welcomed(_: object) -> None:
         until(lambda: box)
         try:
-            box[0].call(wire.Report({}), 1)
+            box[0].call(wire.ValuesReported({}), 1)
         except InternalError as error:
             errors.append(error)
 
@@ -203,7 +203,7 @@ def test_fenced_is_told_once(start: Callable[..., Master], join: Callable[..., C
     start(lambda peer, request: Welcome(Incarnation(1), None) if isinstance(request, MemberJoined) else Fenced("old"))
     client = join(on_fenced=fenced.append)
     for _ in range(3):
-        assert client.call(wire.Report({}), 20) == Fenced("old")
+        assert client.call(wire.ValuesReported({}), 20) == Fenced("old")
     assert fenced == [Fenced("old")]
 
 
@@ -244,7 +244,7 @@ def test_news_come_before_their_time_and_once(
     until(lambda: len(beats) == 1)
     news.set()
     until(lambda: len(beats) == 2)
-    assert client.call(wire.Report({}), 20) is not None
+    assert client.call(wire.ValuesReported({}), 20) is not None
     time.sleep(0.3)  # three ticks of the client's thread
     assert len(beats) == 2, "one more between two beats, whatever it says"
 
@@ -278,12 +278,12 @@ def test_a_call_survives_the_connection(
 def test_a_master_that_restarts(start: Callable[..., Master], join: Callable[..., ControlClient], until: Until) -> None:
     first = start(polite)
     client = join()
-    assert client.call(wire.Report({}), 20) == Ok()
+    assert client.call(wire.ValuesReported({}), 20) == Ok()
     first.stop()
     until(lambda: not client.connected)
     waiting = client.submit(ask(1), 30)  # asked while there is no master
     with pytest.raises(DeadlineError, match=r"answer to report did not happen within 0\.05 s: not connected: "):
-        client.call(wire.Report({}), 0.05)
+        client.call(wire.ValuesReported({}), 0.05)
     start(polite)
     assert isinstance(waiting.result(30), Granted)
 
@@ -319,7 +319,7 @@ def test_a_failing_handler_costs_that_connection_only(
 def test_a_refusal_reaches_the_caller(start: Callable[..., Master], join: Callable[..., ControlClient]) -> None:
     start(lambda peer, request: Refused("no"))
     said: list[object] = []
-    assert join(on_welcome=said.append).call(wire.Report({}), 20) == Refused("no")
+    assert join(on_welcome=said.append).call(wire.ValuesReported({}), 20) == Refused("no")
     assert said == [Refused("no")]
 
 
@@ -344,14 +344,14 @@ def test_a_client_does_not_survive_a_fork(start: Callable[..., Master], join: Ca
     if pid == 0:
         code = 1
         try:
-            client.call(wire.Report({}), 1)
+            client.call(wire.ValuesReported({}), 1)
         except InternalError:
             client.close()
             code = 0
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert client.call(wire.Report({}), 20) == Ok()
+    assert client.call(wire.ValuesReported({}), 20) == Ok()
 
 
 # ---------------------------------------------------------------- those who do not belong
@@ -372,10 +372,10 @@ def test_a_wrong_secret_ends_the_client_with_one_log_line(
     with caplog.at_level(logging.WARNING):
         client = join(secret=other_secret, address=lambda: address)
         with pytest.raises(SecretError):
-            client.call(wire.Report({}), 20)
+            client.call(wire.ValuesReported({}), 20)
         if way == "unix":
             until(lambda: "another secret" in caplog.text)
-    assert good.call(wire.Report({}), 20) == Ok()
+    assert good.call(wire.ValuesReported({}), 20) == Ok()
     lines = [r for r in caplog.records if "control client" not in r.getMessage()]
     assert len(lines) <= 1 and all("\n" not in r.getMessage() and not r.exc_info for r in lines)
     assert isinstance(client.failed, SecretError)
@@ -385,14 +385,14 @@ def test_another_version_ends_the_client(start: Callable[..., Master], join: Cal
     start(polite)
     client = join(identity=msgspec.structs.replace(ME, package="0.0.0"))
     with pytest.raises(VersionError, match="install the same version"):
-        client.call(wire.Report({}), 20)
+        client.call(wire.ValuesReported({}), 20)
 
 
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "giant header": preamble(Kind.CALL, 2**32 - 1, 0),
-    "giant body": preamble(Kind.CALL, 10, 2**32),
-    "no handshake": encode_frame(Kind.CALL, msgspec.msgpack.encode([1, ["stop_asked", "x"]])),
+    "giant header": preamble(FrameKind.CALL, 2**32 - 1, 0),
+    "giant body": preamble(FrameKind.CALL, 10, 2**32),
+    "no handshake": encode_frame(FrameKind.CALL, msgspec.msgpack.encode([1, ["stop_asked", "x"]])),
     "zeros": bytes(100),
 }
 
@@ -415,7 +415,7 @@ def test_garbage_is_closed_with_one_line(
         assert sock.recv(100) == b""
         until(lambda: caplog.records)
     assert len(caplog.records) == 1 and "\n" not in caplog.text.strip()
-    assert client.call(wire.Report({}), 20) == Ok() and client.connects == 1
+    assert client.call(wire.ValuesReported({}), 20) == Ok() and client.connects == 1
 
 
 def test_garbage_behind_a_good_handshake(
@@ -423,10 +423,10 @@ def test_garbage_behind_a_good_handshake(
 ) -> None:
     master = start(polite)
     for garbage in (
-        preamble(Kind.CALL, 9 << 20),
-        encode_frame(Kind.CALL, b"\xc1"),
-        encode_frame(Kind.RETURN, b"\x92\x01\x02"),
-        encode_frame(Kind.CALL, b"\x91" * 100_000),
+        preamble(FrameKind.CALL, 9 << 20),
+        encode_frame(FrameKind.CALL, b"\xc1"),
+        encode_frame(FrameKind.RETURN, b"\x92\x01\x02"),
+        encode_frame(FrameKind.CALL, b"\x91" * 100_000),
     ):
         caplog.clear()
         stream = FrameSocket(connect_unix(run_dir / UNIX.unix, Deadline(5)), AUTH_LIMITS)
@@ -453,7 +453,7 @@ def test_strangers_are_few_and_short_lived(
         assert sock.recv(1) == b""
         sock.close()
     until(lambda: master.server.strangers == 0)
-    assert join().call(wire.Report({}), 20) == Ok()
+    assert join().call(wire.ValuesReported({}), 20) == Ok()
 
 
 def test_silent_strangers_over_tcp_keep_nobody_out(
@@ -463,10 +463,10 @@ def test_silent_strangers_over_tcp_keep_nobody_out(
     master = start(polite, tcp=True, auth_s=30.0, max_strangers=20)
     idle = [socket.create_connection((master.host, master.port), 10) for _ in range(120)]
     members = [join() for _ in range(4)]
-    assert all(member.call(wire.Report({}), 20) == Ok() for member in members)
+    assert all(member.call(wire.ValuesReported({}), 20) == Ok() for member in members)
     far = Address(NodeId("node0"), "", master.host, master.port)
     for _ in range(3):
-        assert join(address=lambda: far).call(wire.Report({}), 20) == Ok()
+        assert join(address=lambda: far).call(wire.ValuesReported({}), 20) == Ok()
     for sock in idle[:100]:  # the oldest had to go
         sock.settimeout(10)
         with contextlib.suppress(ConnectionResetError):
@@ -498,7 +498,7 @@ def test_a_peer_that_does_not_read_is_dropped(
         master.do(flood)
     until(lambda: "-worker:9 #1" in master.events)
     stream.close()
-    assert other.call(wire.Report({}), 20) == Ok() and other.connects == 1
+    assert other.call(wire.ValuesReported({}), 20) == Ok() and other.connects == 1
 
 
 def test_an_unread_flood_of_calls_is_bounded(
@@ -516,7 +516,7 @@ def test_an_unread_flood_of_calls_is_bounded(
     master = start(handle, max_calls=10)
     stream = FrameSocket(connect_unix(run_dir / UNIX.unix, Deadline(5)), AUTH_LIMITS)
     authenticate_client(stream, secret, ME, Deadline(5))
-    one = encode_frame(Kind.CALL, msgspec.msgpack.encode(wire.Call(1, wire.Report({"x" * 1000: 1.0}))))
+    one = encode_frame(FrameKind.CALL, msgspec.msgpack.encode(wire.Call(1, wire.ValuesReported({"x" * 1000: 1.0}))))
 
     def flood() -> None:
         with pytest.raises(WireError):
@@ -552,4 +552,4 @@ def test_tcp_without_tls_gets_nowhere(
     assert [r.getMessage() for r in caplog.records] == [
         "a connection over TCP closed: its TLS handshake failed (another job's secret, or not everstep)"
     ]
-    assert good.call(wire.Report({}), 20) == Ok() and good.connects == 1
+    assert good.call(wire.ValuesReported({}), 20) == Ok() and good.connects == 1

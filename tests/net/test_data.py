@@ -23,7 +23,7 @@ from everstep.net import messages as wire
 from everstep.net.arena import Arena
 from everstep.net.auth import Identity, Secret, SecretError, authenticate_client
 from everstep.net.data import DataClient, DataServer
-from everstep.net.frames import AUTH_LIMITS, FrameSocket, Kind, encode_frame, preamble
+from everstep.net.frames import AUTH_LIMITS, FrameKind, FrameSocket, encode_frame, preamble
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect_unix, listen_tcp, listen_unix
 
@@ -31,7 +31,7 @@ Until = Callable[[Callable[[], object]], None]
 PS = Identity(purpose="data", role="ps", slot=Slot(0), incarnation=Incarnation(3), node=NodeId("node0"))
 ME = Identity(purpose="data", role="worker", slot=Slot(1), incarnation=Incarnation(1), node=NodeId("node0"))
 SOCKET = "sock/ps-0.sock"
-PART = wire.Part(TableId(1), 4, 0, 32)
+PART = wire.RowsPart(TableId(1), 4, 0, 32)
 
 
 class Doubler:
@@ -59,7 +59,7 @@ class Doubler:
             case wire.OpenShard():
                 raise ZeroDivisionError("what now")
             case _:
-                return wire.Taken(), ()
+                return wire.LogTaken(), ()
 
 
 class Ps:
@@ -94,7 +94,7 @@ def connect(ps: Ps, run_dir: Path, secret: Secret) -> Iterator[Callable[..., Dat
 
 
 def pull(n: int = 0) -> wire.Pull:
-    return wire.Pull(1, (wire.Part(TableId(1), n, 0, 0),), False)
+    return wire.Pull(1, (wire.RowsPart(TableId(1), n, 0, 0),), False)
 
 
 # ---------------------------------------------------------------- requests
@@ -130,7 +130,7 @@ def test_rows_by_shared_memory_that_grows(ps: Ps, connect: Callable[..., DataCli
     for size in (4096, 8192, 1 << 21):
         arena.grow(size)
         arena.array(size - 64, 4, np.int64)[:] = [1, 2, 3, size]
-        part = wire.Part(TableId(1), 4, size - 64, size - 32)
+        part = wire.RowsPart(TableId(1), 4, size - 64, size - 32)
         assert client.request(wire.Pull(1, (part,), True)) == (wire.Pulled(), memoryview(b""))
         assert arena.array(size - 32, 4, np.int64).tolist() == [2, 4, 6, 2 * size]
     assert client.in_flight == 0
@@ -176,7 +176,7 @@ def test_a_failing_request_is_answered_and_the_connection_stays(
     with caplog.at_level(logging.ERROR, "everstep.net"):
         answer, _ = client.request(wire.OpenShard(ShardKey(1), 0, LeaseNo(1)))
     assert answer == wire.Bad("ZeroDivisionError: what now")
-    assert client.request(wire.Stat())[0] == wire.Taken()
+    assert client.request(wire.Stat())[0] == wire.LogTaken()
 
 
 def test_many_clients_at_once(ps: Ps, connect: Callable[..., DataClient], until: Until) -> None:
@@ -259,7 +259,7 @@ def test_a_wrong_secret(
                 connect(address, secret=other_secret)
             until(lambda: caplog.records)
         assert len(caplog.records) == 1 and line in caplog.text
-    assert good.request(wire.Stat())[0] == wire.Taken()
+    assert good.request(wire.Stat())[0] == wire.LogTaken()
 
 
 def raw_client(run_dir: Path, secret: Secret) -> FrameSocket:
@@ -272,13 +272,13 @@ STAT = msgspec.msgpack.encode({"type": "stat"})
 ATTACH = msgspec.msgpack.encode(wire.Attach(4096))
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n" * 4,
-    "4 GiB body": preamble(Kind.REQUEST, len(STAT), 4 << 30) + STAT,
-    "giant header": preamble(Kind.REQUEST, 2 << 20),
-    "not msgpack": encode_frame(Kind.REQUEST, b"\xc1\xc1"),
-    "unknown request": encode_frame(Kind.REQUEST, msgspec.msgpack.encode({"type": "nonsense"})),
-    "wrong kind": encode_frame(Kind.ANSWER, STAT),
-    "memory without a descriptor": encode_frame(Kind.REQUEST, ATTACH),
-    "torn": encode_frame(Kind.REQUEST, STAT)[:-1],
+    "4 GiB body": preamble(FrameKind.REQUEST, len(STAT), 4 << 30) + STAT,
+    "giant header": preamble(FrameKind.REQUEST, 2 << 20),
+    "not msgpack": encode_frame(FrameKind.REQUEST, b"\xc1\xc1"),
+    "unknown request": encode_frame(FrameKind.REQUEST, msgspec.msgpack.encode({"type": "nonsense"})),
+    "wrong kind": encode_frame(FrameKind.ANSWER, STAT),
+    "memory without a descriptor": encode_frame(FrameKind.REQUEST, ATTACH),
+    "torn": encode_frame(FrameKind.REQUEST, STAT)[:-1],
 }
 
 
@@ -305,7 +305,7 @@ def test_garbage_costs_its_sender_the_connection_and_one_line(
     stream.close()
     assert len(caplog.records) == 1, caplog.text
     assert "worker:1 #1" in caplog.text and caplog.records[0].exc_info is None
-    assert good.request(wire.Stat())[0] == wire.Taken()
+    assert good.request(wire.Stat())[0] == wire.LogTaken()
 
 
 def test_shared_memory_that_could_vanish_is_refused(
@@ -315,7 +315,7 @@ def test_shared_memory_that_could_vanish_is_refused(
     os.ftruncate(unsealed, 4096)
     stream = raw_client(run_dir, secret)
     with caplog.at_level(logging.WARNING):
-        stream.send(Kind.REQUEST, ATTACH, fds=[unsealed])
+        stream.send(FrameKind.REQUEST, ATTACH, fds=[unsealed])
         with pytest.raises(WireError):
             stream.recv(deadline=Deadline(10))
         until(lambda: "not sealed" in caplog.text)
@@ -334,7 +334,7 @@ def test_descriptors_nobody_asked_for_do_not_pile_up(
     with caplog.at_level(logging.WARNING), pytest.raises((OSError, WireError)):
         for _ in range(100):
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null] * 3))]
-            stream.sock.sendmsg([encode_frame(Kind.REQUEST, STAT)], rights)
+            stream.sock.sendmsg([encode_frame(FrameKind.REQUEST, STAT)], rights)
             stream.recv(deadline=Deadline(10))
     os.close(null)
     until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)  # the server's end, and all that came there
@@ -347,8 +347,8 @@ def test_a_client_that_does_not_read_holds_only_itself(
     stream = raw_client(run_dir, secret)
     header = msgspec.msgpack.encode(pull(1))
     stream.limits = stream.limits._replace(body_bytes=1 << 30)
-    stream.send(Kind.REQUEST, header, [bytes(8_000_000)])  # and never takes the answer
-    assert connect().request(wire.Stat())[0] == wire.Taken()
+    stream.send(FrameKind.REQUEST, header, [bytes(8_000_000)])  # and never takes the answer
+    assert connect().request(wire.Stat())[0] == wire.LogTaken()
     stream.close()
 
 
@@ -365,7 +365,7 @@ def test_strangers_are_few_and_short_lived(
         until(lambda: ps.server.connections == 0)
     ps.server._auth_s = 20.0  # a friend's threads may have to wait for their turn
     with DataClient(ps.unix, secret=secret, identity=ME, run_dir=run_dir) as client:
-        assert client.request(wire.Stat())[0] == wire.Taken()
+        assert client.request(wire.Stat())[0] == wire.LogTaken()
     ps.server.close()
 
 
@@ -377,7 +377,7 @@ def test_silent_strangers_over_tcp_keep_nobody_out(run_dir: Path, secret: Secret
             try:
                 where = ps.tcp if n % 8 == 0 else ps.unix
                 with DataClient(where, secret=secret, identity=ME, run_dir=run_dir, connect_timeout_s=20) as client:
-                    assert client.request(wire.Stat())[0] == wire.Taken()
+                    assert client.request(wire.Stat())[0] == wire.LogTaken()
                 break
             except WireError:
                 assert attempt < 4

@@ -20,8 +20,8 @@ from everstep.net.frames import (
     PREAMBLE_BYTES,
     ClosedError,
     FrameDecoder,
+    FrameKind,
     FrameSocket,
-    Kind,
     Limits,
     decode_header,
     encode_frame,
@@ -33,7 +33,7 @@ from everstep.net.retry import Deadline
 LIMITS = Limits(1000, 1000)
 
 frames_strategy = st.lists(
-    st.tuples(st.sampled_from(list(Kind)), st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 255)),
+    st.tuples(st.sampled_from(list(FrameKind)), st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 255)),
     max_size=6,
 )
 
@@ -49,7 +49,7 @@ def pair() -> Iterator[tuple[FrameSocket, FrameSocket]]:
 
 @settings(deadline=None)  # the first frame of the data plane loads the compiled module
 @given(frames=frames_strategy, data=st.data())
-def test_any_cut_gives_the_same_frames(frames: list[tuple[Kind, bytes, bytes, int]], data: st.DataObject) -> None:
+def test_any_cut_gives_the_same_frames(frames: list[tuple[FrameKind, bytes, bytes, int]], data: st.DataObject) -> None:
     stream = b"".join(encode_frame(k, h, b, flags) for k, h, b, flags in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     decoder = FrameDecoder(LIMITS)
@@ -73,7 +73,7 @@ def test_garbage_is_a_wire_error_or_nothing(data: bytes) -> None:
 
 @given(frame=st.binary(max_size=60), flip=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_a_flipped_bit_never_escapes_as_another_error(frame: bytes, flip: int, bit: int) -> None:
-    stream = bytearray(encode_frame(Kind.CALL, frame, frame))
+    stream = bytearray(encode_frame(FrameKind.CALL, frame, frame))
     stream[flip % len(stream)] ^= 1 << bit
     decoder = FrameDecoder(LIMITS)
     try:
@@ -84,7 +84,7 @@ def test_a_flipped_bit_never_escapes_as_another_error(frame: bytes, flip: int, b
 
 def test_good_frames_before_garbage_are_delivered() -> None:
     decoder = FrameDecoder(LIMITS)
-    assert [f.header for f in decoder.feed(encode_frame(Kind.CALL, b"good") + b"x" * 40)] == [b"good"]
+    assert [f.header for f in decoder.feed(encode_frame(FrameKind.CALL, b"good") + b"x" * 40)] == [b"good"]
     with pytest.raises(WireError):
         decoder.feed(b"")
 
@@ -93,7 +93,7 @@ def test_good_frames_before_garbage_are_delivered() -> None:
 def test_a_giant_is_refused_without_allocation(
     header_bytes: int, body_bytes: int, pair: tuple[FrameSocket, FrameSocket]
 ) -> None:
-    giant = preamble(Kind.REQUEST, header_bytes, body_bytes)
+    giant = preamble(FrameKind.REQUEST, header_bytes, body_bytes)
     one, two = pair
     two.limits = LIMITS
     one.send_raw(giant)
@@ -109,14 +109,14 @@ def test_a_giant_is_refused_without_allocation(
 
 def test_control_frames_have_no_body() -> None:
     with pytest.raises(WireError, match="frame body of 1 bytes"):
-        FrameDecoder(CONTROL_LIMITS).feed(encode_frame(Kind.CALL, b"", b"x"))
+        FrameDecoder(CONTROL_LIMITS).feed(encode_frame(FrameKind.CALL, b"", b"x"))
 
 
 def test_bodies_arrive_in_place(pair: tuple[FrameSocket, FrameSocket]) -> None:
     one, two = pair
     keys = np.arange(100_000, dtype=np.int64)
     rows = np.random.default_rng(0).random((1000, 64), dtype=np.float32)
-    sender = threading.Thread(target=one.send, args=(Kind.REQUEST, b"h", [keys, b"", rows, np.zeros((0, 4))]))
+    sender = threading.Thread(target=one.send, args=(FrameKind.REQUEST, b"h", [keys, b"", rows, np.zeros((0, 4))]))
     sender.start()
     place = bytearray(2_000_000)
     frame = two.recv(deadline=Deadline(10), into=memoryview(place))
@@ -131,7 +131,7 @@ def test_many_buffers_and_a_big_header(pair: tuple[FrameSocket, FrameSocket]) ->
     one, two = pair
     header = b"h" * 300_000
     pieces = [bytes([i % 256]) * (i % 7) for i in range(3000)]  # more than the kernel takes in one call
-    sender = threading.Thread(target=one.send, args=(Kind.ANSWER, header, pieces))
+    sender = threading.Thread(target=one.send, args=(FrameKind.ANSWER, header, pieces))
     sender.start()
     frame = two.recv(deadline=Deadline(10))
     sender.join()
@@ -142,15 +142,15 @@ def test_many_buffers_and_a_big_header(pair: tuple[FrameSocket, FrameSocket]) ->
 def test_frames_in_a_row_reuse_the_buffer(pair: tuple[FrameSocket, FrameSocket]) -> None:
     one, two = pair
     for i in range(50):
-        one.send(Kind.REQUEST, b"%d" % i, [b"b" * (i * 37)])
+        one.send(FrameKind.REQUEST, b"%d" % i, [b"b" * (i * 37)])
         frame = two.recv(deadline=Deadline(5))
         assert (frame.header, len(frame.body)) == (b"%d" % i, i * 37)
 
 
 def test_the_end_of_the_stream(pair: tuple[FrameSocket, FrameSocket]) -> None:
     one, two = pair
-    one.send(Kind.CALL, b"last")
-    one.send_raw(encode_frame(Kind.CALL, b"torn")[:-2])
+    one.send(FrameKind.CALL, b"last")
+    one.send_raw(encode_frame(FrameKind.CALL, b"torn")[:-2])
     one.close()
     assert two.recv(deadline=Deadline(5)).header == b"last"
     with pytest.raises(WireError, match="within a frame"):
@@ -175,7 +175,7 @@ def test_a_trickle_does_not_outlive_the_deadline(pair: tuple[FrameSocket, FrameS
     done = threading.Event()
 
     def trickle() -> None:
-        for byte in encode_frame(Kind.CALL, b"x" * 1000):
+        for byte in encode_frame(FrameKind.CALL, b"x" * 1000):
             if done.wait(0.002):
                 return
             one.send_raw(bytes([byte]))
@@ -196,7 +196,11 @@ def test_a_slow_reader_does_not_hold_the_sender_for_ever(pair: tuple[FrameSocket
     waits = []
     with pytest.raises(DeadlineError):
         one.send(
-            Kind.ANSWER, b"", [bytes(4_000_000)], deadline=Deadline(0.1, "sending"), on_wait=lambda: waits.append(1)
+            FrameKind.ANSWER,
+            b"",
+            [bytes(4_000_000)],
+            deadline=Deadline(0.1, "sending"),
+            on_wait=lambda: waits.append(1),
         )
     assert waits
 

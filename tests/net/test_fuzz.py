@@ -21,7 +21,7 @@ from everstep.net import messages as wire
 from everstep.net.auth import ClientAuth, Identity, Secret, authenticate_client
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer
-from everstep.net.frames import AUTH_LIMITS, FrameSocket, Kind, encode_frame
+from everstep.net.frames import AUTH_LIMITS, FrameKind, FrameSocket, encode_frame
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect_unix, listen_unix
 
@@ -29,7 +29,7 @@ Until = Callable[[Callable[[], object]], None]
 NODE = NodeId("node0")
 DATA = Identity(purpose="data", role="worker", node=NODE)
 CONTROL = Identity(purpose="control", role="worker", node=NODE)
-PART = wire.Part(TableId(1), 2, 3, 4)
+PART = wire.RowsPart(TableId(1), 2, 3, 4)
 REQUESTS = (
     wire.Stat(),
     wire.Attach(4096),
@@ -44,7 +44,7 @@ class Service:
     def handle(
         self, request: wire.DataRequest, body: memoryview, arena: memoryview | None
     ) -> tuple[wire.DataAnswer, Sequence[Any]]:
-        return wire.Taken(), ()
+        return wire.LogTaken(), ()
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +77,13 @@ def attack(path: Path, secret: Secret, identity: Identity, frames: list[bytes], 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_data_plane(run_dir: Path, secret: Secret, until: Until, seed: int) -> None:
     server = DataServer(Service(), [listen_unix(run_dir / "s")], secret, Identity(purpose="data", role="ps"))
-    frames = [encode_frame(Kind.REQUEST, msgspec.msgpack.encode(request), b"body") for request in REQUESTS]
+    frames = [encode_frame(FrameKind.REQUEST, msgspec.msgpack.encode(request), b"body") for request in REQUESTS]
     rng = random.Random(seed)
     with DataClient(Address(NODE, "s"), secret=secret, identity=DATA, run_dir=run_dir) as good:
         fds = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(40):
             attack(run_dir / "s", secret, DATA, frames, rng)
-        assert good.request(wire.Stat(), timeout_s=20)[0] == wire.Taken()
+        assert good.request(wire.Stat(), timeout_s=20)[0] == wire.LogTaken()
         until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= fds)
     server.close()
 
@@ -92,12 +92,12 @@ def test_the_data_plane(run_dir: Path, secret: Secret, until: Until, seed: int) 
 def test_the_control_plane(run_dir: Path, secret: Secret, seed: int) -> None:
     master = Master(run_dir, secret, lambda peer, request: Ok())
     path = run_dir / "sock" / "master.sock"
-    frames = [encode_frame(Kind.CALL, msgspec.msgpack.encode(call)) for call in CALLS]
+    frames = [encode_frame(FrameKind.CALL, msgspec.msgpack.encode(call)) for call in CALLS]
     rng = random.Random(seed)
     address = Address(NODE, "sock/master.sock")
     with ControlClient(address=lambda: address, run_dir=run_dir, secret=secret, identity=CONTROL) as good:
-        assert good.call(wire.Report({}), 20) == Ok()
+        assert good.call(wire.ValuesReported({}), 20) == Ok()
         for _ in range(40):
             attack(path, secret, CONTROL, frames, rng)
-        assert good.call(wire.Report({}), 20) == Ok() and good.connects == 1
+        assert good.call(wire.ValuesReported({}), 20) == Ok() and good.connects == 1
     master.stop()

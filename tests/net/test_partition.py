@@ -38,7 +38,7 @@ from masters import Master
 
 class Service:
     def handle(self, request, body, arena):
-        return wire.Taken(), ()
+        return wire.LogTaken(), ()
 
 run_dir = Path(sys.argv[2])
 secret = load_secret(run_dir / "secret")
@@ -125,14 +125,14 @@ def test_a_silent_partition(far: Far, until: Until) -> None:
         identity=Identity(purpose="data", role="worker", node=NodeId("near")),
     )
     with control, data:
-        assert control.call(wire.Report({}), 20) == Ok()
-        assert data.request(wire.Stat(), timeout_s=20)[0] == wire.Taken()
+        assert control.call(wire.ValuesReported({}), 20) == Ok()
+        assert data.request(wire.Stat(), timeout_s=20)[0] == wire.LogTaken()
         far.cut()
         with pytest.raises(WireError, match="timed out"):  # the kernel's word, long before our own deadline
             data.request(wire.Stat(), timeout_s=60)
         until(lambda: not control.connected)
         assert "timed out" in repr(control) or "did not happen" in repr(control)
-        waiting = control.submit(wire.Report({}), 60)
+        waiting = control.submit(wire.ValuesReported({}), 60)
         far.heal()
         assert waiting.result(60) == Ok()
         assert control.connects == 2

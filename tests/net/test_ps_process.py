@@ -118,7 +118,7 @@ def train(client: DataClient, lo: int, hi: int, incarnation: int = 1) -> wire.Pu
     keys, _inverse, _counts = unique_route(np.arange(lo, hi), 8, TABLE.id, np.zeros(8, np.int32))
     grads = np.full((len(keys), 4), -1, np.float32)
     token = Token(SHARD, lo, hi, LeaseNo(5), Incarnation(incarnation))
-    part = wire.Part(TABLE.id, len(keys), 0, keys.nbytes)
+    part = wire.RowsPart(TABLE.id, len(keys), 0, keys.nbytes)
     answer, _ = client.request(wire.Push(1, token, (part,), False), [keys, grads], timeout_s=20)
     assert isinstance(answer, wire.Pushed), answer
     return answer
@@ -161,19 +161,19 @@ def test_a_life(job: Job, until: Until) -> None:
     near.attach(arena)
     keys = arena.array(0, 4, np.int64)
     keys[:] = 7
-    part = wire.Part(TABLE.id, 1, 0, 64)
+    part = wire.RowsPart(TABLE.id, 1, 0, 64)
     assert near.request(wire.Pull(1, (part,), True), timeout_s=20)[0] == wire.Pulled()
     assert arena.array(64, 4, np.float32).tolist() == [1.0] * 4
 
     until(lambda: any(beat.readings.get("pushes") for beat in job.beats))
     job.order(ReleaseShards((SHARD,)))
-    until(lambda: isinstance(near.request(wire.OpenShard(SHARD, 0, LeaseNo(6)), timeout_s=20)[0], wire.Closed))
+    until(lambda: isinstance(near.request(wire.OpenShard(SHARD, 0, LeaseNo(6)), timeout_s=20)[0], wire.LeaseClosed))
     job.order(FinishJob(0, ""))
     assert process.wait(60) == 0
     records, problem = job.audit()
     assert problem is None
     assert [(r.lo, r.hi) for r in records if isinstance(r, Applied)] == [(0, 100), (100, 200)]
-    assert type(records[-1]).__name__ == "Closed"
+    assert type(records[-1]).__name__ == "FinalCutRecord"
     near.close()
     far.close()
 
@@ -187,7 +187,7 @@ def test_sigterm_is_an_orderly_end(job: Job, until: Until) -> None:
         train(client, 0, 10)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    assert type(job.audit()[0][-1]).__name__ == "Closed"
+    assert type(job.audit()[0][-1]).__name__ == "FinalCutRecord"
 
 
 def test_kill_and_another_incarnation(job: Job, until: Until) -> None:

@@ -18,7 +18,7 @@ from everstep.model.member import Address
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret
 from everstep.net.data import DataClient, DataServer, _encoder
-from everstep.net.frames import FrameSocket, Kind, encode_frame
+from everstep.net.frames import FrameKind, FrameSocket, encode_frame
 from everstep.net.seal import Seal
 from everstep.net.sockets import listen_tcp
 
@@ -92,8 +92,10 @@ class Between:
 
 def request(*keys: int) -> bytes:
     """As anybody can make it."""
-    part = wire.Part(TableId(1), len(keys), 0, 0)
-    return encode_frame(Kind.REQUEST, _encoder.encode(wire.Pull(1, (part,), False)), np.array(keys, np.int64).tobytes())
+    part = wire.RowsPart(TableId(1), len(keys), 0, 0)
+    return encode_frame(
+        FrameKind.REQUEST, _encoder.encode(wire.Pull(1, (part,), False)), np.array(keys, np.int64).tobytes()
+    )
 
 
 def changed(frames: list[bytes]) -> list[bytes]:
@@ -139,7 +141,7 @@ def converse(port: int, secret: Secret, attack: Attack, sealed: bool = True) -> 
         address = Address(NodeId("node0"), "", "127.0.0.1", between.port)
         with DataClient(address, secret=secret, identity=ME, tls="control") as client:
             for i in range(3):
-                client.send(wire.Pull(1, (wire.Part(TableId(1), 2, 0, 0),), False), [np.array([i + 1, i + 2])])
+                client.send(wire.Pull(1, (wire.RowsPart(TableId(1), 2, 0, 0),), False), [np.array([i + 1, i + 2])])
             for i in range(3):
                 _, body = client.receive(timeout_s=20.0)
                 assert np.frombuffer(body, np.int64).tolist() == [2 * i + 2, 2 * i + 4]
@@ -192,6 +194,6 @@ def test_large_bodies_both_ways(ps: int, secret: Secret, service: Doubler) -> No
         assert client.plain_fd == -1, "nobody else may write there"
         into = np.zeros(300_000, np.int64)
         for _ in range(2):
-            message = wire.Pull(1, (wire.Part(TableId(1), len(keys), 0, 0),), False)
+            message = wire.Pull(1, (wire.RowsPart(TableId(1), len(keys), 0, 0),), False)
             client.request(message, [keys], into=into.data)
             assert np.array_equal(into, keys * 2)

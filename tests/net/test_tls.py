@@ -11,7 +11,7 @@ import pytest
 
 from everstep.errors import WireError
 from everstep.net.auth import Secret
-from everstep.net.frames import DATA_LIMITS, ClosedError, FrameSocket, Kind
+from everstep.net.frames import DATA_LIMITS, ClosedError, FrameKind, FrameSocket
 from everstep.net.retry import Deadline
 from everstep.net.tls import TlsSocket, client_context, server_context
 
@@ -53,7 +53,7 @@ def test_big_frames_both_ways_at_once(pair: tuple[FrameSocket, FrameSocket]) -> 
 
     def send(i: int) -> None:
         for n in range(3):
-            pair[i].send(Kind.REQUEST, b"%d" % n, [body[n:], body[:1000]], deadline=Deadline(30))
+            pair[i].send(FrameKind.REQUEST, b"%d" % n, [body[n:], body[:1000]], deadline=Deadline(30))
 
     def receive(i: int) -> None:
         for n in range(3):
@@ -95,7 +95,7 @@ def test_nothing_readable_crosses_the_wire(secret: Secret) -> None:
 
 
 def test_the_end_of_the_stream(pair: tuple[FrameSocket, FrameSocket]) -> None:
-    pair[0].send(Kind.ANSWER, b"last")
+    pair[0].send(FrameKind.ANSWER, b"last")
     pair[0].close()
     assert pair[1].recv(deadline=Deadline(5)).header == b"last"
     with pytest.raises(ClosedError):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from everstep.config.notices import parse_notices
 from everstep.errors import ConfigError, PlatformError
 from everstep.model.notice import Certainty, Notice
-from everstep.platforms.notices import Change, CommandSource, FileSource, Ledger, NoticeWatch, sources_of, time_of
+from everstep.platforms.notices import Change, CommandSource, FileSource, NoticeLedger, NoticeWatch, sources_of, time_of
 
 
 def notice(key: str = "k", at: float | None = 100.0, certainty: Certainty = Certainty.CERTAIN) -> Notice:
@@ -25,7 +25,7 @@ def notice(key: str = "k", at: float | None = 100.0, certainty: Certainty = Cert
 
 
 def test_an_event_is_news_once_and_again_when_it_comes_earlier_or_is_certain() -> None:
-    ledger = Ledger()
+    ledger = NoticeLedger()
     likely = notice(certainty=Certainty.LIKELY)
     assert ledger.looked("s", [likely]) == [Change(likely)]
     assert ledger.looked("s", [likely]) == []
@@ -38,7 +38,7 @@ def test_an_event_is_news_once_and_again_when_it_comes_earlier_or_is_certain() -
 
 
 def test_an_event_that_flickers_is_not_over() -> None:
-    ledger = Ledger()
+    ledger = NoticeLedger()
     ledger.looked("s", [notice()])
     for _ in range(3):
         assert ledger.looked("s", []) == []
@@ -51,7 +51,7 @@ def test_an_event_that_flickers_is_not_over() -> None:
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200)), max_size=4), max_size=20))
 def test_what_is_open_is_what_was_said_last(looks: list[list[tuple[str, int]]]) -> None:
-    ledger = Ledger()
+    ledger = NoticeLedger()
     open_now: set[str] = set()
     for look in looks:
         found = [notice(key, float(at)) for key, at in dict(look).items()]

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from everstep.policies.stragglers.exact import Device, Portion, solve, time_s
+from everstep.policies.stragglers.exact import Device, ExactShare, solve, time_s
 
 
-def longest(devices: list[Device], portions: tuple[Portion, ...]) -> float:
+def longest(devices: list[Device], portions: tuple[ExactShare, ...]) -> float:
     return max(map(time_s, devices, portions))
 
 
@@ -28,7 +28,7 @@ def test_worked_examples(devices: list[Device], total: int, best_s: float, even_
     assert longest(devices, portions) == best_s
     share = total // len(devices)
     passes = [-(-share // d.memory_batch) for d in devices]
-    assert max(time_s(d, Portion(share, n)) for d, n in zip(devices, passes, strict=True)) == even_s
+    assert max(time_s(d, ExactShare(share, n)) for d, n in zip(devices, passes, strict=True)) == even_s
 
 
 def test_no_other_split_is_faster() -> None:
@@ -37,7 +37,7 @@ def test_no_other_split_is_faster() -> None:
         devices = [Device(rng.randint(1, 5), rng.randint(0, 6), rng.randint(1, 6)) for _ in range(rng.randint(1, 3))]
         total = rng.randint(len(devices), 14)
         every = [
-            [Portion(n, c) for n in range(1, total + 1) for c in range(1, n + 1) if -(-n // c) <= d.memory_batch]
+            [ExactShare(n, c) for n in range(1, total + 1) for c in range(1, n + 1) if -(-n // c) <= d.memory_batch]
             for d in devices
         ]
         best = min(

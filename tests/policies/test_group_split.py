@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from everstep.config.spec import JobSpec
 from everstep.errors import DataError
 from everstep.model.group import Mark, Micro
-from everstep.model.shard import Plan
-from everstep.policies.split import apportion, cut_step, divide, divide_parts, lr_factor, step_range, within
+from everstep.model.shard import ShardSchedule
+from everstep.policies.step_split import apportion, cut_step, divide, divide_parts, lr_factor, step_range, within
 
 
-def plan(samples: int) -> Plan:
-    return Plan(name="train", samples=samples, shard_samples=samples, seed=0)
+def plan(samples: int) -> ShardSchedule:
+    return ShardSchedule(name="train", samples=samples, shard_samples=samples, seed=0)
 
 
 def flat(micros: tuple[tuple[Micro, ...], ...]) -> list[Micro]:

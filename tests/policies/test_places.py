@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from everstep.ids import NodeId
-from everstep.policies.places import HOME_NODE, Room, choose_ps_node, choose_worker_node
+from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 from everstep.policies.restarts import is_poison, may_restart
 
-HOME = Room(HOME_NODE, 0, 5)
-ONE = Room(NodeId("node1"), 2, 1)
-TWO = Room(NodeId("node2"), 4, 0)
-FULL = Room(NodeId("node3"), 1, 1)
+HOME = NodeRoom(HOME_NODE, 0, 5)
+ONE = NodeRoom(NodeId("node1"), 2, 1)
+TWO = NodeRoom(NodeId("node2"), 4, 0)
+FULL = NodeRoom(NodeId("node3"), 1, 1)
 
 
 def test_the_jobs_own_workers_go_to_the_home_node() -> None:
@@ -33,8 +33,8 @@ def test_such_a_slot_never_crowds_the_home_node() -> None:
 
 
 def test_ps_stay_at_home_unless_others_offer_places() -> None:
-    assert choose_ps_node([ONE, Room(HOME_NODE, 0, 0)]) == HOME_NODE
-    assert choose_ps_node([Room(NodeId("node1"), 0, 0)]) is None
+    assert choose_ps_node([ONE, NodeRoom(HOME_NODE, 0, 0)]) == HOME_NODE
+    assert choose_ps_node([NodeRoom(NodeId("node1"), 0, 0)]) is None
     assert choose_ps_node([ONE, TWO, FULL]) == "node2"
 
 

@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from straggler_jobs import NODES, job, worker
 
-from everstep.brain.control import refuse
+from everstep.brain.policy_control import refuse
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
 from everstep.policies.stragglers.dedicated import by_kind, dedicated
 from everstep.policies.stragglers.exact import Device
-from everstep.policies.stragglers.nondedicated import State, nondedicated
+from everstep.policies.stragglers.nondedicated import NondedicatedState, nondedicated
 from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.policy import SHIPPED
 from everstep.policies.stragglers.shares import even, proportional
@@ -97,7 +97,7 @@ def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:
 
 
 def test_spells_as_short_as_a_window_are_left_alone() -> None:
-    state: State | None = None
+    state: NondedicatedState | None = None
     shares: list[int] | None = None
     for look in range(60):
         paces = [0.01] * 4
@@ -148,7 +148,7 @@ def test_a_worker_that_was_slow_for_a_moment_is_not_restarted() -> None:
     seen = msgspec.structs.replace(seen, workers=(*seen.workers[:3], short))
     plan, _ = nondedicated(seen, None)
     assert batches(plan)[Slot(3)] == 10
-    plan, _ = nondedicated(seen, State(score=0.0))
+    plan, _ = nondedicated(seen, NondedicatedState(score=0.0))
     assert plan is None
 
 
@@ -162,7 +162,7 @@ def test_hardware_of_two_kinds_is_nobodys_fault() -> None:
 @given(st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4), st.integers(2, 6))
 @settings(max_examples=40, deadline=None)
 def test_calm_workers_are_left_alone(factors: list[float], looks: int) -> None:
-    state: State | None = None
+    state: NondedicatedState | None = None
     for look in range(looks):
         paces = [0.01 * f for f in factors[look % 4 :] + factors[: look % 4]]
         plan, state = nondedicated(job(paces, at=2.0 * look), state)

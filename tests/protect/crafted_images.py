@@ -10,7 +10,7 @@ import msgspec
 
 from everstep.model.image import BucketImage, ImageFile, Manifest
 from everstep.native.blob import seal
-from everstep.protect.imagefile import ImageFileWriter, ImageHead, Marks, Pages, read_image_file
+from everstep.protect.imagefile import ImageFileWriter, ImageHead, MarksBlob, Pages, read_image_file
 from everstep.protect.manifest import write_manifest
 from everstep.storage.places import open_place
 
@@ -36,7 +36,7 @@ def craft(where: Path | str, manifest: Manifest, bucket: int, change: Callable[[
             match part:
                 case ImageHead():
                     writer.head(part)
-                case Marks():
+                case MarksBlob():
                     writer.marks(change(bytes(part)))
                 case Pages():
                     writer.pages(part.table, part.layout, part.numbers, part.data)

@@ -1,4 +1,4 @@
-"""The carrier in C++ against ``Streams``, its oracle, call by call; and what comes over a socket to a follower."""
+"""The carrier in C++ against ``ReplicationStreams``, its oracle, call by call; and what a follower gets by a socket."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ import pytest
 from everstep.errors import WireError
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind as BlobKind
+from everstep.native import BlobKind as BlobKind
 from everstep.native import Store, _native
 from everstep.net.feed import decode_feed, encode_feed
-from everstep.net.frames import DATA_LIMITS, FrameSocket, Kind, _head
-from everstep.net.messages import Entry, Feed
-from everstep.protect.carrier import Carrier, Outcome
-from everstep.protect.streams import Batch, Code, Item, Outgoing, PeerKey, Streams, SweepTarget
-from everstep.protect.streams import Kind as Of
+from everstep.net.frames import DATA_LIMITS, FrameKind, FrameSocket, _head
+from everstep.net.messages import Feed, StreamEntry
+from everstep.protect.carrier import CarryOutcome, ReplicationSender
+from everstep.protect.replication import (
+    AppendCode,
+    Batch,
+    Outgoing,
+    PeerKey,
+    ReplicationStreams,
+    StreamItem,
+    SweepTarget,
+)
+from everstep.protect.replication import StreamKind as Of
 from everstep.protect.tails import KeptTails
-from everstep.ps.keeper import _Tails
+from everstep.ps.mirror_server import _Tails
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]
 BUCKETS = [BucketId(b) for b in range(4)]
@@ -39,7 +47,7 @@ def facts(batch: Batch | None) -> object:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_carrier_is_its_oracle(seed: int) -> None:
     rng = random.Random(seed)
-    one, two = Streams(), Carrier(Store(4, 1), OWNER)
+    one, two = ReplicationStreams(), ReplicationSender(Store(4, 1), OWNER)
     seq, version, swept, ticket = 0, 1, dict.fromkeys(BUCKETS, 0), 0
     some: list[BucketId] = []
     sent: dict[PeerKey, Batch] = {}
@@ -100,7 +108,7 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
             case "send":
                 blob = rng.randbytes(9)
                 kind = rng.choice((Of.CHANGE, Of.BODIES))
-                each("send", peer, Item(-1, bucket, seq, kind, rng.randrange(3), 0, blob, len(blob)))
+                each("send", peer, StreamItem(-1, bucket, seq, kind, rng.randrange(3), 0, blob, len(blob)))
             case "live":
                 version += 1
                 left = set(rng.sample(PEERS, rng.randrange(2, 4)))
@@ -114,7 +122,7 @@ def test_the_carrier_is_its_oracle(seed: int) -> None:
 
 
 def test_a_feed_reads_as_it_was_written_and_nothing_else_does() -> None:
-    entries = (Entry(BucketId(3), 17, 1, 40, 0), Entry(BucketId(1), 2, 3, 7, 5))
+    entries = (StreamEntry(BucketId(3), 17, 1, 40, 0), StreamEntry(BucketId(1), 2, 3, 7, 5))
     feed = Feed(9, Slot(2), Incarnation(3), (), entries, (0, 4), ((BucketId(3), 16),), 12, 8)
     header = encode_feed(feed)
     assert decode_feed(header) == feed
@@ -156,10 +164,10 @@ class Mirrored:
 
     def frame(self, first: int = 0, version: int = 5, confirmed: tuple[tuple[BucketId, int], ...] = ()) -> bytes:
         blobs = self.emitted()
-        entries = tuple(Entry(BucketId(0), seq, 1, len(blob)) for blob, seq in blobs)
+        entries = tuple(StreamEntry(BucketId(0), seq, 1, len(blob)) for blob, seq in blobs)
         header = encode_feed(Feed(version, *OWNER, (), entries, (0,) * len(blobs), confirmed, first, 5))
         body = b"".join(blob for blob, _ in blobs)
-        return _head(Kind.FEED, header, (), len(body), 0) + body
+        return _head(FrameKind.FEED, header, (), len(body), 0) + body
 
     @property
     def state(self) -> object:
@@ -183,7 +191,7 @@ def test_what_comes_next_is_taken_and_answered_without_python(mirrored: Mirrored
     m.pair[0].shutdown(socket.SHUT_WR)
     assert _native.Follower(m.inbox, m.pair[1].fileno(), b"").next() is None
     answer = FrameSocket(m.pair[0], DATA_LIMITS).recv()
-    assert (answer.kind, answer.header) == (Kind.FED, bytes(3))
+    assert (answer.kind, answer.header) == (FrameKind.FED, bytes(3))
     assert m.inbox.received(OWNER) == (5, 3)
     assert m.home.mirror_state(1) == [(0, m.owner.seq(0), True)]
 
@@ -206,7 +214,7 @@ def test_what_other_mirrors_may_lack_is_kept_until_they_have_it(mirrored: Mirror
     assert [seq for seq, _ in kept] == [last, last + 1]
     assert [seq for seq, _ in m.inbox.tail(0, last)] == [last + 1]
     other = Mirrored().home  # the blobs are what came: another mirror, three behind, gets there with the last of them
-    assert frame.endswith(kept[0][1]) and other.mirror_apply(1, kept[0][1]) == Code.GAP
+    assert frame.endswith(kept[0][1]) and other.mirror_apply(1, kept[0][1]) == AppendCode.GAP
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -233,7 +241,7 @@ def test_what_is_not_the_next_of_the_source_is_handed_on(mirrored: Mirrored, how
     before = m.state
     m.pair[0].sendall(m.frame(first=int(how == "number"), version=5 + (how == "version")))
     found = _native.Follower(m.inbox, m.pair[1].fileno(), b"").next()
-    assert found is not None and found[0] == Kind.FEED and decode_feed(found[2]).sender == OWNER[0]
+    assert found is not None and found[0] == FrameKind.FEED and decode_feed(found[2]).sender == OWNER[0]
     assert m.state == before and m.inbox.received(OWNER) == (5, 0)
 
 
@@ -267,7 +275,7 @@ def test_no_flipped_bit_of_a_feed_gets_into_a_mirror(mirrored: Mirrored) -> None
 
 def test_who_carries_hears_of_a_peer_that_is_gone_and_is_not_held_up_for_ever() -> None:
     owner = Mirrored().owner
-    carrier = Carrier(owner, OWNER)
+    carrier = ReplicationSender(owner, OWNER)
     carrier.live({PEERS[0]}, 3)
     carrier.append(0, [Outgoing(BucketId(0), 0, Of.MARKS, b"", 0)] * 3)  # what was taken to begin the mirror
     carrier.routes[BucketId(0)] = (PEERS[0],)
@@ -279,12 +287,12 @@ def test_who_carries_hears_of_a_peer_that_is_gone_and_is_not_held_up_for_ever() 
     after = owner.outbox_ticket()
     there.close()
     outcome, events = carrier.carry(0, after, 5.0)
-    assert outcome is Outcome.EVENTS and [e.peer for e in events] == [PEERS[0]]
+    assert outcome is CarryOutcome.EVENTS and [e.peer for e in events] == [PEERS[0]]
     assert carrier.waits(PEERS[0]) and not carrier.native.claim(PEERS[0])
     carrier.native.release(PEERS[0])
-    assert carrier.carry(0, after, 0.05)[0] is Outcome.LATE
+    assert carrier.carry(0, after, 0.05)[0] is CarryOutcome.LATE
     carrier.native.stop()
-    assert carrier.carry(0, after, 60.0)[0] is Outcome.LATE
+    assert carrier.carry(0, after, 60.0)[0] is CarryOutcome.LATE
     carrier.live(set(), 4)
-    assert carrier.carry(0, after, 60.0)[0] is Outcome.CONFIRMED
+    assert carrier.carry(0, after, 60.0)[0] is CarryOutcome.CONFIRMED
     here.close()

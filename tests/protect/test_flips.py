@@ -13,10 +13,10 @@ import pytest
 
 from everstep.errors import WireError
 from everstep.model.table import OptimizerKind, OptimizerSpec, TableSpec
-from everstep.native import Kind, Store
+from everstep.native import BlobKind, Store
 from everstep.native.blob import seal
 from everstep.net.frames import DATA_LIMITS, FrameDecoder, encode_frame
-from everstep.net.frames import Kind as FrameKind
+from everstep.net.frames import FrameKind as FrameKind
 from everstep.testing.twin import bucket_of
 
 TABLE = TableSpec("t", 6, OptimizerSpec(OptimizerKind.ADAGRAD, 0.1))
@@ -50,7 +50,7 @@ def emitted(store: Store) -> list[bytes]:
 
 
 def swept(store: Store, bucket: int) -> list[bytes]:
-    for kind in (Kind.HEADS, Kind.BODIES):
+    for kind in (BlobKind.HEADS, BlobKind.BODIES):
         lo = 0
         while lo >= 0:
             lo = store.emit(bucket, kind, TABLE.id, lo, lo + 64)
@@ -108,7 +108,7 @@ def test_every_flip_in_a_blob_is_noticed_and_changes_nothing() -> None:
                 if number % 4 == b % 4:
                     damage(15, blob, row, "recover_fold")
                 assert rows[row].recover_fold(1, blob) in (0, 1)
-    for kind in (Kind.HEADS, Kind.BODIES):
+    for kind in (BlobKind.HEADS, BlobKind.BODIES):
         lo = 0
         while lo >= 0:
             lo, rest = rows[1].emit_recovering(1, kind, TABLE.id, lo, lo + 64)

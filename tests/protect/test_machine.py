@@ -16,9 +16,9 @@ import pytest
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
-from everstep.net.messages import Fed, HandOver, Moved, Tail, Want
-from everstep.protect.machine import REST, Ask, Gave, Load, Machine, State, Stuck, Took
-from everstep.protect.streams import Kind, Outgoing, PeerKey, Streams
+from everstep.net.messages import Fed, FetchLog, HandOver, Moved, Want
+from everstep.protect.machine import REST, Acquired, Ask, LoadSnapshot, Machine, MirrorState, Released, Stuck
+from everstep.protect.replication import Outgoing, PeerKey, ReplicationStreams, StreamKind
 from seeds import seeds
 
 # ---------------------------------------------------------------- the toy store
@@ -44,7 +44,7 @@ def inverse(a: int) -> int:
 
 
 class Blob(msgspec.Struct, frozen=True):
-    kind: Kind
+    kind: StreamKind
     bucket: int
     seq: int
     marks: int
@@ -100,7 +100,7 @@ class ToyStore:
         b.seq += 1
         b.marks += 1
         if bucket in self.protected:
-            self._out(Blob(Kind.CHANGE, bucket, b.seq, b.marks, {slot: old ^ value}))
+            self._out(Blob(StreamKind.CHANGE, bucket, b.seq, b.marks, {slot: old ^ value}))
 
     def _out(self, blob: Blob) -> None:
         self.outbox.append(Outgoing(BucketId(blob.bucket), blob.seq, blob.kind, blob, 10))
@@ -140,15 +140,15 @@ class ToyStore:
     def ticket(self) -> int:
         return self.taken + len(self.outbox)
 
-    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
         b = self.buckets[bucket]
-        slots = {s: v for s, v in b.slots.items() if lo <= s < lo + PIECE} if kind is Kind.BODIES else {}
+        slots = {s: v for s, v in b.slots.items() if lo <= s < lo + PIECE} if kind is StreamKind.BODIES else {}
         self._out(Blob(kind, bucket, b.seq, b.marks, slots, lo, lo + PIECE))
         return lo + PIECE if lo + PIECE < SLOTS else -1
 
     def emit_marks(self, bucket: BucketId) -> None:
         b = self.buckets[bucket]
-        self._out(Blob(Kind.MARKS, bucket, b.seq, b.marks))
+        self._out(Blob(StreamKind.MARKS, bucket, b.seq, b.marks))
 
     def keep(self, blob: Blob) -> Blob:
         return blob
@@ -167,7 +167,7 @@ class ToyStore:
         m, b = self.mirrors[mirror], blob.bucket
         if b not in m.members:
             return 3
-        if blob.kind is Kind.CHANGE:
+        if blob.kind is StreamKind.CHANGE:
             if b in m.complete:
                 if blob.seq <= m.seq[b]:
                     return 1
@@ -181,10 +181,10 @@ class ToyStore:
             m.seq[b], m.marks[b] = blob.seq, blob.marks
             return 0
         assert b not in m.complete, "contents of a member that is whole"
-        if blob.kind is Kind.MARKS:
+        if blob.kind is StreamKind.MARKS:
             assert m.covered[b] >= SLOTS
             m.complete.add(b)
-        elif blob.kind is Kind.BODIES:
+        elif blob.kind is StreamKind.BODIES:
             assert blob.lo == m.covered[b], "contents out of order"
             m.covered[b] = blob.hi
             for slot, x in blob.slots.items():
@@ -215,7 +215,7 @@ class ToyStore:
     def recover_fold(self, mirror: int, blob: Blob) -> None:
         m, b = self.mirrors[mirror], blob.bucket
         assert m.rest is not None
-        if blob.kind is Kind.BODIES:
+        if blob.kind is StreamKind.BODIES:
             assert m.folded.get(b, 0) == blob.lo
             m.folded[b] = blob.hi
             for slot, x in blob.slots.items():
@@ -224,10 +224,10 @@ class ToyStore:
     def recover_other(self, mirror: int, blob: Blob) -> None:
         self.mirrors[mirror].other.update(blob.slots)
 
-    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+    def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[Blob, int]:
         rest = self.mirrors[mirror].rest
         assert rest is not None
-        slots = {s: v for s, v in rest.items() if lo <= s < lo + PIECE} if kind is Kind.BODIES else {}
+        slots = {s: v for s, v in rest.items() if lo <= s < lo + PIECE} if kind is StreamKind.BODIES else {}
         return Blob(kind, REST, 0, 0, slots, lo, lo + PIECE), lo + PIECE if lo + PIECE < SLOTS else -1
 
     def recover_heads(self, mirror: int) -> bool:
@@ -262,7 +262,7 @@ class ToyStore:
 class Ps:
     def __init__(self, slot: int, life: int) -> None:
         self.key: PeerKey = (Slot(slot), Incarnation(life))
-        self.store, self.streams = ToyStore(), Streams()
+        self.store, self.streams = ToyStore(), ReplicationStreams()
         self.machine = Machine(*self.key, self.store, self.streams)
         self.stuck: list[str] = []
 
@@ -321,7 +321,7 @@ class World:
     def act(self, p: Ps) -> None:
         for action in p.machine.take_actions():
             match action:
-                case Took(bucket=b):
+                case Acquired(bucket=b):
                     bucket = p.store.buckets[b]
                     known = self.history[b].get(bucket.seq)
                     assert bucket.seq >= self.acked[b], f"bucket {b} lost {self.acked[b]}, has {bucket.seq}"
@@ -331,7 +331,7 @@ class World:
                         del self.history[b][seq]
                 case Stuck(why=why):
                     p.stuck.append(why)
-                case Gave() | Load():
+                case Released() | LoadSnapshot():
                     pass
 
     def push(self, b: int) -> bool:
@@ -409,7 +409,7 @@ class World:
         match ask.request:
             case Want() as want:
                 answer = peer.machine.want(want)
-            case Tail() as tail:
+            case FetchLog() as tail:
                 answer, blobs = peer.machine.tail(tail)
             case HandOver() as hand_over:
                 answer = peer.machine.hand_over(hand_over)
@@ -653,7 +653,7 @@ def test_a_replaced_owner_that_does_not_know_it_confirms_nothing() -> None:
     zombie = next(iter(w.zombies.values()))
     for _ in range(4000):
         w.step(w.random.choice(list(w.ps.values())))
-    assert zombie.machine.buckets[BucketId(0)] is State.SERVING  # nobody told it
+    assert zombie.machine.buckets[BucketId(0)] is MirrorState.SERVING  # nobody told it
     before = zombie.store.ticket()
     zombie.store.change(0, 1, 77)
     for _ in range(2000):

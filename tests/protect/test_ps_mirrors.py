@@ -23,7 +23,7 @@ from everstep.model.member import Address
 from everstep.model.placement import Mirror, MirrorKind, Placement, PsPlace
 from everstep.model.shard import Token, shard_key
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, OptimizerSpec, TableSpec
-from everstep.monitor.records import AuditRecord, Gave, Took
+from everstep.monitor.records import AcquiredRecord, AuditRecord, ReleasedRecord
 from everstep.native import Store, bitmap, unique_route
 from everstep.net.auth import Identity, Secret
 from everstep.net.data import DataClient, DataServer
@@ -33,15 +33,15 @@ from everstep.net.messages import (
     Moved,
     Opened,
     OpenShard,
-    Part,
     Pull,
     Pulled,
     Push,
     Pushed,
+    RowsPart,
 )
 from everstep.net.sockets import listen_tcp, listen_unix
 from everstep.protect.machine import Machine
-from everstep.protect.streams import Kind
+from everstep.protect.replication import StreamKind
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
 
@@ -172,7 +172,7 @@ class Cluster:
             keys = keys[np.isin(where, buckets)]
             rows = np.stack([grads[0, k % 60] for k in keys]) if len(keys) else np.zeros((0, spec.dim), np.float32)
             body += bytes(-len(body) % 8)
-            out.append(Part(spec.id, len(keys), len(body), len(body) + 8 * len(keys)))
+            out.append(RowsPart(spec.id, len(keys), len(body), len(body) + 8 * len(keys)))
             body += keys.tobytes() + rows.tobytes()
         token = Token(self.shard, self.at, self.at + 1, LeaseNo(1), p.life, Slot(0), Incarnation(1))
         request = Push((placement or self.placement).route, token, tuple(out), False, bitmap(buckets, B))
@@ -300,7 +300,7 @@ def test_a_replica_takes_over_bit_for_bit(cluster: Callable[..., Cluster]) -> No
     c.push(20)
     until(c.whole)
     c.check_mirrors()
-    took = [r for r in records(c, 2) if isinstance(r, Took)]
+    took = [r for r in records(c, 2) if isinstance(r, AcquiredRecord)]
     assert [(t.bucket, t.how) for t in took] == [(b, "promoted") for b in lost]
     assert np.frombuffer(took[0].shards, "<i8").tolist() == [c.shard, 20]
 
@@ -467,8 +467,8 @@ def test_a_bucket_moves_under_pushes(cluster: Callable[..., Cluster]) -> None:
     until(c.whole)
     c.check_mirrors()
     until(lambda: 0 not in c.ps[Slot(0)].service.keeper.machine.buckets)
-    gave = [r for r in records(c, 0) if isinstance(r, Gave)]
-    took = [r for r in records(c, 3) if isinstance(r, Took)]
+    gave = [r for r in records(c, 0) if isinstance(r, ReleasedRecord)]
+    took = [r for r in records(c, 3) if isinstance(r, AcquiredRecord)]
     assert (
         [(g.bucket, g.bucket_seq) for g in gave]
         == [(t.bucket, t.bucket_seq) for t in took]
@@ -536,13 +536,13 @@ class Held:
 
         def held(machine: Machine, bucket: BucketId) -> bool:
             todo = machine._sweeps[bucket][0].todo
-            return not (self.on and todo and todo[0][0] is Kind.BODIES) and sweep(machine, bucket)
+            return not (self.on and todo and todo[0][0] is StreamKind.BODIES) and sweep(machine, bucket)
 
         monkeypatch.setattr(Machine, "_sweep_bucket", held)
 
 
 def pull(c: Cluster, p: Ps, spec: TableSpec, keys: np.ndarray) -> np.ndarray:
-    request = Pull(c.placement.route, (Part(spec.id, len(keys), 0, 0),), False)
+    request = Pull(c.placement.route, (RowsPart(spec.id, len(keys), 0, 0),), False)
     deadline = time.monotonic() + PATIENCE_S
     while True:
         answer, buffers = p.service.handle(request, memoryview(keys.tobytes()), None)
@@ -590,7 +590,7 @@ def test_rows_of_a_lost_ps_are_read_and_written_before_the_sweep_brings_them(
     c.check_mirrors()
     for b in range(B):
         assert c.contents(b) == twin.contents(b)
-    took = [r for r in records(c, 4) if isinstance(r, Took)]
+    took = [r for r in records(c, 4) if isinstance(r, AcquiredRecord)]
     assert sorted((t.bucket, t.how) for t in took) == [(b, "rebuilt") for b in lost]
 
 
@@ -624,8 +624,12 @@ def test_a_second_loss_while_rows_are_written_on_demand(
     c.check_mirrors()
     for b in range(B):
         assert c.contents(b) == twin.contents(b)
-    life = [type(r).__name__ for r in records(c, 4) if isinstance(r, Took | Gave) and r.bucket == 1]
-    assert life == ["Took", "Gave", "Took"]  # what it had was dropped, and came back with what was pushed meanwhile
+    life = [type(r).__name__ for r in records(c, 4) if isinstance(r, AcquiredRecord | ReleasedRecord) and r.bucket == 1]
+    assert life == [
+        "AcquiredRecord",
+        "ReleasedRecord",
+        "AcquiredRecord",
+    ]  # what it had was dropped, and came back with what was pushed meanwhile
 
 
 def test_a_ps_that_is_to_die_at_a_named_step_feeds_and_is_fed_like_any_other(

@@ -6,7 +6,15 @@ import pytest
 
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.protect.port import Body
-from everstep.protect.streams import Code, Item, Kind, Outgoing, PeerKey, Streams, SweepTarget
+from everstep.protect.replication import (
+    AppendCode,
+    Outgoing,
+    PeerKey,
+    ReplicationStreams,
+    StreamItem,
+    StreamKind,
+    SweepTarget,
+)
 
 A: PeerKey = (Slot(1), Incarnation(1))
 C: PeerKey = (Slot(2), Incarnation(4))
@@ -14,28 +22,28 @@ B0, B1 = BucketId(0), BucketId(1)
 
 
 def change(bucket: BucketId, seq: int) -> Outgoing:
-    return Outgoing(bucket, seq, Kind.CHANGE, b"x" * 10, 10)
+    return Outgoing(bucket, seq, StreamKind.CHANGE, b"x" * 10, 10)
 
 
 @pytest.fixture
-def streams() -> Streams:
-    s = Streams()
+def streams() -> ReplicationStreams:
+    s = ReplicationStreams()
     s.live({A, C}, 7)
     s.routes = {B0: (A, C), B1: (A,)}
     return s
 
 
-def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: Streams) -> None:
+def test_a_ticket_is_done_when_all_who_got_it_have_answered(streams: ReplicationStreams) -> None:
     streams.append(0, [change(B0, 1), change(B1, 1), change(BucketId(5), 1)])
     assert streams.done_ticket == 0 and streams.waiting_bytes == 30
-    assert streams.answered(A, 0, [Code.APPLIED, Code.APPLIED]) == {}
+    assert streams.answered(A, 0, [AppendCode.APPLIED, AppendCode.APPLIED]) == {}
     assert streams.done_ticket == 0  # C lacks the first
-    streams.answered(C, 0, [Code.REPEAT])
+    streams.answered(C, 0, [AppendCode.REPEAT])
     assert streams.done_ticket == 3 and streams.waiting_bytes == 0
     assert not streams.owes(B0)
 
 
-def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(streams: Streams) -> None:
+def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(streams: ReplicationStreams) -> None:
     streams.append(0, [change(B1, n) for n in range(1, 5)])
     first = streams.batch(A, 20)
     assert first is not None and (first.stream, first.first, len(first.items)) == (7, 0, 2)
@@ -47,7 +55,7 @@ def test_what_is_not_answered_is_sent_again_and_an_answer_twice_counts_once(stre
     assert rest is not None and (rest.first, [i.seq for i in rest.items]) == (2, [3])  # at least one
 
 
-def test_a_peer_that_is_gone_is_owed_nothing(streams: Streams) -> None:
+def test_a_peer_that_is_gone_is_owed_nothing(streams: ReplicationStreams) -> None:
     streams.append(0, [change(B0, 1)])
     streams.answered(A, 0, [0])
     streams.live({A}, 8)
@@ -58,9 +66,9 @@ def test_a_peer_that_is_gone_is_owed_nothing(streams: Streams) -> None:
     assert streams.done_ticket == 2
 
 
-def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: Streams) -> None:
+def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: ReplicationStreams) -> None:
     streams.append(0, [change(B0, 1), change(B0, 2)])
-    assert streams.answered(C, 0, [Code.REFUSED, Code.APPLIED]) == {B0: 0}
+    assert streams.answered(C, 0, [AppendCode.REFUSED, AppendCode.APPLIED]) == {B0: 0}
     streams.answered(A, 0, [0, 0])
     assert (streams.done_ticket, streams.refused_ticket) == (2, 0)
     streams.append(2, [change(B0, 3)])
@@ -68,21 +76,21 @@ def test_a_refusal_is_remembered_and_tells_nobody_that_all_have_it(streams: Stre
     assert batch is not None and batch.confirmed == ((B0, 2),)  # of the second one only
 
 
-def test_contents_go_to_who_wanted_them_up_to_the_marks(streams: Streams) -> None:
+def test_contents_go_to_who_wanted_them_up_to_the_marks(streams: ReplicationStreams) -> None:
     streams.sweep(B1, 1, [SweepTarget(C, 9, 3)])
-    heads = Outgoing(B1, 1, Kind.HEADS, b"h", 1)
-    streams.append(0, [heads, change(B1, 2), heads, Outgoing(B1, 2, Kind.MARKS, b"m", 1), heads])
+    heads = Outgoing(B1, 1, StreamKind.HEADS, b"h", 1)
+    streams.append(0, [heads, change(B1, 2), heads, Outgoing(B1, 2, StreamKind.MARKS, b"m", 1), heads])
     batch = streams.batch(C, 100)
     assert batch is not None  # not what stood in the outbox before the sweep, nor what came behind its end
     assert [(i.kind, i.ticket, i.mirror, i.sweep) for i in batch.items] == [
-        (Kind.HEADS, 2, 9, 3),
-        (Kind.MARKS, 3, 9, 3),
+        (StreamKind.HEADS, 2, 9, 3),
+        (StreamKind.MARKS, 3, 9, 3),
     ]
     assert streams.sweep_bytes == 2
 
 
-def test_levelling_is_waited_for(streams: Streams) -> None:
-    streams.send(A, Item(-1, B0, 5, Kind.CHANGE, 3, 0, b"", 0))
+def test_levelling_is_waited_for(streams: ReplicationStreams) -> None:
+    streams.send(A, StreamItem(-1, B0, 5, StreamKind.CHANGE, 3, 0, b"", 0))
     assert (streams.done_ticket, streams.levelling) == (0, 1)
     streams.answered(A, 0, [0])
     assert streams.levelling == 0

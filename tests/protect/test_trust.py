@@ -17,7 +17,7 @@ from everstep.ids import BucketId
 from everstep.model.image import Manifest
 from everstep.net.auth import create_secret, load_secret
 from everstep.protect.manifest import (
-    Trust,
+    ManifestTrust,
     compact,
     decode_manifest,
     digest_of,
@@ -30,14 +30,14 @@ from everstep.protect.manifest import (
 )
 from everstep.protect.restore import load_bucket, unloadable
 from everstep.protect.sources import ImageSources
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 KEY, OTHER = bytes(range(32)), bytes(32)
-OURS = Trust(key=KEY)
+OURS = ManifestTrust(key=KEY)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path) -> StoragePlace:
     """Checkpoints 1 and 2, an increment, written with the key."""
     store = new_store()
     writer = writer_of(store)
@@ -55,29 +55,29 @@ def resummed(data: bytes, old: bytes, new: bytes) -> bytes:
     return body + b"blake2b-128 " + blake2b(body, digest_size=16).hexdigest().encode() + b"\n"
 
 
-def test_the_key_says_who_wrote_it(place: Place) -> None:
+def test_the_key_says_who_wrote_it(place: StoragePlace) -> None:
     data = read_bytes(place, 2)
     assert OURS.authentic(data)
-    assert not Trust(key=OTHER).authentic(data)
-    assert not Trust().authentic(data)
+    assert not ManifestTrust(key=OTHER).authentic(data)
+    assert not ManifestTrust().authentic(data)
     assert decode_manifest(data, "m") == decode_manifest(encode_manifest(read_manifest(place, 2)), "m")
 
 
 @pytest.mark.parametrize(
     "old, new", [(b'"job":"toy"', b'"job":"boy"'), (b'"code":"', b'"code":"0'), (b'"}\n', b'"} \n')]
 )
-def test_other_words_with_a_right_checksum_are_not_ours(place: Place, old: bytes, new: bytes) -> None:
+def test_other_words_with_a_right_checksum_are_not_ours(place: StoragePlace, old: bytes, new: bytes) -> None:
     assert not OURS.authentic(resummed(read_bytes(place, 2), old, new))
 
 
-def test_words_behind_the_code_do_not_count(place: Place) -> None:
+def test_words_behind_the_code_do_not_count(place: StoragePlace) -> None:
     """What stands after it would win where a name stands twice."""
     data = read_bytes(place, 2)
     assert not OURS.authentic(resummed(data, b'"}\n', b'","job":"boy"}\n'))
     assert not OURS.authentic(resummed(data, b'{"version"', b'{"job":"boy","version"'))
 
 
-def test_a_file_that_is_another_one_is_none_of_ours(place: Place, tmp_path: Path) -> None:
+def test_a_file_that_is_another_one_is_none_of_ours(place: StoragePlace, tmp_path: Path) -> None:
     """Its digest is in the manifest, and the manifest has a code."""
     manifest = read_manifest(place, 2)
     craft(tmp_path, manifest, 1, of_bodies)
@@ -88,17 +88,17 @@ def test_a_file_that_is_another_one_is_none_of_ours(place: Place, tmp_path: Path
         load_bucket(empty_store(), place, read_manifest(place, 2, OURS).images[1])
 
 
-def test_the_newest_of_ours_is_taken(place: Place) -> None:
+def test_the_newest_of_ours_is_taken(place: StoragePlace) -> None:
     write_manifest(place, read_manifest(place, 2))
     said: list[str] = []
     assert latest_intact(place, trust=OURS, tell=said.append).checkpoint == 1
     assert len(said) == 1 and "has no code: an older everstep" in said[0]
     assert latest_intact(place).checkpoint == 2  # (to be looked at)
     with pytest.raises(UntrustedError, match=r"not written with this job's key.*--secret"):
-        read_manifest(place, 1, Trust(key=OTHER))
+        read_manifest(place, 1, ManifestTrust(key=OTHER))
 
 
-def test_older_checkpoints_are_loaded_if_the_user_says_so(place: Place) -> None:
+def test_older_checkpoints_are_loaded_if_the_user_says_so(place: StoragePlace) -> None:
     """As main wrote them before there was a key."""
     for number in (1, 2):
         write_manifest(place, read_manifest(place, number))
@@ -106,13 +106,13 @@ def test_older_checkpoints_are_loaded_if_the_user_says_so(place: Place) -> None:
         choose(place, None, OURS)
     with pytest.raises(UntrustedError, match="--trust-checkpoint"):
         choose(place, 2, OURS)
-    assert choose(place, None, Trust(anything=True)).checkpoint == 2
-    assert choose(place, None, Trust(anything=True), below=2).checkpoint == 1
+    assert choose(place, None, ManifestTrust(anything=True)).checkpoint == 2
+    assert choose(place, None, ManifestTrust(anything=True), below=2).checkpoint == 1
     with pytest.raises(CheckpointError, match="no checkpoint older than 1"):
-        choose(place, None, Trust(anything=True), below=1)
+        choose(place, None, ManifestTrust(anything=True), below=1)
 
 
-def test_what_was_trusted_is_that_one_and_no_other(place: Place, tmp_path: Path) -> None:
+def test_what_was_trusted_is_that_one_and_no_other(place: StoragePlace, tmp_path: Path) -> None:
     """The processes of the job load the very bytes that the user was told about."""
     for number in (1, 2):
         write_manifest(place, read_manifest(place, number))
@@ -124,15 +124,15 @@ def test_what_was_trusted_is_that_one_and_no_other(place: Place, tmp_path: Path)
         ImageSources(spec, tmp_path / "run", KEY).image(BucketId(1), 2)
 
 
-def test_a_trusted_one_is_tried_before_it_is_taken(place: Place, tmp_path: Path) -> None:
+def test_a_trusted_one_is_tried_before_it_is_taken(place: StoragePlace, tmp_path: Path) -> None:
     craft(tmp_path, read_manifest(place, 2), 1, of_bodies)
     assert [line for line in unloadable(place, read_manifest(place, 2)) if "bucket 1" in line]
-    assert choose(place, None, Trust(key=KEY, anything=True)).checkpoint == 1
+    assert choose(place, None, ManifestTrust(key=KEY, anything=True)).checkpoint == 1
     with pytest.raises(CheckpointError, match="bucket 1: these are not the marks"):
-        choose(place, 2, Trust(anything=True))
+        choose(place, 2, ManifestTrust(anything=True))
 
 
-def test_a_manifest_tells_the_marks_that_its_files_have(place: Place) -> None:
+def test_a_manifest_tells_the_marks_that_its_files_have(place: StoragePlace) -> None:
     manifest = read_manifest(place, 2)
     wrong = msgspec.structs.replace(manifest.images[0], watermarks=())
     made: Manifest = msgspec.structs.replace(manifest, images=(wrong, *manifest.images[1:]))
@@ -141,7 +141,7 @@ def test_a_manifest_tells_the_marks_that_its_files_have(place: Place) -> None:
     ]
 
 
-def test_compaction_keeps_the_code(place: Place) -> None:
+def test_compaction_keeps_the_code(place: StoragePlace) -> None:
     compact(place, read_manifest(place, 2), KEY)
     assert OURS.authentic(read_bytes(place, 2))
     assert choose(place, None, OURS).checkpoint == 2

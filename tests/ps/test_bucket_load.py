@@ -6,7 +6,7 @@ import numpy as np
 
 from everstep.ids import BucketId
 from everstep.native import unique_route
-from everstep.ps.load import EVERY, TOLD, BucketLoad
+from everstep.ps.ps_load import EVERY, TOLD, BucketLoad
 
 
 class Clock:

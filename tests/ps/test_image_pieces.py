@@ -7,7 +7,7 @@ import msgspec
 from everstep.brain.events import ImagesWritten
 from everstep.ids import BucketId, ShardKey
 from everstep.model.image import BucketImage, ImageFile
-from everstep.ps.process import in_pieces
+from everstep.ps.ps_process import in_pieces
 
 
 def written(buckets: int, marks: int) -> ImagesWritten:

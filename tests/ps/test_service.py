@@ -23,15 +23,15 @@ from everstep.monitor.records import AuditRecord
 from everstep.native import batch_fingerprint, bitmap, unique_route
 from everstep.net.messages import (
     Bad,
-    Closed,
     DataAnswer,
     DataRequest,
     Declare,
     Declared,
+    LeaseClosed,
+    LogTaken,
     Moved,
     Opened,
     OpenShard,
-    Part,
     Peek,
     Peeked,
     PsStats,
@@ -40,10 +40,10 @@ from everstep.net.messages import (
     Push,
     Pushed,
     Put,
+    RowsPart,
     Scan,
     Scanned,
     Stat,
-    Taken,
 )
 from everstep.ps.service import PsService
 from everstep.storage.chain import read_chain
@@ -79,7 +79,7 @@ def keys_of(n: int) -> np.ndarray:
 def push(lo: int, hi: int, lease: int = 1, *, keys: np.ndarray | None = None, value: float = 1.0) -> tuple[Push, bytes]:
     keys = keys_of(20) if keys is None else keys
     grads = np.full((len(keys), 4), value, np.float32)
-    part = Part(SPEC.id, len(keys), 0, 8 * len(keys))
+    part = RowsPart(SPEC.id, len(keys), 0, 8 * len(keys))
     token = Token(SHARD, lo, hi, LeaseNo(lease), Incarnation(1), Slot(2), Incarnation(7))
     return Push(1, token, (part,), False), keys.tobytes() + grads.tobytes()
 
@@ -100,7 +100,7 @@ def log_of(tmp_path: Path) -> Path:
 
 def test_a_push_moves_rows_once(service: PsService) -> None:
     keys = keys_of(20)
-    pull = Pull(1, (Part(SPEC.id, 20, 0, 0),), False)
+    pull = Pull(1, (RowsPart(SPEC.id, 20, 0, 0),), False)
     before = service.handle(pull, memoryview(keys.tobytes()), None)[1][0]
     opened = open_shard(service)
     assert isinstance(opened, Opened)
@@ -117,27 +117,27 @@ def test_rows_travel_in_shared_memory(service: PsService) -> None:
     keys = keys_of(10)
     arena = memoryview(bytearray(4096))
     arena[64 : 64 + 80] = keys.tobytes()
-    request = Pull(1, (Part(SPEC.id, 10, 64, 1024),), True)
+    request = Pull(1, (RowsPart(SPEC.id, 10, 64, 1024),), True)
     assert ask(service, request, arena=arena) == Pulled()
     rows = np.frombuffer(arena, np.float32, 40, 1024).reshape(10, 4)
-    by_body = service.handle(Pull(1, (Part(SPEC.id, 10, 0, 0),), False), memoryview(keys.tobytes()), None)[1][0]
+    by_body = service.handle(Pull(1, (RowsPart(SPEC.id, 10, 0, 0),), False), memoryview(keys.tobytes()), None)[1][0]
     np.testing.assert_array_equal(rows, by_body)
     assert isinstance(ask(service, request), Bad)  # no arena attached
-    assert isinstance(ask(service, Pull(1, (Part(SPEC.id, 10, 64, 4090),), True), arena=arena), Bad)
+    assert isinstance(ask(service, Pull(1, (RowsPart(SPEC.id, 10, 64, 4090),), True), arena=arena), Bad)
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        Part(SPEC.id, 5, 0, 40),
-        Part(SPEC.id, -1, 0, 0),
-        Part(SPEC.id, 2**40, 0, 0),
-        Part(SPEC.id, 2, -8, 16),
-        Part(SPEC.id, 2, 1, 16),
-        Part(12345, 2, 0, 16),
+        RowsPart(SPEC.id, 5, 0, 40),
+        RowsPart(SPEC.id, -1, 0, 0),
+        RowsPart(SPEC.id, 2**40, 0, 0),
+        RowsPart(SPEC.id, 2, -8, 16),
+        RowsPart(SPEC.id, 2, 1, 16),
+        RowsPart(12345, 2, 0, 16),
     ],
 )
-def test_malformed_parts_change_nothing(service: PsService, part: Part) -> None:
+def test_malformed_parts_change_nothing(service: PsService, part: RowsPart) -> None:
     open_shard(service)
     token = Token(SHARD, 0, 1, LeaseNo(1), Incarnation(1))
     assert isinstance(ask(service, Push(1, token, (part,), False), bytes(56)), Bad)
@@ -174,11 +174,11 @@ def test_a_later_lease_fences_and_a_released_shard_is_closed(service: PsService)
     open_shard(service, lease=1)
     assert isinstance(open_shard(service, lease=2), Opened)
     assert ask(service, *push(0, 5, lease=1)) == Pushed(0, 0, fenced=True)
-    assert isinstance(open_shard(service, lease=1), Closed)
+    assert isinstance(open_shard(service, lease=1), LeaseClosed)
     assert ask(service, *push(0, 5, lease=2)) == Pushed(B, 0)
     service.release([SHARD])
     service.release([SHARD])
-    assert isinstance(open_shard(service, lease=3), Closed)
+    assert isinstance(open_shard(service, lease=3), LeaseClosed)
     assert ask(service, *push(5, 6, lease=3)) == Pushed(0, 0, fenced=True)
 
 
@@ -197,12 +197,12 @@ def test_put_keeps_what_is_there_and_says_when_complete(service: PsService) -> N
     keys = keys_of(3)
     rows = np.arange(12, dtype=np.float32)
     body = keys.tobytes() + rows.tobytes()
-    part = Part(SPEC.id, 3, 0, 24)
-    assert ask(service, Put(1, part, False, last=False), body) == Taken()
+    part = RowsPart(SPEC.id, 3, 0, 24)
+    assert ask(service, Put(1, part, False, last=False), body) == LogTaken()
     assert ask(service, Declare((SPEC,))) == Declared(Incarnation(1), (False,))
-    assert ask(service, Put(1, part, False, last=True), keys.tobytes() + bytes(48)) == Taken()
+    assert ask(service, Put(1, part, False, last=True), keys.tobytes() + bytes(48)) == LogTaken()
     assert ask(service, Declare((SPEC,))) == Declared(Incarnation(1), (True,))
-    out = service.handle(Pull(1, (Part(SPEC.id, 3, 0, 0),), False), memoryview(keys.tobytes()), None)[1][0]
+    out = service.handle(Pull(1, (RowsPart(SPEC.id, 3, 0, 0),), False), memoryview(keys.tobytes()), None)[1][0]
     np.testing.assert_array_equal(out.ravel(), rows)
     other = TableSpec("t", 5, SPEC.optimizer)
     assert isinstance(ask(service, Declare((other,))), Bad)
@@ -412,7 +412,7 @@ def test_a_peek_has_rows_with_their_state_and_says_what_is_in_them(tmp_path: Pat
     keys = unique_route(np.arange(5), B, spec.id, np.zeros(B, np.int32), 1)[0]
     body = memoryview(keys.tobytes() + np.ones((5, 2), np.float32).tobytes())
     token = Token(SHARD, 0, 3, LeaseNo(1), Incarnation(1), Slot(0), Incarnation(1))
-    answer, _ = s.handle(Push(1, token, (Part(spec.id, 5, 0, 40),), False), body, None)
+    answer, _ = s.handle(Push(1, token, (RowsPart(spec.id, 5, 0, 40),), False), body, None)
     assert isinstance(answer, Pushed) and answer.applied == B
     wanted = np.array([3, 99, 0], np.int64).tobytes()
     for until, done in ((3, True), (4, False)):

@@ -20,11 +20,11 @@ from everstep.brain.events import (
     ShardAsked,
     by_worker,
 )
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 ONE = Incarnation(1)
 
@@ -55,7 +55,9 @@ def test_a_slot_that_waits_for_a_place_does_not_keep_the_job_alive(how: str) -> 
         joined(2.0, Role.WORKER, 0, "node0"),
         Event(3.0, NodeJoined(NodeId("node1"), "", 1, 0)),
         joined(4.0, Role.WORKER, 1, "node1"),
-        Event(5.0, PlanRegistered(Plan(name="t", samples=5, shard_samples=5, seed=0)), by_worker(Slot(0), ONE)),
+        Event(
+            5.0, PlanRegistered(ShardSchedule(name="t", samples=5, shard_samples=5, seed=0)), by_worker(Slot(0), ONE)
+        ),
         Event(5.0, ShardAsked(0, 1, 1), by_worker(Slot(0), ONE)),
         Event(6.0, ScaleAsked(Role.WORKER, 1)),
         Event(7.0, ScaleAsked(Role.WORKER, 2)),
@@ -81,7 +83,7 @@ def test_the_map_waits_for_every_ps_that_comes_back() -> None:
 
 def test_a_master_that_was_stopped_before_its_first_tick_declares_nobody_lost() -> None:
     """Seed 2668: no tick had come before, so the pause was not seen, and the silence was theirs."""
-    watch = Watch(JobSpec(suspect_after_s=1.0, lost_after_s=2.0))
+    watch = HeartbeatWatch(JobSpec(suspect_after_s=1.0, lost_after_s=2.0))
     watch.heard(MemberKey(Role.PS, Slot(0)), ONE, 10.0)
     assert watch.tick(15.0) == []
     assert watch.tick(15.25) == []
@@ -89,7 +91,7 @@ def test_a_master_that_was_stopped_before_its_first_tick_declares_nobody_lost() 
 
 def test_leases_held_ahead_do_not_expire_while_their_worker_gets_on() -> None:
     """Seed 23713: with a short ``lease_s``, leases that were held ahead ran out before their turn came."""
-    watch = Watch(JobSpec(lease_s=2.0))
+    watch = HeartbeatWatch(JobSpec(lease_s=2.0))
     key = MemberKey(Role.WORKER, Slot(0))
     for no in (1, 2, 3):
         watch.granted(LeaseNo(no), ShardKey(no), 0, 0.0)

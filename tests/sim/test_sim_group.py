@@ -10,7 +10,7 @@ import pytest
 from everstep.sim.group import GroupScenario, GroupWorker, group_scenario, simulate_group
 from everstep.sim.large import measure
 from everstep.sim.mutations_group import GROUP_MUTATIONS, Mutation
-from everstep.sim.run import Outcome, Parts
+from everstep.sim.simulation import Parts, SimOutcome
 from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 
@@ -30,7 +30,7 @@ FOUND = (0, 17, 27, 93, 152, 183, 196, 207, 218, 230, 393, 533, 628, 657, 890, 2
 FOUND_SINCE = (120, 121, 770, 13740, 26639, 65788, 68676)
 
 
-def run(seed: int, parts: Parts = Parts()) -> Outcome:
+def run(seed: int, parts: Parts = Parts()) -> SimOutcome:
     return simulate_group(seed, group_scenario(seed), parts)
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from everstep.sim.group import GroupSimulation, group_scenario
-from everstep.sim.run import Simulation
 from everstep.sim.scenario import random_scenario
+from everstep.sim.simulation import Simulation
 from seeds import amounts
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Lease, Plan, shard_key
-from everstep.native.ledger import Ledger
-from everstep.sim.kernel import Client, Conn, Kernel, Network, Process, Violation
+from everstep.model.shard import Lease, ShardSchedule, shard_key
+from everstep.native.ledger import PushLedger
+from everstep.sim.kernel import Conn, Kernel, Network, SimClient, SimProcess, Violation
 from everstep.sim.truth import Truth, epoch_fingerprint
 
 
@@ -23,7 +23,7 @@ def test_events_run_in_order_of_time_and_then_of_asking() -> None:
 
 def test_a_stopped_process_acts_when_it_is_continued_and_a_dead_one_never() -> None:
     kernel, seen = Kernel(0), []
-    process = Process(kernel, "p", "node0")
+    process = SimProcess(kernel, "p", "node0")
     process.pause(5.0)
     process.later(1.0, seen.append, "first")
     process.later(2.0, seen.append, "second")
@@ -37,7 +37,7 @@ def test_a_stopped_process_acts_when_it_is_continued_and_a_dead_one_never() -> N
     assert seen == ["first", "second"]
 
 
-class Peer(Client):
+class Peer(SimClient):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel, "client", "node1")
         self.lost: list[Conn] = []
@@ -48,7 +48,7 @@ class Peer(Client):
 
 def test_a_connection_is_in_order_until_it_breaks_and_silent_after() -> None:
     kernel, seen = Kernel(1), []
-    net, client, server = Network(kernel), Peer(kernel), Process(kernel, "server", "node0")
+    net, client, server = Network(kernel), Peer(kernel), SimProcess(kernel, "server", "node0")
     conn = net.connect(client, server)
     for i in range(50):
         net.to_server(conn, seen.append, i)
@@ -64,7 +64,7 @@ def test_a_connection_is_in_order_until_it_breaks_and_silent_after() -> None:
 
 def test_a_partition_by_node_or_process_cuts_one_way_or_both() -> None:
     kernel, seen = Kernel(1), []
-    net, a, b = Network(kernel), Process(kernel, "a", "node0"), Process(kernel, "b", "node1")
+    net, a, b = Network(kernel), SimProcess(kernel, "a", "node0"), SimProcess(kernel, "b", "node1")
     net.partition("node0", "node1", both=False)
     net.send(a, b, seen.append, "a to b")
     net.send(b, a, seen.append, "b to a")
@@ -77,7 +77,7 @@ def test_a_partition_by_node_or_process_cuts_one_way_or_both() -> None:
 
 
 def truth() -> Truth:
-    return Truth(Plan(name="t", samples=20, shard_samples=10, seed=0), epochs=2, buckets=2)
+    return Truth(ShardSchedule(name="t", samples=20, shard_samples=10, seed=0), epochs=2, buckets=2)
 
 
 S0, S1, NEXT = (shard_key(0, e, i) for e, i in [(0, 0), (0, 1), (1, 0)])
@@ -109,7 +109,7 @@ def test_the_truth_tells_what_is_wrong(wrong: object, words: str) -> None:
 
 
 def test_the_fingerprint_of_an_epoch_is_that_of_its_batches_in_any_order() -> None:
-    ledger = Ledger(1)
+    ledger = PushLedger(1)
     for shard, start, stop in [(S1, 10, 20), (S0, 0, 10)]:
         ledger.open(shard, start, 1)
         for lo in range(start, stop, 2):

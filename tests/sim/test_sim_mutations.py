@@ -6,7 +6,7 @@ import pytest
 
 from everstep.brain.brain import Brain
 from everstep.sim.mutations import MUTATIONS, Mutation, planted
-from everstep.sim.run import simulate
+from everstep.sim.simulation import simulate
 from planted import must_be_caught, planted_bugs, recorded_for_all
 
 

@@ -11,7 +11,7 @@ from everstep.sim.__main__ import main
 from everstep.sim.mutations import Mutation
 from everstep.sim.mutations_ps import PS_MUTATIONS, storm
 from everstep.sim.scenario import CODES, PS_FAULTS, storm_scenario
-from everstep.sim.store import plus, times
+from everstep.sim.sim_store import plus, times
 from planted import must_be_caught, planted_bugs, recorded_for_all
 from seeds import amounts
 

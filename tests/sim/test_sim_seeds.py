@@ -10,8 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from everstep.sim.__main__ import chunk, main, seeds_of, totals
-from everstep.sim.run import simulate
 from everstep.sim.scenario import failover_scenario, random_scenario
+from everstep.sim.simulation import simulate
 from seeds import amounts
 
 
@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_run_does_not_depend_on_the_hash_seed() -> None:
-    code = "from everstep.sim.run import simulate; print([simulate(s).crc for s in range(30, 50)])"
+    code = "from everstep.sim.simulation import simulate; print([simulate(s).crc for s in range(30, 50)])"
     out = set()
     for hash_seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}

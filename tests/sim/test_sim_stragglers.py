@@ -10,7 +10,7 @@ import pytest
 from everstep.policies.stragglers.dedicated import dedicated
 from everstep.policies.stragglers.nondedicated import Settings, nondedicated
 from everstep.policies.stragglers.policy import Policy, none
-from everstep.sim.stragglers import BATCH, Constant, Spells, asynchronous, ceiling, synchronous, with_backup
+from everstep.sim.stragglers import BATCH, ConstantSlowness, Spells, asynchronous, ceiling, synchronous, with_backup
 
 SPLITS: Policy = partial(nondedicated, settings=Settings(budget=0))
 SAMPLES = 300 * 4 * BATCH
@@ -18,18 +18,18 @@ SAMPLES = 300 * 4 * BATCH
 
 @pytest.mark.parametrize("policy", [SPLITS, dedicated])
 def test_a_lasting_straggler_costs_little_more_than_it_must(policy: Policy) -> None:
-    base = synchronous(Constant(4), 4, SAMPLES).wall
-    found = synchronous(Constant(4), 4, SAMPLES, policy, window=3.0)
+    base = synchronous(ConstantSlowness(4), 4, SAMPLES).wall
+    found = synchronous(ConstantSlowness(4), 4, SAMPLES, policy, window=3.0)
     assert base / found.wall > 0.92 * ceiling(4, 4)
     assert 1 <= len(found.plans) <= 3 and not found.restarts
 
 
 def test_replacing_it_is_faster_still_where_that_pays() -> None:
     whole: Policy = partial(nondedicated, settings=Settings(restart_s=30.0))
-    found = synchronous(Constant(4), 4, SAMPLES, whole, window=3.0)
+    found = synchronous(ConstantSlowness(4), 4, SAMPLES, whole, window=3.0)
     assert found.restarts == 1
-    assert found.wall < synchronous(Constant(4), 4, SAMPLES, SPLITS, window=3.0).wall
-    short = synchronous(Constant(4), 4, SAMPLES // 20, whole, window=3.0)
+    assert found.wall < synchronous(ConstantSlowness(4), 4, SAMPLES, SPLITS, window=3.0).wall
+    short = synchronous(ConstantSlowness(4), 4, SAMPLES // 20, whole, window=3.0)
     assert short.restarts == 0, "the job is over before it would have paid"
 
 
@@ -52,10 +52,12 @@ def test_nothing_is_done_in_calm_jobs_of_a_real_cluster(job: int, monkeypatch: p
 
 
 def test_plain_jobs_take_what_arithmetic_says() -> None:
-    healthy = synchronous(Constant(1), 4, SAMPLES).wall
+    healthy = synchronous(ConstantSlowness(1), 4, SAMPLES).wall
     assert healthy == pytest.approx(300 * 1.02)
-    assert synchronous(Constant(1), 4, SAMPLES, none).wall == healthy
-    assert synchronous(Constant(4), 4, SAMPLES).wall == pytest.approx(300 * 4.02)
-    assert with_backup(Constant(4), 4, SAMPLES).wall == pytest.approx(400 * 1.02)
-    assert asynchronous(Constant(4), 4, SAMPLES, shared=False).wall == pytest.approx(300 * 4 * 1.02)
-    assert asynchronous(Constant(4), 4, SAMPLES, shared=True).wall == pytest.approx(1200 * 1.02 / 3.25, rel=0.02)
+    assert synchronous(ConstantSlowness(1), 4, SAMPLES, none).wall == healthy
+    assert synchronous(ConstantSlowness(4), 4, SAMPLES).wall == pytest.approx(300 * 4.02)
+    assert with_backup(ConstantSlowness(4), 4, SAMPLES).wall == pytest.approx(400 * 1.02)
+    assert asynchronous(ConstantSlowness(4), 4, SAMPLES, shared=False).wall == pytest.approx(300 * 4 * 1.02)
+    assert asynchronous(ConstantSlowness(4), 4, SAMPLES, shared=True).wall == pytest.approx(
+        1200 * 1.02 / 3.25, rel=0.02
+    )

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from everstep.protect.machine import Machine
-from everstep.sim.run import Parts, simulate
 from everstep.sim.scenario import Scenario, storm_scenario
+from everstep.sim.simulation import Parts, simulate
 from seeds import amounts
 
 

@@ -15,7 +15,7 @@ from everstep.brain.events import (
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
-from everstep.model.shard import Plan, lease_no, shard_key
+from everstep.model.shard import ShardSchedule, lease_no, shard_key
 
 ONE = Incarnation(1)
 NODE = NodeId("node0")
@@ -28,7 +28,9 @@ def story(shards: int) -> list[Event]:
         Event(3.0, MemberJoined(Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x"))),
         Event(4.0, MemberJoined(Role.WORKER, Slot(0), ONE, NODE, 2)),
         Event(
-            5.0, PlanRegistered(Plan(name="d", samples=10 * shards, shard_samples=10, seed=0)), by_worker(Slot(0), ONE)
+            5.0,
+            PlanRegistered(ShardSchedule(name="d", samples=10 * shards, shard_samples=10, seed=0)),
+            by_worker(Slot(0), ONE),
         ),
     ]
     for n in range(shards):

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import ConfigError, StorageError
-from everstep.storage.places import LocalPlace, Place, open_place
+from everstep.storage.places import LocalPlace, StoragePlace, open_place
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePlace:
     return open_place(tmp_path / "new" / "place" if request.param == "local" else f"memory://{tmp_path}")
 
 
-def test_a_file_is_there_after_its_commit(place: Place) -> None:
+def test_a_file_is_there_after_its_commit(place: StoragePlace) -> None:
     assert place.names() == [] and place.sizes() == {}
     with place.create("images/1/a.img") as file:
         file.write(b"one")

@@ -13,20 +13,20 @@ from everstep.model.member import Address
 from everstep.model.placement import Mirror, Placement, PsPlace
 from everstep.model.shard import Lease, Token
 from everstep.net.messages import Opened, Pushed
-from everstep.tables.protocol import (
-    Action,
+from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
     Drop,
-    Finished,
     Halt,
+    RangeWork,
     SendDone,
     SendGiveBack,
     SendOpen,
     SendPush,
     Settled,
-    Work,
+    WorkerAction,
     WorkerProtocol,
+    WorkFinished,
     bitmap,
     watermarks_of,
 )
@@ -96,11 +96,11 @@ def lease(no: int = 1, shard: int = 7, start: int = 100, stop: int = 130) -> Lea
     return Lease(LeaseNo(no), ShardKey(shard), start, stop)
 
 
-def only(actions: list[Action], kind: type) -> list[Action]:
+def only(actions: list[WorkerAction], kind: type) -> list[WorkerAction]:
     return [a for a in actions if isinstance(a, kind)]
 
 
-def start(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> list[Action]:
+def start(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> list[WorkerAction]:
     """Bring ``m`` to ACTIVE on ``granted``; returns the actions of the last answer."""
     m.placement(place)
     (ask,) = m.begin(0, 1)
@@ -110,8 +110,8 @@ def start(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> 
     return open_all(m, ps, granted)
 
 
-def open_all(m: WorkerProtocol, ps: list[Ps], held: Lease) -> list[Action]:
-    out: list[Action] = []
+def open_all(m: WorkerProtocol, ps: list[Ps], held: Lease) -> list[WorkerAction]:
+    out: list[WorkerAction] = []
     for p in ps:
         answer = p.open(held)
         assert answer is not None
@@ -119,18 +119,18 @@ def open_all(m: WorkerProtocol, ps: list[Ps], held: Lease) -> list[Action]:
     return out
 
 
-def deliver(m: WorkerProtocol, ps: list[Ps], actions: list[Action]) -> list[Action]:
+def deliver(m: WorkerProtocol, ps: list[Ps], actions: list[WorkerAction]) -> list[WorkerAction]:
     """Every push arrives, every answer comes back."""
-    out: list[Action] = []
+    out: list[WorkerAction] = []
     for a in actions:
         if isinstance(a, SendPush):
             out += m.pushed(a.ps, a.token, ps[a.ps].push(a.token, a.bitmap))
     return out
 
 
-def compute(m: WorkerProtocol, batches: int) -> list[Action]:
+def compute(m: WorkerProtocol, batches: int) -> list[WorkerAction]:
     """The next batches; what is to be sent for them, in order."""
-    out: list[Action] = []
+    out: list[WorkerAction] = []
     for _ in range(batches):
         work = m.next_work()
         assert work is not None
@@ -138,7 +138,7 @@ def compute(m: WorkerProtocol, batches: int) -> list[Action]:
     return out
 
 
-def work_all(m: WorkerProtocol, ps: list[Ps]) -> tuple[list[Work], list[Action]]:
+def work_all(m: WorkerProtocol, ps: list[Ps]) -> tuple[list[RangeWork], list[WorkerAction]]:
     works, out = [], []
     while (work := m.next_work()) is not None:
         works.append(work)
@@ -163,7 +163,7 @@ def test_a_shard_from_ask_to_done_and_the_end_of_the_data() -> None:
     assert len(only(out, Settled)) == 3
     (ask,) = m.done_answered(LeaseNo(1), Ok())
     assert ask == AskShard(0, 1, 2)
-    assert m.answered(2, EndOfData()) == [Finished()]
+    assert m.answered(2, EndOfData()) == [WorkFinished()]
     assert m.finished and m.shards_done == 1 and m.retried == 0
     assert exactly_once(ps, lease())
 
@@ -542,7 +542,7 @@ def test_skipped_batches_move_the_watermarks_and_are_named() -> None:
     ps, place = servers(1)
     m = machine()
     start(m, ps, place, lease())
-    out: list[Action] = []
+    out: list[WorkerAction] = []
     while (work := m.next_work()) is not None:
         pushes = m.computed(work, skipped=work.lo == 110)
         assert all(p.skipped == (work.lo == 110) for p in only(pushes, SendPush))  # type: ignore[attr-defined]
@@ -565,7 +565,7 @@ def test_leaving_gives_everything_back_but_what_is_reported() -> None:
     out = m.leave("scaled in")
     assert only(out, SendGiveBack) == [SendGiveBack(second, "scaled in")] and not m.finished
     m.given_back(LeaseNo(2))
-    assert m.done_answered(LeaseNo(1), Ok()) == [Finished()]
+    assert m.done_answered(LeaseNo(1), Ok()) == [WorkFinished()]
 
 
 def test_a_grant_that_arrives_while_leaving_goes_back() -> None:
@@ -573,18 +573,18 @@ def test_a_grant_that_arrives_while_leaving_goes_back() -> None:
     m.begin(0, 1)
     assert m.leave("SIGTERM") == []
     assert only(m.answered(1, Granted(lease())), SendGiveBack) == [SendGiveBack(lease(), "SIGTERM")]
-    assert m.given_back(LeaseNo(1)) == [Finished()]
+    assert m.given_back(LeaseNo(1)) == [WorkFinished()]
 
 
 def test_leaving_does_not_wait_for_a_shard_that_may_never_come() -> None:
     m = machine()
     m.begin(0, 1)
     assert m.leave("scaled in") == []  # the ask is under way: a grant would have to go back
-    assert m.answered(1, Wait(0.05)) == [Finished()]
+    assert m.answered(1, Wait(0.05)) == [WorkFinished()]
     waiting = machine()
     waiting.begin(0, 1)
     waiting.answered(1, Wait(0.05))
-    assert waiting.leave("scaled in") == [Finished()]
+    assert waiting.leave("scaled in") == [WorkFinished()]
 
 
 def test_an_ask_that_is_refused_halts() -> None:
@@ -641,7 +641,7 @@ def test_random_loss_and_takeover_counts_every_position_once(seed: int) -> None:
         m = machine(batch=rng.randrange(1, 20), window=rng.randrange(1, 4))
         held = Lease(LeaseNo(no), held.shard, held.start, held.stop)
         done = only(start(m, ps, place, held), SendDone)
-        queue: list[Action] = []
+        queue: list[WorkerAction] = []
         for _ in range(rng.randrange(1, 40)):
             if done:
                 break
@@ -677,8 +677,8 @@ def test_random_moves_and_losses_count_every_position_once(seed: int) -> None:
         m = machine(batch=rng.randrange(1, 20), window=rng.randrange(1, 4))
         held = Lease(LeaseNo(no), held.shard, held.start, held.stop)
         done = only(start_moved(m, ps, place, held), SendDone)
-        queue: list[Action] = []
-        works: list[Work] = []
+        queue: list[WorkerAction] = []
+        works: list[RangeWork] = []
         for _ in range(rng.randrange(1, 60)):
             if done:
                 break
@@ -714,7 +714,7 @@ def test_random_moves_and_losses_count_every_position_once(seed: int) -> None:
     assert exactly_once(ps, held)
 
 
-def start_moved(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> list[Action]:
+def start_moved(m: WorkerProtocol, ps: list[Ps], place: Placement, granted: Lease) -> list[WorkerAction]:
     m.placement(place)
     m.begin(0, 1)
     m.answered(1, Granted(granted))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from everstep.ids import Incarnation, LeaseNo, Slot
-from everstep.native.ledger import Ledger
+from everstep.native.ledger import PushLedger
 from everstep.net.messages import Pushed
-from everstep.tables.steps import (
+from everstep.tables.step_pushes import (
     Action,
     Again,
     HeldBack,
@@ -32,7 +32,7 @@ BUCKETS, STEPS, SHARD = 6, 14, table_shard(0, 0)
 class Ps:
     """What is applied, and what its mirrors have too (``safe``): the only thing that outlives it."""
 
-    ledger: Ledger
+    ledger: PushLedger
     applied: dict[int, list[tuple[int, int, int]]]  # by bucket: (lo, hi, attempt)
     waiting: list[tuple[Member, Action, Pushed]] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class World:
         self.route, self.lease, self.lives, self.attempts = 1, 1, 0, 0
         self.owner = [b % ps for b in range(BUCKETS)]
         self.lives_of = dict.fromkeys(range(ps), 1)
-        self.ps = {p: Ps(Ledger(BUCKETS, [b for b in range(BUCKETS) if b % ps == p]), {}) for p in range(ps)}
+        self.ps = {p: Ps(PushLedger(BUCKETS, [b for b in range(BUCKETS) if b % ps == p]), {}) for p in range(ps)}
         self.safe: dict[int, tuple[int, list[tuple[int, int, int]]]] = {b: (0, []) for b in range(BUCKETS)}
         self.group = [self.newcomer() for _ in range(members)]
         self.agreed: tuple[int, list[Slot]] = (0, [])  # map at the last vote
@@ -149,7 +149,7 @@ class World:
         lost = self.rng.choice(sorted(self.ps))
         heirs = [p for p in self.ps if p != lost]
         self.lives_of[lost] += 1
-        self.ps[lost] = Ps(Ledger(BUCKETS, []), {})
+        self.ps[lost] = Ps(PushLedger(BUCKETS, []), {})
         for b in range(BUCKETS):
             if self.owner[b] == lost:
                 heir = self.ps[self.rng.choice(heirs)]
@@ -313,7 +313,7 @@ def test_what_is_held_back_goes_with_the_step_that_consumes_it() -> None:
     (send,) = pushes.opened(Slot(0), NEXT, first.life, True)
     assert isinstance(send, Send) and (send.token.shard, send.token.lo, send.token.hi) == (SHARD, 8, 16)
     assert [(s.shard, s.lo, s.hi, s.learnt) for s in send.more] == [(NEXT, 0, 4, False), (NEXT, 4, 8, True)]
-    ledger = Ledger(2)
+    ledger = PushLedger(2)
     for shard in (SHARD, NEXT):
         ledger.open(shard, 0, 3)
     ledger.push(SHARD, 0, 8, 3)

@@ -9,20 +9,20 @@ from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.shard import Lease, Span
-from everstep.native.ledger import Ledger
+from everstep.native.ledger import PushLedger
 from everstep.net.messages import Pushed
-from everstep.tables.protocol import (
-    Action,
+from everstep.tables.worker_protocol import (
     AskShard,
     Drop,
-    Finished,
+    RangeWork,
     SendDone,
     SendGiveBack,
     SendOpen,
     SendPush,
     Settled,
-    Work,
+    WorkerAction,
     WorkerProtocol,
+    WorkFinished,
 )
 
 BUCKETS = 4
@@ -35,10 +35,10 @@ class Cluster(NamedTuple):
     """A worker with both leases open at two ps."""
 
     m: WorkerProtocol
-    ps: list[Ledger]
+    ps: list[PushLedger]
 
-    def open(self, *leases: Lease) -> list[Action]:
-        out: list[Action] = []
+    def open(self, *leases: Lease) -> list[WorkerAction]:
+        out: list[WorkerAction] = []
         for lease in leases:
             for slot, ledger in enumerate(self.ps):
                 answer = ledger.open(lease.shard, lease.start, lease.no)
@@ -48,14 +48,14 @@ class Cluster(NamedTuple):
                     out += self.m.opened(Slot(slot), lease.no, ONE, *answer)
         return out
 
-    def works(self, count: int) -> list[Work]:
+    def works(self, count: int) -> list[RangeWork]:
         found = [self.m.next_work() for _ in range(count)]
         assert all(w is not None for w in found)
         return [w for w in found if w is not None]
 
-    def deliver(self, actions: list[Action]) -> list[Action]:
+    def deliver(self, actions: list[WorkerAction]) -> list[WorkerAction]:
         """All pushes arrive, and their answers; what is said to that."""
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         for a in only(actions, SendPush):
             assert isinstance(a, SendPush)
             t, more = a.token, [(s.shard, s.lo, s.hi, s.lease, s.learnt) for s in a.more]
@@ -67,7 +67,7 @@ class Cluster(NamedTuple):
         return [w for ledger in self.ps for w in (ledger.watermarks(shard) or ([], []))[1]]
 
 
-def only(actions: list[Action], kind: type) -> list[Action]:
+def only(actions: list[WorkerAction], kind: type) -> list[WorkerAction]:
     return [a for a in actions if isinstance(a, kind)]
 
 
@@ -76,7 +76,7 @@ def cluster(window: int = 4) -> Cluster:
     m = WorkerProtocol(worker=Slot(0), incarnation=ONE, batch_samples=10, window=window, ask_ahead=9)
     places = tuple(PsPlace(Slot(s), ONE, Address(NodeId("node0"))) for s in range(2))
     m.placement(Placement(1, tuple(Slot(b % 2) for b in range(BUCKETS)), places))
-    made = Cluster(m, [Ledger(BUCKETS, buckets) for buckets in owned])
+    made = Cluster(m, [PushLedger(BUCKETS, buckets) for buckets in owned])
     m.begin(0, 1)
     m.answered(1, Granted(FIRST))
     made.open(FIRST)
@@ -85,7 +85,7 @@ def cluster(window: int = 4) -> Cluster:
     return made
 
 
-def step(m: WorkerProtocol, *works: Work) -> list[Action]:
+def step(m: WorkerProtocol, *works: RangeWork) -> list[WorkerAction]:
     return m.step([(work, True) for work in works])
 
 
@@ -132,7 +132,7 @@ def test_a_gap_dissolves_the_step_and_each_lease_is_computed_again() -> None:
     assert c.m.unacknowledged == 0 and c.m.next_work() is None
     c.open(FIRST, SECOND)
     assert not c.m.current(d) and not c.m.current(e)
-    done: list[Action] = []
+    done: list[WorkerAction] = []
     seen: list[tuple[int, int, tuple[Slot, ...]]] = []
     while (work := c.m.next_work()) is not None:
         seen.append((work.lo, work.hi, tuple(work.buckets)))
@@ -159,7 +159,7 @@ def test_a_step_whose_first_lease_was_lost_gives_the_other_one_back_to_be_comput
     assert c.marks(7) == [100] * BUCKETS and c.marks(8) == [120] * BUCKETS
     c.open(SECOND)
     assert not c.m.current(e)
-    done: list[Action] = []
+    done: list[WorkerAction] = []
     while (work := c.m.next_work()) is not None:
         done += c.deliver(step(c.m, work))
     assert c.marks(8) == [140] * BUCKETS and [d.lease for d in only(done, SendDone)] == [SECOND]  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def test_held_back_to_the_end_is_pending_and_ends_the_data_and_a_step_finishes_i
     assert [d.lease for d in only(said, SendDone)] == [FIRST, SECOND]  # type: ignore[attr-defined]
     assert not c.m.pending
     assert c.m.done_answered(FIRST.no, Ok()) == []
-    assert c.m.done_answered(SECOND.no, Ok()) == [Finished()] and c.m.finished
+    assert c.m.done_answered(SECOND.no, Ok()) == [WorkFinished()] and c.m.finished
 
 
 def test_what_is_pending_and_does_not_fit_any_more_is_handed_out_again_after_the_end() -> None:

@@ -27,12 +27,12 @@ import msgspec
 
 from everstep.agent.budget import RestartBudget
 from everstep.agent.logfiles import DiskWatch
-from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, Step
+from everstep.agent.mastersilence import LOOK_S, CutOff, Hung, SilenceStep
 from everstep.agent.rundir import remove_sockets
 from everstep.agent.scripterrors import ScriptErrors
 from everstep.agent.stacks import ask_for_stack, main_stack, read_stacks, size_of, stack_path, words_of
-from everstep.agent.warm import Ended, Fork, Forked, Ready, WarmTemplate
-from everstep.agent.worker import WorkerError
+from everstep.agent.template_client import Ended, Fork, Forked, Ready, WarmTemplate
+from everstep.agent.worker_process import WorkerError
 from everstep.allreduce.environment import LOCAL_VARIABLE
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import ends_with_checkpoint
@@ -52,7 +52,7 @@ from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Role
 from everstep.model.notice import Certainty, Notice
-from everstep.monitor.process import clean_hardware, hardware_class
+from everstep.monitor.process_readings import clean_hardware, hardware_class
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
@@ -64,7 +64,7 @@ from everstep.net.messages import (
     TakeStack,
 )
 from everstep.net.shown import shown
-from everstep.platforms.local import Process, ended, python_argv, send_signal, spawn, sweep_group
+from everstep.platforms.local import LocalProcess, ended, python_argv, send_signal, spawn, sweep_group
 from everstep.platforms.notices import DESIGN_LEAD_S, Change, NoticeSource, NoticeWatch
 from everstep.storage.atomic import private
 from everstep.storage.space import disk_is_full
@@ -84,7 +84,7 @@ _FINAL_STATUS = (2, 4)  # exit codes of a master that says why it cannot go on
 _worker_error_decoder = msgspec.json.Decoder(WorkerError)
 
 
-class Control(Protocol):
+class ControlPort(Protocol):
     """What the agent needs of ``net.control.ControlClient``."""
 
     def call(self, request: RequestType, timeout_s: float) -> Answered: ...
@@ -101,7 +101,7 @@ class Control(Protocol):
     def refused_s(self) -> float: ...
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class JobOutcome(msgspec.Struct, frozen=True):
     """How the job ended. ``detail``: the failed script's traceback, and which log holds more."""
 
     exit_code: int
@@ -118,7 +118,7 @@ class Running(msgspec.Struct):
     incarnation: Incarnation
     pid: int = 0  # 0: asked of the template, not forked yet
     pidfd: int = -1
-    process: Process | None = None  # a ps; workers are the template's children
+    process: LocalProcess | None = None  # a ps; workers are the template's children
     status: int | None = None  # ended, but the master has not taken note yet
     ending: bool = False
     not_before: float = 0.0  # a worker that is tried again, a little later
@@ -140,7 +140,7 @@ class Agent:
         spec: JobSpec,
         run_dir: Path,
         node: NodeId,
-        connect: Callable[[Agent], Control],
+        connect: Callable[[Agent], ControlPort],
         say: Callable[[str], None],
         *,
         keeps_master: bool,
@@ -160,8 +160,8 @@ class Agent:
         self.worker_places = worker_places
         self.ps_places = ps_places
         self.hardware = clean_hardware(hardware) or hardware_class()
-        self.client: Control | None = None
-        self.outcome: Outcome | None = None
+        self.client: ControlPort | None = None
+        self.outcome: JobOutcome | None = None
         self._connect = connect
         self._prepare = prepare
         self._say = say
@@ -170,7 +170,7 @@ class Agent:
         self._lock = threading.Lock()  # guards _running against the hello of the client's thread
         self._running: dict[tuple[Role, Slot], Running] = {}
         self._newest: dict[tuple[Role, Slot], Incarnation] = {}
-        self._master: Process | None = None
+        self._master: LocalProcess | None = None
         self._master_budget = RestartBudget()
         self._template: WarmTemplate | None = None
         self._template_budget = RestartBudget(limit=5)
@@ -199,7 +199,7 @@ class Agent:
 
     # ------------------------------------------------------------ the loop
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Until the job is over here. Call it in the main thread. Leaves no process behind, whatever happens."""
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
         reporter = threading.Thread(target=self._report_loop, name="agent-reports", daemon=True)
@@ -303,13 +303,13 @@ class Agent:
     def _parent_ended(self) -> None:
         self._selector.unregister(self._parent_fd)
         self._tell("the process that started this one is gone: stopping (start it with nohup to have it stay)")
-        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self._outcome_unless_known(JobOutcome(130, "interrupted"))
         self.stop("parent gone")
 
     def _interrupted(self, signo: int) -> None:
         name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal closed"}
         why = name.get(signal.Signals(signo), str(signo))
-        outcome = Outcome(143, "interrupted: SIGTERM") if signo == signal.SIGTERM else Outcome(130, "interrupted")
+        outcome = JobOutcome(143, "interrupted: SIGTERM") if signo == signal.SIGTERM else JobOutcome(130, "interrupted")
         if self._asked_to_stop or (self._leaving and signo == signal.SIGINT):
             self._tell("stopping at once")
             self._outcome_unless_known(outcome)
@@ -340,7 +340,7 @@ class Agent:
                 f"notice from {notice.source}: {notice.what}, this node goes {when}, and the job's master is on it: "
                 "the job stops in order, and everstep resume goes on from what it leaves"
             )
-            self._outcome_unless_known(Outcome(143, f"this node goes away: {notice.what}"))
+            self._outcome_unless_known(JobOutcome(143, f"this node goes away: {notice.what}"))
             self.stop("notice")
         else:
             self._tell(f"notice from {notice.source}: {notice.what}, this node goes {when}")
@@ -352,7 +352,7 @@ class Agent:
         leave."""
         self._asked_to_stop = True
         self._tell(f"{why}: this node is to be emptied, in at most {lead_s:.0f} s; again to leave at once")
-        self._outcome_unless_known(Outcome(143, f"interrupted: {why}"))
+        self._outcome_unless_known(JobOutcome(143, f"interrupted: {why}"))
         self._reports.put(partial(self._ask_drain, lead_s))
         self._after(lead_s, self._leave)
 
@@ -451,7 +451,7 @@ class Agent:
         assert self.client is not None
         self._after(LOOK_S, self._look_for_master)
         match self._cut_off.look(time.monotonic(), self.client.unheard_s, self.client.refused_s):
-            case Step.END:
+            case SilenceStep.END:
                 silent_s, rejoin_s = self._cut_off.silent_s, self.spec.rejoin_s
                 self._tell(
                     f"the master was not heard for {silent_s:.0f} s: this node counts as lost; ending what runs here, "
@@ -459,11 +459,11 @@ class Agent:
                 )
                 for entry in list(self._running.values()):
                     self._kill(entry)
-            case Step.BACK:
+            case SilenceStep.BACK:
                 self._tell("the master is heard again: this node is back")
-            case Step.LEAVE if self._cut_off.refused:
+            case SilenceStep.LEAVE if self._cut_off.refused:
                 self._finish(4, "nobody listens any more where the master was: the job has ended meanwhile, or failed")
-            case Step.LEAVE:
+            case SilenceStep.LEAVE:
                 spent_s = self._cut_off.silent_s + self.spec.rejoin_s
                 self._finish(4, f"the master could not be reached for {spent_s:.0f} s: this node leaves the job")
             case _:
@@ -483,15 +483,15 @@ class Agent:
         master = self._master
         greeted = master is not None and self.client.connects > self._connects_before
         match self._hung.look(time.monotonic(), self.client.unheard_s, greeted):
-            case Step.SAY:
+            case SilenceStep.SAY:
                 left_s = self.spec.master_lost_s - self._hung.silent_s
                 self._tell(
                     f"the master has not answered for {self._hung.silent_s:.0f} s; training goes on; it is replaced in "
                     f"{max(0.0, left_s):.0f} s"
                 )
-            case Step.BACK:
+            case SilenceStep.BACK:
                 self._tell(f"the master answers again, after {self._hung.silent_s:.0f} s")
-            case Step.REPLACE:
+            case SilenceStep.REPLACE:
                 self._tell(f"the master has not answered for {self._hung.silent_s:.0f} s: it is killed")
                 self._end_master(signal.SIGKILL)  # (a stopped one, too; its end is noticed by the loop)
             case _:
@@ -842,7 +842,7 @@ class Agent:
 
     # ------------------------------------------------------------ the end
 
-    def _outcome_unless_known(self, outcome: Outcome) -> None:
+    def _outcome_unless_known(self, outcome: JobOutcome) -> None:
         if self.outcome is None:
             self.outcome = outcome
 
@@ -854,7 +854,7 @@ class Agent:
                 exit_code, detail = seen.error.exit_code, "" if seen.shown else seen.error.text
                 error = f"{seen.name}: {error[error.index(seen.error.line) :]}"
                 log = str(self.run_dir / "logs" / f"{seen.name.replace(':', '-')}.log")
-            self.outcome = Outcome(exit_code, error, detail, log)
+            self.outcome = JobOutcome(exit_code, error, detail, log)
         self._leave()
 
     def _leave(self) -> None:
@@ -862,7 +862,7 @@ class Agent:
         if self._leaving:
             return
         self._leaving = True
-        self._outcome_unless_known(Outcome(130, "interrupted"))
+        self._outcome_unless_known(JobOutcome(130, "interrupted"))
         assert self.outcome is not None
         self.log(f"leaving: exit code {self.outcome.exit_code} {self.outcome.error}".rstrip())
         has_master = self._keeps_master and self._master is not None

@@ -18,7 +18,7 @@ REFUSED_S: Final = 20.0
 """So long nobody listens where the master was, though its machine answers: it will not come back."""
 
 
-class Step(Enum):
+class SilenceStep(Enum):
     NOTHING = 0
     END = 1  # what runs here
     BACK = 2  # the master is heard again
@@ -55,20 +55,20 @@ class CutOff:
     def __repr__(self) -> str:
         return f"<CutOff {'since' if self._ended_at else 'no'} {self.silent_s:.0f} s>"
 
-    def look(self, at: float, unheard_s: float, refused_s: float) -> Step:
+    def look(self, at: float, unheard_s: float, refused_s: float) -> SilenceStep:
         """``refused_s``: for so long every attempt to connect was refused by the master's machine."""
         silent_s = self._silence.of(at, unheard_s)
         if self._ended_at and unheard_s < LOOK_S:
             self._ended_at = 0.0
-            return Step.BACK
+            return SilenceStep.BACK
         self.silent_s = max(silent_s, self.silent_s) if self._ended_at else silent_s
         if not self._ended_at:
             if silent_s < self._limit_s:
-                return Step.NOTHING
+                return SilenceStep.NOTHING
             self._ended_at = at
-            return Step.END
+            return SilenceStep.END
         self.refused = refused_s >= REFUSED_S
-        return Step.LEAVE if self.refused or at - self._ended_at >= self._rejoin_s else Step.NOTHING
+        return SilenceStep.LEAVE if self.refused or at - self._ended_at >= self._rejoin_s else SilenceStep.NOTHING
 
 
 class Hung:
@@ -83,17 +83,17 @@ class Hung:
     def __repr__(self) -> str:
         return f"<Hung {self.silent_s:.0f} s>"
 
-    def look(self, at: float, unheard_s: float, greeted: bool) -> Step:
+    def look(self, at: float, unheard_s: float, greeted: bool) -> SilenceStep:
         """``greeted``: this very master has answered before: one that starts has a journal to read."""
         silent_s = self._silence.of(at, unheard_s) if greeted else 0.0
         if silent_s < self._say_s:
             said, self._said = self._said, False
-            return Step.BACK if said and greeted else Step.NOTHING
+            return SilenceStep.BACK if said and greeted else SilenceStep.NOTHING
         self.silent_s = silent_s
         if silent_s >= self._replace_s:
             self._said = False
-            return Step.REPLACE
+            return SilenceStep.REPLACE
         if not self._said:
             self._said = True
-            return Step.SAY
-        return Step.NOTHING
+            return SilenceStep.SAY
+        return SilenceStep.NOTHING

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from everstep.agent.worker import WorkerError
+from everstep.agent.worker_process import WorkerError
 
 _KEPT: Final = 64
 

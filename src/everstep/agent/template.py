@@ -88,7 +88,7 @@ _ALWAYS = (
     "everstep.api.group_trainer",
     "everstep.api.ps_trainer",
     "everstep.api.nn",
-    "everstep.api.worker",
+    "everstep.api.worker_runtime",
 )
 
 
@@ -156,7 +156,7 @@ class Template:
             self._conn.close()
             for fd in self._children:
                 os.close(fd)
-            from everstep.agent.worker import run_worker
+            from everstep.agent.worker_process import run_worker
 
             run_worker(request)
         finally:

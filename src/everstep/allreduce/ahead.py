@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from everstep.data.streams import STREAMS
+from everstep.data.random_streams import STREAMS
 
 Place = tuple[int, int, int]
 _READ_S = 600.0  # of one batch, at most

@@ -33,7 +33,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
 
 from everstep.allreduce.exchange import MEMBERS_MAX, VALUES_MAX, Exchange, Total
-from everstep.allreduce.store import GroupStore
+from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.tunnel import Tunnels
 from everstep.errors import DeadlineError, EverstepError, InternalError, PlatformError, WireError
 from everstep.net.retry import Deadline

@@ -12,10 +12,10 @@ import torch
 
 from everstep.allreduce.collective import CONNECT_S, CollectiveError, GlooCollective
 from everstep.allreduce.devices import Choice, Way, choose, give_up_nccl, nccl_backend, place_of
+from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.nccl import NcclGroup
 from everstep.allreduce.staged import HostStaged
-from everstep.allreduce.step import Work
-from everstep.allreduce.store import GroupStore
+from everstep.allreduce.step import GroupWork
 from everstep.errors import PlatformError, ScriptError
 from everstep.net.log import logger
 from everstep.net.retry import Deadline
@@ -78,7 +78,7 @@ class DeviceCollective(GlooCollective):
             return f"group {self.name}: gradients on {on} are reduced over NCCL"
         return f"group {self.name}: gradients on {on} go by way of the host's memory and gloo: {self.chosen.why}"
 
-    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> Work:  # type: ignore[override]
+    def allreduce(self, tensor: torch.Tensor, op: str = "sum") -> GroupWork:  # type: ignore[override]
         if tensor.device.type == "cpu":
             self._staged.begin_all()
             return super().allreduce(tensor, op)
@@ -86,14 +86,14 @@ class DeviceCollective(GlooCollective):
             return self._nccl.allreduce(tensor, op)
         return self._staged.allreduce(tensor, op)
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Work:  # type: ignore[override]
+    def send(self, tensor: torch.Tensor, peer: int) -> GroupWork:  # type: ignore[override]
         """Between devices too by way of the host: two members that send to each other need not agree who is first."""
         if tensor.device.type == "cpu":
             self._staged.begin_all()
             return super().send(tensor, peer)
         return self._staged.send(tensor, peer)
 
-    def recv(self, tensor: torch.Tensor, peer: int) -> Work:  # type: ignore[override]
+    def recv(self, tensor: torch.Tensor, peer: int) -> GroupWork:  # type: ignore[override]
         if tensor.device.type == "cpu":
             self._staged.begin_all()
             return super().recv(tensor, peer)

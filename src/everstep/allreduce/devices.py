@@ -31,7 +31,7 @@ class Way(Enum):
     NCCL = "nccl"
 
 
-class Place(NamedTuple):
+class DevicePlace(NamedTuple):
     """Where one member's model is. ``kind``: "cpu", "cuda", ..., or ``SEVERAL``; ``identity``: of the device, 64 bits,
     the same for all who use it; ``nccl``: version that this process can use, as an integer; 0: none."""
 
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     why: str = ""  # not NCCL, in words; "" where nothing is to be said
 
 
-def choose(places: Sequence[Place]) -> Choice:
+def choose(places: Sequence[DevicePlace]) -> Choice:
     """One way for all members of a group, whose models are at ``places``, by rank. Raises ScriptError, at all alike:
     some models are cut over devices and others not."""
     kinds = {p.kind for p in places}
@@ -75,15 +75,15 @@ def choose(places: Sequence[Place]) -> Choice:
     return Choice(Way.NCCL)
 
 
-def place_of(devices: Iterable[torch.device]) -> Place:
+def place_of(devices: Iterable[torch.device]) -> DevicePlace:
     """Of a model whose parameters are on these."""
     known = sorted(set(devices), key=str)
     if len(known) > 1:
-        return Place(SEVERAL)
+        return DevicePlace(SEVERAL)
     if not known or known[0].type == "cpu":
-        return Place()
+        return DevicePlace()
     device = known[0]
-    return Place(device.type, _identity(device), _nccl_version() if device.type == "cuda" else 0)
+    return DevicePlace(device.type, _identity(device), _nccl_version() if device.type == "cuda" else 0)
 
 
 def _identity(device: torch.device) -> int:

@@ -29,7 +29,7 @@ _NATIVE: Final = {
 }
 
 
-class Layout:
+class BucketLayout:
     """Where each parameter lies: ``buckets[b]`` are parameter numbers in the order of their memory.
 
     ``tail``: float32 elements behind the last bucket (a bucket of its own where that is not float32)."""
@@ -72,7 +72,7 @@ class Layout:
 class Flats:
     """One set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
 
-    def __init__(self, layout: Layout, flats: list[Tensor] | None = None) -> None:
+    def __init__(self, layout: BucketLayout, flats: list[Tensor] | None = None) -> None:
         """``flats``: memory to use, as long as the layout says."""
         self.layout = layout
         # Written to now, so that a member's first step, for which others wait, does not wait for the kernel's pages.

@@ -31,10 +31,10 @@ from everstep.net.messages import (
     DataAnswer,
     DataRequest,
     EndFollow,
-    Gone,
     NextStep,
     NotYet,
     ReadState,
+    SnapshotGone,
     StatePart,
     StateReady,
     StepDid,
@@ -52,7 +52,7 @@ PARTS_MAX = 1 << 16
 logger = logging.getLogger("everstep.worker")
 
 
-class Client(Protocol):
+class HandoverClient(Protocol):
     """What is needed of ``net.data.DataClient``."""
 
     def request(
@@ -66,7 +66,7 @@ class Client(Protocol):
     def close(self) -> None: ...
 
 
-Connect = Callable[[GroupMember], Client]
+Connect = Callable[[GroupMember], HandoverClient]
 
 
 class GoneError(WireError):
@@ -77,7 +77,7 @@ class GoneError(WireError):
 
 
 def fetch(
-    client: Client,
+    client: HandoverClient,
     me: tuple[Slot, Incarnation],
     *,
     step: int = -1,
@@ -102,7 +102,7 @@ def fetch(
 
 
 def read_parts(
-    client: Client, me: tuple[Slot, Incarnation], ready: StateReady, stopped: Callable[[], bool] = lambda: False
+    client: HandoverClient, me: tuple[Slot, Incarnation], ready: StateReady, stopped: Callable[[], bool] = lambda: False
 ) -> Packed:
     """The snapshot's bytes, several parts on their way at a time. Raises WireError, DeadlineError."""
     header = bytearray(ready.header_bytes)
@@ -122,7 +122,7 @@ def read_parts(
         size = flight.pop(0)
         into = places(got, size)
         answer, piece = client.receive(into=into, timeout_s=ANSWER_S)
-        if isinstance(answer, Gone):
+        if isinstance(answer, SnapshotGone):
             raise GoneError(answer.reason)
         if not isinstance(answer, StatePart) or piece.nbytes != size:
             raise WireError(f"no part of a state: {_why(answer)}")
@@ -149,7 +149,7 @@ def _why(answer: DataAnswer) -> str:
     match answer:
         case Bad(error=error):
             return error
-        case Gone(reason=reason):
+        case SnapshotGone(reason=reason):
             return reason
     return f"answered {type(answer).__name__}"
 
@@ -157,7 +157,7 @@ def _why(answer: DataAnswer) -> str:
 # ---------------------------------------------------------------- step by step
 
 
-class Follower:
+class StateFollower:
     """Brings ``state`` to where the group is and keeps it there, in a thread, until ``stop``; or copies it once, where
     it does not change any more (``over``).
 
@@ -181,7 +181,7 @@ class Follower:
         self._lock = threading.Condition()
         self._sources: tuple[GroupMember, ...] = ()
         self._source: GroupMember | None = None
-        self._client: Client | None = None
+        self._client: HandoverClient | None = None
         self._stop = False
         self._breaks = 0
         self._too_slow = False  # the thread has ended: what is lacking is copied at the change-over
@@ -311,7 +311,7 @@ class Follower:
         self._load(client, source, follow=True)
         self._step_by_step(client, source)
 
-    def _open(self, source: GroupMember) -> Client:
+    def _open(self, source: GroupMember) -> HandoverClient:
         client = self._connect(source)
         with self._lock:
             self._client = client
@@ -319,7 +319,7 @@ class Follower:
                 raise WireError("not wanted any more")
         return client
 
-    def _load(self, client: Client, source: GroupMember, follow: bool) -> None:
+    def _load(self, client: HandoverClient, source: GroupMember, follow: bool) -> None:
         began = time.monotonic()
         ready, packed = fetch(client, self._me, follow=follow, stopped=lambda: self._stop)
         self._before()
@@ -338,7 +338,7 @@ class Follower:
             self._state.mark.step,
         )
 
-    def _step_by_step(self, client: Client, source: GroupMember) -> None:
+    def _step_by_step(self, client: HandoverClient, source: GroupMember) -> None:
         said = False
         while not self._stop:
             step = self._state.mark.step

@@ -18,12 +18,24 @@ import torch
 from torch import nn
 
 from everstep.allreduce.packed import Packed
+from everstep.allreduce.replica_group import (
+    Leave,
+    LoadState,
+    Message,
+    Over,
+    ReadOut,
+    Sum,
+    Summed,
+    Train,
+    Unit,
+    Voted,
+    split,
+)
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.step import LeaveJob, Outcome, Step
-from everstep.allreduce.units import Leave, Load, Message, Over, ReadOut, Sum, Summed, Train, Unit, Voted, split
+from everstep.allreduce.step import LeaveJob, StepAttempt, VoteOutcome
 from everstep.errors import EverstepError, InternalError
 from everstep.model.group import Group
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 _HALF = 1 << 63
 
@@ -48,7 +60,7 @@ class UnitState(ReplicaState):
             return super().snapshot(into)
 
     def load(self, packed: Packed, what: str = "the state") -> None:
-        with self.unit.ordered(Load(len(packed.header), packed.body.numel(), what)):
+        with self.unit.ordered(LoadState(len(packed.header), packed.body.numel(), what)):
             self.unit.share(torch.frombuffer(bytearray(packed.header), dtype=torch.uint8))
             self.unit.share(packed.body)
             super().load(packed, what)
@@ -81,22 +93,22 @@ class LeadingSession:
         return f"<LeadingSession {self.unit!r} {self.inner!r}>"
 
     def rehearsal(
-        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
-    ) -> Step | None:
+        self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
+    ) -> StepAttempt | None:
         """None: it would take all processes of this worker."""
         return None
 
     def rehearsed(self) -> None:
         """There is none."""
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         size = self.unit.size  # (``largest`` is of each process)
         self.inner.enter(dataset, until_epoch, plan, batch_samples * size, largest * size)
 
-    def begin(self) -> Step | None:
+    def begin(self) -> StepAttempt | None:
         unit = self.unit
         try:
-            step: Step | None = self.inner.begin()
+            step: StepAttempt | None = self.inner.begin()
         except LeaveJob as leave:
             self._left = True
             unit.tell_all(Leave(leave.status))
@@ -111,15 +123,15 @@ class LeadingSession:
             unit.tell(mate, Train(step.work(micros), unit.chief))
         return replace(step, micros=tuple(split(m, 0, unit.size) for m in step.micros))
 
-    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
-        outcome: Outcome = self.inner.vote(step, digest, nonfinite, state)
+    def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
+        outcome: VoteOutcome = self.inner.vote(step, digest, nonfinite, state)
         self.unit.tell_all(Voted(outcome.value))
         return outcome
 
-    def broken(self, step: Step) -> None:
+    def broken(self, step: StepAttempt) -> None:
         self.inner.broken(step)
 
-    def done(self, step: Step, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True) -> None:
         self.inner.done(step, stepped)
 
     # ------------------------------------------------------------ the master's orders
@@ -162,22 +174,22 @@ class FollowingSession:
         return f"<FollowingSession {self.unit!r}>"
 
     def rehearsal(
-        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
-    ) -> Step | None:
+        self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
+    ) -> StepAttempt | None:
         """None: the leader has none."""
         return None
 
     def rehearsed(self) -> None:
         """There is none."""
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """The leader does."""
 
-    def begin(self) -> Step | None:
+    def begin(self) -> StepAttempt | None:
         match self._serve():
             case Train(step, chief):
                 self.unit.chief = chief
-                return Step(**vars(step), collective=_LEADERS)
+                return StepAttempt(**vars(step), collective=_LEADERS)
             case Over(chief):
                 self.unit.chief = chief
                 return None
@@ -193,7 +205,7 @@ class FollowingSession:
             match message := self.unit.hear_any():
                 case ReadOut(what):
                     self._read(what)
-                case Load() as load:
+                case LoadState() as load:
                     self._load(load)
                 case Sum():
                     self.unit.answer(Summed(self.state.quick_digest()))
@@ -208,20 +220,20 @@ class FollowingSession:
         else:
             self.state.parameter_digests()
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadState) -> None:
         header = torch.empty(load.header_bytes, dtype=torch.uint8)
         body = torch.empty(load.body_bytes, dtype=torch.uint8)
         self.unit.share(header)
         self.unit.share(body)
         self.state.load(Packed(header.numpy().tobytes(), body), load.what)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
-        return Outcome(self.unit.hear(Voted).outcome)
+    def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
+        return VoteOutcome(self.unit.hear(Voted).outcome)
 
-    def broken(self, step: Step) -> None:
+    def broken(self, step: StepAttempt) -> None:
         """The leader knows."""
 
-    def done(self, step: Step, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True) -> None:
         """The leader says so."""
 
     def grouped(self, group: Group) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everstep.allreduce.flats import Flats, Layout
-from everstep.allreduce.step import Step, Work
+from everstep.allreduce.flats import BucketLayout, Flats
+from everstep.allreduce.step import GroupWork, StepAttempt
 
 Range = tuple[int, int]
 _EXACT = (torch.float32, torch.float64)  # gloo adds two of them as everybody does
@@ -49,7 +49,7 @@ def part_seed(seed: int, step: int, part: int) -> int:
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
 
 
-class Streams:
+class LoopStreams:
     """The random streams that a loop finds, put back behind it: what a script draws between its loops is the same on
     all workers, however many of the loop's batches each of them has computed."""
 
@@ -73,7 +73,7 @@ def _cuda() -> bool:
 class PartSums:
     """The sums of one member's parts in one step, and their exchange."""
 
-    def __init__(self, layout: Layout, parts: int) -> None:
+    def __init__(self, layout: BucketLayout, parts: int) -> None:
         self.parts = parts
         self._layout = layout
         self._free: list[Flats] = []
@@ -118,7 +118,7 @@ class PartSums:
             self._free.append(b)
             self._nodes[-2:] = [(parent, a)]
 
-    def direct(self, step: Step) -> bool:
+    def direct(self, step: StepAttempt) -> bool:
         """Whether an all-reduce of what the two members have is the whole sum, in the tree's order."""
         if step.size != 2 or tuple(step.parts) != halves((0, self.parts)):
             return False
@@ -142,19 +142,19 @@ class PartSums:
             return self._nodes[0][1]
         return self.take()
 
-    def exchange(self, step: Step, result: Flats) -> None:
+    def exchange(self, step: StepAttempt, result: Flats) -> None:
         """Sum over all members, in the tree's order, into ``result``. Raises what a broken collective raises."""
         if len(self._nodes) == 1 and self._nodes[0][1] is result:
             return
         for number, flat in enumerate(result.flats):
             self._exchange(step, [s.flats[number] for _, s in self._nodes], flat)
 
-    def _exchange(self, step: Step, mine: list[Tensor], result: Tensor) -> None:
+    def _exchange(self, step: StepAttempt, mine: list[Tensor], result: Tensor) -> None:
         group, n = step.collective, step.size
         bounds = [result.numel() * r // n for r in range(n + 1)]
         chunks = list(pairwise(bounds))
         lo, hi = chunks[step.rank]
-        works: list[Work] = []
+        works: list[GroupWork] = []
         leaves: dict[Range, Tensor] = {}
         for peer, (a, b) in enumerate(step.parts):
             nodes = subtrees(a, b, (0, self.parts))

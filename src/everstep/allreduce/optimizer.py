@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Stepper(Protocol):
+class GroupStepper(Protocol):
     """What an optimizer asks of the engine."""
 
     def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
@@ -29,7 +29,7 @@ class GroupOptimizer(torch.optim.Optimizer):
     """Stands for ``inner``: the same parameter groups and state. ``step`` does nothing in iterations that do not
     commit (a micro-batch that is not the last one of a step; a step that will be done again)."""
 
-    def __init__(self, inner: torch.optim.Optimizer, stepper: Stepper) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, stepper: GroupStepper) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._stepper = stepper

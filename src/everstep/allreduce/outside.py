@@ -26,7 +26,7 @@ _BYTES = 1 << 28  # of tensors that are copied for comparing
 _CLOSE = 1e-3
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor in a variable of the script."""
 
     path: str
@@ -84,7 +84,7 @@ class Outside:
 
     # ------------------------------------------------------------ the script's variables
 
-    def _find(self) -> Iterator[Held]:
+    def _find(self) -> Iterator[HeldTensor]:
         seen: set[int] = set()
         frame, count = self._frame, 0
         while frame is not None and count < _FRAMES:
@@ -98,10 +98,10 @@ class Outside:
                     yield from self._within(variable, value, _DEPTH, seen, False)
             frame = frame.f_back
 
-    def _within(self, path: str, value: Any, depth: int, seen: set[int], in_module: bool) -> Iterator[Held]:
+    def _within(self, path: str, value: Any, depth: int, seen: set[int], in_module: bool) -> Iterator[HeldTensor]:
         if isinstance(value, Tensor):
             if self._unknown(value):
-                yield Held(path, value, in_module)
+                yield HeldTensor(path, value, in_module)
             return
         plain = value is None or isinstance(value, str | bytes | int | float | ModuleType | type)
         if plain or (callable(value) and not isinstance(value, nn.Module) and not hasattr(value, "__dict__")):
@@ -112,7 +112,7 @@ class Outside:
         if isinstance(value, nn.Module):
             for name, tensor in (*value.named_parameters(), *value.named_buffers()):
                 if self._unknown(tensor):
-                    yield Held(f"{path}.{name}", tensor, True)
+                    yield HeldTensor(f"{path}.{name}", tensor, True)
             return
         for name, item in _items(value):
             yield from self._within(f"{path}{name}", item, depth - 1, seen, in_module)

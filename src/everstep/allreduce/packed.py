@@ -177,11 +177,11 @@ def encode_header(header: PackedHeader, what: str) -> bytes:
 _header_decoder = msgspec.msgpack.Decoder(PackedHeader)
 
 
-class _Version(msgspec.Struct):
+class _PackedVersion(msgspec.Struct):
     version: int
 
 
-_version_decoder = msgspec.msgpack.Decoder(_Version)
+_version_decoder = msgspec.msgpack.Decoder(_PackedVersion)
 
 
 def decode_header(data: bytes, what: str) -> PackedHeader:

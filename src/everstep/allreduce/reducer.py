@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everstep.allreduce.buffers import Buffers
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import Flats, Layout, Measured, join_digests, measure, told
+from everstep.allreduce.flats import BucketLayout, Flats, Measured, join_digests, measure, told
+from everstep.allreduce.group_buffers import Buffers
 from everstep.allreduce.logical import PartSums
-from everstep.allreduce.step import Step, Work
+from everstep.allreduce.step import GroupWork, StepAttempt
 from everstep.errors import EverstepError, ScriptError
 from everstep.model.group import Micro
 from everstep.monitor.stepclock import StepClock
@@ -54,7 +54,7 @@ BETWEEN = (
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedStep:
     """What the group agreed on, before the vote."""
 
     digest: int
@@ -82,10 +82,10 @@ class Reducer:
         self.clock: StepClock | None = None  # hears when backward begins
         self._on_end = on_end
         n = len(self.params)
-        self._layout = Layout(self._shapes(), n + _FLAGS + self.buffers.tail)
+        self._layout = BucketLayout(self._shapes(), n + _FLAGS + self.buffers.tail)
         self._flats = self._new_flats()
         self._parts = PartSums(self._layout, parts) if parts else None
-        self._step: Step | None = None
+        self._step: StepAttempt | None = None
         self._micro: Micro | None = None
         self._weight = 0.0  # of this micro-batch in the step
         self._scale = 0.0  # of the gradient that arrives here
@@ -96,7 +96,7 @@ class Reducer:
         self._seen = [False] * n  # in this micro-batch
         self._used = [False] * n  # in this step, by this member
         self._pending: list[int] = []
-        self._works: list[Work] = []
+        self._works: list[GroupWork] = []
         self._broken: Exception | None = None
         self._backward = self._placed = False
         self.several = False  # this member has seen iterations of several rounds: the vote is at their end
@@ -183,7 +183,7 @@ class Reducer:
 
     # ------------------------------------------------------------ a step and its micro-batches
 
-    def begin_step(self, step: Step) -> None:
+    def begin_step(self, step: StepAttempt) -> None:
         self._step = step
         self._works.clear()
         if self._broken is not None:  # a collective that was given up may still write into that memory
@@ -512,7 +512,7 @@ class Reducer:
             if self._broken is not None:
                 return
 
-    def finish(self, meanwhile: Callable[[], None] | None = None) -> Reduced | None:
+    def finish(self, meanwhile: Callable[[], None] | None = None) -> ReducedStep | None:
         """Reduce what is left and wait; ``meanwhile`` is called while others work. None: a collective failed; the step
         has to be done again."""
         step, micro = self._step, self._micro
@@ -551,9 +551,9 @@ class Reducer:
             measured.append(measure(flat))
         found = told(measured)
         self._check_flags()
-        return Reduced(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
+        return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
-    def _finish_round(self, step: Step) -> Reduced | None:
+    def _finish_round(self, step: StepAttempt) -> ReducedStep | None:
         """As ``finish``, of a further round: of the buckets in which somebody has gradients, and of the last one."""
         touched = [any(self._touched[i] for i in b) for b in self._layout.buckets]
         rows = self._tell_round(step, _ROUND, touched)
@@ -580,14 +580,14 @@ class Reducer:
             return None
         measured = [measure(flat) for flat in flats]
         found = told(measured)
-        return Reduced(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
+        return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
-    def end_rounds(self, step: Step, left: bool = False) -> bool:
+    def end_rounds(self, step: StepAttempt, left: bool = False) -> bool:
         """The iteration is over: everybody has had the same rounds. ``left``: the script left the loop in it. False:
         the group broke. Raises ScriptError where somebody has another round."""
         return self._tell_round(step, _LEFT if left else _END, [False] * len(self._layout.buckets)) is not None
 
-    def _tell_round(self, step: Step, word: int, touched: list[bool]) -> list[list[bool]] | None:
+    def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
         """Everybody's ``touched``, by rank. None: the group broke."""
         if step.size == 1 or self._broken is not None:
             return [touched] if self._broken is None else None

@@ -26,7 +26,7 @@ _OVERHEAD_BYTES: Final = 32 << 10  # as many are digested in the time that a cal
 _ALIGN: Final = 64  # elements
 
 
-class Piece:
+class TensorPiece:
     """Elements ``[lo, hi)`` of a tensor, and where they lay when slices were cut."""
 
     __slots__ = ("_octets", "_ptr", "hi", "lo", "tensor")
@@ -50,7 +50,7 @@ class RollingDigest:
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
-        self._slices: list[list[Piece]] = []
+        self._slices: list[list[TensorPiece]] = []
         self._shape: tuple[int, ...] = ()
         self._cut_of: list[tuple[int, int, int]] = []  # the tensors that there were: which, where, elements
 
@@ -88,9 +88,9 @@ def _cost(tensor: Tensor) -> int:
     return parts.local(tensor).nbytes + _OVERHEAD_BYTES
 
 
-def _cut(tensors: Sequence[Tensor], room: int) -> list[list[Piece]]:
+def _cut(tensors: Sequence[Tensor], room: int) -> list[list[TensorPiece]]:
     """Slices of about ``room`` each, tensors cut where they are longer."""
-    slices: list[list[Piece]] = [[]]
+    slices: list[list[TensorPiece]] = [[]]
     left = room
     for tensor in tensors:
         mine = parts.local(tensor)
@@ -101,7 +101,7 @@ def _cut(tensors: Sequence[Tensor], room: int) -> list[list[Piece]]:
                 left = room
             fits = max(_ALIGN, max(left - _OVERHEAD_BYTES, room // 4) // mine.element_size() // _ALIGN * _ALIGN)
             hi = min(n, lo + fits)
-            slices[-1].append(Piece(tensor, lo, hi))
+            slices[-1].append(TensorPiece(tensor, lo, hi))
             left -= (hi - lo) * mine.element_size() + _OVERHEAD_BYTES
             lo = hi
     return slices

@@ -20,11 +20,11 @@ import torch
 from everstep.allreduce.collective import CONNECT_S, Alone, CollectiveError, GlooCollective, resolve
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.device_group import DeviceCollective
+from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
+from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.packed import Packed
-from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
 from everstep.allreduce.station import Station
-from everstep.allreduce.step import LeaveJob, Outcome, Step, StepTables
-from everstep.allreduce.store import GroupStore
+from everstep.allreduce.step import LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels
 from everstep.brain.events import (
     Answer,
@@ -50,12 +50,12 @@ from everstep.errors import (
 from everstep.model.group import Committed, Group, Mark
 from everstep.model.member import Address
 from everstep.model.reasons import LeaveReason
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.net import messages
 from everstep.net.auth import Secret
 from everstep.net.log import logger
-from everstep.policies.split import Cut as StepCut
-from everstep.policies.split import cut_step, within
+from everstep.policies.step_split import StepCut as StepCut
+from everstep.policies.step_split import cut_step, within
 from everstep.storage.chain import ChainWriter
 
 NEWS_S = 300.0
@@ -79,7 +79,7 @@ _TICK_S = 0.25
 _WAIT_S = 0.1
 
 
-class State(Protocol):
+class ReplicaOfMember(Protocol):
     """Of ``allreduce.state.ReplicaState``: ``mark`` is where the state is, at the end of each step; ``loop``: which of
     the script's loops it is of."""
 
@@ -95,8 +95,8 @@ class State(Protocol):
         ...
 
 
-class Keeper(Protocol):
-    """Of ``allreduce.keeper.ReplicaKeeper``: copies of the state, for peers, joiners and checkpoints."""
+class ReplicaCopies(Protocol):
+    """Of ``allreduce.replica_sync.ReplicaKeeper``: copies of the state, for peers, joiners and checkpoints."""
 
     address: Address | None
     has_state: bool
@@ -132,7 +132,7 @@ Connected = GlooCollective | Alone
 class Session:
     """See the top of this file, and ``allreduce.step.GroupSession``."""
 
-    def __init__(self, seat: Station, state: State, keeper: Keeper) -> None:
+    def __init__(self, seat: Station, state: ReplicaOfMember, keeper: ReplicaCopies) -> None:
         self.seat, self.state, self.keeper = seat, state, keeper
         self.machine = GroupMachine(seat.slot, seat.incarnation)
         self.commits = Commits()
@@ -180,7 +180,7 @@ class Session:
         self._places: dict[int, tuple[int, int]] = {}  # by dataset: epoch and position, of those that we trained on
         self.dataset, self.until_epoch, self.batch_samples = 0, 0, 0
         self.largest = 0  # samples that fit into this worker at once; 0: unknown
-        self.plan: Plan | None = None
+        self.plan: ShardSchedule | None = None
         self.tables: StepTables | None = None
         self.before_end: Callable[[Any], None] | None = None
         keeper.on_synced = self._on_synced
@@ -201,8 +201,8 @@ class Session:
     # ------------------------------------------------------------ the loop, on the script's thread
 
     def rehearsal(
-        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
-    ) -> Step | None:
+        self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
+    ) -> StepAttempt | None:
         if self._entered or self.seat.embedded or self.tables is not None:
             return None
         self.dataset, self.until_epoch, self.batch_samples = dataset, until_epoch, batch_samples
@@ -213,7 +213,7 @@ class Session:
                 cut = cut_step(answer.cursor, plan, until_epoch, batch_samples, self.seat.spec, 1)
                 if cut is not None:
                     cut = msgspec.structs.replace(cut, micros=(within(cut.micros[0], largest)[:1],))
-                    return Step.of(cut, answer.cursor, answer.group.generation, 0, Alone())
+                    return StepAttempt.of(cut, answer.cursor, answer.group.generation, 0, Alone())
         self.rehearsed()
         return None
 
@@ -228,7 +228,7 @@ class Session:
             if held_back is not None:
                 self._do([held_back])
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
         the loop is over already (``begin`` returns None then). Raises LeaveJob."""
         with self._changed:
@@ -254,7 +254,7 @@ class Session:
         self._say_synced()
         self._join()
 
-    def begin(self) -> Step | None:
+    def begin(self) -> StepAttempt | None:
         """The next step; None: the loop is over. Raises LeaveJob. Blocks while the group is on hold, or is rebuilt."""
         while True:
             joined = self._join()
@@ -289,7 +289,7 @@ class Session:
                     return None
                 continue
             self._furthest = 0
-            return Step.of(cut, mark, group.generation, rank, collective, self.largest)
+            return StepAttempt.of(cut, mark, group.generation, rank, collective, self.largest)
 
     def _begin_loop(self) -> None:
         self._loop += 1
@@ -312,7 +312,7 @@ class Session:
         mark, spec, split = self.state.mark, self.seat.spec, self.machine.split
         return cut_step(mark, self.plan, self.until_epoch, self.batch_samples, spec, group.size, split, stop)
 
-    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+    def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         """Every member has reduced gradients with this ``digest``, and began the step with a state of which a slice has
         the digest ``state``. Blocks through losses.
 
@@ -321,7 +321,7 @@ class Session:
         committed = self._resolve_vote() if votes is None else True
         if not committed:
             self.redone += 1
-            return Outcome.REDO
+            return VoteOutcome.REDO
         self._voted = Committed(
             step.generation,
             step.number,
@@ -335,23 +335,23 @@ class Session:
             self._loop,
         )
         if not (nonfinite if votes is None else votes):
-            return Outcome.COMMITTED
+            return VoteOutcome.COMMITTED
         if self.seat.spec.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the gradient of step {step.number} (epoch {step.epoch}, samples {step.lo} to {step.hi}) has NaN or "
                 "Inf; nothing of it was applied. Lower the learning rate, or run with --nonfinite skip"
             )
         self._voted = msgspec.structs.replace(self._voted, skipped=((step.lo, step.hi),))
-        return Outcome.SKIPPED
+        return VoteOutcome.SKIPPED
 
-    def broken(self, step: Step) -> None:
+    def broken(self, step: StepAttempt) -> None:
         """A collective of this step failed: it will be done again."""
         self.redone += 1
         with self._changed:
             if step.collective is self._present:
                 self._do(self._broke())
 
-    def done(self, step: Step, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True) -> None:
         """A committed (or skipped) step is over, the script's iteration too: the state is that of the next mark.
         ``stepped``: the script called ``opt.step()`` in it."""
         voted, self._voted = self._voted, None
@@ -785,7 +785,7 @@ class Session:
         for action in actions:
             if isinstance(action, Connect):
                 self._connect(action.group, action.attempt)
-            elif isinstance(action, Cut):
+            elif isinstance(action, AbortGroup):
                 self._cut(action.generation)
             elif self._rehearsing:
                 self._held_back = action

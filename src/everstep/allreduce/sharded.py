@@ -24,12 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from everstep.allreduce.collective import CollectiveError
-from everstep.allreduce.flats import Flats, Layout, digest, join_digests
+from everstep.allreduce.flats import BucketLayout, Flats, digest, join_digests
 from everstep.allreduce.parts import local, settle, sharded_as
-from everstep.allreduce.reducer import Reduced as ReducedHere
+from everstep.allreduce.reducer import ReducedStep as ReducedHere
 from everstep.allreduce.reducer import Reducer
-from everstep.allreduce.step import Step
-from everstep.allreduce.units import Full, Reduced, Unit
+from everstep.allreduce.replica_group import Full, GradientsReduced, Unit
+from everstep.allreduce.step import StepAttempt
 from everstep.errors import ScriptError
 from everstep.model.group import Micro
 
@@ -66,7 +66,7 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
 # ---------------------------------------------------------------- memory of a mate
 
 
-def shared_flats(layout: Layout) -> tuple[Flats, int]:
+def shared_flats(layout: BucketLayout) -> tuple[Flats, int]:
     """Zeros that another process can map, and their memory's file descriptor."""
     numels = [(n, kind[0]) for n, kind in zip(layout.numels, layout.kinds, strict=True)]
     size = _bytes(numels)
@@ -321,7 +321,7 @@ class ShardedReducer(Reducer):
         self._unit.answer(Full(self._layout.tail, fresh), fd if fd >= 0 else None)
         if fd >= 0:
             os.close(fd)
-        said = self._unit.hear(Reduced)
+        said = self._unit.hear(GradientsReduced)
         if not said.ok:
             self._broken = CollectiveError("the group of this worker is broken")
             return None
@@ -329,20 +329,20 @@ class ShardedReducer(Reducer):
             self._check_flags()
         return ReducedHere(0, said.finite)
 
-    def _tell_round(self, step: Step, word: int, touched: list[bool]) -> list[list[bool]] | None:
+    def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
         """All of a further round is reduced: the leader does not know what its mates have touched."""
         return super()._tell_round(step, word, [True] * len(touched))
 
-    def end_rounds(self, step: Step, left: bool = False) -> bool:
+    def end_rounds(self, step: StepAttempt, left: bool = False) -> bool:
         if self._unit.size == 1:
             return super().end_rounds(step, left)
         if not self._unit.leads:
             self._unit.answer(Full(_NO_ROUND))
-            return self._unit.hear(Reduced).ok
+            return self._unit.hear(GradientsReduced).ok
         for mate in self._unit.mates:
             self._check_round(self._unit.hear_full(mate)[0], False)
         ok = super().end_rounds(step, left)
-        self._unit.tell_all(Reduced(ok, True))
+        self._unit.tell_all(GradientsReduced(ok, True))
         return ok
 
     def _check_round(self, full: Full, round_: bool) -> None:
@@ -370,10 +370,10 @@ class ShardedReducer(Reducer):
         finite = ok and all(f.finite for f in found)
         if ok:
             self._sum_tails()
-        self._unit.tell_all(Reduced(ok, finite))
+        self._unit.tell_all(GradientsReduced(ok, finite))
         return ReducedHere(join_digests([f.digest for f in found]), finite) if ok else None
 
-    def _reduce(self, step: Step, flats: list[Tensor]) -> ReducedHere | None:
+    def _reduce(self, step: StepAttempt, flats: list[Tensor]) -> ReducedHere | None:
         """A mate's gradients, over the group. None: it broke."""
         digests, finite = [], True
         with self._tried():

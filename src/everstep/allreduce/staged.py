@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everstep.allreduce.step import Work
+from everstep.allreduce.step import GroupWork
 
-Begin = Callable[[Tensor], Work]
+Begin = Callable[[Tensor], GroupWork]
 """Starts a collective on memory of the host."""
 
 
-class Room:
+class HostBuffer:
     """Memory of the host, as long as a tensor; ``used``: by a copy of the device, until that event."""
 
     def __init__(self, like: Tensor) -> None:
@@ -41,10 +41,10 @@ class Room:
 class StagedWork:
     """One collective. ``wait`` is for the thread that began it."""
 
-    def __init__(self, staged: HostStaged, tensor: Tensor, room: Room, begin: Begin, back: bool) -> None:
+    def __init__(self, staged: HostStaged, tensor: Tensor, room: HostBuffer, begin: Begin, back: bool) -> None:
         self._staged, self._tensor, self._room = staged, tensor, room
         self._begin, self._back = begin, back  # ``back``: the result is copied to the tensor
-        self._work: Work | None = None
+        self._work: GroupWork | None = None
 
     def begin(self) -> None:
         self._room.wait()
@@ -70,13 +70,13 @@ class HostStaged:
 
     def __init__(
         self,
-        allreduce: Callable[[Tensor, str], Work],
-        send: Callable[[Tensor, int], Work],
-        recv: Callable[[Tensor, int], Work],
+        allreduce: Callable[[Tensor, str], GroupWork],
+        send: Callable[[Tensor, int], GroupWork],
+        recv: Callable[[Tensor, int], GroupWork],
     ) -> None:
         self._allreduce, self._send, self._recv = allreduce, send, recv
         self._queue: deque[StagedWork] = deque()
-        self._free: dict[tuple[Any, ...], list[Room]] = defaultdict(list)
+        self._free: dict[tuple[Any, ...], list[HostBuffer]] = defaultdict(list)
 
     def __repr__(self) -> str:
         return f"<HostStaged {len(self._queue)} to begin>"
@@ -91,7 +91,7 @@ class HostStaged:
     def recv(self, tensor: Tensor, peer: int) -> StagedWork:
         return self._enqueue(tensor, self._room(tensor), lambda memory: self._recv(memory, peer), True)
 
-    def _enqueue(self, tensor: Tensor, room: Room, begin: Begin, back: bool) -> StagedWork:
+    def _enqueue(self, tensor: Tensor, room: HostBuffer, begin: Begin, back: bool) -> StagedWork:
         work = StagedWork(self, tensor, room, begin, back)
         self._queue.append(work)
         while self._queue and self._queue[0].arrived():
@@ -109,18 +109,18 @@ class HostStaged:
 
     # ------------------------------------------------------------ memory
 
-    def _copied(self, tensor: Tensor) -> Room:
+    def _copied(self, tensor: Tensor) -> HostBuffer:
         room = self._room(tensor)
         room.wait()
         room.memory.copy_(tensor, non_blocking=True)
         room.used = _event(tensor)
         return room
 
-    def _room(self, tensor: Tensor) -> Room:
+    def _room(self, tensor: Tensor) -> HostBuffer:
         free = self._free[_kind(tensor)]
-        return free.pop() if free else Room(tensor)
+        return free.pop() if free else HostBuffer(tensor)
 
-    def give_back(self, room: Room) -> None:
+    def give_back(self, room: HostBuffer) -> None:
         """Of a collective that is over. What broke keeps its room: gloo may still write there."""
         self._free[_kind(room.memory)].append(room)
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from everstep.ids import LeaseNo
 from everstep.model.group import Group, Mark, Micro
-from everstep.model.shard import Plan
-from everstep.policies.split import Cut, within
+from everstep.model.shard import ShardSchedule
+from everstep.policies.step_split import StepCut, within
 
 
-class Outcome(Enum):
+class VoteOutcome(Enum):
     """Of a vote."""
 
     COMMITTED = "committed"  # at every survivor: the optimizer may step
@@ -21,7 +21,7 @@ class Outcome(Enum):
     SKIPPED = "skipped"  # at every survivor, without being applied: its gradients were not finite (policy skip)
 
 
-class Work(Protocol):
+class GroupWork(Protocol):
     def wait(self, timeout_s: float | None = None) -> None:
         """Until the tensor holds the result. Raises an exception where the collective failed or was aborted."""
         ...
@@ -35,13 +35,13 @@ class Collective(Protocol):
     host_sums: bool
     """An all-reduce is added up in the host's memory, by gloo, wherever tensors are; the same at all members."""
 
-    def allreduce(self, tensor: Any, op: str = "sum") -> Work:
+    def allreduce(self, tensor: Any, op: str = "sum") -> GroupWork:
         """In place, over a contiguous tensor; ``op``: sum, max, min. Begins at once, in the background."""
         ...
 
-    def send(self, tensor: Any, peer: int) -> Work: ...
+    def send(self, tensor: Any, peer: int) -> GroupWork: ...
 
-    def recv(self, tensor: Any, peer: int) -> Work: ...
+    def recv(self, tensor: Any, peer: int) -> GroupWork: ...
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's ``values``, as many at each member, by rank."""
@@ -73,16 +73,18 @@ class StepWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(StepWork):
+class StepAttempt(StepWork):
     """One attempt at a step, as this member has to do it, with its group."""
 
     collective: Collective
     parts: tuple[tuple[int, int], ...] = ()  # logical workers: parts ``[a, b)`` of each member, by rank
 
     @classmethod
-    def of(cls, cut: Cut, mark: Mark, generation: int, rank: int, collective: Collective, largest: int = 0) -> Step:
-        """The step that ``cut`` (of ``policies.split``) means for the member at ``rank``; ``largest``: samples that fit
-        into it at once, 0: any number."""
+    def of(
+        cls, cut: StepCut, mark: Mark, generation: int, rank: int, collective: Collective, largest: int = 0
+    ) -> StepAttempt:
+        """The step that ``cut`` (of ``policies.step_split``) means for the member at ``rank``; ``largest``: samples
+        that fit into it at once, 0: any number."""
         return cls(
             number=mark.step,
             generation=generation,
@@ -126,7 +128,7 @@ class StepTables(Protocol):
 
     pushed: int
 
-    def survey(self, group: Group, collective: Collective, mark: Mark, cut: Cut) -> int:
+    def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
         """Before a step at ``mark`` that would be ``cut``: own what was committed before to the ps, and learn where
         they are. Returns the position at which this step has to end at the latest; 0: anywhere. Raises CollectiveError
         where the group broke meanwhile."""
@@ -136,7 +138,7 @@ class StepTables(Protocol):
         """Return when this member owes nothing to any ps. Raises CollectiveError as above."""
         ...
 
-    def take(self, step: Step, batch: Any) -> None:
+    def take(self, step: StepAttempt, batch: Any) -> None:
         """Have the rows that ``batch`` needs, as they are after all steps before this one."""
         ...
 
@@ -148,11 +150,11 @@ class StepTables(Protocol):
         """The script is done with the batch."""
         ...
 
-    def exchange(self, step: Step) -> tuple[int, bool] | None:
+    def exchange(self, step: StepAttempt) -> tuple[int, bool] | None:
         """Give everybody the gradients of all. Their digest, and whether all are finite; None: the group broke."""
         ...
 
-    def voted(self, step: Step, outcome: Outcome) -> None: ...
+    def voted(self, step: StepAttempt, outcome: VoteOutcome) -> None: ...
 
     def check(self, scaled: bool) -> None:
         """Raises ScriptError if a table has no optimizer that fires it; ``scaled``: a GradScaler is tracked, which
@@ -183,7 +185,7 @@ class StepTables(Protocol):
         """The script is over; ``step`` was the last one. ``lease``: of the newest group."""
         ...
 
-    def close_step(self, step: Step) -> bool:
+    def close_step(self, step: StepAttempt) -> bool:
         """After the script's part of a committed step. False: the group broke; the step is committed all the same."""
         ...
 
@@ -203,35 +205,35 @@ class GroupSession(Protocol):
     """Called with the collective when all members are at the end of the loop. Raises CollectiveError."""
 
     def rehearsal(
-        self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0
-    ) -> Step | None:
+        self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0
+    ) -> StepAttempt | None:
         """Before ``enter``: where a group trains already without this process, a step like the next one, of one member
         and one micro-batch, to do once without its ever being committed; until ``rehearsed`` nobody changes the
-        state. None: there is no such group, or somebody waits for this process. ``largest``: see ``Step.of``."""
+        state. None: there is no such group, or somebody waits for this process. ``largest``: see ``StepAttempt.of``."""
         ...
 
     def rehearsed(self) -> None:
         """The state is again as it was before the rehearsal."""
         ...
 
-    def enter(self, dataset: int, until_epoch: int, plan: Plan, batch_samples: int, largest: int = 0) -> None:
+    def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """Returns when this process is a member of a group and has its state."""
         ...
 
-    def begin(self) -> Step | None:
+    def begin(self) -> StepAttempt | None:
         """The next step to do; None: the loop over the data is over. Raises LeaveJob."""
         ...
 
-    def vote(self, step: Step, digest: int, nonfinite: bool, state: int = 0) -> Outcome:
+    def vote(self, step: StepAttempt, digest: int, nonfinite: bool, state: int = 0) -> VoteOutcome:
         """Every member has reduced gradients with this ``digest``, and began the step with a state of which a slice has
         the digest ``state``. Blocks through losses."""
         ...
 
-    def broken(self, step: Step) -> None:
+    def broken(self, step: StepAttempt) -> None:
         """A collective of this step failed: it will be done again."""
         ...
 
-    def done(self, step: Step, stepped: bool = True) -> None:
+    def done(self, step: StepAttempt, stepped: bool = True) -> None:
         """A committed (or skipped) step is over, the script's iteration too: the state is now that of the next mark.
         ``stepped``: the script called ``opt.step()`` in it."""
         ...

@@ -40,7 +40,7 @@ _WELCOME = b"\x01"
 _ACCEPT_S = 0.5
 
 
-class Service(IntEnum):
+class TunnelService(IntEnum):
     """What a member offers behind its door."""
 
     GLOO = 1
@@ -62,11 +62,13 @@ class Tunnels:
     def __init__(self, rank: int, secret: Secret, node: str, host: str) -> None:
         """Listens at ``host`` from now on. OSError: it cannot."""
         self.rank, self._secret = rank, secret
-        self.ports: dict[Service, int] = {}  # of what this member offers, on loopback; before anybody knows the door
+        self.ports: dict[
+            TunnelService, int
+        ] = {}  # of what this member offers, on loopback; before anybody knows the door
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
-        self._entries: dict[tuple[int, Service], int] = {}
+        self._entries: dict[tuple[int, TunnelService], int] = {}
         self._limit = LineLimit()
         self._strangers = Strangers(64)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -81,7 +83,7 @@ class Tunnels:
         """Whether the member with this door is on another node."""
         return door.node != self.door.node
 
-    def entry(self, peer: int, door: TunnelDoor, service: Service) -> int:
+    def entry(self, peer: int, door: TunnelDoor, service: TunnelService) -> int:
         """The port on loopback of a tunnel to what rank ``peer`` offers. OSError: there can be none."""
         known = self._entries.get((peer, service))
         if known is None:
@@ -139,7 +141,7 @@ class Tunnels:
 
     # ------------------------------------------------------------ our side of a call
 
-    def _enter(self, listener: socket.socket, door: TunnelDoor, service: Service) -> None:
+    def _enter(self, listener: socket.socket, door: TunnelDoor, service: TunnelService) -> None:
         """The one connection that gloo, or the exchange of votes, makes to this entry."""
         accepted = self._accept(listener)
         self._end(listener)
@@ -190,10 +192,12 @@ class Tunnels:
             outside = TlsSocket(raw, context, server_side=True)
             stream = FrameSocket(outside, AUTH_LIMITS)
             outside.handshake(deadline)
-            client = authenticate_server(stream, Secret(self.door.key), _identity(self.rank, Service.GLOO), deadline)
+            client = authenticate_server(
+                stream, Secret(self.door.key), _identity(self.rank, TunnelService.GLOO), deadline
+            )
         finally:
             self._strangers.leave(place)
-        port = self.ports[Service(client.incarnation)]
+        port = self.ports[TunnelService(client.incarnation)]
         inside = socket.create_connection((INSIDE, port), deadline.left_s)
         inside.settimeout(None)
         if not self._keep(inside):
@@ -223,7 +227,7 @@ class Tunnels:
             out.join()
 
 
-def _identity(rank: int, service: Service) -> Identity:
+def _identity(rank: int, service: TunnelService) -> Identity:
     return Identity(purpose="data", role="worker", slot=Slot(rank), incarnation=Incarnation(int(service)))
 
 

@@ -261,7 +261,7 @@ class DenseGroup(FlatGroup):
         return out
 
 
-class Stepper(Protocol):
+class PsStepper(Protocol):
     """What an optimizer tells the job."""
 
     def stepped(self, optimizer: PsOptimizer) -> None: ...
@@ -282,7 +282,7 @@ class PsOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         index: int,
-        stepper: Stepper,
+        stepper: PsStepper,
         names: Mapping[int, str] | None = None,
     ) -> None:
         if any(float(s.get("step", 1)) > 0 for s in optimizer.state.values()):  # Adagrad's begins with step 0

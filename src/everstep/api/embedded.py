@@ -95,7 +95,9 @@ class EmbeddedMaster:
         self.grouped: Callable[[Group], None] | None = None
         self.finished: FinishJob | None = None
         self.values: dict[str, float] = {}  # what the script reported
-        self._machine = Dispatch(self.brain, time.time, self.journal.append, self.tell, {messages.Report: self._report})
+        self._machine = Dispatch(
+            self.brain, time.time, self.journal.append, self.tell, {messages.ValuesReported: self._report}
+        )
         self._lock = threading.RLock()
         self._events = (run_dir / "events.jsonl").open("ab")
 
@@ -113,7 +115,7 @@ class EmbeddedMaster:
             self.tell(MasterStarted(self.journal.incarnation, self.spec))
         self.dispatch(NodeJoined(_NODE, "", 0, 0), _AGENT)
 
-    def _report(self, request: messages.Report, sender: Sender) -> Answer:
+    def _report(self, request: messages.ValuesReported, sender: Sender) -> Answer:
         self.values.update(request.values)
         return events.Ok()
 

@@ -2,7 +2,7 @@
 
 In a step every member pulls the rows of its micro-batches, as they are after all steps before; the gradients of all
 members go to all of them, as the dense ones do, and are part of the vote. Their sum, in order of position, is pushed
-once the step is known to be committed by everybody (``tables.steps`` has the rules): each ps has one member that
+once the step is known to be committed by everybody (``tables.step_pushes`` has the rules): each ps has one member that
 pushes to it, and the others keep what it needs to take over.
 
 The script may use rows behind its step, in the same iteration: an evaluation, a second pass of a GAN. Then the step is
@@ -29,11 +29,11 @@ from everstep import faultpoints
 from everstep.allreduce.collective import CollectiveError
 from everstep.allreduce.flats import join_digests
 from everstep.allreduce.state import bit_sum
-from everstep.allreduce.step import Collective, Outcome, Step, Work
+from everstep.allreduce.step import Collective, GroupWork, StepAttempt, VoteOutcome
 from everstep.api.firing import TableFiring
 from everstep.api.rows import BatchTable
-from everstep.api.seat import Seat
-from everstep.api.tables import Item, Peeked, TableSet
+from everstep.api.seat import WorkerRuntime
+from everstep.api.tables import BatchItem, PeekedRows, TableSet
 from everstep.errors import CheckpointError, DeadlineError, EverstepError, InternalError, ScriptError
 from everstep.ids import LeaseNo, ShardKey, Slot, TableId
 from everstep.model.group import Group, Mark
@@ -41,13 +41,12 @@ from everstep.model.placement import Placement
 from everstep.model.table import OptimizerSpec, Rate
 from everstep.native import isfinite_all
 from everstep.native.row_update import update
-from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
-from everstep.policies.split import Cut
+from everstep.net.messages import Bad, DataAnswer, LeaseClosed, Moved, Opened, OpenShard, Push, Pushed, RowsPart
+from everstep.policies.step_split import StepCut
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.inputs import Inputs
-from everstep.tables.protocol import watermarks_of
 from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
-from everstep.tables.steps import (
+from everstep.tables.step_pushes import (
     HELD_MAX,
     Action,
     Again,
@@ -60,6 +59,7 @@ from everstep.tables.steps import (
     pusher_of,
     table_shard,
 )
+from everstep.tables.worker_protocol import watermarks_of
 
 GIVE_UP_S = 300.0
 """So long a ps may take to have its buckets back, before the job is given up."""
@@ -83,16 +83,16 @@ class Stepped(NamedTuple):
     rate: Rate
 
 
-class _Sum(HeldRows):
+class _StepSum(HeldRows):
     """The gradients of one committed step, of all members. They are routed when this member has to push them."""
 
     def __init__(self, content: list[Stepped], client: PsClient, infos: TableSet) -> None:
         super().__init__()
         self._content, self._client, self._tables = content, client, infos
         self._version = -1
-        self._parts: list[list[Part]] = []
+        self._parts: list[list[RowsPart]] = []
 
-    def parts(self, router: Router) -> list[list[Part]]:
+    def parts(self, router: Router) -> list[list[RowsPart]]:
         """By position of the ps; routed anew by each newer map."""
         if self._version != router.version:
             merged = list(self._route(router))
@@ -119,7 +119,7 @@ class Ahead(NamedTuple):
     values: NDArray[np.float32]
 
     @classmethod
-    def of(cls, rows: Peeked, content: list[Stepped], optimizer: OptimizerSpec) -> Ahead:
+    def of(cls, rows: PeekedRows, content: list[Stepped], optimizer: OptimizerSpec) -> Ahead:
         order = np.argsort(rows.keys, kind="stable")
         keys, values, states, done = rows.keys[order], rows.values[order], rows.states[order], rows.done[order]
         for found in content:
@@ -166,7 +166,7 @@ def in_intervals(owed: Owed, content: list[Stepped]) -> list[tuple[Owed, list[St
 class GroupTables:
     """See the top of this file, and ``allreduce.step.StepTables``."""
 
-    def __init__(self, seat: Seat, tables: TableSet) -> None:
+    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
         self.seat, self.tables = seat, tables
         self.client = seat.client
         self.pushes = StepPushes(seat.slot, seat.incarnation)
@@ -174,11 +174,11 @@ class GroupTables:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
-        self._sums: dict[tuple[int, int], _Sum] = {}  # by step and position
-        self._step: Step | None = None  # of the rows in hand
+        self._sums: dict[tuple[int, int], _StepSum] = {}  # by step and position
+        self._step: StepAttempt | None = None  # of the rows in hand
         self._stale: set[str] = set()  # tables that were stepped since their rows were shown
         self._ahead: dict[str, Ahead] = {}
-        self._item: Item | None = None
+        self._item: BatchItem | None = None
         self._entries: list[Entry] = []
         self._saved: dict[str, Any] = {}  # the gradients that an iteration began with
         self._content: list[Stepped] = []  # of the steps of this iteration
@@ -189,7 +189,7 @@ class GroupTables:
         self._backwards = 0  # gradients that had come before it
         self._to_hold: Owed | None = None
         self._agreed: tuple[int, bool] = (0, False)  # map that everybody had at the exchange, and whether all had it
-        self._barrier: Work | None = None
+        self._barrier: GroupWork | None = None
         self._surveyed: tuple[Collective | None, int, int] = (None, 0, 0)  # in which group, dataset and epoch
         self._redo = False  # what is in hand will be done again
         self._edited = False  # the script ends with an error of ours
@@ -229,7 +229,7 @@ class GroupTables:
 
     # ------------------------------------------------------------ between two steps
 
-    def survey(self, group: Group, collective: Collective, mark: Mark, cut: Cut) -> int:
+    def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
         if self._origin != group.origin:
             self._origin = group.origin
             with self._lock:
@@ -324,7 +324,7 @@ class GroupTables:
                 continue
             marks: list[int] = []
             for ps, answer, _ in ticket.answers:
-                if isinstance(answer, Closed):
+                if isinstance(answer, LeaseClosed):
                     raise CollectiveError(f"ps:{ps} has heard of a later generation than {group.generation}")
                 if not isinstance(answer, Opened):
                     raise self._refused(ps, answer)
@@ -335,7 +335,7 @@ class GroupTables:
 
     # ------------------------------------------------------------ a step
 
-    def take(self, step: Step, batch: Any) -> None:
+    def take(self, step: StepAttempt, batch: Any) -> None:
         self.release()
         self.tables.forget_asides()
         self._forget_steps()
@@ -460,7 +460,7 @@ class GroupTables:
                 "job.sparse(model, only=...), or run with --mode ps"
             )
 
-    def exchange(self, step: Step) -> tuple[int, bool] | None:
+    def exchange(self, step: StepAttempt) -> tuple[int, bool] | None:
         entries, self._entries = self._entries, []
         finite = all(isfinite_all(grads) for _, _, grads in entries)
         mine = pack(entries if finite else [])
@@ -496,9 +496,9 @@ class GroupTables:
     def _by_id(self) -> dict[TableId, BatchTable]:
         return {self.tables.infos[name].spec.id: table for name, table in self.tables.batches.items()}
 
-    def voted(self, step: Step, outcome: Outcome) -> None:
+    def voted(self, step: StepAttempt, outcome: VoteOutcome) -> None:
         self._entries = []
-        self._redo = outcome is Outcome.REDO
+        self._redo = outcome is VoteOutcome.REDO
         if self._redo:
             self._barrier = self._to_hold = None
             self._forget_steps()
@@ -508,7 +508,7 @@ class GroupTables:
             return  # (a further round of a step that is committed)
         self._barrier = None
         faultpoints.reach("voted")
-        skipped = outcome is Outcome.SKIPPED
+        skipped = outcome is VoteOutcome.SKIPPED
         self._to_hold = Owed(step.number, table_shard(step.dataset, step.epoch), step.lo, step.hi, skipped)
         # Who has the vote's result may be the only one: nobody pushes before everybody has come beyond the vote.
         if step.size > 1:
@@ -551,7 +551,7 @@ class GroupTables:
         parts = in_intervals(owed, content if owed.learns else [])
         with self._lock:
             for part, found in parts:
-                self._sums[part.step, part.lo] = _Sum(found, self.client, self.tables)
+                self._sums[part.step, part.lo] = _StepSum(found, self.client, self.tables)
                 self.pushes.hold(part)
 
     def _take_held_back(self) -> tuple[Range, ...]:
@@ -567,7 +567,7 @@ class GroupTables:
     def _count_backwards(self) -> int:
         return sum(table.backwards for table in self.tables.batches.values())
 
-    def close_step(self, step: Step) -> bool:
+    def close_step(self, step: StepAttempt) -> bool:
         self._show_since(table_shard(step.dataset, step.epoch), step.hi)
         barrier, self._barrier = self._barrier, None
         if step.size > 1:
@@ -661,7 +661,7 @@ class GroupTables:
             return  # the machine is about to hear of a newer map, and will say this anew
 
         def then(answer: DataAnswer, body: memoryview) -> None:
-            if isinstance(answer, Opened | Closed):
+            if isinstance(answer, Opened | LeaseClosed):
                 ok = isinstance(answer, Opened)
                 self._feed(lambda: self.pushes.opened(action.ps, action.shard, action.life, ok))
             elif not isinstance(answer, Moved):  # what is owed is said anew by the newer map

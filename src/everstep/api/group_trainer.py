@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.allreduce.devices import device_for
-from everstep.allreduce.engine import GroupEngine, check_max_norm
-from everstep.allreduce.keeper import ReplicaKeeper
+from everstep.allreduce.group_engine import GroupEngine, check_max_norm
 from everstep.allreduce.leading import FollowingSession, LeadingSession, UnitState
 from everstep.allreduce.parts import gathered, settle
+from everstep.allreduce.replica_group import Unit
+from everstep.allreduce.replica_sync import ReplicaKeeper
 from everstep.allreduce.session import Session
 from everstep.allreduce.sharded import check_model
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.units import Unit
 from everstep.api.group_tables import GroupTables
-from everstep.api.seat import Seat
+from everstep.api.seat import WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.api.trainer import not_started, rows_only_read, with_model, without_training
 from everstep.brain.events import Fenced, PlanRegistered, Refused, Registered
@@ -36,7 +36,7 @@ _MASTER_S = 300.0  # a master may be away so long
 class GroupTrainer:
     """A ``Trainer`` (``api.trainer``)."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerRuntime) -> None:
         self._seat = seat
         spec = seat.spec
         if spec.logical_workers and not spec.threads_per_worker:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from everstep.api.seat import Seat
+from everstep.api.seat import WorkerRuntime
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
@@ -56,9 +56,9 @@ def join(
         return _job
     if "EVERSTEP_RUN_DIR" in os.environ and "EVERSTEP_SLOT" in os.environ:
         from everstep.api.mate import MateSeat, is_mate
-        from everstep.api.worker import WorkerSeat
+        from everstep.api.worker_runtime import WorkerSeat
 
-        seat: Seat = (MateSeat if is_mate(os.environ) else WorkerSeat).from_environment(os.environ)
+        seat: WorkerRuntime = (MateSeat if is_mate(os.environ) else WorkerSeat).from_environment(os.environ)
         if mode is not None and mode != seat.spec.mode:
             raise ScriptError(
                 f"es.join(mode={mode!r}) in a job of mode {seat.spec.mode}: everstep run --mode {mode} ..."
@@ -83,7 +83,7 @@ def join(
 class Job:
     """What a script touches. Made by ``join``."""
 
-    def __init__(self, seat: Seat, trainer: Callable[[Seat], Trainer] = trainer_for) -> None:
+    def __init__(self, seat: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
         """``trainer``: makes what trains the models."""
         self._seat = seat
         spec = seat.spec
@@ -322,7 +322,7 @@ class Job:
                 raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
         if not self._in_loop() and not self._engine.failure:  # outside of the loop no beat may follow
             try:
-                self._seat.call(messages.Report(dict(self._engine.values)), 30.0)
+                self._seat.call(messages.ValuesReported(dict(self._engine.values)), 30.0)
             except DeadlineError as error:  # not worth failing a finished training for
                 print(f"everstep: {', '.join(values)} could not be reported: {error}", file=sys.stderr, flush=True)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from everstep.allreduce.units import VARIABLE
+from everstep.allreduce.replica_group import VARIABLE
 from everstep.api.seat import Listener
-from everstep.api.worker import WorkerSeat
+from everstep.api.worker_runtime import WorkerSeat
 from everstep.brain.events import Answer, Ok, PlanRegistered, Registered
 from everstep.net.messages import RequestType
 

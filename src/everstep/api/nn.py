@@ -54,7 +54,7 @@ class Lookup:
             return weight
         self.sum = found = table.sum(self.padding_at)
         if found.node is None:
-            found.node = _Sum.apply(weight, found)  # type: ignore[no-untyped-call]
+            found.node = _SumOfLookups.apply(weight, found)  # type: ignore[no-untyped-call]
         return found.node
 
     def gradient(
@@ -108,7 +108,7 @@ class Lookup:
         self.padding_at = int(self.inverse[found[0]]) if len(found) else -1
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Who has the rows: the job's tables."""
 
     def lookup(self, table: str, ids: Tensor) -> Lookup: ...
@@ -136,7 +136,7 @@ def _rows_of(grad: Tensor) -> NDArray[np.float32]:
     return out
 
 
-class _Sum(torch.autograd.Function):
+class _SumOfLookups(torch.autograd.Function):
     """Between a table's parameter and the lookups of a batch: they add to one array, and autograd sums up nothing."""
 
     @staticmethod
@@ -221,7 +221,7 @@ class Options(NamedTuple):
     max_norm: float | None = None
     norm_type: float = 2.0
 
-    def tell(self, lookup: Lookup, source: Source, name: str) -> None:
+    def tell(self, lookup: Lookup, source: RowSource, name: str) -> None:
         if self is _PLAIN and lookup.padding_at < 0:
             return
         lookup.pad(self.padding_idx)
@@ -233,7 +233,7 @@ class Options(NamedTuple):
 _PLAIN = Options()
 
 
-def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
+def _embedding(weight: TableParameter, source: RowSource, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
     """``torch.nn.functional.embedding``."""
     if ids.numel() == 0:
         return _nothing(weight, (0, dim)).view((*ids.shape, dim))
@@ -245,7 +245,7 @@ def _embedding(weight: TableParameter, source: Source, name: str, dim: int, ids:
 
 def _bag(
     weight: TableParameter,
-    source: Source,
+    source: RowSource,
     name: str,
     dim: int,
     ids: Tensor,
@@ -352,11 +352,11 @@ class _Table(nn.Module):
         self.max_norm: float | None = None
         self.norm_type = 2.0
         self.init, self.optimizer = init, optimizer
-        self._source: Source | None = None
+        self._source: RowSource | None = None
         self.freeze = False  # its rows do not learn
         self._quiet: Callable[..., Tensor] | None = None
 
-    def attach(self, source: Source) -> None:
+    def attach(self, source: RowSource) -> None:
         """Belong to a job: from now on ``weight`` is the parameter of the table's rows."""
         self._source = source
         self.weight = source.parameter(self.name)
@@ -383,7 +383,7 @@ class _Table(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return self  # rows are float32 on the CPU, wherever the rest of the model goes
 
-    def _attached(self) -> Source:
+    def _attached(self) -> RowSource:
         if self._source is None:
             raise ScriptError(f"table {self.name!r} belongs to no job yet: call job.sparse(model) first")
         return self._source
@@ -582,7 +582,7 @@ def _as_the_weight(weight: Tensor) -> Iterator[None]:
         yield
 
 
-def _within(source: Source, table: BatchTable, padding_idx: int | None) -> int | None:
+def _within(source: RowSource, table: BatchTable, padding_idx: int | None) -> int | None:
     """Torch counts a negative ``padding_idx`` from the end."""
     rows = source.vocabulary(table.name)
     if padding_idx is None or rows is None:

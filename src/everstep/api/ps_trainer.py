@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from everstep.api.dense import PsOptimizer
-from everstep.api.engine import Engine
-from everstep.api.seat import Seat
+from everstep.api.ps_engine import PsEngine
+from everstep.api.seat import WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.api.trainer import not_started, parameter_names, rows_only_read, with_model, without_training
 from everstep.data.loader import Loader
@@ -26,10 +26,10 @@ class PsTrainer:
 
     shards, shard, speaks = 1, 0, True
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerRuntime) -> None:
         self._seat = seat
         self.tables = TableSet(seat.client)
-        self.engine = Engine(seat, self.tables)
+        self.engine = PsEngine(seat, self.tables)
         self.models: list[nn.Module] = []
         self.engine.models = self.models
 

@@ -1,6 +1,6 @@
 """One schedule for the job: schedulers that the script steps in the loop count the job's steps, whoever does them.
 
-The number of steps is a buffer of the job (``api/buffers.py``): each worker adds its own, and sees those of all with
+The number of steps is a buffer of the job (``api/ps_buffers.py``): each worker adds its own, and sees those of all with
 the next batch. A scheduler that a worker's script has stepped in an iteration is brought up to that number before the
 next one; so is that of a worker that comes later, before its first iteration. Schedulers that are stepped behind a loop
 (once an epoch) are left alone: every worker runs every loop.

@@ -61,7 +61,7 @@ class GroupListener(Listener, Protocol):
         ...
 
 
-class Seat(Station, Protocol):
+class WorkerRuntime(Station, Protocol):
     prefetch: int  # batches pulled ahead; 0: pull when the batch is taken, which is exactly what one process would do
     client: PsClient
 

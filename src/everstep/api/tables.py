@@ -24,11 +24,11 @@ from everstep.ids import ShardKey, Slot, TableId
 from everstep.model.table import OptimizerSpec, TableSpec
 from everstep.monitor.stepclock import PULL, StepClock
 from everstep.net import messages
-from everstep.net.messages import Declared, Part, Put, Scan, Scanned
+from everstep.net.messages import Declared, Put, RowsPart, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.prefetch import Predictor, ViewKey, view_key
-from everstep.tables.protocol import Work
 from everstep.tables.routing import BatchRows, TableRows, check_vocabulary
+from everstep.tables.worker_protocol import RangeWork
 
 _PIECE_BYTES = 8 << 20  # of rows in one Put, Pull or Scan of a whole table
 
@@ -52,7 +52,7 @@ class Fetched(NamedTuple):
     added: list[TableRows]
 
 
-class Peeked(NamedTuple):
+class PeekedRows(NamedTuple):
     """Rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether what
     was asked for is in them, bool [n]."""
 
@@ -62,10 +62,10 @@ class Peeked(NamedTuple):
     done: NDArray[np.bool_]
 
 
-class Item:
+class BatchItem:
     """One batch and its rows. ``work`` is None for an evaluation."""
 
-    def __init__(self, work: Work | None, batch: Any, rows: BatchRows) -> None:
+    def __init__(self, work: RangeWork | None, batch: Any, rows: BatchRows) -> None:
         self.work = work
         self.batch = batch
         self.rows = rows
@@ -106,7 +106,7 @@ class TableSet:
         self.infos: dict[str, TableInfo] = {}
         self.dense: list[FlatGroup] = []
         self.predictor = Predictor()
-        self.current: Item | None = None  # the batch in the user's hands
+        self.current: BatchItem | None = None  # the batch in the user's hands
         self.misses = 0  # lookups that were not predicted, once predictions exist
         self.hits = 0
         self.wait_s = 0.0  # seconds the main thread waited for rows
@@ -123,7 +123,7 @@ class TableSet:
         self.keeps_outside: Callable[[], bool] | None = None
         """Whether rows that a lookup outside of a batch has changed may be stored: no worker's step is lost by it."""
         self._declared: set[str] = set()
-        self._asides: list[Item] = []  # evaluation lookups, oldest first
+        self._asides: list[BatchItem] = []  # evaluation lookups, oldest first
         self._lock = threading.Lock()
         self._told = False
 
@@ -248,7 +248,7 @@ class TableSet:
         (added,) = batch.add([(spec, routed, counts)], grads=False)
         added.values[inverse] = rows
         parts = dict(added.parts(len(router.slots), grads=False))
-        empty = Part(spec.id, 0, added.keys_at, added.values_at)
+        empty = RowsPart(spec.id, 0, added.keys_at, added.values_at)
 
         def message(position: int, slot: Slot) -> Put | None:
             if not last and position not in parts:
@@ -262,11 +262,11 @@ class TableSet:
 
     # ------------------------------------------------------------ batches
 
-    def prepare(self, work: Work | None, batch: Any, *, create: bool, dense: bool = True) -> Item:
+    def prepare(self, work: RangeWork | None, batch: Any, *, create: bool, dense: bool = True) -> BatchItem:
         """Route the ids that this batch is expected to need and ask for their rows. Any thread."""
         with self._lock:
             predicted = self.predictor.predict(batch)
-        item = Item(work, batch, BatchRows(self.client.memory, self.client.router))
+        item = BatchItem(work, batch, BatchRows(self.client.memory, self.client.router))
         item.create = create
         try:
             item.predicted = predicted
@@ -276,7 +276,7 @@ class TableSet:
             raise
         return item
 
-    def _fetch(self, item: Item, wanted: list[tuple[str, list[Tensor]]], *, create: bool, dense: bool) -> None:
+    def _fetch(self, item: BatchItem, wanted: list[tuple[str, list[Tensor]]], *, create: bool, dense: bool) -> None:
         """Make ids unique, once per table, and pull their rows in one message per ps."""
         item.rows.router = router = self.client.router
         found: list[Found] = []
@@ -316,7 +316,7 @@ class TableSet:
         since = self.since if create or self.all_since else (ShardKey(0), 0)
         item.ticket = self.client.pull(added, router, create=create, since=since)
 
-    def take(self, item: Item) -> None:
+    def take(self, item: BatchItem) -> None:
         """Wait for the rows of ``item`` and make it the current batch."""
         self._arrive(item)
         for group in self.dense:
@@ -330,7 +330,7 @@ class TableSet:
                     table.show(found)
         self.current = item
 
-    def _arrive(self, item: Item) -> None:
+    def _arrive(self, item: BatchItem) -> None:
         """Wait for what was fetched last; where a bucket moved meanwhile, fetch it all again."""
         while True:
             ticket, fetched = item.ticket, item.fetched
@@ -354,7 +354,7 @@ class TableSet:
             if rows.padding_at >= 0 and self.infos[rows.spec.name].zero_padding:
                 rows.values[rows.padding_at] = 0.0
 
-    def release(self, item: Item) -> None:
+    def release(self, item: BatchItem) -> None:
         """The user is done with this batch: learn from what was asked for."""
         with self._lock:
             self.predictor.used(item.asked, item.predicted)
@@ -436,7 +436,7 @@ class TableSet:
             if len(at):
                 self.put(self.infos[table].spec, ids[at], lookup.values[at], replace=True)
 
-    def _on_demand(self, item: Item, table: str, ids: NDArray[np.int64]) -> Lookup:
+    def _on_demand(self, item: BatchItem, table: str, ids: NDArray[np.int64]) -> Lookup:
         """Rows that were not foreseen, beside those that the batch has already."""
         spec, batch = self.infos[table].spec, self.batches[table]
         if not batch.in_hand:
@@ -470,7 +470,7 @@ class TableSet:
             wanted = self.predictor.siblings(table, ids) or [(table, [ids])]
         if len(self._asides) >= 4:
             self._asides.pop(0).close()
-        item = Item(None, None, BatchRows(self.client.memory, self.client.router))
+        item = BatchItem(None, None, BatchRows(self.client.memory, self.client.router))
         try:
             self._fetch(item, wanted, create=False, dense=False)
         except ScriptError:
@@ -534,7 +534,7 @@ class TableSet:
             self.fresh(spec.name, keys, out)
         return out
 
-    def peek(self, spec: TableSpec, keys: NDArray[np.int64], of: ShardKey, until: int) -> Peeked:
+    def peek(self, spec: TableSpec, keys: NDArray[np.int64], of: ShardKey, until: int) -> PeekedRows:
         """Rows with their optimizer state; ``done`` where they have all positions of ``of`` below ``until``."""
         width = spec.optimizer.state_floats(spec.dim)
         piece = max(1, _PIECE_BYTES // (4 * (spec.dim + width) + 9))
@@ -542,7 +542,7 @@ class TableSet:
             _peeked(self._peek(spec.id, keys[lo : lo + piece], of, until), spec.dim, width)
             for lo in range(0, len(keys), piece)
         ]
-        return Peeked(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        return PeekedRows(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
     def _peek(self, table: TableId, keys: NDArray[np.int64], of: ShardKey, until: int) -> Ticket:
         """Of every ps, also of those without any of the rows."""
@@ -562,7 +562,7 @@ class TableSet:
     def _read(self, spec: TableSpec, keys: NDArray[np.int64], out: NDArray[np.float32], create: bool) -> bool:
         router = self.client.router
         routed, inverse, counts = router.route(spec.id, keys)
-        item = Item(None, None, BatchRows(self.client.memory, router))
+        item = BatchItem(None, None, BatchRows(self.client.memory, router))
         try:
             (rows,) = item.rows.add([(spec, routed, counts)], grads=False)
             since = self.since if create or self.all_since else (ShardKey(0), 0)
@@ -642,7 +642,7 @@ class TableSet:
         info.zero_padding = self.batches[table].zero_padding = False
 
 
-def _peeked(ticket: Ticket, dim: int, width: int) -> Peeked:
+def _peeked(ticket: Ticket, dim: int, width: int) -> PeekedRows:
     columns: list[list[Any]] = [[np.empty(0, np.int64)], [np.empty((0, dim), np.float32)]]
     columns += [[np.empty((0, width), np.float32)], [np.empty(0, np.bool_)]]
     for _, answer, body in ticket.answers:
@@ -654,7 +654,7 @@ def _peeked(ticket: Ticket, dim: int, width: int) -> Peeked:
         columns[1].append(np.frombuffer(body[ends[0] : ends[1]], np.float32).reshape(n, dim))
         columns[2].append(np.frombuffer(body[ends[1] : ends[2]], np.float32).reshape(n, width))
         columns[3].append(np.frombuffer(body[ends[2] : ends[3]], np.uint8).astype(np.bool_))
-    return Peeked(*(np.concatenate(column) for column in columns))
+    return PeekedRows(*(np.concatenate(column) for column in columns))
 
 
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import nn
 
-from everstep.api.seat import Listener, Seat
+from everstep.api.seat import Listener, WorkerRuntime
 from everstep.api.tables import TableSet
 from everstep.data.loader import Loader
 from everstep.errors import EverstepError, ScriptError
@@ -26,7 +26,7 @@ TRAINERS: Final[Mapping[str, str]] = {
 """By mode: module and class. A module is imported when a job of its mode begins."""
 
 
-class Engine(Listener, Protocol):
+class TrainingLoop(Listener, Protocol):
     """Runs the loop, and is told what the master orders."""
 
     clock: StepClock
@@ -49,7 +49,7 @@ class Engine(Listener, Protocol):
 class Trainer(Protocol):
     """Trains the models of a script in one mode."""
 
-    engine: Engine
+    engine: TrainingLoop
     tables: TableSet
     models: list[nn.Module]
     """In the order in which the script gave them to the job."""
@@ -128,10 +128,10 @@ class Trainer(Protocol):
         ...
 
 
-def trainer_for(seat: Seat) -> Trainer:
+def trainer_for(seat: WorkerRuntime) -> Trainer:
     """That of the job's mode."""
     module, _, name = TRAINERS[seat.spec.mode].partition(":")
-    make: Callable[[Seat], Trainer] = getattr(importlib.import_module(module), name)
+    make: Callable[[WorkerRuntime], Trainer] = getattr(importlib.import_module(module), name)
     return make(seat)
 
 

@@ -25,7 +25,6 @@ import msgspec
 
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import Checkpoints, ends_with_checkpoint
-from everstep.brain.control import Control, divide, stale
 from everstep.brain.duty import MAX_RERUNS as MAX_CHIEF_RERUNS
 from everstep.brain.duty import ONCE_KEYS, Duty
 from everstep.brain.events import (
@@ -89,11 +88,12 @@ from everstep.brain.events import (
 )
 from everstep.brain.failures import judge
 from everstep.brain.group import GroupKeeper, Groups
-from everstep.brain.job import Job, Phase
-from everstep.brain.members import Members, Node, Rooms, Seat, set_state
-from everstep.brain.protection import Keeper, Protection
+from everstep.brain.job import JobState, Phase
+from everstep.brain.members import Members, Node, Rooms, SlotRecord, set_state
+from everstep.brain.policy_control import PolicyControl, divide, stale
+from everstep.brain.protection import PlacementController, Protection
 from everstep.brain.replicas import replica_start, resume_replica, save_in_time, take_replica, why_save
-from everstep.brain.shards import Dataset, Epoch, Held, Shards, lease_words
+from everstep.brain.shards import Dataset, Epoch, HeldLease, Shards, lease_words
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.failure import pause_s
@@ -115,7 +115,7 @@ from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, Lease, lease_no, split_key
 from everstep.model.words import cause_words, exit_words
 from everstep.policies.hot import HotMove
-from everstep.policies.places import HOME_NODE
+from everstep.policies.node_selection import HOME_NODE
 from everstep.policies.restarts import is_poison, may_restart
 from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
 
@@ -139,13 +139,13 @@ class State(msgspec.Struct, kw_only=True):
     """All that the brain knows; a snapshot is this, encoded."""
 
     version: int = SNAPSHOT_VERSION
-    job: Job = msgspec.field(default_factory=Job)
+    job: JobState = msgspec.field(default_factory=JobState)
     members: Members = msgspec.field(default_factory=Members)
     shards: Shards = msgspec.field(default_factory=Shards)
     checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
     protection: Protection = msgspec.field(default_factory=Protection)
     groups: Groups = msgspec.field(default_factory=Groups)
-    control: Control = msgspec.field(default_factory=Control)
+    control: PolicyControl = msgspec.field(default_factory=PolicyControl)
     duty: Duty = msgspec.field(default_factory=Duty)
 
     @property
@@ -168,7 +168,7 @@ class Brain:
         self.members = self.state.members
         self.shards = self.state.shards
         self.checkpoints = self.state.checkpoints
-        self.keeper = Keeper(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
+        self.keeper = PlacementController(self.job, self.members, self.shards, self.checkpoints, self.state.protection)
         self.duty = self.state.duty
         self.groups = GroupKeeper(self.job, self.members, self.shards, self.state.groups, self.duty)
         handlers: dict[type, Callable[[Any, Event], list[InstructionType]]] = {
@@ -271,7 +271,7 @@ class Brain:
         return self.state.placement
 
     @property
-    def leases(self) -> dict[ShardKey, Held]:
+    def leases(self) -> dict[ShardKey, HeldLease]:
         """Current leases by shard; for reading."""
         return self.shards.leases
 
@@ -517,7 +517,7 @@ class Brain:
             out.append(ReleaseShards(tuple(self.shards.released)))
         return welcome + out
 
-    def _confirm(self, seat: Seat, lease: Lease) -> bool:
+    def _confirm(self, seat: SlotRecord, lease: Lease) -> bool:
         """Whether this lease, which the worker says it holds, is its own (from now on)."""
         held = self.shards.leases.get(lease.shard)
         member = seat.member
@@ -534,7 +534,7 @@ class Brain:
         seat.held.append(lease.shard)
         return True
 
-    def _place(self, seat: Seat, changed: bool, holds: Holdings | None) -> list[InstructionType]:
+    def _place(self, seat: SlotRecord, changed: bool, holds: Holdings | None) -> list[InstructionType]:
         """A ps said hello: make the first map once all have, or take up what it tells."""
         member, keeper = seat.member, self.keeper
         old = self.state.placement
@@ -613,7 +613,7 @@ class Brain:
             return [_OK, *out, self._fail(4, self.checkpoints.aside_words)]
         return [_OK, *out, *self._settle(f"ps:{told.slot} cannot load bucket {e.bucket}")]
 
-    def _died_loading(self, seat: Seat, reason: str, status: int) -> list[InstructionType]:
+    def _died_loading(self, seat: SlotRecord, reason: str, status: int) -> list[InstructionType]:
         """A ps crashed: if it was loading, that may have been why."""
         if status not in _CRASHES:
             return []
@@ -719,7 +719,7 @@ class Brain:
         return self.state.groups.step if self.replicated else self.shards.samples_done
 
     def _try_again(
-        self, seat: Seat, e: ProcessExited, told: Event, inputs: dict[str, str | int | float | bool]
+        self, seat: SlotRecord, e: ProcessExited, told: Event, inputs: dict[str, str | int | float | bool]
     ) -> list[InstructionType]:
         """Its script raised what may pass: as a loss, but the next process comes a little later."""
         assert e.failure is not None
@@ -733,7 +733,7 @@ class Brain:
 
     def _gone(
         self,
-        seat: Seat,
+        seat: SlotRecord,
         at: float,
         reason: str,
         inputs: dict[str, str | int | float | bool],
@@ -920,7 +920,7 @@ class Brain:
         )
         return self._start(Role.WORKER, slot, at, why)
 
-    def _stopped(self, seat: Seat, at: float) -> list[InstructionType]:
+    def _stopped(self, seat: SlotRecord, at: float) -> list[InstructionType]:
         """A worker that was asked to leave has left; how it ended does not matter."""
         out = self._drop_leases(seat, at, "its worker was scaled in")
         set_state(seat, MemberState.LEFT, at)
@@ -932,7 +932,7 @@ class Brain:
         return out + self._finish_if_all_left(at)
 
     def _ps_gone(
-        self, seat: Seat, at: float, reason: str, inputs: dict[str, str | int | float | bool], failed: str
+        self, seat: SlotRecord, at: float, reason: str, inputs: dict[str, str | int | float | bool], failed: str
     ) -> list[InstructionType]:
         """Others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``: the
         error that it told of itself: a new one would tell the same."""
@@ -970,7 +970,7 @@ class Brain:
         )
         return out + self._start(Role.PS, member.slot, at, why, replaces=True)
 
-    def _ps_stopped(self, seat: Seat, at: float) -> list[InstructionType]:
+    def _ps_stopped(self, seat: SlotRecord, at: float) -> list[InstructionType]:
         """A ps that had given everything away has ended."""
         set_state(seat, MemberState.LEFT, at)
         seat.stopping, slot = False, seat.member.slot
@@ -990,10 +990,10 @@ class Brain:
             books.refill.remove(slot)
             books.leaving[:] = [other for other in books.leaving if other != slot]
 
-    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+    def _drop_leases(self, seat: SlotRecord, at: float, reason: str) -> list[InstructionType]:
         """Every shard of this worker back to the head of TODO, oldest lease first. ``reason`` "": say nothing."""
         positions: dict[int, int] = {}
-        returned: list[Held] = []
+        returned: list[HeldLease] = []
         for key in seat.held:
             number = split_key(key)[0]
             position = positions.get(number, 0)
@@ -1012,7 +1012,7 @@ class Brain:
         }
         return [Note(str(seat.member.key), Decision("shards returned", f"{names}: {reason}", inputs))]
 
-    def _returned_note(self, seat: Seat, held: Held, reason: str) -> Note:
+    def _returned_note(self, seat: SlotRecord, held: HeldLease, reason: str) -> Note:
         inputs: dict[str, str | int | float | bool] = {
             "shard": self.shards.name(held.shard),
             "lease": lease_words(held.no),
@@ -1080,7 +1080,7 @@ class Brain:
         why = Decision("dataset registered", f"'{plan.name}': {plan.samples} samples in {plan.shards} shards", inputs)
         return [Reply(Registered(dataset.number)), Note(f"worker:{told.slot}", why)]
 
-    def _loop_begins(self, seat: Seat, dataset: Dataset, e: PlanRegistered) -> None:
+    def _loop_begins(self, seat: SlotRecord, dataset: Dataset, e: PlanRegistered) -> None:
         if e.loop and not self.replicated:
             dataset.said(e.loop, e.begin, e.until)
             seat.loop = max(seat.loop, e.loop)
@@ -1137,7 +1137,7 @@ class Brain:
             granted[e.ask] = held.shard
         return [Reply(Granted(held.lease))]
 
-    def _back_to(self, loop: int, asker: Seat, dataset: Dataset, epoch: Epoch) -> list[InstructionType]:
+    def _back_to(self, loop: int, asker: SlotRecord, dataset: Dataset, epoch: Epoch) -> list[InstructionType]:
         """Shards of this loop are to do again, and ``asker`` is in a later one. They belong to the loop that asked for
         them: unless some worker will come by there, this one begins its script anew. Where all workers make their steps
         together (sync), all do."""
@@ -1161,11 +1161,11 @@ class Brain:
         together = self.job.spec.consistency.startswith("sync")
         return [self._send_away(seat, why) for seat in (behind if together else [asker])]
 
-    def _comes_again(self, seat: Seat) -> bool:
+    def _comes_again(self, seat: SlotRecord) -> bool:
         """Of a worker that is being ended: whether another process begins in its slot."""
         return seat.running and seat.stopping and not seat.drained and seat.member.slot < self.job.workers_wanted
 
-    def _keep_in_its_loop(self, seat: Seat, key: ShardKey) -> None:
+    def _keep_in_its_loop(self, seat: SlotRecord, key: ShardKey) -> None:
         """This worker had the shard. It may have taken samples of it into a later loop, for a step of that one."""
         number, epoch, _ = split_key(key)
         if 0 < self.shards.datasets[number].loop_of(epoch) < seat.loop and not seat.stopping:
@@ -1174,13 +1174,13 @@ class Brain:
     def _wait(self) -> Reply:
         return Reply(Wait(max(WAIT_MIN_S, len(self.members.workers) / WAIT_WORKERS_PER_S)))
 
-    def _held_by(self, seat: Seat, key: ShardKey, lease: int) -> Held | None:
+    def _held_by(self, seat: SlotRecord, key: ShardKey, lease: int) -> HeldLease | None:
         held = self.shards.leases.get(key)
         if held is None or held.no != lease or held.worker != seat.member.slot:
             return None
         return held
 
-    def _release_hold(self, seat: Seat, held: Held, settled: bool) -> None:
+    def _release_hold(self, seat: SlotRecord, held: HeldLease, settled: bool) -> None:
         """Take the lease out of the worker's books. ``settled``: by the worker itself, so it had the answer."""
         seat.held.remove(held.shard)
         granted = seat.granted.get(held.dataset)
@@ -1527,7 +1527,7 @@ class Brain:
         self.state.protection.wave = wave
         return out + self._settle(f"scaled from {old} to {count} ps")
 
-    def _send_away(self, seat: Seat, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
+    def _send_away(self, seat: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
         """``grace_s`` 0: as long as it takes."""
         seat.stopping = True
         m = seat.member
@@ -1794,12 +1794,12 @@ class Brain:
             return Reply(Fenced(f"worker:{worker} is not a member of this job"))
         return _fenced(Role.WORKER, worker, incarnation, seat)
 
-    def doing(self) -> Iterator[Held]:
+    def doing(self) -> Iterator[HeldLease]:
         """Current leases, for a display."""
         yield from self.shards.leases.values()
 
 
-def _fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: Seat) -> Reply:
+def _fenced(role: Role, slot: Slot, incarnation: Incarnation, seat: SlotRecord) -> Reply:
     now = seat.member
     return Reply(Fenced(f"{role}:{slot} #{incarnation} was replaced (the slot is #{now.incarnation}, {now.state})"))
 

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from everstep.brain.events import CommitManifest, DropCheckpoints, InstructionType, Note, OrderImages, ReleaseShards
-from everstep.brain.job import Job
+from everstep.brain.job import JobState
 from everstep.brain.shards import RELEASE_BATCH, Shards
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, ShardKey, Slot
@@ -36,7 +36,7 @@ from everstep.model.shard import shard_key, split_key
 from everstep.model.table import TableSpec
 from everstep.model.words import checkpoint_words
 from everstep.policies.checkpoints import since_of
-from everstep.policies.retention import Taken, to_drop
+from everstep.policies.retention import CheckpointTaken, to_drop
 from everstep.units import seconds
 
 TRIES = 3  # errors that one ps may tell of one checkpoint
@@ -121,7 +121,7 @@ class Checkpoints(msgspec.Struct):
     committed: bool = False
     increments: int = 0
     shown: Kept | None = None
-    taken: list[Taken] = []
+    taken: list[CheckpointTaken] = []
     given_up: int = 0
     resumed: int = 0
     resumed_from: str = ""
@@ -178,23 +178,23 @@ class Checkpoints(msgspec.Struct):
 
     # ------------------------------------------------------------ shards that may be forgotten
 
-    def release_due(self, job: Job, shards: Shards, finished: bool) -> list[InstructionType]:
+    def release_due(self, job: JobState, shards: Shards, finished: bool) -> list[InstructionType]:
         """After a shard was done (``finished``: the last one of its epoch): what may be released at once."""
         if self.writing is not None or has_checkpoints(job.spec) or waits_for_mirrors(job.spec) or not self.covered:
             return []
         return self._forget(job, shards.release_due(1 if finished else RELEASE_BATCH))
 
-    def confirm(self, job: Job, shards: Shards, before: float) -> list[InstructionType]:
+    def confirm(self, job: JobState, shards: Shards, before: float) -> list[InstructionType]:
         """Everything applied before ``before`` is on all mirrors."""
         self.confirmed = max(self.confirmed, before)
         return self._release(job, shards) if waits_for_mirrors(job.spec) else []
 
-    def cover(self, job: Job, shards: Shards) -> list[InstructionType]:
+    def cover(self, job: JobState, shards: Shards) -> list[InstructionType]:
         """From now on memory is what the job's protection promises: the first mirrors have everything."""
         self.covered = True
         return [] if has_checkpoints(job.spec) or waits_for_mirrors(job.spec) else self._release(job, shards)
 
-    def _release(self, job: Job, shards: Shards) -> list[InstructionType]:
+    def _release(self, job: JobState, shards: Shards) -> list[InstructionType]:
         """All that the tier rule allows by now."""
         if self.writing is not None or not (self.covered or has_checkpoints(job.spec)):
             return []
@@ -208,7 +208,7 @@ class Checkpoints(msgspec.Struct):
             keys = [key for key in keys if shards.releasing[key].at < self.confirmed]
         return self._forget(job, shards.release(keys))
 
-    def _forget(self, job: Job, keys: tuple[ShardKey, ...]) -> list[InstructionType]:
+    def _forget(self, job: JobState, keys: tuple[ShardKey, ...]) -> list[InstructionType]:
         if not keys:
             return []
         self.usable = self.usable and has_checkpoints(job.spec)
@@ -216,7 +216,7 @@ class Checkpoints(msgspec.Struct):
 
     # ------------------------------------------------------------ one checkpoint
 
-    def begin(self, job: Job, at: float, reason: CheckpointReason, base: bool) -> list[InstructionType]:
+    def begin(self, job: JobState, at: float, reason: CheckpointReason, base: bool) -> list[InstructionType]:
         """Order images from every ps; nothing if one is being written."""
         if self.writing is not None:
             return []
@@ -235,7 +235,7 @@ class Checkpoints(msgspec.Struct):
 
     def take(
         self,
-        job: Job,
+        job: JobState,
         shards: Shards,
         at: float,
         slot: Slot,
@@ -295,7 +295,7 @@ class Checkpoints(msgspec.Struct):
             out += self.give_up(f"{member} failed {count} times, last: {error}")
         return out
 
-    def _complete(self, job: Job, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
+    def _complete(self, job: JobState, shards: Shards, writing: Writing, at: float) -> list[InstructionType]:
         """Every bucket has an image: have the manifest written."""
         images = tuple(writing.images[b] for b in sorted(writing.images))
         tables = tuple(writing.tables[name] for name in sorted(writing.tables))
@@ -325,7 +325,7 @@ class Checkpoints(msgspec.Struct):
         return [CommitManifest(manifest, why)]
 
     def commit(
-        self, job: Job, shards: Shards, at: float, checkpoint: int, error: str, pinned: Collection[int] = ()
+        self, job: JobState, shards: Shards, at: float, checkpoint: int, error: str, pinned: Collection[int] = ()
     ) -> list[InstructionType]:
         """The manifest is durable, or could not be written. ``pinned``: checkpoints that are being loaded from."""
         writing = self.writing
@@ -361,9 +361,9 @@ class Checkpoints(msgspec.Struct):
         out += self._retire(job, manifest, pinned)
         return [Note("", why), *out]
 
-    def _retire(self, job: Job, manifest: Manifest, pinned: Collection[int]) -> list[InstructionType]:
+    def _retire(self, job: JobState, manifest: Manifest, pinned: Collection[int]) -> list[InstructionType]:
         """Drop what retention does not keep. Those of the job that this one went on from are not this one's to drop."""
-        self.taken.append(Taken(manifest.checkpoint, manifest.at))
+        self.taken.append(CheckpointTaken(manifest.checkpoint, manifest.at))
         every = job.spec.checkpoint_keep_every
         found = to_drop(self.taken, job.spec.checkpoint_keep, seconds(every) if every else 0.0)
         drop = tuple(number for number in found if number not in pinned)
@@ -398,7 +398,7 @@ class Checkpoints(msgspec.Struct):
             return []
         return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
 
-    def finish(self, job: Job, at: float) -> list[InstructionType] | None:
+    def finish(self, job: JobState, at: float) -> list[InstructionType] | None:
         """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
         there; None: it is over, committed or not."""
         if self.final or not ends_with_checkpoint(job.spec):
@@ -418,7 +418,9 @@ class Checkpoints(msgspec.Struct):
 
     # ------------------------------------------------------------ going on from another job's
 
-    def resume(self, job: Job, shards: Shards, manifest: Manifest, url: str, numbers: int) -> list[InstructionType]:
+    def resume(
+        self, job: JobState, shards: Shards, manifest: Manifest, url: str, numbers: int
+    ) -> list[InstructionType]:
         """Begin with what ``manifest`` has; nothing if this job has begun in any way. Raises nothing: whoever made the
         event checked that the manifest is whole and of as many buckets."""
         if self.resumed or shards.datasets or self.newest is not None:
@@ -432,7 +434,7 @@ class Checkpoints(msgspec.Struct):
         words = f"checkpoint {manifest.checkpoint} of {url}: {shards.samples_done} samples are in all of its images"
         return [Note("", Decision("resume", words + by_word(job), inputs))]
 
-    def validate(self, job: Job) -> None:
+    def validate(self, job: JobState) -> None:
         """Assert what must always hold."""
         assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
         if self.newest is not None and self.newest.replica is None:
@@ -443,7 +445,7 @@ class Checkpoints(msgspec.Struct):
             assert (self.writing.manifest is not None) <= whole
 
 
-def by_word(job: Job) -> str:
+def by_word(job: JobState) -> str:
     """What is said of a checkpoint that the user said to trust; "" of any other."""
     if not job.spec.trusted:
         return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.brain.members import Members, Seat
+from everstep.brain.members import Members, SlotRecord
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberState
 
@@ -41,7 +41,7 @@ class Duty(msgspec.Struct):
     def __repr__(self) -> str:
         return f"<duty of {f'worker:{self.slot}' if self.slot >= 0 else 'nobody'}{' done' if self.done else ''}>"
 
-    def ask(self, members: Members, seat: Seat, final: frozenset[Slot], trained: bool) -> bool:
+    def ask(self, members: Members, seat: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
         """Whether the process of ``seat`` is the chief. ``final``: workers that have the state that all end with, where
         that is known; ``trained``: all data is."""
         if not self.done and not self._keeps(members, seat, final, trained):
@@ -54,7 +54,7 @@ class Duty(msgspec.Struct):
             seat.chief = CHIEF if chief else NOT_CHIEF
         return chief
 
-    def _keeps(self, members: Members, asker: Seat, final: frozenset[Slot], trained: bool) -> bool:
+    def _keeps(self, members: Members, asker: SlotRecord, final: frozenset[Slot], trained: bool) -> bool:
         """Whether the duty stays where it is although ``asker`` would like to know."""
         holder = members.workers.get(self.slot)
         if holder is asker:
@@ -66,7 +66,7 @@ class Duty(msgspec.Struct):
         behind = behind and (trained or self.told != holder.member.incarnation)
         return not (lost or behind)
 
-    def ended_well(self, members: Members, seat: Seat) -> None:
+    def ended_well(self, members: Members, seat: SlotRecord) -> None:
         """The script of this process has come to its end."""
         if self.done:
             return
@@ -94,7 +94,7 @@ class Duty(msgspec.Struct):
 
     # ------------------------------------------------------------ what may be done once
 
-    def claim(self, members: Members, key: str, seat: Seat) -> bool:
+    def claim(self, members: Members, key: str, seat: SlotRecord) -> bool:
         """Whether the process of ``seat`` is to do it: it was not done, and nobody who lives is at it."""
         known, m = self.once.get(key), seat.member
         if known is not None and (known.done or self._lives(members, known)):
@@ -106,7 +106,7 @@ class Duty(msgspec.Struct):
         seat = members.workers.get(claim.slot)
         return seat is not None and seat.running and seat.member.incarnation == claim.incarnation
 
-    def did(self, key: str, seat: Seat) -> None:
+    def did(self, key: str, seat: SlotRecord) -> None:
         self.once[key] = Claim(seat.member.slot, seat.member.incarnation, done=True)
 
 

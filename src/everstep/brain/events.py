@@ -23,7 +23,7 @@ from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
-from everstep.model.shard import Lease, Plan
+from everstep.model.shard import Lease, ShardSchedule
 from everstep.model.table import TableSpec
 from everstep.policies.hot import HotMove
 
@@ -208,7 +208,7 @@ class PlanRegistered(Fact, frozen=True, tag="plan_registered"):
     ``loop``: of its script, from 1 (0: not said), which is over epochs ``[begin, until)``; the audit compares.
     Answer: Registered | Refused | Fenced."""
 
-    plan: Plan
+    plan: ShardSchedule
     loop: Whole = 0
     begin: Whole = 0
     until: Whole = 0
@@ -332,7 +332,7 @@ class HotBuckets(Fact, frozen=True, tag="hot_buckets"):
 
 
 class PlanMade(Fact, frozen=True, tag="plan_made"):
-    """The job's policy wants this; it was checked against what the policy had seen (``brain.control.refuse``)."""
+    """The job's policy wants this; it was checked against what the policy had seen (see ``brain.policy_control``)."""
 
     policy: str
     plan: PolicyPlan

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from everstep.brain.members import Members, Seat
+from everstep.brain.members import Members, SlotRecord
 from everstep.model.failure import Failure
 from everstep.model.member import Role
 
 
-def judge(failure: Failure | None, seat: Seat, members: Members, retries: int, progress: int) -> str:
+def judge(failure: Failure | None, seat: SlotRecord, members: Members, retries: int, progress: int) -> str:
     """Count it. ``progress``: what the job has trained so far, a number that grows. Returns why
     there is no other try, "" where there is one."""
     if failure is None or failure.cause == "script":

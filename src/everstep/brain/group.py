@@ -35,12 +35,12 @@ from everstep.brain.events import (
     StepsCommitted,
     StopProcess,
 )
-from everstep.brain.job import Job, Phase
-from everstep.brain.members import Members, Seat
+from everstep.brain.job import JobState, Phase
+from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Committed, Group, GroupMember, Mark, Split
+from everstep.model.group import Committed, Group, GroupMember, Mark, StepSplit
 from everstep.model.member import Address, Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, AdjustRate
 from everstep.model.reasons import LeaveReason
@@ -92,7 +92,7 @@ class Leaver(msgspec.Struct, array_like=True):
     member: GroupMember
 
 
-class Gone(msgspec.Struct, array_like=True):
+class LostMember(msgspec.Struct, array_like=True):
     """Lost while in the group; ``generation``: the first one without it."""
 
     slot: Slot
@@ -148,7 +148,7 @@ class Groups(msgspec.Struct, kw_only=True):
     generations: int = 0
     origin: int = 0
     asked: dict[Slot, Asker] = {}
-    gone: list[Gone] = []
+    gone: list[LostMember] = []
     leavers: list[Leaver] = []
     dismissed: list[list[int]] = []
     entered: dict[Slot, tuple[Incarnation, int]] = {}
@@ -193,7 +193,7 @@ class GroupKeeper:
 
     __slots__ = ("_leaving", "books", "committing", "duty", "job", "members", "saving", "shards", "start", "void")
 
-    def __init__(self, job: Job, members: Members, shards: Shards, books: Groups, duty: Duty) -> None:
+    def __init__(self, job: JobState, members: Members, shards: Shards, books: Groups, duty: Duty) -> None:
         self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
         self.start: tuple[Mark, int] = (Mark(), 0)
         self.saving = self.committing = self.void = False
@@ -201,27 +201,27 @@ class GroupKeeper:
 
     # ------------------------------------------------------------ views
 
-    def living(self, slot: Slot, incarnation: Incarnation) -> Seat | None:
+    def living(self, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
         return self.members.current(Role.WORKER, slot, incarnation)
 
-    def _ask_of(self, seat: Seat) -> Asker | None:
+    def _ask_of(self, seat: SlotRecord) -> Asker | None:
         """What this process asked; None: nothing, or a process before it in its slot did."""
         ask = self.books.asked.get(seat.member.slot)
         return ask if ask is not None and ask.incarnation == seat.member.incarnation else None
 
-    def member(self, seat: Seat) -> bool:
+    def member(self, seat: SlotRecord) -> bool:
         """Whether this process is in the group published last."""
         group, m = self.books.group, seat.member
         return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
 
-    def trains(self, seat: Seat) -> bool:
+    def trains(self, seat: SlotRecord) -> bool:
         """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
         m = seat.member
         if m.role is not Role.WORKER or (self._leaver(seat) is None and not self.member(seat)):
             return False
         return [m.slot, m.incarnation] not in self.books.dismissed
 
-    def _leaver(self, seat: Seat) -> Leaver | None:
+    def _leaver(self, seat: SlotRecord) -> Leaver | None:
         """What is noted of this process while it is on its way out of the group."""
         return self._leaving_now().get((seat.member.slot, seat.member.incarnation))
 
@@ -234,7 +234,7 @@ class GroupKeeper:
     def _set_leavers(self, leavers: list[Leaver]) -> None:
         self.books.leavers, self._leaving = leavers, None
 
-    def left_to_wait(self, seat: Seat) -> bool:
+    def left_to_wait(self, seat: SlotRecord) -> bool:
         """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
         others have changed over. (Who asks is in no group that works, or has a new master.)"""
         group = self.books.group
@@ -278,7 +278,7 @@ class GroupKeeper:
         over = self.data_done() and any(map(self._has_the_end, group.members))
         return msgspec.structs.replace(group, joining=self.joining(), over=over)
 
-    def words(self, seat: Seat) -> str:
+    def words(self, seat: SlotRecord) -> str:
         """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
         group, m = self.books.group, seat.member
         rank = group.rank(m.slot, m.incarnation) if group is not None else -1
@@ -311,13 +311,13 @@ class GroupKeeper:
                 out.append(self._as_member(seat, ask))
         return out
 
-    def _as_member(self, seat: Seat, ask: Asker) -> GroupMember:
+    def _as_member(self, seat: SlotRecord, ask: Asker) -> GroupMember:
         m = seat.member
         return GroupMember(m.slot, m.incarnation, m.node, ask.address)
 
     # ------------------------------------------------------------ what workers say
 
-    def asks(self, seat: Seat, e: GroupAsked) -> Refused | None:
+    def asks(self, seat: SlotRecord, e: GroupAsked) -> Refused | None:
         """A worker is in its loop. Returns why not."""
         books, shards, m = self.books, self.shards, seat.member
         if not 0 <= e.dataset < len(shards.datasets):
@@ -353,13 +353,13 @@ class GroupKeeper:
         trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
         return trains and books.confirmed >= books.origin
 
-    def over_for(self, seat: Seat, e: GroupAsked) -> bool:
+    def over_for(self, seat: SlotRecord, e: GroupAsked) -> bool:
         """Whether the loop of an asker that has the newest state, and is in no group, is over."""
         newest = self.books.cursor(e.dataset)
         has_it = e.mark is not None and e.mark.step >= newest.step
         return has_it and not self.void and not self.member(seat) and newest.epoch >= e.until_epoch
 
-    def told_over(self, seat: Seat) -> None:
+    def told_over(self, seat: SlotRecord) -> None:
         """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
         it would wait for members that end."""
         self.books.passed[seat.member.slot] = seat.member.incarnation
@@ -377,7 +377,7 @@ class GroupKeeper:
             return []
         return self._send_home()
 
-    def synced(self, seat: Seat, generation: int) -> list[InstructionType]:
+    def synced(self, seat: SlotRecord, generation: int) -> list[InstructionType]:
         """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
         all that it had committed before."""
         books, m = self.books, seat.member
@@ -391,7 +391,7 @@ class GroupKeeper:
             ask.synced = max(ask.synced, generation)
         return []
 
-    def said_done(self, seat: Seat) -> bool:
+    def said_done(self, seat: SlotRecord) -> bool:
         """Whether this process told that its script came to its end, with all data trained."""
         m = seat.member
         return self.has_ended(seat) and self.data_done() and self.living(m.slot, m.incarnation) is not None
@@ -403,12 +403,12 @@ class GroupKeeper:
             return False
         return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
 
-    def has_ended(self, seat: Seat) -> bool:
+    def has_ended(self, seat: SlotRecord) -> bool:
         """Whether this process told that its script came to its end."""
         ask = self._ask_of(seat)
         return ask is not None and ask.leaving is LeaveReason.DONE
 
-    def has_state(self, seat: Seat) -> bool:
+    def has_state(self, seat: SlotRecord) -> bool:
         """Whether this process has the state of all committed steps for certain."""
         group, m = self.books.group, seat.member
         life = (m.slot, m.incarnation)
@@ -417,11 +417,11 @@ class GroupKeeper:
             known.append(leaver.member)
         return not self.void and any(map(self.holds, known))
 
-    def ended_well(self, seat: Seat) -> bool:
+    def ended_well(self, seat: SlotRecord) -> bool:
         """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
         return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
 
-    def leaves(self, seat: Seat, reason: LeaveReason) -> None:
+    def leaves(self, seat: SlotRecord, reason: LeaveReason) -> None:
         ask = self._ask_of(seat)
         if ask is not None:
             ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
@@ -437,7 +437,7 @@ class GroupKeeper:
         elif gone:
             self.books.force = "a member waits for one that has left"
 
-    def stuck(self, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[Seat | None, str]:
+    def stuck(self, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[SlotRecord | None, str]:
         """A member has waited in a group of ``generation``. Where all of that group wait, each for the others, and all
         are heard, a connection between two of them is dead (or they wait in different groups, which is a bug): they
         leave these at once, for one with new connections. Where that does not help, the youngest of them is to end.
@@ -483,7 +483,7 @@ class GroupKeeper:
         left = leaver.generation if leaver is not None and leaver.member == m else generation + 1
         return life == m.incarnation and entered <= generation < left
 
-    def ended(self, seat: Seat, clean: bool) -> None:
+    def ended(self, seat: SlotRecord, clean: bool) -> None:
         """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
         books, m = self.books, seat.member
         if m.role is not Role.WORKER:
@@ -504,9 +504,9 @@ class GroupKeeper:
         for slot, incarnation in lives:
             if (slot, incarnation) not in known:
                 known.add((slot, incarnation))
-                books.gone.append(Gone(slot, incarnation, books.generations + 1))
+                books.gone.append(LostMember(slot, incarnation, books.generations + 1))
 
-    def blame(self, seat: Seat, at: float, reason: str) -> str:
+    def blame(self, seat: SlotRecord, at: float, reason: str) -> str:
         """A member was lost: the error if the group gets nowhere, else ""."""
         books, limit = self.books, self.job.spec.quarantine_after
         if books.step > books.furthest:
@@ -744,31 +744,31 @@ class GroupKeeper:
         old, slots = group.split, [m.slot for m in group.members]
         before = old.shares or tuple(even(self.samples(), group.size))
         told = (0,) * group.size if shares or not old.passes else old.passes
-        split = Split(
+        split = StepSplit(
             old.version,
             tuple(shares.get(slot, share) for slot, share in zip(slots, before, strict=True)),
             tuple(passes.get(slot, n) for slot, n in zip(slots, told, strict=True)),
             rate,
         )
-        now = Split(old.version, before, old.passes or (0,) * group.size, old.rate)
+        now = StepSplit(old.version, before, old.passes or (0,) * group.size, old.rate)
         if split == now:
             return None
         books.splits += 1
         books.group = msgspec.structs.replace(group, split=msgspec.structs.replace(split, version=books.splits))
         return PublishGroup(msgspec.structs.replace(books.group, joining=self.joining()), why)
 
-    def _carried(self, members: tuple[GroupMember, ...]) -> Split:
+    def _carried(self, members: tuple[GroupMember, ...]) -> StepSplit:
         """The split of the group published last, for ``members``: who stays keeps its share, who comes takes a middle
         one. Passes are forgotten: they were asked for another number of samples, and may not fit into memory now."""
         books = self.books
         old = books.group
-        if old is None or old.split == Split():
-            return Split()
+        if old is None or old.split == StepSplit():
+            return StepSplit()
         rank = {m: r for r, m in enumerate(old.members)}
         shares = old.split.shares
         books.splits += 1
         middle = max(1, sum(shares) // max(1, len(shares)))
-        return Split(
+        return StepSplit(
             books.splits,
             tuple(shares[rank[m]] if m in rank else middle for m in members) if shares else (),
             (),
@@ -839,7 +839,7 @@ class GroupKeeper:
         books.dismissed = [[m.slot, m.incarnation] for m in going]
         return out
 
-    def _has_left(self, seat: Seat) -> bool:
+    def _has_left(self, seat: SlotRecord) -> bool:
         ask = self._ask_of(seat)
         return ask is not None and bool(ask.leaving)
 

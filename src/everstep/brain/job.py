@@ -19,7 +19,7 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-class Job(msgspec.Struct, kw_only=True):
+class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
     numbers."""
 

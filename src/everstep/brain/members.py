@@ -9,7 +9,7 @@ import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Member, MemberState, Role
-from everstep.policies.places import HOME_NODE, Room, choose_ps_node, choose_worker_node
+from everstep.policies.node_selection import HOME_NODE, NodeRoom, choose_ps_node, choose_worker_node
 
 RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 
@@ -30,7 +30,7 @@ class Node(msgspec.Struct):
     returns: int = 0
 
 
-class Seat(msgspec.Struct):
+class SlotRecord(msgspec.Struct):
     """One slot of a role and the process that fills it (or filled it last).
 
     ``losses``: processes lost in this slot so far; ``streak``: of those, in a row without a shard done between.
@@ -76,28 +76,28 @@ class Members(msgspec.Struct):
     """Everyone that is or was part of the job. ``homes``: the node that brought a worker slot along."""
 
     nodes: dict[NodeId, Node] = {}
-    workers: dict[Slot, Seat] = {}
-    servers: dict[Slot, Seat] = {}
+    workers: dict[Slot, SlotRecord] = {}
+    servers: dict[Slot, SlotRecord] = {}
     homes: dict[Slot, NodeId] = {}
 
-    def of(self, role: Role) -> dict[Slot, Seat]:
+    def of(self, role: Role) -> dict[Slot, SlotRecord]:
         return self.workers if role is Role.WORKER else self.servers
 
-    def all(self) -> Iterator[Seat]:
+    def all(self) -> Iterator[SlotRecord]:
         yield from self.workers.values()
         yield from self.servers.values()
 
-    def on(self, node: NodeId) -> list[Seat]:
+    def on(self, node: NodeId) -> list[SlotRecord]:
         return [seat for seat in self.all() if seat.member.node == node]
 
-    def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+    def current(self, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
         """The seat, if this very process fills it and was not declared dead; else None: it is fenced."""
         seat = self.of(role).get(slot)
         if seat is None or seat.member.incarnation != incarnation or seat.member.state not in RUNNING:
             return None
         return seat
 
-    def rooms(self, role: Role) -> list[Room]:
+    def rooms(self, role: Role) -> list[NodeRoom]:
         """What each living node can still take of this role. ``used`` is 0 where the places are not counted."""
         places = {
             n.node: n.worker_places if role is Role.WORKER else n.ps_places
@@ -109,14 +109,14 @@ class Members(msgspec.Struct):
             for seat in self.of(role).values():
                 if seat.running and places.get(seat.member.node):
                     used[seat.member.node] += 1
-        return [Room(node, of, used[node]) for node, of in places.items()]
+        return [NodeRoom(node, of, used[node]) for node, of in places.items()]
 
-    def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> Seat:
+    def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> SlotRecord:
         """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
         seat = self.of(role).get(slot)
         if seat is None:
             member = Member(role=role, slot=slot, incarnation=Incarnation(1), node=node, since=at)
-            seat = Seat(member)
+            seat = SlotRecord(member)
             self.of(role)[slot] = seat
             return seat
         seat.member = Member(
@@ -127,12 +127,12 @@ class Members(msgspec.Struct):
         seat.asked, seat.granted, seat.settled, seat.done = {}, {}, {}, []
         return seat
 
-    def adopt(self, role: Role, slot: Slot, incarnation: Incarnation, node: NodeId, at: float) -> Seat:
+    def adopt(self, role: Role, slot: Slot, incarnation: Incarnation, node: NodeId, at: float) -> SlotRecord:
         """A process of a later life than known (its start was lost with an unsynced journal tail): it is the one."""
         seat = self.of(role).get(slot)
         member = Member(role=role, slot=slot, incarnation=incarnation, node=node, since=at)
         if seat is None:
-            seat = self.of(role)[slot] = Seat(member)
+            seat = self.of(role)[slot] = SlotRecord(member)
         else:
             seat.member = member
             seat.stopping = seat.finished = seat.waiting = seat.drained = False
@@ -143,11 +143,11 @@ class Members(msgspec.Struct):
 
 class Rooms:
     """Where processes of a role are started, counted once for all that one event starts: each further one costs
-    little, however many nodes and members there are. What it chooses is what ``policies.places`` says."""
+    little, however many nodes and members there are. What it chooses is what ``policies.node_selection`` says."""
 
     def __init__(self, members: Members, role: Role) -> None:
         self._members, self._role = members, role
-        self._rooms: dict[NodeId, Room] | None = None
+        self._rooms: dict[NodeId, NodeRoom] | None = None
         self._order: dict[NodeId, int] = {}
         self._counted: list[tuple[int, int, NodeId]] = []  # heap: most free places first; old entries are left in
         self._open: list[NodeId] = []  # the home node, and those that take any number
@@ -170,10 +170,10 @@ class Rooms:
         """A process was started on ``node``."""
         if self._rooms is not None and node in self._rooms:
             room = self._rooms[node]
-            self._rooms[node] = Room(room.node, room.places, room.used + 1)
+            self._rooms[node] = NodeRoom(room.node, room.places, room.used + 1)
             self._offer(self._rooms[node])
 
-    def _now(self) -> dict[NodeId, Room]:
+    def _now(self) -> dict[NodeId, NodeRoom]:
         if self._rooms is None:
             self._rooms = {room.node: room for room in self._members.rooms(self._role)}
             for number, room in enumerate(self._rooms.values()):
@@ -183,7 +183,7 @@ class Rooms:
                 self._offer(room)
         return self._rooms
 
-    def _offer(self, room: Room) -> None:
+    def _offer(self, room: NodeRoom) -> None:
         if room.places > 0 and room.free:
             heapq.heappush(self._counted, (room.used - room.places, self._order[room.node], room.node))
 
@@ -198,7 +198,7 @@ class Rooms:
         return None
 
 
-def set_state(seat: Seat, state: MemberState, at: float) -> None:
+def set_state(seat: SlotRecord, state: MemberState, at: float) -> None:
     if seat.member.state is not state:
         seat.member.state = state
         seat.member.since = at

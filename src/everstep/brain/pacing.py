@@ -30,14 +30,14 @@ import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import Place, Portion, Share, Turn
+from everstep.model.turn import BatchShare, Share, Turn, WorkerClock
 
 
 class _Seen(msgspec.Struct):
     """What a worker told last. ``out``: it does not count until it tells something else (its lease expired)."""
 
     incarnation: Incarnation
-    place: Place
+    place: WorkerClock
     out: bool = False
 
 
@@ -65,8 +65,8 @@ class Pacing:
     def __init__(self, consistency: Consistency, master: Incarnation) -> None:
         self.consistency, self.master = consistency, master
         self.backup = self._backup_next = consistency.backup  # of the step under way; of the next one
-        self._portions: tuple[Portion, ...] = ()
-        self._portions_next: tuple[Portion, ...] = ()
+        self._portions: tuple[BatchShare, ...] = ()
+        self._portions_next: tuple[BatchShare, ...] = ()
         self.wanted = 0  # workers
         self.step = 0 if master == 1 else -1
         self.iterations = 0  # of the job's scripts, in all closed steps: the most that a worker has told of
@@ -113,7 +113,7 @@ class Pacing:
         holding: Collection[Slot],
         wanted: int,
         backup: int = -1,
-        portions: tuple[Portion, ...] = (),
+        portions: tuple[BatchShare, ...] = (),
     ) -> bool:
         """``here``: the processes that run, by slot; ``holding``: those who hold a lease; ``wanted``: workers of the
         job; ``backup`` (-1: as the job says), ``portions``: from the next step on. Whether ``turn`` changed."""
@@ -131,7 +131,7 @@ class Pacing:
             del self._seen[slot]
         return self._settle(before)
 
-    def told(self, slot: Slot, incarnation: Incarnation, place: Place) -> bool:
+    def told(self, slot: Slot, incarnation: Incarnation, place: WorkerClock) -> bool:
         """A worker told where it is. Whether ``turn`` changed."""
         before = self._state()
         if self._here.get(slot, incarnation) > incarnation:

@@ -18,11 +18,11 @@ import msgspec
 
 from everstep.brain.checkpoints import Checkpoints, has_checkpoints
 from everstep.brain.events import BucketsReady, InstructionType, LoadFailed, MirrorsReady, Note, PublishPlacement
-from everstep.brain.job import Job
+from everstep.brain.job import JobState
 from everstep.brain.members import Members
 from everstep.brain.placement import Acks, places_of
 from everstep.brain.shards import Shards
-from everstep.config.parity import Code, parse_code
+from everstep.config.parity import ParityCode, parse_code
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.decision import Decision
 from everstep.model.image import Holdings
@@ -31,9 +31,9 @@ from everstep.model.placement import MirrorKind, Placement, PsPlace
 from everstep.model.reasons import Arrival
 from everstep.policies.draft import Draft, How, Pending, level_counts
 from everstep.policies.hot import HotMove
-from everstep.policies.moves import Steps, advance, under_way
+from everstep.policies.moves import MoveSteps, advance, under_way
 from everstep.policies.recovery import Recovered, begin_again, recover
-from everstep.policies.stripes import Layout, arrange, members_of
+from everstep.policies.stripes import StripeLayout, arrange, members_of
 
 MAPS_REMEMBERED = 16
 
@@ -54,7 +54,7 @@ class Protection(msgspec.Struct, kw_only=True):
     """
 
     placement: Placement | None = None
-    layout: Layout | None = None
+    layout: StripeLayout | None = None
     over: tuple[Slot, ...] = ()
     mirrors: int = 0
     ready: list[int] = []
@@ -76,17 +76,19 @@ class Protection(msgspec.Struct, kw_only=True):
         return f"<protection v{version} {len(self.missing)} buckets missing, {len(self.ready)} mirrors ready>"
 
 
-class Keeper:
+class PlacementController:
     """Changes :class:`Protection`; a thin hand of the brain, without a state of its own."""
 
     __slots__ = ("books", "checkpoints", "job", "members", "shards")
 
-    def __init__(self, job: Job, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection) -> None:
+    def __init__(
+        self, job: JobState, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection
+    ) -> None:
         self.job, self.members, self.shards = job, members, shards
         self.checkpoints, self.books = checkpoints, books
 
     @property
-    def code(self) -> Code:
+    def code(self) -> ParityCode:
         return parse_code(self.job.spec.parity)
 
     def servers(self) -> list[Member]:
@@ -306,7 +308,7 @@ class Keeper:
         books.gone, books.ending = [], []
         draft.living |= reborn
         out = self._losses(recovered) if recovered.buckets or cut_off else []
-        steps = Steps()
+        steps = MoveSteps()
         if draft.living:
             books.layout = self._layout(draft, recovered)
             steps = advance(draft, books.layout)
@@ -354,7 +356,7 @@ class Keeper:
         found = self.checkpoints.newest_image(bucket)
         return found[0] if found is not None else None
 
-    def _layout(self, draft: Draft, recovered: Recovered) -> Layout:
+    def _layout(self, draft: Draft, recovered: Recovered) -> StripeLayout:
         """The wanted layout: the one before, unless ps came, left or died, or buckets went elsewhere."""
         books = self.books
         assert books.layout is not None
@@ -365,7 +367,7 @@ class Keeper:
         for bucket in recovered.buckets:
             owner[bucket] = draft.owner[bucket]
         books.over = tuple(sorted(staying))
-        return arrange(draft.code, len(owner), books.over, Layout(tuple(owner), books.layout.sites))
+        return arrange(draft.code, len(owner), books.over, StripeLayout(tuple(owner), books.layout.sites))
 
     def _early(self) -> set[Slot]:
         """Ps that have joined and wait for others of their wave: each plan of its own would move buckets twice."""
@@ -409,7 +411,9 @@ class Keeper:
         words = f"pushes that were acknowledged may not have reached every mirror: {what} and checked"
         return [*out, Note("", Decision("reopen shards", words, inputs))]
 
-    def _publish(self, draft: Draft, recovered: Recovered, steps: Steps, why: str, out: list[InstructionType]) -> None:
+    def _publish(
+        self, draft: Draft, recovered: Recovered, steps: MoveSteps, why: str, out: list[InstructionType]
+    ) -> None:
         old, books = self.books.placement, self.books
         assert old is not None
         still = {*draft.owner, *(m.at for m in draft.mirrors), *(p.source for p in draft.missing.values())}
@@ -485,7 +489,7 @@ class Keeper:
             if self.may_move(move.bucket, move.target) and layout.owner[move.bucket] == move.source:
                 owner = list(layout.owner)
                 owner[move.bucket] = move.target
-                self.books.layout = Layout(tuple(owner), layout.sites)
+                self.books.layout = StripeLayout(tuple(owner), layout.sites)
                 done.append(move)
         return done
 

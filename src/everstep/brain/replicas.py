@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
-from everstep.brain.job import Job
+from everstep.brain.job import JobState
 from everstep.brain.shards import Shards
 from everstep.model.decision import Decision
 from everstep.model.group import Mark
@@ -32,7 +32,7 @@ def cursors_at(groups: Groups, mark: Mark) -> dict[int, tuple[int, int]]:
 
 def take_replica(
     checkpoints: Checkpoints,
-    job: Job,
+    job: JobState,
     shards: Shards,
     groups: Groups,
     checkpoint: int,
@@ -101,7 +101,13 @@ def _position(
 
 
 def resume_replica(
-    checkpoints: Checkpoints, job: Job, shards: Shards, keeper: GroupKeeper, manifest: Manifest, url: str, numbers: int
+    checkpoints: Checkpoints,
+    job: JobState,
+    shards: Shards,
+    keeper: GroupKeeper,
+    manifest: Manifest,
+    url: str,
+    numbers: int,
 ) -> list[InstructionType]:
     """Begin with what ``manifest`` has; nothing if this job has begun in any way."""
     replica = manifest.replica
@@ -139,7 +145,7 @@ def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
     return _turned(newest.replica.mark, newest), newest.checkpoint
 
 
-def why_save(event: object, out: Sequence[InstructionType], job: Job) -> CheckpointReason | None:
+def why_save(event: object, out: Sequence[InstructionType], job: JobState) -> CheckpointReason | None:
     """Why to save the state while there is still somebody who can: one member is left, or a node is taken away; None:
     no reason."""
     for one in out:
@@ -149,7 +155,7 @@ def why_save(event: object, out: Sequence[InstructionType], job: Job) -> Checkpo
 
 
 def save_in_time(
-    checkpoints: Checkpoints, job: Job, groups: Groups, reason: CheckpointReason, at: float, more: bool = False
+    checkpoints: Checkpoints, job: JobState, groups: Groups, reason: CheckpointReason, at: float, more: bool = False
 ) -> list[InstructionType]:
     """A checkpoint, if there is anything that is in none yet. ``more``: there are steps that were not told yet."""
     if job.over or not has_checkpoints(job.spec) or groups.group is None:

@@ -18,7 +18,7 @@ import msgspec
 
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.image import BucketImage, DatasetPosition, EpochPosition
-from everstep.model.shard import LEASE_COUNTER_BITS, Lease, Plan, ShardState, shard_key, split_key
+from everstep.model.shard import LEASE_COUNTER_BITS, Lease, ShardSchedule, ShardState, shard_key, split_key
 
 RELEASE_BATCH = 16
 RELEASED_REMEMBERED = 256  # said again to a ps that re-joins; a release lost for good only costs it some memory
@@ -29,7 +29,7 @@ def lease_words(no: int) -> str:
     return f"{no >> LEASE_COUNTER_BITS}.{no & ((1 << LEASE_COUNTER_BITS) - 1)}"
 
 
-class Held(msgspec.Struct, array_like=True):
+class HeldLease(msgspec.Struct, array_like=True):
     """A current lease: shard, number, whose."""
 
     no: LeaseNo
@@ -48,7 +48,7 @@ class Held(msgspec.Struct, array_like=True):
         return Lease(self.no, self.shard, self.start, self.stop)
 
 
-class Finished(msgspec.Struct, array_like=True):
+class FinishedShard(msgspec.Struct, array_like=True):
     """A shard that is done and not released: samples that count, when, under which lease."""
 
     samples: int
@@ -95,7 +95,7 @@ class Dataset(msgspec.Struct):
     that any of it was done."""
 
     number: int
-    plan: Plan
+    plan: ShardSchedule
     epochs: list[Epoch] = []
     epochs_known: int = 0
     reopened: list[int] = []
@@ -161,12 +161,12 @@ class Shards(msgspec.Struct):
     end of the data, and not done since."""
 
     datasets: list[Dataset] = []
-    leases: dict[ShardKey, Held] = {}
+    leases: dict[ShardKey, HeldLease] = {}
     taken_back: dict[ShardKey, LeaseNo] = {}
     carried: set[ShardKey] = set()
     kills: dict[ShardKey, int] = {}
     kills_at: dict[ShardKey, int] = {}
-    releasing: dict[ShardKey, Finished] = {}
+    releasing: dict[ShardKey, FinishedShard] = {}
     released: list[ShardKey] = []
     came_back: set[ShardKey] = set()
     samples_done: int = 0
@@ -177,7 +177,7 @@ class Shards(msgspec.Struct):
     def find(self, name: str) -> Dataset | None:
         return next((d for d in self.datasets if d.plan.name == name), None)
 
-    def register(self, plan: Plan) -> Dataset:
+    def register(self, plan: ShardSchedule) -> Dataset:
         dataset = Dataset(len(self.datasets), plan)
         self.datasets.append(dataset)
         return dataset
@@ -271,11 +271,11 @@ class Shards(msgspec.Struct):
 
     def grant(
         self, dataset: Dataset, epoch: Epoch, index: int, no: LeaseNo, worker: Slot, incarnation: Incarnation, ask: int
-    ) -> Held:
+    ) -> HeldLease:
         """TODO -> DOING."""
         key = shard_key(dataset.number, epoch.number, index)
         start, stop = dataset.plan.bounds(index)
-        held = Held(no, key, worker, incarnation, start, stop, dataset.number, ask)
+        held = HeldLease(no, key, worker, incarnation, start, stop, dataset.number, ask)
         epoch.state[index] = ShardState.DOING
         epoch.doing += 1
         self.leases[key] = held
@@ -283,7 +283,7 @@ class Shards(msgspec.Struct):
         self.carried.discard(key)
         return held
 
-    def take_back(self, key: ShardKey, position: int = -1) -> Held:
+    def take_back(self, key: ShardKey, position: int = -1) -> HeldLease:
         """DOING -> head of TODO, at ``position`` of those waiting there (-1: behind them)."""
         held = self.leases.pop(key)
         epoch = self.epoch_of(key)
@@ -317,7 +317,7 @@ class Shards(msgspec.Struct):
             return False
         return lease.no > self.taken_back.get(lease.shard, 0)
 
-    def adopt(self, lease: Lease, worker: Slot, incarnation: Incarnation) -> Held:
+    def adopt(self, lease: Lease, worker: Slot, incarnation: Incarnation) -> HeldLease:
         """Grant what :meth:`can_adopt` allows. Shards skipped over join the head of TODO."""
         number, epoch_number, index = split_key(lease.shard)
         dataset = self.datasets[number]
@@ -345,7 +345,7 @@ class Shards(msgspec.Struct):
         self.kills.pop(key, None)
         self.kills_at.pop(key, None)
         self.came_back.discard(key)
-        self.releasing[key] = Finished(counted, at, held.no)
+        self.releasing[key] = FinishedShard(counted, at, held.no)
         return self.datasets[held.dataset].settle(epoch)
 
     def quarantine(self, key: ShardKey, reason: str) -> bool:
@@ -531,7 +531,7 @@ class Shards(msgspec.Struct):
             if index < top and epoch.state[index] == ShardState.RELEASED:
                 start, stop = plan.bounds(index)
                 epoch.state[index] = ShardState.DONE
-                self.releasing[shard_key(dataset.number, epoch_number, index)] = Finished(stop - start)
+                self.releasing[shard_key(dataset.number, epoch_number, index)] = FinishedShard(stop - start)
         epoch.quarantined = dict.fromkeys(told.quarantined, "set aside before the job was resumed")
         epoch.returned = [i for i in range(top) if epoch.state[i] == ShardState.TODO and i not in epoch.quarantined]
         epoch.samples_done = told.samples_done

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import portions
 from everstep.brain.events import LeaseExpired
 from everstep.brain.pacing import Pacing
-from everstep.brain.watch import Watch
+from everstep.brain.policy_control import portions
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.consistency import parse_consistency
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
-from everstep.model.turn import Place, Turn
+from everstep.model.turn import Turn, WorkerClock
 
 
 class PaceKeeper:
@@ -22,7 +22,7 @@ class PaceKeeper:
     def __init__(
         self,
         brain: Brain,
-        watch: Watch,
+        watch: HeartbeatWatch,
         spec: JobSpec,
         master: Incarnation,
         order: Callable[[Slot, Turn], object],
@@ -35,7 +35,7 @@ class PaceKeeper:
     def __repr__(self) -> str:
         return f"<pace keeper {self.pacing!r}>"
 
-    def told(self, slot: Slot, incarnation: Incarnation, place: Place) -> None:
+    def told(self, slot: Slot, incarnation: Incarnation, place: WorkerClock) -> None:
         """A worker says where it is."""
         if self.pacing is None:
             return

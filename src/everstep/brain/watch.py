@@ -82,7 +82,7 @@ class _Progress(msgspec.Struct):
     at: float
 
 
-class Watch:
+class HeartbeatWatch:
     """``heard`` and ``node_heard`` with every heartbeat, ``look`` after the brain changed, ``tick`` at 4 Hz."""
 
     __slots__ = ("_leases", "_members", "_nodes", "_quiet", "_spoke", "_ticked", "progress_s", "spec")

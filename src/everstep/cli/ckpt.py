@@ -15,7 +15,7 @@ from everstep.model.image import ImageFile, Manifest
 from everstep.net.auth import load_secret
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.protect.manifest import (
-    Trust,
+    ManifestTrust,
     checkpoint_place,
     compact,
     is_coded,
@@ -27,7 +27,7 @@ from everstep.protect.manifest import (
     read_manifest,
 )
 from everstep.protect.restore import unloadable
-from everstep.storage.places import Place
+from everstep.storage.places import StoragePlace
 from everstep.units import human_bytes
 
 WHERE = click.argument("where", metavar="DIR_OR_URL")
@@ -90,7 +90,7 @@ def verify(where: str, number: int | None) -> None:
     """Read every byte of all checkpoints (or of one), compare the checksums, and take each part as a ps or a worker
     would that loads it; exit code 2 names each offender."""
     place = checkpoint_place(where)
-    trust = Trust(key=_key_of(where))
+    trust = ManifestTrust(key=_key_of(where))
     sizes = place.sizes()
     known: dict[ImageFile, str] = {}
     said: set[str] = set()
@@ -134,7 +134,7 @@ def compact_one(where: str, number: int | None) -> None:
         )
     key = _key_of(where)
     data = read_bytes(place, manifest.checkpoint)
-    if is_coded(data) and not Trust(key=key).authentic(data):
+    if is_coded(data) and not ManifestTrust(key=key).authentic(data):
         raise ConfigError(
             f"{where}: checkpoint {manifest.checkpoint} was written with the key of a run: name the run's directory"
         )
@@ -169,13 +169,13 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
 
     place = checkpoint_place(where)
     manifest = _choose(place, number, deep=True)
-    trust = Trust(key=_key_of(where))
+    trust = ManifestTrust(key=_key_of(where))
     if trust.key and not trust.authentic(read_bytes(place, manifest.checkpoint)):
         click.echo(f"everstep: checkpoint {manifest.checkpoint}: {_NOT_OURS}", err=True)
     if manifest.replica is not None:
         if tables and not manifest.tables:
             raise ConfigError(f"--table: checkpoint {manifest.checkpoint} is of mode allreduce and has no tables")
-        from everstep.allreduce.checkpoint import export_replica
+        from everstep.allreduce.replica_checkpoint import export_replica
 
         export_replica(place, manifest, out, click.echo)
         if not manifest.tables:
@@ -195,7 +195,7 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
 # ---------------------------------------------------------------- in words
 
 
-def describe(place: Place, manifest: Manifest) -> list[str]:
+def describe(place: StoragePlace, manifest: Manifest) -> list[str]:
     """One checkpoint for a person."""
     if manifest.replica is not None:
         return _describe_replica(place, manifest)
@@ -226,7 +226,7 @@ def describe(place: Place, manifest: Manifest) -> list[str]:
     return lines
 
 
-def _describe_replica(place: Place, manifest: Manifest) -> list[str]:
+def _describe_replica(place: StoragePlace, manifest: Manifest) -> list[str]:
     replica = manifest.replica
     assert replica is not None
     mark = replica.mark
@@ -249,7 +249,7 @@ def _describe_replica(place: Place, manifest: Manifest) -> list[str]:
     return lines + [f"  {name} = {value:g}" for name, value in sorted(manifest.values.items())]
 
 
-def _choose(place: Place, number: int | None, deep: bool) -> Manifest:
+def _choose(place: StoragePlace, number: int | None, deep: bool) -> Manifest:
     if number is not None:
         return read_manifest(place, number)
     if deep:
@@ -265,11 +265,11 @@ def _key_of(where: str) -> bytes:
     return load_secret(secret).checkpoint_key
 
 
-def _unreadable(place: Place, manifest: Manifest) -> list[str]:
+def _unreadable(place: StoragePlace, manifest: Manifest) -> list[str]:
     """What would be refused where it is loaded, though every byte is right."""
     wrong = list(unloadable(place, manifest)) if manifest.images else []
     if manifest.replica is not None:
-        from everstep.allreduce.checkpoint import read_replica, state_dicts
+        from everstep.allreduce.replica_checkpoint import read_replica, state_dicts
 
         try:
             state_dicts(read_replica(place, manifest), f"{place.url}/{manifest.replica.file.path}")
@@ -278,7 +278,7 @@ def _unreadable(place: Place, manifest: Manifest) -> list[str]:
     return wrong
 
 
-def _line(place: Place, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _line(place: StoragePlace, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     try:
         manifest = read_manifest(place, number)
     except CheckpointError as error:

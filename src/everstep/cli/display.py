@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
 
-from everstep.agent.worker import ERROR_MARK, LOG_MARK
+from everstep.agent.worker_process import ERROR_MARK, LOG_MARK
 from everstep.bounds import MALFORMED
-from everstep.cli.tail import Tail
+from everstep.cli.tail import LogTail
 from everstep.errors import escaped_lines
 from everstep.net.messages import CheckpointStatus, GroupStatus, MemberStatus, ProtectionStatus, StatusReport
 from everstep.units import human_bytes
@@ -67,7 +67,7 @@ class Display:
         self.status: StatusReport | None = None
         self._fetch = fetch
         self._make = make
-        self._events = Tail(run_dir / "events.jsonl")
+        self._events = LogTail(run_dir / "events.jsonl")
         self._output = ScriptOutput(run_dir / "logs" / "worker-0.log")
         self._said: list[str] = []
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class ScriptOutput:
     """The script's own lines of a worker's log: not everstep's marks, not the traceback (shown once, at the end)."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+        self._tail = LogTail(path)
         self._in_error = False
 
     def lines(self, last: bool = False) -> list[str]:
@@ -393,7 +393,7 @@ def make_screen(live: bool, out: TextIO | None = None) -> Screen:
 # ---------------------------------------------------------------- the end
 
 
-class Summary(msgspec.Struct):
+class JobSummary(msgspec.Struct):
     """What ``summary.json`` says (more fields there are fine)."""
 
     phase: str = ""
@@ -413,17 +413,17 @@ class Summary(msgspec.Struct):
     set_aside: int = 0
 
 
-_summary_decoder = msgspec.json.Decoder(Summary)
+_summary_decoder = msgspec.json.Decoder(JobSummary)
 
 
-def read_summary(run_dir: Path) -> Summary | None:
+def read_summary(run_dir: Path) -> JobSummary | None:
     try:
         return _summary_decoder.decode((run_dir / "summary.json").read_bytes())
     except (OSError, *MALFORMED):
         return None
 
 
-def summary_lines(summary: Summary, run_dir: Path) -> list[str]:
+def summary_lines(summary: JobSummary, run_dir: Path) -> list[str]:
     """The last words of a run."""
     lines = [
         f"{summary.phase or 'ended'}: {count(summary.samples_done)} samples in {summary.wall_s:.1f} s, "

@@ -10,7 +10,7 @@ import click
 
 from everstep.agent.rundir import in_use
 from everstep.cli.rundirs import open_run_dir
-from everstep.cli.tail import Tail
+from everstep.cli.tail import LogTail
 from everstep.errors import ConfigError
 
 FOLLOW_EVERY_S = 0.2
@@ -34,7 +34,7 @@ def show_logs(run_dir: Path, member: str | None, follow: bool) -> None:
     if wanted and not (folder / wanted).exists():
         there = ", ".join(sorted(p.stem.replace("-", ":") for p in folder.glob("*.log"))) or "none"
         raise ConfigError(f"{member}: no log in {folder}; there are: {there}")
-    tails: dict[str, Tail] = {}
+    tails: dict[str, LogTail] = {}
     while True:
         running = follow and in_use(run_dir)
         quiet = True
@@ -42,7 +42,7 @@ def show_logs(run_dir: Path, member: str | None, follow: bool) -> None:
             if wanted and path.name != wanted:
                 continue
             prefix = "" if wanted else f"{path.stem.replace('-', ':')} | "
-            for line in tails.setdefault(path.name, Tail(path)).lines():
+            for line in tails.setdefault(path.name, LogTail(path)).lines():
                 quiet = False
                 click.echo(prefix + line)
         if quiet and not running:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.agent.agent import Outcome
+from everstep.agent.agent import JobOutcome
 from everstep.brain.checkpoints import leaves_model
 from everstep.cli.display import read_summary
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError
 from everstep.net.auth import load_secret
 from everstep.net.rendezvous import SECRET_FILE
-from everstep.protect.manifest import Trust, read_manifest
+from everstep.protect.manifest import ManifestTrust, read_manifest
 from everstep.protect.model import (
     IN_RUN_DIR,
     MODEL_LIMIT_BYTES,
@@ -34,7 +34,7 @@ RESULT_LOST = 5
 _ENDED = ("done", "stopped")
 
 
-def leave_model(spec: JobSpec, run_dir: Path, outcome: Outcome) -> tuple[Outcome, list[str]]:
+def leave_model(spec: JobSpec, run_dir: Path, outcome: JobOutcome) -> tuple[JobOutcome, list[str]]:
     """Out of the checkpoint that the job ended with; the outcome with what came of that, and lines for the summary."""
     summary = read_summary(run_dir)
     if not leaves_model(spec) or summary is None or summary.phase not in _ENDED or not summary.samples_done:
@@ -45,7 +45,7 @@ def leave_model(spec: JobSpec, run_dir: Path, outcome: Outcome) -> tuple[Outcome
             return outcome, [f"model: not left at {url}: {_why_not(run_dir)}"]
         place = open_place(own_url(spec, run_dir))
         key = load_secret(run_dir / SECRET_FILE).checkpoint_key
-        manifest = read_manifest(place, summary.checkpoint, Trust(key=key, digests=spec.trusted))
+        manifest = read_manifest(place, summary.checkpoint, ManifestTrust(key=key, digests=spec.trusted))
         size_bytes = sum(file.size_bytes for file in manifest.files())
         if spec.model_to == IN_RUN_DIR and size_bytes > MODEL_LIMIT_BYTES:
             return outcome, [f"model: not left: {too_large(size_bytes)}"]
@@ -54,7 +54,7 @@ def leave_model(spec: JobSpec, run_dir: Path, outcome: Outcome) -> tuple[Outcome
             about = write_about(folder, url, spec.name, summary.checkpoint, manifest.samples_done, summary.steps)
     except EverstepError as error:
         text = f"the job ended, and its model could not be left at {url}: {error}; everstep ckpt export {run_dir} OUT"
-        failed = Outcome(RESULT_LOST, text) if outcome.exit_code == 0 else outcome
+        failed = JobOutcome(RESULT_LOST, text) if outcome.exit_code == 0 else outcome
         return failed, [f"model: {text}"]
     _note(run_dir, url, about)
     return outcome, _lines(run_dir, url, about)

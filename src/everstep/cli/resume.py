@@ -27,7 +27,7 @@ from everstep.model.image import Manifest
 from everstep.net.auth import load_secret
 from everstep.net.rendezvous import SECRET_FILE
 from everstep.protect.manifest import (
-    Trust,
+    ManifestTrust,
     checkpoint_place,
     digest_of,
     latest_intact,
@@ -39,7 +39,7 @@ from everstep.protect.manifest import (
 from everstep.protect.restore import unloadable
 from everstep.protect.sources import Origin, own_url, write_origin
 from everstep.storage.journal import Journal
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 KEPT = ("buckets", "seed")  # a row's bucket and first value, and the order of the data, depend on them
 
@@ -55,7 +55,7 @@ def resume_job(
         raise ConfigError(f"run directory {source}: this job is running; end it first (everstep stop {source})")
     place = checkpoint_place(old_dir if old_dir is not None else absolute(source))
     key = lineage(old_dir, secret)
-    trust = Trust(key=key, anything=trusted or (old_dir is not None and read_spec(old_dir).trust_checkpoint))
+    trust = ManifestTrust(key=key, anything=trusted or (old_dir is not None and read_spec(old_dir).trust_checkpoint))
     below = 0
     while True:
         manifest = choose(place, checkpoint, trust, below)
@@ -78,7 +78,12 @@ def _beside(run_dir: Path) -> str:
 
 
 def _resume(
-    place: Place, manifest: Manifest, trust: Trust, old_dir: Path | None, flags: Mapping[str, Any], live: bool
+    place: StoragePlace,
+    manifest: Manifest,
+    trust: ManifestTrust,
+    old_dir: Path | None,
+    flags: Mapping[str, Any],
+    live: bool,
 ) -> tuple[int, Path]:
     """Run on from this one; the exit code, and the run directory."""
     by_word = not trust.authentic(read_bytes(place, manifest.checkpoint))
@@ -117,7 +122,7 @@ def lineage(old_dir: Path | None, secret: str) -> bytes:
     return load_secret(old_dir / SECRET_FILE).checkpoint_key
 
 
-def choose(place: Place, checkpoint: int | None, trust: Trust, below: int = 0) -> Manifest:
+def choose(place: StoragePlace, checkpoint: int | None, trust: ManifestTrust, below: int = 0) -> Manifest:
     """The newest checkpoint that is whole and may be loaded (``below``: an older one), or the one asked for if it is.
     Of one that was not written with the job's key every part is tried, too. Raises CheckpointError, UntrustedError,
     StorageError."""
@@ -137,7 +142,7 @@ def choose(place: Place, checkpoint: int | None, trust: Trust, below: int = 0) -
 
 
 def resumed_spec(
-    manifest: Manifest, place: Place, old_dir: Path | None, flags: Mapping[str, Any]
+    manifest: Manifest, place: StoragePlace, old_dir: Path | None, flags: Mapping[str, Any]
 ) -> tuple[JobSpec, dict[str, str]]:
     """The old job's spec with what was given now. Raises ConfigError."""
     old = manifest.spec or (read_spec(old_dir) if old_dir is not None else None)
@@ -176,7 +181,7 @@ def new_dir(spec: JobSpec, old_dir: Path | None) -> Path:
     raise ConfigError(f"{old_dir.parent} has 999 resumed runs of {stem}; name a --run-dir")
 
 
-def prepare(run_dir: Path, spec: JobSpec, place: Place, manifest: Manifest) -> None:
+def prepare(run_dir: Path, spec: JobSpec, place: StoragePlace, manifest: Manifest) -> None:
     """What the first master finds. Leases must be later than every fence in the images, so the masters' incarnations
     go on from the old job's; checkpoint numbers go on too, also past those that are not intact."""
     own = open_place(own_url(spec, run_dir))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from everstep import faultpoints
-from everstep.agent.agent import Agent, Outcome
+from everstep.agent.agent import Agent, JobOutcome
 from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_sockets
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
@@ -201,7 +201,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
     return conclude(outcome, run_dir, time.monotonic() - began, lines)
 
 
-def conclude(outcome: Outcome, run_dir: Path, wall_s: float, model: Sequence[str] = ()) -> int:
+def conclude(outcome: JobOutcome, run_dir: Path, wall_s: float, model: Sequence[str] = ()) -> int:
     """The last lines: a failed script's own error once, or the summary."""
     out = sys.stdout if outcome.exit_code == 0 else sys.stderr
     sys.stdout.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 _PIECE_BYTES = 1 << 20
 
 
-class Tail:
+class LogTail:
     """``lines`` gives the whole lines written since the last call; a line without its end waits for it, or for
     ``last``: nobody will write any more."""
 

@@ -12,7 +12,7 @@ MAX_K = 16
 MAX_M = 2
 
 
-class Code(msgspec.Struct, frozen=True):
+class ParityCode(msgspec.Struct, frozen=True):
     """``k`` data buckets and ``m`` mirrors a stripe; m = 0: nothing is protected."""
 
     k: int
@@ -30,10 +30,10 @@ class Code(msgspec.Struct, frozen=True):
         return -(-buckets // self.k)
 
 
-OFF = Code(1, 0)
+OFF = ParityCode(1, 0)
 
 
-def parse_code(text: str) -> Code:
+def parse_code(text: str) -> ParityCode:
     """``"4+1"`` -> Code(4, 1); ``"0"`` and ``""`` are off. Raises ConfigError (one line, without the field's name)."""
     if text.strip() in ("", "0"):
         return OFF
@@ -45,10 +45,10 @@ def parse_code(text: str) -> Code:
         raise ConfigError(f"K = {k}: must be from 1 to {MAX_K}")
     if not 1 <= m <= MAX_M:
         raise ConfigError(f"M = {m}: must be from 1 to {MAX_M} ('0' alone switches parity off)")
-    return Code(k, m)
+    return ParityCode(k, m)
 
 
-def refuse_few(code: Code, ps: int) -> str:
+def refuse_few(code: ParityCode, ps: int) -> str:
     """One line if ``ps`` servers are too few for this code, else ""."""
     if ps >= code.width:
         return ""

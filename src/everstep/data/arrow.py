@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from everstep.data.columns import (
     Array,
     Batch,
+    ColumnGroup,
     ColumnsLike,
     Dtypes,
     Fill,
-    Group,
     TextKeys,
     arrow_to_numpy,
     batch_dtype,
@@ -36,7 +36,7 @@ from everstep.data.columns import (
     wanted,
 )
 from everstep.data.order import WINDOW_CHUNKS, Int64s
-from everstep.data.source import ArraySource, Source
+from everstep.data.source import ArraySource, DataSource
 from everstep.errors import DataError
 
 _CACHE_GROUPS: Final = 2 * WINDOW_CHUNKS + 2
@@ -44,7 +44,7 @@ _CACHE_GROUPS: Final = 2 * WINDOW_CHUNKS + 2
 
 
 def decode(
-    table: pa.Table, groups: Sequence[Group], fill: Fill, where: str, keys: TextKeys, text: set[str]
+    table: pa.Table, groups: Sequence[ColumnGroup], fill: Fill, where: str, keys: TextKeys, text: set[str]
 ) -> dict[str, Array]:
     """All columns that ``groups`` need, by name; names of text columns are added to ``text``."""
     out: dict[str, Array] = {}
@@ -70,10 +70,10 @@ def table_source(
     return ArraySource(stack(groups, columns_read, text, where), fingerprint, hashed_unasked(groups, text))
 
 
-def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtypes, fill: Fill) -> Source:
+def open_tables(files: list[Path], kind: str, columns: ColumnsLike, dtypes: Dtypes, fill: Fill) -> DataSource:
     """Arrow or CSV files, held in memory. Columns that are not asked for are not kept."""
     parts: list[dict[str, Array]] = []
-    groups: list[Group] = []
+    groups: list[ColumnGroup] = []
     keys, text = TextKeys(), set[str]()
     for file in files:
         table = _read_csv(file) if kind == "csv" else _read_arrow(file)
@@ -142,7 +142,7 @@ def common_dtype(name: str, types: Sequence[np.dtype[Any]], where: str) -> np.dt
     return common
 
 
-def _fingerprint(files: Sequence[Path], groups: Sequence[Group], rows: int = 0) -> str:
+def _fingerprint(files: Sequence[Path], groups: Sequence[ColumnGroup], rows: int = 0) -> str:
     """Names and sizes, not full paths: another node may keep the same files elsewhere."""
     shown = [(g.key, g.names, g.stacked, g.dtype) for g in groups]
     text = ";".join(f"{file.name}:{file.stat().st_size}" for file in files) + f"|{rows}|{shown!r}"
@@ -152,14 +152,14 @@ def _fingerprint(files: Sequence[Path], groups: Sequence[Group], rows: int = 0) 
 # ---- Parquet ------------------------------------------------------------------------------------------------
 
 
-def open_parquet(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> Source:
+def open_parquet(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> DataSource:
     """Held in memory when the decoded columns take at most ``memory_bytes``, else read by row group."""
     metas = [_metadata(file) for file in files]
     schemas = [meta.schema.to_arrow_schema() for meta in metas]
     rows = sum(meta.num_rows for meta in metas)
     if rows == 0:
         raise DataError(f"{str(files[0])!r}: no rows")
-    groups: list[Group] = []
+    groups: list[ColumnGroup] = []
     row_bytes = 0
     for file, schema in zip(files, schemas, strict=True):
         groups = parse_columns(columns, schema.names, str(file), dtypes)
@@ -179,7 +179,7 @@ def _metadata(file: Path) -> Any:
         raise DataError(f"{str(file)!r} is no readable Parquet file: {one_line(error)}") from None
 
 
-def _row_bytes(schema: pa.Schema, groups: Sequence[Group], where: str) -> int:
+def _row_bytes(schema: pa.Schema, groups: Sequence[ColumnGroup], where: str) -> int:
     total = 0
     for name in wanted(groups):
         kind = schema.field(name).type
@@ -190,7 +190,7 @@ def _row_bytes(schema: pa.Schema, groups: Sequence[Group], where: str) -> int:
     return total
 
 
-def _common_dtypes(schemas: Sequence[pa.Schema], groups: Sequence[Group], where: str) -> dict[str, np.dtype[Any]]:
+def _common_dtypes(schemas: Sequence[pa.Schema], groups: Sequence[ColumnGroup], where: str) -> dict[str, np.dtype[Any]]:
     """By column that is not of one type in all files: the type that all files' rows get."""
     out: dict[str, np.dtype[Any]] = {}
     for name in wanted(groups):
@@ -209,7 +209,7 @@ class ParquetSource:
     """Parquet files read by row group; the last ``_CACHE_GROUPS`` decoded row groups are kept."""
 
     def __init__(
-        self, files: Sequence[Path], metas: Sequence[Any], groups: Sequence[Group], fill: Fill, fingerprint: str
+        self, files: Sequence[Path], metas: Sequence[Any], groups: Sequence[ColumnGroup], fill: Fill, fingerprint: str
     ) -> None:
         self._files, self._groups, self._fill, self._fingerprint = list(files), list(groups), fill, fingerprint
         self._places: list[tuple[int, int]] = []  # row group -> (file, row group of the file)

@@ -52,7 +52,7 @@ def text_key(value: str | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-class Group(msgspec.Struct, frozen=True):
+class ColumnGroup(msgspec.Struct, frozen=True):
     """One entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows].
 
     ``dtype``: the type demanded, or an empty string. ``floats``: the type demanded should it be one of floats.
@@ -65,25 +65,27 @@ class Group(msgspec.Struct, frozen=True):
     floats: str = ""
 
 
-def parse_columns(columns: ColumnsLike, available: Iterable[str], where: str, dtypes: Dtypes = None) -> list[Group]:
+def parse_columns(
+    columns: ColumnsLike, available: Iterable[str], where: str, dtypes: Dtypes = None
+) -> list[ColumnGroup]:
     """What a batch holds: all columns, those named, or ``{"dense": ["a", "b"], "label": "y"}``.
 
     DataError for a column that is not there, with the nearest name.
     """
     names = list(available)
-    groups: list[Group] = []
+    groups: list[ColumnGroup] = []
     if columns is None:
-        groups = [Group(n, (n,), False) for n in names]
+        groups = [ColumnGroup(n, (n,), False) for n in names]
     elif isinstance(columns, Mapping):
         for key, value in columns.items():
             if isinstance(value, str):
-                groups.append(Group(key, (value,), False))
+                groups.append(ColumnGroup(key, (value,), False))
             else:
-                groups.append(Group(key, tuple(value), True))
+                groups.append(ColumnGroup(key, tuple(value), True))
     elif isinstance(columns, str):
-        groups = [Group(columns, (columns,), False)]
+        groups = [ColumnGroup(columns, (columns,), False)]
     else:
-        groups = [Group(n, (n,), False) for n in columns]
+        groups = [ColumnGroup(n, (n,), False) for n in columns]
     if not groups or any(not g.names for g in groups):
         raise DataError(f"{where}: no columns asked for")
     known = set(names)
@@ -126,12 +128,12 @@ def missing_column(name: str, names: Sequence[str], where: str) -> DataError:
     return DataError(f"{where}: no column {name!r}; {hint}")
 
 
-def wanted(groups: Iterable[Group]) -> list[str]:
+def wanted(groups: Iterable[ColumnGroup]) -> list[str]:
     """The names that the groups need, each once, in order."""
     return list(dict.fromkeys(name for group in groups for name in group.names))
 
 
-def text_mode(groups: Iterable[Group], name: str, where: str) -> str:
+def text_mode(groups: Iterable[ColumnGroup], name: str, where: str) -> str:
     """What becomes of column ``name`` if it is text: "hash" or "str"."""
     asked = {group.dtype == STR for group in groups if name in group.names}
     if len(asked) > 1:
@@ -139,7 +141,7 @@ def text_mode(groups: Iterable[Group], name: str, where: str) -> str:
     return STR if True in asked else HASH
 
 
-def hashed_unasked(groups: Iterable[Group], text: Iterable[str]) -> tuple[str, ...]:
+def hashed_unasked(groups: Iterable[ColumnGroup], text: Iterable[str]) -> tuple[str, ...]:
     """The text columns whose keys a batch has although nobody asked for keys."""
     texts = set(text)
     return tuple(dict.fromkeys(n for g in groups if not g.dtype for n in g.names if n in texts))
@@ -356,7 +358,7 @@ def numpy_to_batch(name: str, values: Array, where: str, keys: TextKeys | None =
     raise DataError(f"{where}: column {name!r} has NumPy type {values.dtype}, which has no rule{way}")
 
 
-def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[str], where: str) -> Batch:
+def stack(groups: Iterable[ColumnGroup], columns: Mapping[str, Array], text: Iterable[str], where: str) -> Batch:
     """Build a batch (or a whole source held in memory) from single columns.
 
     A stacked group has the type that ``torch.cat`` gives its columns; text in a group of floats is an error, for its
@@ -390,7 +392,7 @@ def stack(groups: Iterable[Group], columns: Mapping[str, Array], text: Iterable[
     return out
 
 
-def _common(group: Group, parts: Sequence[Array], texts: set[str], where: str) -> np.dtype[Any]:
+def _common(group: ColumnGroup, parts: Sequence[Array], texts: set[str], where: str) -> np.dtype[Any]:
     """The type that holds all columns of a group, as ``torch.cat`` chooses it: the widest of the highest kind."""
     if any(part.dtype == object for part in parts):
         raise DataError(
@@ -412,7 +414,7 @@ def _common(group: Group, parts: Sequence[Array], texts: set[str], where: str) -
     return common
 
 
-def _check_dtype(group: Group, name: str, part: Array, text: bool, target: np.dtype[Any], where: str) -> None:
+def _check_dtype(group: ColumnGroup, name: str, part: Array, text: bool, target: np.dtype[Any], where: str) -> None:
     what = f"{where}: column {name!r} of {group.key!r}"
     if text and group.dtype not in ("", HASH, STR, "int64"):
         raise DataError(f"{what} holds text, where {target} was asked for; 'hash' gives its keys, 'str' the text")

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset, default_collate
 from everstep.data.columns import (
     HASH,
     STR,
+    ColumnGroup,
     ColumnsLike,
     Dtypes,
-    Group,
     TextKeys,
     check_cast,
     dtype_name,
@@ -24,7 +24,7 @@ from everstep.data.columns import (
     parse_columns,
 )
 from everstep.data.order import Int64s
-from everstep.data.streams import Drawing, untouched
+from everstep.data.random_streams import Drawing, untouched
 from everstep.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -78,7 +78,7 @@ class DatasetSource:
         self.collate_fn = collate_fn
         self._keys = TextKeys()
         self._drawing = Drawing()
-        self._groups: list[Group] = []
+        self._groups: list[ColumnGroup] = []
         self._dtypes: dict[str, str] = {}
         with untouched():
             first = self._collate([self._dataset[0]])
@@ -195,7 +195,7 @@ class DatasetSource:
             return type(batch)(**changed)
         return Fields(changed.values())
 
-    def _group(self, group: Group, parts: list[Any]) -> Any:
+    def _group(self, group: ColumnGroup, parts: list[Any]) -> Any:
         dtype = group.dtype
         if not dtype and group.floats and all(isinstance(p, Tensor) and p.is_floating_point() for p in parts):
             dtype = group.floats

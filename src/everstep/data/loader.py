@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 from everstep.data.columns import ColumnsLike, Dtypes, Fill
 from everstep.data.dataset import Collate, DatasetSource
 from everstep.data.order import Int64s, sample_seeds, shuffled, window_shuffled
-from everstep.data.plan import make_plan
-from everstep.data.source import MEMORY_BYTES, Source, open_source
-from everstep.data.split import Split, parse_split
-from everstep.data.streams import Watch, batch_seed, in_streams_of
+from everstep.data.random_streams import DrawWatch, batch_seed, in_streams_of
+from everstep.data.shard_schedule import make_plan
+from everstep.data.source import MEMORY_BYTES, DataSource, open_source
+from everstep.data.split import DataSplit, parse_split
 from everstep.data.torchloader import refuse, unpack
 from everstep.errors import DataError
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 TensorBatch = dict[str, torch.Tensor]
 Transform = Callable[[Any], Any]
@@ -95,7 +95,7 @@ class Loader:
         self.largest_batch = largest_batch or 0  # 0: unknown
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         share = parse_split(split)
-        self.source: Source | DatasetSource = open_source(
+        self.source: DataSource | DatasetSource = open_source(
             source, columns, dtypes=dtypes, fill=fill, memory_bytes=memory_bytes, collate_fn=collate_fn
         )
         self.transform = transform
@@ -105,10 +105,10 @@ class Loader:
         """Random numbers that reading draws come from streams of the sample, apart from the script's. Else they "
         "come from
         the script's own, as with torch's DataLoader without workers."""
-        self._transforming = Watch()
+        self._transforming = DrawWatch()
         self._transformed = 0  # calls
         self._known: tuple[int, int, Int64s] = (-1, 0, np.empty(0, np.int64))  # epoch, position, rows from there on
-        self._split = Split(len(self.source), share, split_seed)
+        self._split = DataSplit(len(self.source), share, split_seed)
         if self._split.train < 1:
             raise DataError(f"split={split!r} of {len(self.source):,} rows leaves no rows to train on")
         if share < 1.0 and self._split.test < 1:
@@ -137,7 +137,7 @@ class Loader:
         draws = isinstance(self.source, DatasetSource) and self.source.draws
         return self.apart and self._draws and (draws or self.transform is not None)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ShardSchedule:
         return self._plan
 
     def indices(self, epoch: int, lo: int, hi: int) -> Int64s:

@@ -41,7 +41,7 @@ MEMORY_BYTES: Final = 1 << 30
 
 
 @runtime_checkable
-class Source(Protocol):
+class DataSource(Protocol):
     """What a loader reads. Thread-safe: several threads may call ``read`` at once."""
 
     chunk: int
@@ -181,7 +181,7 @@ def open_source(
     fill: Fill = None,
     memory_bytes: int = MEMORY_BYTES,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> Source | DatasetSource:
+) -> DataSource | DatasetSource:
     """A Source over whatever the user has; DataError, in one line, for everything that cannot be read.
 
     ``columns``: names, or ``{key: name | [names]}`` where a list becomes one stacked [rows, len] array.
@@ -197,7 +197,7 @@ def open_source(
         )
     if is_dataset(spec):
         return DatasetSource(spec, columns, dtypes, collate_fn)
-    if isinstance(spec, Source) and not hasattr(spec, "__getitem__"):
+    if isinstance(spec, DataSource) and not hasattr(spec, "__getitem__"):
         if columns is not None or dtypes is not None:
             raise DataError(
                 "columns= and dtypes= cannot change a source that is already open; give them to open_source"
@@ -249,7 +249,7 @@ def is_dataset(spec: Any) -> bool:
     return hasattr(spec, "__getitem__") or hasattr(spec, "__getitems__")
 
 
-def _open_files(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> Source:
+def _open_files(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: Fill, memory_bytes: int) -> DataSource:
     kinds = {kind_of(file) for file in files}
     for file in files:
         if not kind_of(file):
@@ -271,7 +271,7 @@ def _open_files(files: list[Path], columns: ColumnsLike, dtypes: Dtypes, fill: F
         raise DataError(f"cannot read {str(files[0])!r}: {error}") from None
 
 
-def _open_numpy(files: list[Path], columns: ColumnsLike, dtypes: Dtypes) -> Source:
+def _open_numpy(files: list[Path], columns: ColumnsLike, dtypes: Dtypes) -> DataSource:
     if len(files) > 1:
         raise DataError(f"{len(files)} NumPy files: give one .npz, or a dict of arrays")
     where = str(files[0])

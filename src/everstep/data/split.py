@@ -36,7 +36,7 @@ def parse_split(text: str | float | None) -> float:
     return share
 
 
-class Split(msgspec.Struct, frozen=True):
+class DataSplit(msgspec.Struct, frozen=True):
     """Samples ``[0, n)`` of a source in two sides; ``share`` of every block trains."""
 
     n: int

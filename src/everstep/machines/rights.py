@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 from everstep.bounds import MEMBERS_MAX
 from everstep.brain.brain import Brain
-from everstep.brain.control import line
 from everstep.brain.events import (
     AnswerType,
     BucketsReady,
@@ -44,6 +43,7 @@ from everstep.brain.events import (
     StepsCommitted,
     StopAsked,
 )
+from everstep.brain.policy_control import line
 from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.image import ImageFile
 from everstep.model.member import Role
@@ -334,7 +334,7 @@ RIGHTS: Final[dict[type, Right]] = {
     ShardDone: Right(_WORKER, _anyone, _done),
     ShardReturned: Right(_WORKER, _anyone, _give_back),
     wire.TellPlace: Right(_WORKER, _anyone, _place),
-    wire.Report: Right(_WORKER, _anyone, _anyone),
+    wire.ValuesReported: Right(_WORKER, _anyone, _anyone),
     ChiefAsked: Right(_WORKER, _anyone, _anyone),
     OnceAsked: Right(_WORKER, _anyone, lambda brain, who, r: "" if len(r.key) <= 255 else "its key is too long"),
     wire.MayEnd: Right(_WORKER, _anyone, _anyone),

@@ -35,7 +35,7 @@ from everstep.policies.checkpoints import is_due
 from everstep.protect.manifest import drop_checkpoints, list_checkpoints, read_manifest, write_manifest
 from everstep.protect.model import IN_RUN_DIR, MODEL_LIMIT_BYTES, model_url, too_large
 from everstep.protect.sources import own_url, read_origin
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 REASK_S = 5.0
 COMMIT_S = 60.0  # a place that does not take the manifest is tried again for so long
@@ -233,7 +233,7 @@ class CheckpointKeeper:
         except EverstepError as error:
             logger.warning("old checkpoints %s stay: %s", list(checkpoints), error)
 
-    def _sweep(self, place: Place, checkpoints: tuple[int, ...]) -> None:
+    def _sweep(self, place: StoragePlace, checkpoints: tuple[int, ...]) -> None:
         """Files of checkpoints that never got a manifest. Raises StorageError, CheckpointError: nothing more goes."""
         folders = tuple(f"images/{number:06d}/" for number in checkpoints)
         paths = {path for path in place.sizes() if path.startswith(folders)}

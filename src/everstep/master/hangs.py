@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from everstep.brain.events import MemberSilent
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import Incarnation, NodeId
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
@@ -32,7 +32,7 @@ class Hangs:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: HeartbeatWatch,
         reach: Callable[[NodeId, OrderType], bool],
         note: Callable[[float, str, Decision], None],
     ) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from everstep.errors import PlatformError
 from everstep.model.observation import ServerSeen, WorkerSeen
 from everstep.monitor.names import BY_NAME
-from everstep.monitor.prometheus import CONTENT_TYPE, Page, set_all
+from everstep.monitor.prometheus import CONTENT_TYPE, MetricsPage, set_all
 from everstep.monitor.slowness import judge
 from everstep.monitor.windows import MemberWindows
 from everstep.net.messages import SeenReport, StatusReport
@@ -161,7 +161,7 @@ def _answer(status: str, text: str, more: str = "", kind: str = "text/plain; cha
 
 
 def fill(
-    page: Page,
+    page: MetricsPage,
     status: StatusReport,
     seen: SeenReport,
     windows: Callable[[str, int], MemberWindows | None],
@@ -213,7 +213,7 @@ _PROCESS = {
 }
 
 
-def _fill_members(page: Page, seen: SeenReport, windows: Callable[[str, int], MemberWindows | None]) -> None:
+def _fill_members(page: MetricsPage, seen: SeenReport, windows: Callable[[str, int], MemberWindows | None]) -> None:
     for j in judge(seen.seen):
         if j.slowness:
             page.set("everstep_slowness_ratio", j.slowness, *j.member.split(":"))

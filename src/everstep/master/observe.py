@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.members import Seat
-from everstep.brain.watch import Watch
+from everstep.brain.members import SlotRecord
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, NodeId
 from everstep.master.readings import Readings
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, MemberState, Role
-from everstep.model.observation import Load, Observations, Pace, ServerSeen, WorkerSeen
-from everstep.monitor.process import clean_hardware
+from everstep.model.observation import Observations, Pace, ProcessLoad, ServerSeen, WorkerSeen
+from everstep.monitor.process_readings import clean_hardware
 from everstep.monitor.rotated import RotatedFile
 from everstep.monitor.slowness import by_the_step_under_way
 from everstep.monitor.windows import SHORT_S, SUBWINDOWS, Windows
-from everstep.policies.places import choose_ps_node
+from everstep.policies.node_selection import choose_ps_node
 
 WINDOW_VARIABLE = "EVERSTEP_WINDOW_S"
 """For tests and drills: seconds of the short window; the long one is six times as long."""
@@ -58,7 +58,7 @@ class MemberLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Observer:
     """``take`` the beats, then ``observe``; ``tick`` writes the history."""
 
-    def __init__(self, brain: Brain, readings: Readings, watch: Watch, run_dir: Path) -> None:
+    def __init__(self, brain: Brain, readings: Readings, watch: HeartbeatWatch, run_dir: Path) -> None:
         self._brain, self._readings, self._watch = brain, readings, watch
         short_s = float(os.environ.get(WINDOW_VARIABLE, SHORT_S))
         self.windows = Windows(short_s, SUBWINDOWS)
@@ -142,10 +142,10 @@ class Observer:
             servers=servers,
         )
 
-    def _worker(self, seat: Seat, at: float, span_s: float) -> WorkerSeen:
+    def _worker(self, seat: SlotRecord, at: float, span_s: float) -> WorkerSeen:
         m = seat.member
         windows = self.windows.of(str(m.key), m.incarnation)
-        load = windows.load(at) if windows is not None else Load()
+        load = windows.load(at) if windows is not None else ProcessLoad()
         return WorkerSeen(
             slot=m.slot,
             incarnation=m.incarnation,
@@ -163,13 +163,13 @@ class Observer:
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
             throttled_share=load.throttled_share,
             bytes_per_s=load.bytes_per_s,
-            long_load=windows.load(at, long=True) if windows is not None else Load(),
+            long_load=windows.load(at, long=True) if windows is not None else ProcessLoad(),
         )
 
-    def _server(self, seat: Seat, at: float) -> ServerSeen:
+    def _server(self, seat: SlotRecord, at: float) -> ServerSeen:
         m = seat.member
         windows = self.windows.of(str(m.key), m.incarnation)
-        load = windows.load(at) if windows is not None else Load()
+        load = windows.load(at) if windows is not None else ProcessLoad()
         placement = self._brain.placement
         return ServerSeen(
             slot=m.slot,
@@ -185,7 +185,7 @@ class Observer:
             cpu_share=load.cpu_share,
             rss_bytes=int(windows.last.get("rss_bytes", 0)) if windows is not None else 0,
             throttled_share=load.throttled_share,
-            long_load=windows.load(at, long=True) if windows is not None else Load(),
+            long_load=windows.load(at, long=True) if windows is not None else ProcessLoad(),
         )
 
     def _last(self, member: str, incarnation: int, name: str) -> float:
@@ -198,7 +198,7 @@ class Observer:
         return max(0, total - self._readings.samples_done(self._brain, self._watch))
 
 
-def _up(seat: Seat) -> bool:
+def _up(seat: SlotRecord) -> bool:
     return seat.running and seat.member.state is not MemberState.STARTING
 
 

@@ -24,15 +24,15 @@ from typing import Any
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.control import as_plan, as_returned, line, portions, refuse, said
 from everstep.brain.events import FactType, PlanMade, PolicyDisabled
+from everstep.brain.policy_control import as_plan, as_returned, line, portions, refuse, said
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import Plan
-from everstep.model.turn import Portion
+from everstep.model.turn import BatchShare
 from everstep.monitor.stepclock import NEWS
-from everstep.policies.split import apportion
+from everstep.policies.step_split import apportion
 from everstep.policies.stragglers.policy import SHIPPED, Policy
 
 PEEK = 0.1
@@ -233,7 +233,7 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
     told = {p.slot: p for p in portions(brain.state.control, {w.slot: w.incarnation for w in workers})}
     out = []
     for w in workers:
-        portion = told.get(w.slot, Portion(w.slot, w.loader_batch, 1))
+        portion = told.get(w.slot, BatchShare(w.slot, w.loader_batch, 1))
         passes, micro = _passes(portion.samples, portion.in_passes(w.loader_batch), w.memory_batch)
         memory = brain.state.control.memory(w.slot, w.memory_batch, w.loader_batch)
         out.append(msgspec.structs.replace(w, batch=micro, accum=passes, share=portion.samples, memory_batch=memory))

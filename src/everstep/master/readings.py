@@ -13,7 +13,7 @@ import msgspec
 
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import has_checkpoints
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import MemberKey, MemberState, Role
 from everstep.net.messages import (
@@ -24,7 +24,7 @@ from everstep.net.messages import (
     ProtectionStatus,
     StatusReport,
 )
-from everstep.policies.places import HOME_NODE
+from everstep.policies.node_selection import HOME_NODE
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 64 * 1024
@@ -52,7 +52,7 @@ class MetricsLine(msgspec.Struct, kw_only=True):
 _metrics_line_decoder = msgspec.json.Decoder(MetricsLine)
 
 
-class Summary(msgspec.Struct, kw_only=True):
+class SummaryFile(msgspec.Struct, kw_only=True):
     """``summary.json``: how the job ended."""
 
     job: str
@@ -155,7 +155,7 @@ class Readings:
 
     # ------------------------------------------------------------ views
 
-    def samples_done(self, brain: Brain, watch: Watch) -> int:
+    def samples_done(self, brain: Brain, watch: HeartbeatWatch) -> int:
         """Samples of done shards, plus what the workers say of those that they hold."""
         return brain.shards.samples_done + sum(
             max(0, watch.position(held.no, held.start) - held.start) for held in brain.doing()
@@ -170,7 +170,7 @@ class Readings:
         ]
         return sum(told) or self._rate
 
-    def metrics(self, brain: Brain, watch: Watch, at: float) -> MetricsLine:
+    def metrics(self, brain: Brain, watch: HeartbeatWatch, at: float) -> MetricsLine:
         done = self.samples_done(brain, watch)
         self.protection(brain, at)  # (how far it has come is counted by looking)
         if self._last is not None and at > self._last[0]:
@@ -193,7 +193,7 @@ class Readings:
             retried=self._retried,
         )
 
-    def status(self, brain: Brain, watch: Watch, at: float, finishing: bool, master_pid: int) -> StatusReport:
+    def status(self, brain: Brain, watch: HeartbeatWatch, at: float, finishing: bool, master_pid: int) -> StatusReport:
         job = brain.job
         members = [
             MemberStatus(
@@ -307,10 +307,10 @@ class Readings:
             left_s=round(self._progress.left_s, 1),
         )
 
-    def summary(self, brain: Brain, at: float) -> Summary:
+    def summary(self, brain: Brain, at: float) -> SummaryFile:
         job = brain.job
         wall_s = max(0.0, at - job.started_at)
-        return Summary(
+        return SummaryFile(
             job=job.spec.name,
             phase=str(job.phase),
             exit_code=job.exit_code if job.exit_code is not None else 4,

@@ -56,7 +56,7 @@ from everstep.brain.events import (
     Wait,
 )
 from everstep.brain.turns import PaceKeeper
-from everstep.brain.watch import TICK_S, Watch
+from everstep.brain.watch import TICK_S, HeartbeatWatch
 from everstep.config.load import read_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, FencedError, InternalError, PlatformError, escaped
@@ -73,11 +73,11 @@ from everstep.master.observe import Observer
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
-from everstep.master.store import GroupStore
+from everstep.master.store_server import StoreServer
 from everstep.model.decision import Decision
 from everstep.model.member import MemberKey, Role
 from everstep.model.turn import Turn
-from everstep.monitor.prometheus import Key, Page
+from everstep.monitor.prometheus import Key, MetricsPage
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
@@ -156,7 +156,7 @@ class Master:
         self.brain: Brain = restored.brain
         self.restored = restored
         self.clock = Clock(restored.at)
-        self.watch = Watch(spec)
+        self.watch = HeartbeatWatch(spec)
         self.readings = Readings(run_dir)
         self.checkpoints = CheckpointKeeper(
             self.brain,
@@ -170,7 +170,7 @@ class Master:
             secret.checkpoint_key,
         )
         self.confirmations = Confirmations(self.brain, spec, self._tell)
-        self.store = GroupStore()
+        self.store = StoreServer()
         self.stalls = Stalls()
         self.hangs = Hangs(self.watch, self._reach_agent, self._note)
         self.pace = PaceKeeper(self.brain, self.watch, spec, self.journal.incarnation, self._order_turn)
@@ -215,7 +215,7 @@ class Master:
                 GroupStalled: self._group_stalled,
                 wire.Beat: self._beat,
                 wire.StackTaken: self._stack_taken,
-                wire.Report: self._report,
+                wire.ValuesReported: self._report,
                 wire.TellPlace: self._tell_place,
                 wire.MayEnd: self._may_end,
                 wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
@@ -567,7 +567,7 @@ class Master:
         self.hangs.taken(r, self.clock.now())
         return _OK
 
-    def _report(self, r: wire.Report, who: Sender) -> Answer:
+    def _report(self, r: wire.ValuesReported, who: Sender) -> Answer:
         self.readings.reported(r.values)
         self._write_metrics()  # at once: its worker may be gone, and this master killed, before the next line is due
         return _OK
@@ -611,7 +611,7 @@ class Master:
 
     def _page(self) -> str:
         """For the endpoint of metrics."""
-        page = Page(self._counted)
+        page = MetricsPage(self._counted)
         job = self.brain.job
         fill(
             page,

@@ -38,7 +38,7 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
         return f"worker:{self.slot} #{self.incarnation}"
 
 
-class Split(msgspec.Struct, frozen=True, array_like=True):
+class StepSplit(msgspec.Struct, frozen=True, array_like=True):
     """How the members of one generation divide a step. A larger ``version`` replaces a smaller one: at the first vote
     in which everybody says that it has it, so all divide the step behind that vote by it, and nobody waits.
 
@@ -66,7 +66,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     generation: int
     members: tuple[GroupMember, ...]  # in order of rank; ranks are 0..n-1
-    split: Split = Split()  # the only thing that a generation is told anew of, besides who is joining
+    split: StepSplit = StepSplit()  # the only thing that a generation is told anew of, besides who is joining
     lost: tuple[tuple[Slot, Incarnation], ...] = ()  # of the last generations
     joining: tuple[GroupMember, ...] = ()  # they copy the state of a member meanwhile, and are not in the group yet
     hold: str = ""  # why no step may begin, e.g. "1 of at least 2 workers"; "": go on

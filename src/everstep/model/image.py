@@ -10,7 +10,7 @@ from everstep.bounds import Bits64, Checksum, Finite, ImagePath, Measured, Whole
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.group import Mark
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.model.table import TableSpec
 
 MANIFEST_VERSION = 1  # of tables
@@ -67,7 +67,7 @@ class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
 class DatasetPosition(msgspec.Struct, frozen=True):
     """How far a dataset is in all images. Its place in ``Manifest.datasets`` is its number, as in shard keys."""
 
-    plan: Plan
+    plan: ShardSchedule
     epochs: tuple[EpochPosition, ...]  # epochs without an entry that are finished: every sample of them counted
     finished_epochs: Whole = 0  # epochs [0, n) are over
 

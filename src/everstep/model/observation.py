@@ -28,7 +28,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 < self.per_sample_s == self.at_least_s
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s``, ``queue`` and
     ``requests_per_s`` are of a ps."""
 
@@ -60,7 +60,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int = 0
     throttled_share: float = 0.0  # of the short window, in which its cgroup was kept from running: 0..1
     bytes_per_s: float = 0.0  # mode ps: of rows pulled and pushed
-    long_load: Load = Load()  # the same over the long window
+    long_load: ProcessLoad = ProcessLoad()  # the same over the long window
 
     def __str__(self) -> str:
         return f"{Role.WORKER}:{self.slot}"
@@ -84,7 +84,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
     cpu_share: float = 0.0
     rss_bytes: int = 0
     throttled_share: float = 0.0
-    long_load: Load = Load()  # the same over the long window
+    long_load: ProcessLoad = ProcessLoad()  # the same over the long window
 
     def __str__(self) -> str:
         return f"{Role.PS}:{self.slot}"

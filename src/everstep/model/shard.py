@@ -46,7 +46,7 @@ def lease_no(master_incarnation: int, counter: int) -> LeaseNo:
     return LeaseNo(master_incarnation << LEASE_COUNTER_BITS | counter)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ShardSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """How one dataset is cut: the same on every worker, registered once with the master.
 
     ``samples`` positions an epoch (after drop-last and the evaluation split), cut into shards of

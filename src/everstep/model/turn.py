@@ -18,7 +18,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     samples: Whole
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True):
+class BatchShare(msgspec.Struct, frozen=True, array_like=True):
     """What one worker is to take of each step, by a plan: ``samples``, in ``passes`` (0: in as few as hold no more
     than a batch of its loader each)."""
 
@@ -45,7 +45,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     number: int
     step: int = -1
     parts: tuple[Share, ...] = ()
-    portions: tuple[Portion, ...] = ()
+    portions: tuple[BatchShare, ...] = ()
     iterations: Whole = 0
     inside: bool = False
 
@@ -64,7 +64,7 @@ State = Literal["idle", "new", "busy", "ready", "pushed"]
 ``step``; ready: it has its gradient of ``step``; pushed: all ps have it."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class WorkerClock(msgspec.Struct, frozen=True, array_like=True):
     """Where a worker is, as it tells the master: whenever that changes, and again when a master may not know.
 
     Sync: ``step`` is the one it takes part in; ``samples`` of its part; ``parts``: of the closed step, where it has

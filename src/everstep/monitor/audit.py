@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from everstep.brain.job import Phase
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Plan, shard_key, split_key
+from everstep.model.shard import ShardSchedule, shard_key, split_key
 from everstep.monitor.facts import JobFacts, JournalReader
 from everstep.monitor.journeys import JourneyCheck
 from everstep.monitor.prints import Prints, mix64, tile
-from everstep.monitor.pslog import ALL, PsLog, Stint, bits, read_log
+from everstep.monitor.pslog import ALL, BucketStint, PsLog, bits, read_log
 from everstep.monitor.report import AuditReport, Offence, Verdict
 from everstep.monitor.steps import check_steps, read_step_log
 from everstep.storage.chain import BROKEN_CHAIN
@@ -221,7 +221,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     (a running job: later ones may be newer than the logs)."""
     report = AuditReport(run_dir, counts={"cuts": 0, "fingerprints": 0})
     prints = Prints(facts)
-    journeys: dict[int, list[Stint]] = {}
+    journeys: dict[int, list[BucketStint]] = {}
     for log in logs:
         for bucket, stints in log.stints.items():
             journeys.setdefault(bucket, []).extend(stints)
@@ -279,7 +279,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     return report
 
 
-def _check_owners(facts: JobFacts, journeys: dict[int, list[Stint]], report: AuditReport, needed: bool) -> None:
+def _check_owners(facts: JobFacts, journeys: dict[int, list[BucketStint]], report: AuditReport, needed: bool) -> None:
     """Every bucket of the placement has a log that speaks for it: that of its owner, unless it is on its way."""
     silent: dict[Slot, int] = {}
     for bucket, slot in enumerate(facts.owner):
@@ -295,7 +295,9 @@ def _check_owners(facts: JobFacts, journeys: dict[int, list[Stint]], report: Aud
         report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} buckets"))
 
 
-def _finished_epochs(facts: JobFacts, done: set[ShardKey], away: set[ShardKey]) -> Iterable[tuple[int, int, Plan]]:
+def _finished_epochs(
+    facts: JobFacts, done: set[ShardKey], away: set[ShardKey]
+) -> Iterable[tuple[int, int, ShardSchedule]]:
     count: dict[tuple[int, int], int] = {}
     for key in done | away:
         number, epoch, _ = split_key(key)

@@ -31,7 +31,7 @@ from everstep.brain.job import Phase
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.image import Manifest
-from everstep.model.shard import Plan, ShardState, shard_key, split_key
+from everstep.model.shard import ShardSchedule, ShardState, shard_key, split_key
 from everstep.monitor.loops import LoopFacts
 from everstep.monitor.steps import StepFacts
 from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
@@ -120,7 +120,7 @@ class JobFacts:
                         yield shard_key(dataset.number, epoch.number, index)
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[ShardSchedule]:
         """Plans by dataset number."""
         return [dataset.plan for dataset in self.brain.shards.datasets]
 

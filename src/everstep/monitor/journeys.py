@@ -27,7 +27,7 @@ from everstep.ids import ShardKey
 from everstep.model.reasons import Arrival
 from everstep.monitor.facts import JobFacts
 from everstep.monitor.prints import Prints, tile
-from everstep.monitor.pslog import PsLog, Stint
+from everstep.monitor.pslog import BucketStint, PsLog
 from everstep.monitor.report import AuditReport, Offence
 
 _M64 = 2**64
@@ -88,7 +88,7 @@ class JourneyCheck:
         for name in ("taken", "void", "vouched"):
             report.counts.setdefault(name, 0)
 
-    def run(self, bucket: int, stints: list[Stint]) -> None:
+    def run(self, bucket: int, stints: list[BucketStint]) -> None:
         stints = _in_order(stints)
         counted = _Counted()
         honest = True
@@ -117,7 +117,7 @@ class JourneyCheck:
 
     # ------------------------------------------------------------ a bucket changes hands
 
-    def _take(self, bucket: int, counted: _Counted, stints: list[Stint], i: int) -> bool:
+    def _take(self, bucket: int, counted: _Counted, stints: list[BucketStint], i: int) -> bool:
         """Settle what counts of all before stint ``i``; whether its fingerprint is the one that was taken."""
         stint = stints[i]
         took = stint.took
@@ -203,13 +203,13 @@ class JourneyCheck:
         values = np.array([a[3] for a in added], np.uint64)
         counted.add(columns[0], columns[1], columns[2], nothing, values, nothing.astype(bool))
 
-    def _shards_from(self, bucket: int, stints: list[Stint]) -> set[int]:
+    def _shards_from(self, bucket: int, stints: list[BucketStint]) -> set[int]:
         out: set[int] = set()
         for stint in stints:
             out |= set(stint.log.shard[stint.log.rows_of(bucket, stint.first, stint.last)].tolist())
         return out
 
-    def _name_fenced(self, bucket: int, stints: list[Stint], i: int, marks: dict[int, int]) -> None:
+    def _name_fenced(self, bucket: int, stints: list[BucketStint], i: int, marks: dict[int, int]) -> None:
         """What the owner before applied after it had been replaced."""
         old, new = stints[i - 1], stints[i]
         log = old.log
@@ -237,7 +237,9 @@ class JourneyCheck:
             self._positions[id(log)] = found
         return found
 
-    def _cuts(self, bucket: int, stint: Stint, rows: NDArray[np.int64], value: NDArray[np.uint64], base: int) -> bool:
+    def _cuts(
+        self, bucket: int, stint: BucketStint, rows: NDArray[np.int64], value: NDArray[np.uint64], base: int
+    ) -> bool:
         """At every cut of the stint the bucket holds what it came with and what was logged since."""
         sums = np.r_[np.uint64(0), np.cumsum(value, dtype=np.uint64)]
         for cut, places in zip(stint.log.cuts, self._places(stint.log), strict=True):
@@ -252,7 +254,7 @@ class JourneyCheck:
                 return False
         return True
 
-    def _against_plan(self, bucket: int, stints: list[Stint], counted: _Counted) -> None:
+    def _against_plan(self, bucket: int, stints: list[BucketStint], counted: _Counted) -> None:
         """The final fingerprint from the plan: all of each done shard, less what was skipped. Of the others the logs
         must be believed."""
         stint = stints[-1]
@@ -274,7 +276,7 @@ class JourneyCheck:
 
     # ------------------------------------------------------------ tiling
 
-    def _tile(self, bucket: int, stint: Stint, counted: _Counted) -> None:
+    def _tile(self, bucket: int, stint: BucketStint, counted: _Counted) -> None:
         order = np.lexsort((counted.lo, counted.shard))
         shard, lo, hi, lease = counted.shard[order], counted.lo[order], counted.hi[order], counted.lease[order]
         for key in self.done - set(shard.tolist()):
@@ -308,18 +310,18 @@ class JourneyCheck:
             for what, low, high, detail in tile(bounds[0], stop, bounds[1], spans):
                 self._offend(what, bucket, stint, key, low, high, detail)
 
-    def _offend(self, what: str, bucket: int, stint: Stint, shard: int, lo: int, hi: int, detail: str) -> None:
+    def _offend(self, what: str, bucket: int, stint: BucketStint, shard: int, lo: int, hi: int, detail: str) -> None:
         name = self.facts.shard_name(ShardKey(shard)) if shard >= 0 else ""
         self._found.setdefault((what, stint.log.name, name, lo, hi, detail), []).append(bucket)
 
 
-def _within(stint: Stint, before: int, seq: int) -> bool:
+def _within(stint: BucketStint, before: int, seq: int) -> bool:
     """Whether a cut was made during the stint."""
     after = stint.took is None or seq > stint.took.seq
     return after and (stint.gave is None or seq < stint.gave.seq) and stint.first <= before <= stint.last
 
 
-def _in_order(stints: list[Stint]) -> list[Stint]:
+def _in_order(stints: list[BucketStint]) -> list[BucketStint]:
     """By the placements under which they began; where a log does not know them, by time. One that began empty is the
     first, or the first sign of its new life."""
     if sum(s.took is None for s in stints) <= 1 and all(s.took is None or s.took.version for s in stints):

@@ -16,7 +16,7 @@ SERIES_MAX = 50_000  # of one answer
 Key = tuple[str, tuple[str, ...]]
 
 
-class Page:
+class MetricsPage:
     """Values by metric. ``set`` them in any order; ``text`` has them in the order of the table of names.
 
     ``counted``: counters of the whole job as the pages before had them. They never go back: where samples are taken
@@ -74,7 +74,7 @@ def _help(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n")
 
 
-def set_all(page: Page, name: str, values: Mapping[str, float]) -> None:
+def set_all(page: MetricsPage, name: str, values: Mapping[str, float]) -> None:
     """Of a metric with one label: its values by that."""
     for label, value in values.items():
         page.set(name, value, label)

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took
+from everstep.monitor.records import AcquiredRecord, Applied, AuditRecord, CutRecord, FinalCutRecord, ReleasedRecord
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
 
 ALL = -1  # in PsLog.buckets: every bucket owned then
 
 
-class Stint(NamedTuple):
+class BucketStint(NamedTuple):
     """One ps's time with one bucket: the pushes ``[first, last)`` of its log, as far as they name the bucket.
 
     ``took``: how it came; None: it began here, empty. ``gave``: it left in order. ``at``: when it came, 0.0: unknown.
     """
 
     log: PsLog
-    took: Took | None
+    took: AcquiredRecord | None
     first: int
     last: int
-    gave: Gave | None
+    gave: ReleasedRecord | None
     at: float
 
 
@@ -57,7 +57,7 @@ class PsLog:
         self.owned: NDArray[np.int64] = np.array(owned, np.int64)
         self.bitmaps: list[bytes] = []
         self.cuts: list[CutSeen] = []
-        self.stints: dict[int, list[Stint]] = {}
+        self.stints: dict[int, list[BucketStint]] = {}
         self.moved = False
         self.closed = False
         self.problem: str | None = None
@@ -67,7 +67,7 @@ class PsLog:
         self._now: set[int] = {int(b) for b in owned}
         self._owned_now = self.owned
         self._changes: list[tuple[int, NDArray[np.int64]]] = [(0, self.owned)]  # owned from this push on
-        self._open: dict[int, tuple[Took | None, int]] = {int(b): (None, 0) for b in owned}
+        self._open: dict[int, tuple[AcquiredRecord | None, int]] = {int(b): (None, 0) for b in owned}
         self._rows: list[tuple[int, ...]] = []
         self._at: list[float] = []
 
@@ -114,7 +114,7 @@ class PsLog:
                     )
                 )
                 self._at.append(record.at)
-            elif isinstance(record, Took | Gave):
+            elif isinstance(record, AcquiredRecord | ReleasedRecord):
                 self._change(record, seq)
             else:
                 self._take_cut(record, seq)
@@ -128,14 +128,14 @@ class PsLog:
         for bucket in list(self._open):
             self._end(bucket, None)
 
-    def _change(self, record: Took | Gave, seq: int) -> None:
+    def _change(self, record: AcquiredRecord | ReleasedRecord, seq: int) -> None:
         bucket = record.bucket
-        if not 0 <= bucket < self.n_buckets or (bucket in self._now) == isinstance(record, Took):
-            word = "came" if isinstance(record, Took) else "left"
+        if not 0 <= bucket < self.n_buckets or (bucket in self._now) == isinstance(record, AcquiredRecord):
+            word = "came" if isinstance(record, AcquiredRecord) else "left"
             self.bad.append(f"bad record: number {seq} says that bucket {bucket} {word}, which cannot be")
             return
         self.moved = True
-        if isinstance(record, Took):
+        if isinstance(record, AcquiredRecord):
             if len(record.shards) % 16:
                 self.bad.append(f"bad record: number {seq} has watermarks of {len(record.shards)} bytes")
             self._now.add(bucket)
@@ -146,11 +146,11 @@ class PsLog:
         self._owned_now = np.array(sorted(self._now), np.int64)
         self._changes.append((len(self._rows), self._owned_now))
 
-    def _end(self, bucket: int, gave: Gave | None) -> None:
+    def _end(self, bucket: int, gave: ReleasedRecord | None) -> None:
         took, first = self._open.pop(bucket)
         last = len(self._rows) or self.n
         at = took.at if took is not None else 0.0
-        self.stints.setdefault(bucket, []).append(Stint(self, took, first, last, gave, at))
+        self.stints.setdefault(bucket, []).append(BucketStint(self, took, first, last, gave, at))
 
     def owned_spans(self) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
         """``(first, last, owned)``: pushes ``[first, last)`` were made while these buckets were owned."""
@@ -159,8 +159,8 @@ class PsLog:
             if first < last:
                 yield first, last, owned
 
-    def _take_cut(self, record: Cut | Closed, seq: int) -> None:
-        self.closed = self.closed or isinstance(record, Closed)
+    def _take_cut(self, record: CutRecord | FinalCutRecord, seq: int) -> None:
+        self.closed = self.closed or isinstance(record, FinalCutRecord)
         if len(record.fingerprints) != 8 * len(self._owned_now):
             self.bad.append(f"bad record: number {seq} has fingerprints of {len(record.fingerprints) // 8} buckets")
             return

@@ -36,7 +36,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False
     joined: bool = False
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=False):
+class CutRecord(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=False):
     """Fingerprints of the owned buckets, ascending, uint64 little-endian, with exactly the pushes before it in."""
 
     seq: int
@@ -44,7 +44,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=False):
     at: float = 0.0
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=False):
+class FinalCutRecord(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=False):
     """The last record of a ps that ended in order: its final cut."""
 
     seq: int
@@ -52,7 +52,7 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=Fals
     at: float = 0.0
 
 
-class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
+class AcquiredRecord(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
     """From here on ``bucket`` is this ps's, as of the bucket's own number ``bucket_seq`` (see everstep.native).
 
     ``how``: "promoted" (a copy that was kept here), "rebuilt" (from parity), "loaded" (from a checkpoint image),
@@ -72,7 +72,7 @@ class Took(msgspec.Struct, frozen=True, array_like=True, tag="took", gc=False):
     version: int = 0
 
 
-class Gave(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):
+class ReleasedRecord(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):
     """From here on ``bucket`` is no longer this ps's: it left at its own number ``bucket_seq``; nothing is applied to
     it here after this."""
 
@@ -82,7 +82,7 @@ class Gave(msgspec.Struct, frozen=True, array_like=True, tag="gave", gc=False):
     at: float = 0.0
 
 
-AuditRecord = Applied | Cut | Closed | Took | Gave
+AuditRecord = Applied | CutRecord | FinalCutRecord | AcquiredRecord | ReleasedRecord
 
 
 def bitmap(buckets: list[int], n_buckets: int) -> bytes:

@@ -19,7 +19,7 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, Mark
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 from everstep.monitor.loops import LoopFacts
 from everstep.monitor.report import AuditReport, Offence
 from everstep.storage.chain import BROKEN_CHAIN, read_chain
@@ -77,7 +77,7 @@ class StepFacts:
         return next((line for line in reversed(self.lines) if line.origin <= generation), None)
 
 
-class Piece(msgspec.Struct, array_like=True):
+class StepsPiece(msgspec.Struct, array_like=True):
     """Steps ``[first, last]`` of a line, as far as not told before: positions ``[lo, hi)``."""
 
     first: int
@@ -110,10 +110,10 @@ def read_step_log(path: Path) -> StepLog:
 class StepCheck:
     """See the top of this file. ``over``: the job ended well, so everything must be there."""
 
-    def __init__(self, facts: StepFacts, plans: Sequence[Plan], report: AuditReport, over: bool) -> None:
+    def __init__(self, facts: StepFacts, plans: Sequence[ShardSchedule], report: AuditReport, over: bool) -> None:
         self.facts, self.plans, self.report, self.over = facts, plans, report, over
         self.places: dict[tuple[int, int], tuple[int, int, int]] = {}  # (origin, step) -> dataset, epoch, position
-        self.pieces: dict[int, list[Piece]] = {}  # by origin, told
+        self.pieces: dict[int, list[StepsPiece]] = {}  # by origin, told
         self.steps = self.voided = self.samples = self.skipped = 0
 
     def run(self, logs: Sequence[StepLog]) -> None:
@@ -144,7 +144,7 @@ class StepCheck:
         if self.over and logs:
             self._witnessed(logs)
 
-    def lines(self) -> Iterable[tuple[Line, list[Piece]]]:
+    def lines(self) -> Iterable[tuple[Line, list[StepsPiece]]]:
         """Each line with what counts of it; after ``run``."""
         lines = self.facts.lines
         for i, line in enumerate(lines):
@@ -176,20 +176,22 @@ class StepCheck:
             elif c.first < step and not (c.epoch == epoch and c.lo < at < c.hi):
                 self._offend("conflict", "journal", c, f"step {step} continues e{epoch} at {at}")
             else:
-                pieces.append(Piece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation, c.loop))
+                pieces.append(
+                    StepsPiece(max(c.first, step), c.last, c.dataset, c.epoch, at, c.hi, c.generation, c.loop)
+                )
             step = c.last + 1
             cursors[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
 
-    def _kept(self, line: Line, until: Mark | None) -> Iterable[Piece]:
+    def _kept(self, line: Line, until: Mark | None) -> Iterable[StepsPiece]:
         """What is not void."""
         for p in self.pieces[line.origin]:
             if until is None or p.last < until.step:
                 yield p
             elif p.first < until.step:
                 hi = until.position if p.epoch == until.epoch else p.hi
-                yield Piece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation, p.loop)
+                yield StepsPiece(p.first, until.step - 1, p.dataset, p.epoch, p.lo, hi, p.generation, p.loop)
 
-    def _skips(self, line: Line, kept: Sequence[Piece]) -> None:
+    def _skips(self, line: Line, kept: Sequence[StepsPiece]) -> None:
         found = {(c.dataset, c.epoch, lo, hi) for c in line.told for lo, hi in c.skipped}
         for dataset, epoch, lo, hi in sorted(found):
             spans = [(max(lo, p.lo), min(hi, p.hi)) for p in kept if (p.dataset, p.epoch) == (dataset, epoch)]
@@ -244,13 +246,13 @@ class StepCheck:
                 self._missed(log, line, expected, c)
             next_step[line.origin] = c.last + 1
             if (cut := cuts[line.origin]) is None or c.first < cut.step:
-                self._loop(log.name, Piece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
+                self._loop(log.name, StepsPiece(c.first, c.last, c.dataset, c.epoch, c.lo, c.hi, c.generation, c.loop))
             self._mark(line, c, log.name)
             told = max((p.last for p in self.pieces.get(line.origin, ())), default=-1)
             if self.over and line is self.facts.lines[-1] and c.last > told:
                 self._offend("missing", "journal", c, f"{log.name} committed them, the journal has steps up to {told}")
 
-    def _loop(self, who: str, p: Piece) -> None:
+    def _loop(self, who: str, p: StepsPiece) -> None:
         """These steps are of an epoch that their loop of the script asked for."""
         wrong = self.facts.loops.of_steps(p.loop, p.dataset, p.epoch)
         if wrong:
@@ -315,7 +317,7 @@ class StepCheck:
 
 
 def check_steps(
-    facts: StepFacts, plans: Sequence[Plan], logs: Sequence[StepLog], run_dir: str, over: bool
+    facts: StepFacts, plans: Sequence[ShardSchedule], logs: Sequence[StepLog], run_dir: str, over: bool
 ) -> AuditReport:
     """Audit committed steps. ``over``: the job ended well."""
     report = AuditReport(run_dir)

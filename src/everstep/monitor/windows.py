@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from everstep.model.observation import Load, Pace
+from everstep.model.observation import Pace, ProcessLoad
 
 SHORT_S = 10.0
 SUBWINDOWS = 6  # the long window has so many short ones
@@ -107,13 +107,13 @@ class MemberWindows:
             phases=phases,
         )
 
-    def load(self, at: float, long: bool = False) -> Load:
+    def load(self, at: float, long: bool = False) -> ProcessLoad:
         """Rates over the window that ends at ``at``."""
         first, last, medians = self._span(at, self.long_s if long else self.short_s)
         if first is None or last is None:
-            return Load()
+            return ProcessLoad()
         span_s = last["at"] - first["at"]
-        return Load(
+        return ProcessLoad(
             cpu_share=_grown(first, last, "cpu_s") / span_s,
             throttled_share=min(1.0, _grown(first, last, "throttled_s") / span_s),
             service_s=statistics.median(found) if (found := medians["service_s"]) else 0.0,

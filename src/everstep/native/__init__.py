@@ -51,13 +51,13 @@ from everstep.native._native import (
     tell,
     unique_route,
 )
-from everstep.native.blob import Kind, check_seal
-from everstep.native.ledger import Ledger, PushResult, SpanTuple, batch_fingerprint, bitmap, bitmap_buckets, mix64
+from everstep.native.blob import BlobKind, check_seal
+from everstep.native.ledger import PushLedger, PushResult, SpanTuple, batch_fingerprint, bitmap, bitmap_buckets, mix64
 
 __all__ = [
+    "BlobKind",
     "Full",
-    "Kind",
-    "Ledger",
+    "PushLedger",
     "PushResult",
     "Recovering",
     "SpanTuple",
@@ -296,7 +296,7 @@ class Store(_native.Store):
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
         """``push`` to all buckets that are owned, of arrays that lie in ``memory``. ``parts``: objects as
-        ``net.messages.Part``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
+        ``net.messages.RowsPart``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
         try:
             spans = ((shard, lo, hi, lease, not skipped), *more)
             return PushResult(*super()._push_at(spans, parts, memory, now_s, step))

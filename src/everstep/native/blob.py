@@ -32,7 +32,7 @@ _PART = struct.Struct("<6I")
 _GRADIENTS = struct.Struct("<dII")
 
 
-class Kind(IntEnum):
+class BlobKind(IntEnum):
     CHANGE = 1  # a difference: XOR of what was and what is
     HEADS = 2  # contents: which slots are used, and their keys
     BODIES = 3  # contents: records
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 @dataclass
-class Marks:
+class BlobMarks:
     """``shards``: (shard, watermark, fence); watermark -1: the mark is gone. ``initialised``: table ids."""
 
     fingerprint: int = 0
@@ -50,7 +50,7 @@ class Marks:
 
 
 @dataclass
-class Part:
+class BlobPart:
     """``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records`` uint8 [n, record], both
     XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one update, its ``rate`` and
     its ``options`` (``TRAVELLING``; none: the table's own).
@@ -71,11 +71,11 @@ class Part:
 
 @dataclass
 class Blob:
-    kind: Kind
+    kind: BlobKind
     bucket: int
     seq: int
-    marks: Marks
-    parts: list[Part] = field(default_factory=list)
+    marks: BlobMarks
+    parts: list[BlobPart] = field(default_factory=list)
 
 
 def build(blob: Blob) -> bytes:
@@ -89,15 +89,15 @@ def build(blob: Blob) -> bytes:
         toggled = part.toggled if part.toggled is not None else np.zeros(0, np.bool_)
         out.append(_PART.pack(part.table, n, part.lo, part.hi, part.flags, int(toggled.sum())))
         out.append(part.slots.astype("<u4").tobytes())
-        if blob.kind is Kind.CHANGE:
+        if blob.kind is BlobKind.CHANGE:
             bits = np.packbits(toggled, bitorder="little").tobytes()
             out.append(bits.ljust((n + 63) // 64 * 8, b"\0"))
-        if part.keys is not None and blob.kind is not Kind.BODIES:
+        if part.keys is not None and blob.kind is not BlobKind.BODIES:
             out.append(part.keys.astype("<i8").tobytes())
         if part.gradients is not None:
             out.append(_GRADIENTS.pack(part.rate, part.gradients.shape[1], len(part.options)))
             out.append(np.array(part.options, "<f8").tobytes() + part.gradients.astype("<f4").tobytes())
-        if part.records is not None and blob.kind is not Kind.HEADS:
+        if part.records is not None and blob.kind is not BlobKind.HEADS:
             out.append(part.records.tobytes())
     return seal(b"".join(out))
 
@@ -108,10 +108,10 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         magic, version, kind_no, bucket, n_parts, seq, marks_bytes, _ = _HEADER.unpack_from(data)
         if magic != MAGIC or version != VERSION:
             raise ValueError("a blob does not begin as one of this version")
-        kind, at = Kind(kind_no), _HEADER.size
+        kind, at = BlobKind(kind_no), _HEADER.size
         if not 0 <= seq <= MOST_COUNT:
             raise ValueError("a blob has a seq that cannot be")
-        if kind is Kind.MARKS and n_parts:
+        if kind is BlobKind.MARKS and n_parts:
             raise ValueError("a blob of marks has parts")
         fingerprint, clock, n_shards, n_initialised = _MARKS.unpack_from(data, at)
         if marks_bytes != _MARKS.size + n_shards * _MARK.size + n_initialised * 4:
@@ -121,7 +121,7 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         at += n_shards * _MARK.size
         tables = struct.unpack_from(f"<{n_initialised}I", data, at)
         _check_marks(kind, clock, shards)
-        out = Blob(kind, bucket, seq, Marks(fingerprint, clock, shards, list(tables)))
+        out = Blob(kind, bucket, seq, BlobMarks(fingerprint, clock, shards, list(tables)))
         at += n_initialised * 4
 
         def take(count: int, dtype: str) -> NDArray[np.generic]:
@@ -133,20 +133,20 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
         for _ in range(n_parts):
             table, n, lo, hi, flags, n_toggled = _PART.unpack_from(data, at)
             at += _PART.size
-            part = Part(table, take(n, "<u4").astype(np.uint32), lo=lo, hi=hi, flags=flags)
-            if kind is Kind.CHANGE:
+            part = BlobPart(table, take(n, "<u4").astype(np.uint32), lo=lo, hi=hi, flags=flags)
+            if kind is BlobKind.CHANGE:
                 bits = take((n + 63) // 64 * 8, "u1").astype(np.uint8)
                 part.toggled = np.unpackbits(bits, bitorder="little")[:n].astype(np.bool_)
-            if kind is not Kind.BODIES:
-                part.keys = take(n_toggled if kind is Kind.CHANGE else n, "<i8").astype(np.int64)
-            if kind is Kind.CHANGE and flags & GRADIENTS:
+            if kind is not BlobKind.BODIES:
+                part.keys = take(n_toggled if kind is BlobKind.CHANGE else n, "<i8").astype(np.int64)
+            if kind is BlobKind.CHANGE and flags & GRADIENTS:
                 part.rate, dim, n_options = _GRADIENTS.unpack_from(data, at)
                 at += _GRADIENTS.size
                 if n_options not in (0, len(TRAVELLING)):
                     raise ValueError("a blob of a change has another number of options")
                 part.options = tuple(take(n_options, "<f8").tolist())
                 part.gradients = take(n * dim, "<f4").astype(np.float32).reshape(n, dim)
-            elif kind is not Kind.HEADS:
+            elif kind is not BlobKind.HEADS:
                 if record_bytes is None:
                     raise ValueError("a blob of marks has records")
                 width = record_bytes(table)
@@ -164,30 +164,30 @@ def parse_marks(data: bytes) -> Blob:
     """The blob of a bucket's marks. ValueError: it is none."""
     if len(data) < _HEADER.size:
         raise ValueError("a blob ends too early")
-    if (kind := _HEADER.unpack_from(data)[2]) != Kind.MARKS:
+    if (kind := _HEADER.unpack_from(data)[2]) != BlobKind.MARKS:
         raise ValueError(f"these are not the marks of a bucket: a blob of kind {kind}")
     return parse(data)
 
 
-def _check_marks(kind: Kind, clock: int, shards: list[tuple[int, int, int]]) -> None:
+def _check_marks(kind: BlobKind, clock: int, shards: list[tuple[int, int, int]]) -> None:
     if not 0 <= clock <= MOST_COUNT:
         raise ValueError("a blob has a clock that cannot be")
     for shard, watermark, fence in shards:
-        gone = kind is Kind.CHANGE and watermark == -1
+        gone = kind is BlobKind.CHANGE and watermark == -1
         if shard < 0 or fence < 0 or (watermark < 0 and not gone):
             raise ValueError("a blob has a mark with a negative number")
         if watermark > MOST_COUNT:
             raise ValueError("a blob has a mark that cannot be")
 
 
-def _check_part(kind: Kind, part: Part, n_toggled: int) -> None:
-    by_gradients = kind is Kind.CHANGE and part.flags == GRADIENTS
+def _check_part(kind: BlobKind, part: BlobPart, n_toggled: int) -> None:
+    by_gradients = kind is BlobKind.CHANGE and part.flags == GRADIENTS
     if part.flags & ~LAST and not by_gradients:
         raise ValueError("a blob has unknown flags")
     slots = part.slots.astype(np.int64)
     if (slots >= MOST_SLOTS).any():
         raise ValueError("a blob has a slot that cannot be")
-    if kind is Kind.CHANGE:
+    if kind is BlobKind.CHANGE:
         assert part.toggled is not None
         if part.lo or part.hi or (part.flags and (not by_gradients or n_toggled)):
             raise ValueError("a blob of a change has a wrong part")
@@ -196,7 +196,7 @@ def _check_part(kind: Kind, part: Part, n_toggled: int) -> None:
         return
     if n_toggled or part.lo > part.hi:
         raise ValueError("a blob of contents has a wrong part")
-    if kind is Kind.BODIES and part.lo == 0 and part.hi == 0:
+    if kind is BlobKind.BODIES and part.lo == 0 and part.hi == 0:
         return  # of listed slots
     if (slots < part.lo).any() or (not part.flags & LAST and (slots >= part.hi).any()):
         raise ValueError("a blob has a slot outside of what it covers")

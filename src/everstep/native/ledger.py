@@ -98,7 +98,7 @@ class BucketLedger:
         self.shards: dict[int, list[int]] = {}
 
 
-class Ledger:
+class PushLedger:
     """The ledger of one ps. ``n_buckets``: of the whole job; ``buckets``: owned here, default all of them."""
 
     def __init__(self, n_buckets: int, buckets: Iterable[int] | None = None) -> None:

@@ -36,7 +36,7 @@ from everstep import __version__
 from everstep.bounds import MALFORMED, Whole
 from everstep.errors import ConfigError, DeadlineError, PlatformError, WireError
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.net.frames import ClosedError, Frame, FrameSocket, Kind, decode_header, encode_frame
+from everstep.net.frames import ClosedError, Frame, FrameKind, FrameSocket, decode_header, encode_frame
 from everstep.net.retry import Deadline
 from everstep.net.seal import Seal
 
@@ -252,11 +252,11 @@ def _seal(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Iden
 
 
 def _frame(message: _Message) -> bytes:
-    return encode_frame(Kind.AUTH, _encoder.encode(message))
+    return encode_frame(FrameKind.AUTH, _encoder.encode(message))
 
 
 def _decode(frame: Frame) -> _Message:
-    if frame.kind != Kind.AUTH:
+    if frame.kind != FrameKind.AUTH:
         raise WireError("the peer did not begin with a handshake")
     return decode_header(_message, frame.header, "handshake")
 

@@ -27,8 +27,8 @@ from everstep.net.frames import (
     AUTH_LIMITS,
     CONTROL_LIMITS,
     FrameDecoder,
+    FrameKind,
     FrameSocket,
-    Kind,
     decode_header,
     encode_frame,
 )
@@ -428,13 +428,13 @@ def _call_frame(call_id: int, request: RequestType) -> bytes:
     header = _encoder.encode(Call(call_id, request))
     if len(header) > CONTROL_LIMITS.header_bytes:
         raise InternalError(f"{_name(request)} of {len(header)} bytes is beyond the wire's limit")
-    return encode_frame(Kind.CALL, header)
+    return encode_frame(FrameKind.CALL, header)
 
 
 def _said(kind: int, header: bytes) -> Return | OrderType:
-    if kind == Kind.RETURN:
+    if kind == FrameKind.RETURN:
         return decode_header(_return_decoder, header, "answer of the master")
-    if kind == Kind.ORDER:
+    if kind == FrameKind.ORDER:
         return decode_header(_order_decoder, header, "order of the master")
     raise WireError(f"unexpected frame of kind {kind} from the master")
 

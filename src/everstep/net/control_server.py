@@ -17,7 +17,7 @@ import msgspec
 
 from everstep.errors import WireError
 from everstep.net.auth import AUTH_S, Identity, Secret, ServerAuth
-from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, Kind, decode_header, preamble
+from everstep.net.frames import AUTH_LIMITS, CONTROL_LIMITS, Frame, FrameDecoder, FrameKind, decode_header, preamble
 from everstep.net.log import LineLimit, logger
 from everstep.net.messages import Answered, Call, OrderType, RequestType, Return
 from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
@@ -44,7 +44,7 @@ class Peer:
 
     def send(self, order: OrderType) -> None:
         """Queue an order; never waits. To a peer that is gone or does not read: dropped, it hears at its hello."""
-        self._connection.write(Kind.ORDER, _encoder.encode(order))
+        self._connection.write(FrameKind.ORDER, _encoder.encode(order))
 
     def close(self) -> None:
         """Close once everything queued is sent."""
@@ -310,7 +310,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ requests and answers
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind != Kind.CALL:
+        if frame.kind != FrameKind.CALL:
             raise WireError(f"unexpected frame of kind {frame.kind}")
         call = decode_header(_call_decoder, frame.header, "request")
         assert self.peer is not None
@@ -322,7 +322,7 @@ class _Connection(asyncio.Protocol):
         if answer is None:
             return
         if isinstance(answer, msgspec.Struct):
-            self.write(Kind.RETURN, _encoder.encode(Return(call.id, answer)))
+            self.write(FrameKind.RETURN, _encoder.encode(Return(call.id, answer)))
             return
         future = asyncio.ensure_future(answer)
         self._calls += 1
@@ -346,7 +346,7 @@ class _Connection(asyncio.Protocol):
                 return
             result = done.result()
             if result is not None:
-                self.write(Kind.RETURN, _encoder.encode(Return(call_id, result)))
+                self.write(FrameKind.RETURN, _encoder.encode(Return(call_id, result)))
 
         future.add_done_callback(answered)
 

@@ -29,13 +29,13 @@ from everstep.net.frames import (
     Buffer,
     ClosedError,
     Frame,
+    FrameKind,
     FrameSocket,
-    Kind,
     Limits,
     decode_header,
 )
 from everstep.net.log import LineLimit, logger
-from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Fed, Taken
+from everstep.net.messages import Attach, Bad, DataAnswer, DataRequest, Fed, LogTaken
 from everstep.net.retry import Deadline
 from everstep.net.sockets import connect, is_local
 from everstep.net.strangers import SPEAK_S, Strangers, address_of, scarce
@@ -53,7 +53,7 @@ _request_decoder: msgspec.msgpack.Decoder[DataRequest] = msgspec.msgpack.Decoder
 _answer_decoder: msgspec.msgpack.Decoder[DataAnswer] = msgspec.msgpack.Decoder(DataAnswer)
 
 
-class Service(Protocol):
+class DataService(Protocol):
     """What a ``DataServer`` serves. Called from many threads at once."""
 
     def handle(
@@ -63,7 +63,7 @@ class Service(Protocol):
         ...
 
 
-class Follower(Protocol):
+class StreamFollower(Protocol):
     """Reads a connection of a ps in place of its ``FrameSocket``, and takes what goes without saying."""
 
     def next(self) -> tuple[int, int, bytes, Buffer] | None:
@@ -81,7 +81,7 @@ class FollowingService(Protocol):
         """Whether it does."""
         ...
 
-    def follow(self, fd: int, ahead: bytes) -> Follower: ...
+    def follow(self, fd: int, ahead: bytes) -> StreamFollower: ...
 
 
 class DataServer:
@@ -92,7 +92,7 @@ class DataServer:
 
     def __init__(
         self,
-        service: Service,
+        service: DataService,
         listeners: Sequence[socket.socket],
         secret: Secret,
         identity: Identity,
@@ -220,16 +220,16 @@ class DataServer:
 
     def _converse(self, stream: FrameSocket, client: Identity) -> None:
         arena: memoryview | None = None
-        follower: Follower | None = None
+        follower: StreamFollower | None = None
         service, plain = self._service, client.role == "ps" and stream.plain_fd >= 0
         if plain and isinstance(service, FollowingService) and service.follows:
             follower = service.follow(stream.plain_fd, stream.take_buffered())
         while True:
             frame = stream.recv() if follower is None else _next_of(follower)
-            if frame.kind == Kind.FEED and client.role == "ps":
+            if frame.kind == FrameKind.FEED and client.role == "ps":
                 self._hand_on(stream, frame)
                 continue
-            if frame.kind != Kind.REQUEST:
+            if frame.kind != FrameKind.REQUEST:
                 raise WireError(f"unexpected frame of kind {frame.kind}")
             request = decode_header(_request_decoder, frame.header, "request")
             answer: DataAnswer
@@ -239,11 +239,14 @@ class DataServer:
                 if fd is None:
                     raise WireError("shared memory was announced, but no descriptor came along")
                 arena = map_arena(fd, request.size_bytes, MAX_ARENA_BYTES)
-                answer, buffers = Taken(), ()
+                answer, buffers = LogTaken(), ()
             else:
                 answer, buffers = self._handle(request, memoryview(frame.body), arena)
             stream.send(
-                Kind.ANSWER, _encoder.encode(answer), buffers, deadline=Deadline(_send_s(buffers), "taking the answer")
+                FrameKind.ANSWER,
+                _encoder.encode(answer),
+                buffers,
+                deadline=Deadline(_send_s(buffers), "taking the answer"),
             )
 
     def _hand_on(self, stream: FrameSocket, frame: Frame) -> None:
@@ -251,7 +254,7 @@ class DataServer:
         answer, _ = self._handle(decode_feed(frame.header), memoryview(frame.body), None)
         fed = isinstance(answer, Fed)
         header = answer.applied if isinstance(answer, Fed) else _encoder.encode(answer)
-        stream.send(Kind.FED if fed else Kind.ANSWER, header, deadline=Deadline(_SEND_S, "taking the answer"))
+        stream.send(FrameKind.FED if fed else FrameKind.ANSWER, header, deadline=Deadline(_SEND_S, "taking the answer"))
 
     def _handle(
         self, request: DataRequest, body: memoryview, arena: memoryview | None
@@ -391,10 +394,10 @@ class DataClient:
                     size = arena.size
                     self._flight.append(True)
                     attach = _encoder.encode(Attach(size))
-                    self._stream.send(Kind.REQUEST, attach, deadline=deadline, fds=[arena.fd])
+                    self._stream.send(FrameKind.REQUEST, attach, deadline=deadline, fds=[arena.fd])
                     self._attached_bytes = size
                 self._flight.append(False)
-                self._stream.send(Kind.REQUEST, header, buffers, deadline=deadline, on_wait=self._make_room)
+                self._stream.send(FrameKind.REQUEST, header, buffers, deadline=deadline, on_wait=self._make_room)
             except BaseException:
                 self.close()
                 raise
@@ -407,12 +410,12 @@ class DataClient:
                     if not self._flight:
                         raise WireError("an answer was awaited without a request")
                     frame = self._next(into, deadline)
-                    if frame.kind != Kind.ANSWER:
+                    if frame.kind != FrameKind.ANSWER:
                         raise WireError(f"unexpected frame of kind {frame.kind} from {self.server}")
                     answer = decode_header(_answer_decoder, frame.header, f"answer of {self.server}")
                     if not self._flight.popleft():
                         return answer, memoryview(frame.body)
-                    if not isinstance(answer, Taken):
+                    if not isinstance(answer, LogTaken):
                         raise WireError(f"{self.server} did not take the shared memory: {answer}")
             except BaseException:
                 self.close()
@@ -467,7 +470,7 @@ def answer_of(header: bytes, server: str) -> DataAnswer:
     return decode_header(_answer_decoder, header, f"answer of {server}")
 
 
-def _next_of(follower: Follower) -> Frame:
+def _next_of(follower: StreamFollower) -> Frame:
     from everstep.native._native import Broken
 
     try:

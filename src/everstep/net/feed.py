@@ -8,7 +8,7 @@ import struct
 
 from everstep.errors import WireError
 from everstep.ids import BucketId, Incarnation, Slot
-from everstep.net.messages import Entry, Feed
+from everstep.net.messages import Feed, StreamEntry
 
 _FEED = struct.Struct("<qqqqqII")
 _ENTRY = struct.Struct("<IIqQqq")
@@ -29,7 +29,7 @@ def decode_feed(header: bytes) -> Feed:
             Slot(slot),
             Incarnation(incarnation),
             (),
-            tuple(Entry(BucketId(bucket), seq, kind, size, sweep) for bucket, kind, seq, size, _, sweep in found),
+            tuple(StreamEntry(BucketId(bucket), seq, kind, size, sweep) for bucket, kind, seq, size, _, sweep in found),
             tuple(mirror for _, _, _, _, mirror, _ in found),
             tuple((BucketId(bucket), seq) for bucket, seq in confirmed),
             first,

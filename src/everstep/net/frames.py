@@ -55,7 +55,7 @@ _IOV_MAX = 512  # below the kernel's 1024
 _FDS_MAX = 4
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     AUTH = 1
     CALL = 2
     RETURN = 3
@@ -66,8 +66,8 @@ class Kind(IntEnum):
     FED = 8
 
 
-_KINDS = frozenset(int(k) for k in Kind)
-_CHECKED_KINDS = frozenset((int(Kind.REQUEST), int(Kind.ANSWER), int(Kind.FEED), int(Kind.FED)))
+_KINDS = frozenset(int(k) for k in FrameKind)
+_CHECKED_KINDS = frozenset((int(FrameKind.REQUEST), int(FrameKind.ANSWER), int(FrameKind.FEED), int(FrameKind.FED)))
 
 
 class Limits(NamedTuple):
@@ -116,7 +116,7 @@ def _check(preamble: bytes) -> int:
 def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
     crc32c = _crc32c()
     crc = crc32c(header, crc32c(preamble[: PREAMBLE_BYTES - _CRC.size]))
-    for buffer in () if preamble[4] == Kind.FEED else body:  # there each entry has its own
+    for buffer in () if preamble[4] == FrameKind.FEED else body:  # there each entry has its own
         crc = crc32c(buffer, crc)
     return crc
 

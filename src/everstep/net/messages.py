@@ -32,7 +32,7 @@ from everstep.model.member import Role
 from everstep.model.observation import Observations
 from everstep.model.shard import Span, Token
 from everstep.model.table import TableSpec
-from everstep.model.turn import Place, Turn
+from everstep.model.turn import Turn, WorkerClock
 
 # ---------------------------------------------------------------- control plane: requests
 
@@ -90,7 +90,7 @@ class StoreGet(Query, frozen=True, tag="store_get"):
     wait_s: Seconds = 0.0
 
 
-class Report(Query, frozen=True, tag="report"):
+class ValuesReported(Query, frozen=True, tag="report"):
     """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
 
     values: dict[str, Measured]
@@ -124,11 +124,21 @@ class GetSpec(Query, frozen=True, tag="get_spec"):
 class TellPlace(Query, frozen=True, tag="tell_place"):
     """Consistency sync and bounded: where this worker is. Answer: Ok; what follows for all comes as NewTurn."""
 
-    place: Place
+    place: WorkerClock
 
 
 QueryType = (
-    Beat | Report | GetStatus | GetSpec | GetSeen | Drill | StoreSet | StoreGet | TellPlace | StackTaken | MayEnd
+    Beat
+    | ValuesReported
+    | GetStatus
+    | GetSpec
+    | GetSeen
+    | Drill
+    | StoreSet
+    | StoreGet
+    | TellPlace
+    | StackTaken
+    | MayEnd
 )
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
@@ -380,7 +390,7 @@ class OpenShard(msgspec.Struct, frozen=True, tag="open"):
     version: Whole = 0
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class RowsPart(msgspec.Struct, frozen=True, array_like=True):
     """The rows of one table in one message. ``keys``: int64[n], unique, grouped by bucket ascending.
 
     ``keys_at``/``rows_at``: byte offsets into the arena when ``shm``, else into the frame's body (a pull's rows:
@@ -402,7 +412,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     Answer: Pulled | Moved | Bad."""
 
     version: Whole
-    parts: tuple[Part, ...]
+    parts: tuple[RowsPart, ...]
     shm: bool
     create: bool = True
     shard: ShardKey = ShardKey(0)
@@ -419,7 +429,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
     version: Whole
     token: Token
-    parts: tuple[Part, ...]
+    parts: tuple[RowsPart, ...]
     shm: bool
     buckets: bytes = b""
     skipped: bool = False
@@ -433,7 +443,7 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
     values become these, its optimizer state stays. Answer: Taken."""
 
     version: Whole
-    part: Part
+    part: RowsPart
     shm: bool
     last: bool  # true with the last piece: the table counts as initialised from now on
     replace: bool = False
@@ -474,7 +484,7 @@ class Stat(msgspec.Struct, frozen=True, tag="stat"):
 # ---------------------------------------------------------------- data plane: ps -> ps
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
     """One blob of a bucket's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header.
 
     ``sweep``: of contents, the number of the Want that asked for them."""
@@ -497,7 +507,7 @@ class Feed(msgspec.Struct, frozen=True, tag="feed"):
     sender: Slot
     incarnation: Incarnation
     tables: tuple[TableSpec, ...]  # new ones since the last Feed of this connection
-    entries: tuple[Entry, ...]
+    entries: tuple[StreamEntry, ...]
     mirrors: tuple[Whole, ...]
     confirmed: tuple[tuple[BucketId, WholeOrNone], ...] = ()
     first: Whole = 0
@@ -524,7 +534,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     slots: bytes = b""
 
 
-class Tail(msgspec.Struct, frozen=True, tag="tail"):
+class FetchLog(msgspec.Struct, frozen=True, tag="tail"):
     """From the new owner of ``bucket`` to a ps with another mirror of it: from now on take differences of it
     from me only
     (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
@@ -603,7 +613,7 @@ DataRequest = (
     | Stat
     | Feed
     | Want
-    | Tail
+    | FetchLog
     | HandOver
     | AskState
     | ReadState
@@ -614,7 +624,7 @@ DataRequest = (
 # ---------------------------------------------------------------- data plane: answers
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
+class LogTaken(msgspec.Struct, frozen=True, tag="taken"):
     """Done; nothing more to say."""
 
 
@@ -633,7 +643,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     watermarks: bytes  # int64
 
 
-class Closed(msgspec.Struct, frozen=True, tag="closed"):
+class LeaseClosed(msgspec.Struct, frozen=True, tag="closed"):
     """The lease is fenced by a later one, or the shard was released: give it up."""
 
     reason: str
@@ -672,7 +682,7 @@ class Tailed(msgspec.Struct, frozen=True, tag="tailed"):
     """``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the body."""
 
     seq: int
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[StreamEntry, ...] = ()
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
@@ -725,7 +735,7 @@ class NotYet(msgspec.Struct, frozen=True, tag="not_yet"):
     """Ask again."""
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
+class SnapshotGone(msgspec.Struct, frozen=True, tag="gone"):
     """It is not kept (any more), and why: begin with a new snapshot."""
 
     reason: str
@@ -738,10 +748,10 @@ class Bad(msgspec.Struct, frozen=True, tag="bad"):
 
 
 DataAnswer = (
-    Taken
+    LogTaken
     | Declared
     | Opened
-    | Closed
+    | LeaseClosed
     | Pulled
     | Pushed
     | Moved
@@ -755,6 +765,6 @@ DataAnswer = (
     | StatePart
     | StepDid
     | NotYet
-    | Gone
+    | SnapshotGone
     | Bad
 )

@@ -23,7 +23,7 @@ _TOKEN_S: Final = 21600
 _JSON = msgspec.json.Decoder()
 
 
-class Page(NamedTuple):
+class MetadataPage(NamedTuple):
     status: int
     text: str
     etag: str = ""
@@ -40,7 +40,7 @@ class Metadata:
 
     def ask(
         self, path: str, headers: Mapping[str, str] = {}, method: str = "GET", timeout_s: float = _TIMEOUT_S
-    ) -> Page:
+    ) -> MetadataPage:
         """One request. Raises PlatformError where nothing, or nonsense, answers."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
@@ -55,14 +55,14 @@ class Metadata:
             connection.close()
         if len(raw) > TEXT_MAX_BYTES:
             raise PlatformError(f"{self._host}:{self._port}{path} answers more than {TEXT_MAX_BYTES >> 10} KB")
-        return Page(answer.status, raw.decode("utf-8", "replace").strip(), etag)
+        return MetadataPage(answer.status, raw.decode("utf-8", "replace").strip(), etag)
 
-    def wrong(self, path: str, page: Page) -> PlatformError:
+    def wrong(self, path: str, page: MetadataPage) -> PlatformError:
         """For an answer that says neither yes nor no."""
         return PlatformError(f"{self._host}:{self._port}{path} answered {page.status} {page.text[:60]!r}")
 
 
-def _object(page: Page, wrong: Callable[[], PlatformError]) -> dict[str, Any]:
+def _object(page: MetadataPage, wrong: Callable[[], PlatformError]) -> dict[str, Any]:
     try:
         found = _JSON.decode(page.text)
     except msgspec.DecodeError:
@@ -80,7 +80,7 @@ class _WithToken:
         self._token_path, self._header = token_path, header
         self._token, self._until = "", 0.0
 
-    def page(self, path: str) -> Page:
+    def page(self, path: str) -> MetadataPage:
         for _ in range(2):
             if not self._token or time.monotonic() > self._until:
                 self._renew()
@@ -99,7 +99,7 @@ class _WithToken:
             raise self._service.wrong(self._token_path, page)
         self._token, self._until = page.text, time.monotonic() + 0.9 * _TOKEN_S
 
-    def wrong(self, path: str, page: Page) -> PlatformError:
+    def wrong(self, path: str, page: MetadataPage) -> PlatformError:
         return self._service.wrong(path, page)
 
 

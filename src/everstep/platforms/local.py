@@ -67,7 +67,7 @@ def sweep_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-class Process:
+class LocalProcess:
     """A child of this process. ``fileno`` is readable once it has ended."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
@@ -109,7 +109,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
-) -> Process:
+) -> LocalProcess:
     """Start a process: stdin empty, stdout and stderr appended to ``log``. Call it from a thread that lives as
     long as the child shall (the kernel's "parent" is the thread)."""
     with open(log, "ab", opener=private) as out:
@@ -123,7 +123,7 @@ def spawn(
             pass_fds=tuple(pass_fds),
             preexec_fn=before_exec(os.getpid()),
         )
-    return Process(name, popen)
+    return LocalProcess(name, popen)
 
 
 def python_argv(module: str, *args: str) -> list[str]:

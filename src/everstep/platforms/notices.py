@@ -1,8 +1,8 @@
 """Word that this node goes away, from wherever it comes: sources are asked side by side, and events counted once.
 
-A source is asked every few seconds in a thread of its own, so that one that hangs hides no other. ``Ledger`` is pure:
-it knows which events are open, and says what has changed. A source that fails is asked again, at longer and longer
-intervals, and is told of once for each kind of failure.
+A source is asked every few seconds in a thread of its own, so that one that hangs hides no other. ``NoticeLedger`` is
+pure: it knows which events are open, and says what has changed. A source that fails is asked again, at longer and
+longer intervals, and is told of once for each kind of failure.
 
 Sources by name, for ``--notices`` (several with commas): ``aws``, ``gcp``, ``azure``, ``alibaba`` (see ``clouds``),
 ``file:PATH`` and ``command:WORDS``.
@@ -55,7 +55,7 @@ class Change(NamedTuple):
     over: bool = False
 
 
-class Ledger:
+class NoticeLedger:
     """Which events are open. Pure."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class NoticeWatch:
     ) -> None:
         self.sources, self._changed, self._say = tuple(sources), changed, say
         self._answers: dict[str, int] = {}
-        self._ledger = Ledger()
+        self._ledger = NoticeLedger()
         self._lock = threading.Lock()
         self._over = threading.Event()
 
@@ -118,7 +118,7 @@ class NoticeWatch:
         self._over.set()
 
     def certain(self) -> list[Notice]:
-        """As ``Ledger.certain``."""
+        """As ``NoticeLedger.certain``."""
         with self._lock:
             return self._ledger.certain()
 
@@ -199,14 +199,14 @@ class FileSource:
         return (Notice(self.name, str(self._path), f"{self._path} is there", at),)
 
 
-class _Said(msgspec.Struct, forbid_unknown_fields=True):
+class _CommandSaid(msgspec.Struct, forbid_unknown_fields=True):
     at: float | str | None = None
     what: str = ""
     key: str = ""
     certainty: Certainty = Certainty.CERTAIN
 
 
-_SAID = msgspec.json.Decoder(_Said)
+_SAID = msgspec.json.Decoder(_CommandSaid)
 
 
 class CommandSource:

@@ -6,10 +6,10 @@ from enum import StrEnum
 
 import msgspec
 
-from everstep.config.parity import Code
+from everstep.config.parity import ParityCode
 from everstep.ids import BucketId, Slot
 from everstep.model.placement import Mirror, MirrorKind
-from everstep.policies.stripes import NOWHERE, Layout, members_of
+from everstep.policies.stripes import NOWHERE, StripeLayout, members_of
 
 
 class How(StrEnum):
@@ -37,7 +37,7 @@ class Draft(msgspec.Struct, kw_only=True):
     new mirror. ``images``: as in the placement. ``stuck``: buckets of which their living owner says that it cannot get
     them."""
 
-    code: Code
+    code: ParityCode
     version: int
     routing: int
     living: set[Slot]
@@ -126,4 +126,4 @@ def _survives(
     return bucket not in lost or len(lost) <= min(len({m.row for m in left}), len({m.at for m in left}))
 
 
-__all__ = ["Draft", "How", "Layout", "Pending", "level_counts"]
+__all__ = ["Draft", "How", "Pending", "StripeLayout", "level_counts"]

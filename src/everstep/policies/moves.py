@@ -15,13 +15,13 @@ import msgspec
 from everstep.ids import BucketId, Slot
 from everstep.model.placement import Mirror, MirrorKind
 from everstep.policies.draft import Draft, How
-from everstep.policies.stripes import Layout
+from everstep.policies.stripes import StripeLayout
 
 MOVES_AT_ONCE = 8  # into or out of one ps
 BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all members of its stripe
 
 
-class Steps(msgspec.Struct):
+class MoveSteps(msgspec.Struct):
     """What :func:`advance` decided. ``switched``, ``begun``: buckets; ``built``: mirrors begun; ``dropped``: ids."""
 
     switched: list[BucketId] = []
@@ -39,10 +39,10 @@ class Steps(msgspec.Struct):
         return ", ".join(f"{count} {what}" for count, what in parts if count)
 
 
-def advance(draft: Draft, layout: Layout, first: bool = False) -> Steps:
+def advance(draft: Draft, layout: StripeLayout, first: bool = False) -> MoveSteps:
     """The next steps towards ``layout``, whose ps all live. ``first``: nothing holds anything yet, so nothing has to be
     spared."""
-    steps = Steps()
+    steps = MoveSteps()
     _clean(draft, layout, steps)
     _switch(draft, steps)
     _mirrors(draft, layout, steps, 1 << 30 if first else BUILDS_AT_ONCE)
@@ -59,12 +59,12 @@ def under_way(draft: Draft) -> list[Mirror]:
     ]
 
 
-def _drop(draft: Draft, mirrors: list[Mirror], steps: Steps) -> None:
+def _drop(draft: Draft, mirrors: list[Mirror], steps: MoveSteps) -> None:
     draft.drop(mirrors)
     steps.dropped += len(mirrors)
 
 
-def _clean(draft: Draft, layout: Layout, steps: Steps) -> None:
+def _clean(draft: Draft, layout: StripeLayout, steps: MoveSteps) -> None:
     """Drop mirrors that became their bucket, and those of moves that are wanted no more."""
     gone: list[Mirror] = []
     for mirror in draft.mirrors:
@@ -77,7 +77,7 @@ def _clean(draft: Draft, layout: Layout, steps: Steps) -> None:
     _drop(draft, gone, steps)
 
 
-def _switch(draft: Draft, steps: Steps) -> None:
+def _switch(draft: Draft, steps: MoveSteps) -> None:
     """All moves under way change the owner, once all are complete."""
     moves = under_way(draft)
     if not all(m.id in draft.ready for m in moves):
@@ -88,7 +88,7 @@ def _switch(draft: Draft, steps: Steps) -> None:
         steps.switched.append(bucket)
 
 
-def _mirrors(draft: Draft, layout: Layout, steps: Steps, at_once: int) -> None:
+def _mirrors(draft: Draft, layout: StripeLayout, steps: MoveSteps, at_once: int) -> None:
     """Every row of every stripe towards its place."""
     rows = draft.rows()
     building: dict[Slot, int] = {}
@@ -117,7 +117,7 @@ def _mirrors(draft: Draft, layout: Layout, steps: Steps, at_once: int) -> None:
             steps.built += 1
 
 
-def _begin(draft: Draft, layout: Layout, steps: Steps) -> None:
+def _begin(draft: Draft, layout: StripeLayout, steps: MoveSteps) -> None:
     """Begin the next moves, if none is under way: first where units of a stripe share a ps."""
     if under_way(draft):
         return

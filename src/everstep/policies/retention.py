@@ -8,21 +8,21 @@ from typing import NamedTuple
 from everstep.model.image import Manifest
 
 
-class Taken(NamedTuple):
+class CheckpointTaken(NamedTuple):
     """A checkpoint and when it was taken, in seconds since the epoch."""
 
     checkpoint: int
     at: float
 
 
-def to_drop(taken: Sequence[Taken], keep_last: int, keep_every_s: float = 0.0) -> tuple[int, ...]:
+def to_drop(taken: Sequence[CheckpointTaken], keep_last: int, keep_every_s: float = 0.0) -> tuple[int, ...]:
     """Checkpoints that need not be kept, ascending. Kept are the ``keep_last`` newest (at least one) and, where
     ``keep_every_s`` > 0, the first of every stretch of so many seconds: once kept so, it stays, whatever comes after.
     """
     ordered = sorted(taken)
     kept = {t.checkpoint for t in ordered[-max(1, keep_last) :]}
     if keep_every_s > 0:
-        first: dict[int, Taken] = {}
+        first: dict[int, CheckpointTaken] = {}
         for t in ordered:
             first.setdefault(int(t.at // keep_every_s), t)
         kept |= {t.checkpoint for t in first.values()}

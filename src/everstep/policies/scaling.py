@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.config.parity import Code, refuse_few
+from everstep.config.parity import ParityCode, refuse_few
 
 MAX_WORKERS = 100_000
 MAX_PS = 10_000
@@ -15,7 +15,7 @@ def refuse_workers(count: int) -> str:
     return f"{count} workers: must be from 1 to {MAX_WORKERS} (everstep stop ends the job)"
 
 
-def refuse_ps(count: int, code: Code, buckets: int) -> str:
+def refuse_ps(count: int, code: ParityCode, buckets: int) -> str:
     """One line if there cannot be so many ps, else ""."""
     if not 1 <= count <= MAX_PS:
         return f"{count} ps: must be from 1 to {MAX_PS}; they hold the parameters (everstep stop ends the job)"
@@ -25,7 +25,7 @@ def refuse_ps(count: int, code: Code, buckets: int) -> str:
     return f"{count} ps: {few}" if few else ""
 
 
-def after_drain(code: Code, left: int) -> str:
+def after_drain(code: ParityCode, left: int) -> str:
     """What a drain that leaves ``left`` ps does to the protection; "" if nothing."""
     if left >= code.width:
         return ""

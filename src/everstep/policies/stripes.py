@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from everstep.config.parity import Code
+from everstep.config.parity import ParityCode
 from everstep.ids import BucketId, Slot
 
 NOWHERE = Slot(-1)
@@ -25,40 +25,40 @@ NOWHERE = Slot(-1)
 _ROUNDS = 20_000  # of improvement; far more than any layout of 4096 buckets needs
 
 
-def members_of(code: Code, stripe: int, buckets: int) -> tuple[BucketId, ...]:
+def members_of(code: ParityCode, stripe: int, buckets: int) -> tuple[BucketId, ...]:
     """The buckets of a stripe."""
     start = stripe * code.k
     return tuple(BucketId(b) for b in range(start, min(start + code.k, buckets)))
 
 
-class Layout(msgspec.Struct, frozen=True):
+class StripeLayout(msgspec.Struct, frozen=True):
     """``owner[b]``: the ps of bucket b. ``sites[j][r]``: the ps of row r of stripe j."""
 
     owner: tuple[Slot, ...]
     sites: tuple[tuple[Slot, ...], ...]
 
-    def stripe(self, code: Code, number: int) -> list[Slot]:
+    def stripe(self, code: ParityCode, number: int) -> list[Slot]:
         """The places of all units of a stripe, buckets first."""
         return [*(self.owner[b] for b in members_of(code, number, len(self.owner))), *self.sites[number]]
 
-    def shared(self, code: Code) -> int:
+    def shared(self, code: ParityCode) -> int:
         """How many units are on a ps that has another one of their stripe."""
         return sum(len(at) - len(set(at)) for j in range(len(self.sites)) for at in [self.stripe(code, j)])
 
 
-def arrange(code: Code, buckets: int, slots: Iterable[Slot], old: Layout | None = None) -> Layout:
+def arrange(code: ParityCode, buckets: int, slots: Iterable[Slot], old: StripeLayout | None = None) -> StripeLayout:
     """A good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone."""
     work = _Work(code, buckets, sorted(set(slots)), old)
     work.part()
     work.fill()
     work.balance()
-    return Layout(tuple(work.owner), tuple(tuple(row) for row in work.sites))
+    return StripeLayout(tuple(work.owner), tuple(tuple(row) for row in work.sites))
 
 
 class _Work:
     """The layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
 
-    def __init__(self, code: Code, buckets: int, slots: Sequence[Slot], old: Layout | None) -> None:
+    def __init__(self, code: ParityCode, buckets: int, slots: Sequence[Slot], old: StripeLayout | None) -> None:
         self.code, self.buckets, self.slots = code, buckets, slots
         known = set(slots)
         stripes = code.stripes(buckets)

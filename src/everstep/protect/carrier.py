@@ -1,5 +1,6 @@
-"""``Streams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what they are owed
-without the interpreter. ``protect/streams.py`` says what it all means and is its oracle; the simulator runs that one.
+"""``ReplicationStreams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what they
+are owed without the interpreter. ``protect/replication.py`` says what it all means and is its oracle; the simulator
+runs that one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple
 
 from everstep.ids import BucketId
 from everstep.native import Store, _native
-from everstep.protect.streams import Batch, Item, Outgoing, PeerKey, SweepTarget
+from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, SweepTarget
 
 
-class Outcome(IntEnum):
+class CarryOutcome(IntEnum):
     """Of ``carry``."""
 
     LATE = 0
@@ -29,7 +30,7 @@ class EventKind(IntEnum):
     YOURS = 3  # send to it yourself
 
 
-class Event(NamedTuple):
+class PeerEvent(NamedTuple):
     """Of a peer that the caller has claimed now, and has to ``release``."""
 
     peer: PeerKey
@@ -64,7 +65,7 @@ class _Routes(MutableMapping[BucketId, tuple[PeerKey, ...]]):
         return len(self._known)
 
 
-class Carrier:
+class ReplicationSender:
     """See ``streams.Streams`` for what it has from there. Thread-safe.
 
     A peer has a *link* (``link``, ``unlink``); who sends there, here or in Python, has *claimed* it. A peer's thread
@@ -130,7 +131,7 @@ class Carrier:
         """For tests: ``drain`` takes them from the outbox itself."""
         return set(self.native.append(first_ticket, [(e.bucket, e.seq, int(e.kind), e.blob) for e in entries]))
 
-    def send(self, peer: PeerKey, item: Item) -> None:
+    def send(self, peer: PeerKey, item: StreamItem) -> None:
         self.native.send(peer, item.bucket, item.seq, int(item.kind), item.mirror, item.sweep, item.blob)
 
     def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
@@ -138,7 +139,7 @@ class Carrier:
         if found is None:
             return None
         stream, first, items, confirmed = found
-        return Batch(stream, first, tuple(Item(*i) for i in items), tuple((BucketId(b), s) for b, s in confirmed))
+        return Batch(stream, first, tuple(StreamItem(*i) for i in items), tuple((BucketId(b), s) for b, s in confirmed))
 
     def waits(self, peer: PeerKey) -> bool:
         return self.native.waits(peer)
@@ -155,17 +156,17 @@ class Carrier:
 
     # ------------------------------------------------------------ carrying
 
-    def carry(self, before: int, after: int, timeout_s: float) -> tuple[Outcome, list[Event]]:
+    def carry(self, before: int, after: int, timeout_s: float) -> tuple[CarryOutcome, list[PeerEvent]]:
         """Deal out what the outbox holds and send it, until all mirrors have what it held up to ticket ``after``.
         DENIED: a mirror refused something from ``before`` on. EVENTS: see to them, and call again."""
         outcome, events = self.native.carry(before, after, timeout_s)
-        return Outcome(outcome), [_event(e) for e in events]
+        return CarryOutcome(outcome), [_event(e) for e in events]
 
-    def flight(self, peer: PeerKey, timeout_s: float) -> list[Event]:
+    def flight(self, peer: PeerKey, timeout_s: float) -> list[PeerEvent]:
         """Send one batch to a claimed peer, and take the answer."""
         return [_event(e) for e in self.native.flight(peer, timeout_s)]
 
 
-def _event(found: tuple[Any, int, int, bytes]) -> Event:
+def _event(found: tuple[Any, int, int, bytes]) -> PeerEvent:
     peer, kind, first, payload = found
-    return Event(peer, EventKind(kind), first, payload)
+    return PeerEvent(peer, EventKind(kind), first, payload)

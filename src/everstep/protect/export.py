@@ -21,10 +21,10 @@ from everstep.model.image import Manifest
 from everstep.model.table import OWN, TableSpec, flat_places
 from everstep.protect.imagefile import Pages
 from everstep.protect.manifest import assemble
-from everstep.storage.places import Place
+from everstep.storage.places import StoragePlace
 
 
-class TableRows(NamedTuple):
+class ExportedRows(NamedTuple):
     """keys int64 [n], values float32 [n, dim], state float32 [n, floats of the optimizer]."""
 
     keys: NDArray[np.int64]
@@ -41,7 +41,7 @@ def find_table(manifest: Manifest, name: str) -> TableSpec:
     raise CheckpointError(f"checkpoint {manifest.checkpoint} has no table {name!r}: there are {names}")
 
 
-def table_rows(place: Place, manifest: Manifest, spec: TableSpec) -> Iterator[TableRows]:
+def table_rows(place: StoragePlace, manifest: Manifest, spec: TableSpec) -> Iterator[ExportedRows]:
     """Rows of a table, some megabytes at a time, each once; one bucket is in memory. Raises CheckpointError (damage),
     StorageError."""
     for image in manifest.images:
@@ -51,7 +51,7 @@ def table_rows(place: Place, manifest: Manifest, spec: TableSpec) -> Iterator[Ta
                 yield rows_of_pages(pages, spec, f"{place.url}, bucket {image.bucket}")
 
 
-def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> TableRows:
+def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> ExportedRows:
     """The used rows of some pages. CheckpointError: the pages are not of such a table."""
     layout, dim, floats = pages.layout, spec.dim, spec.optimizer.state_floats(spec.dim)
     if layout.record_bytes < 4 * (dim + floats):
@@ -60,10 +60,10 @@ def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> TableRows:
     keys = layout.keys(pages.data)[used]
     records = layout.records(pages.data)[used]
     numbers = np.ascontiguousarray(records[:, : 4 * (dim + floats)]).view("<f4").reshape(len(keys), dim + floats)
-    return TableRows(keys, numbers[:, :dim], numbers[:, dim:])
+    return ExportedRows(keys, numbers[:, :dim], numbers[:, dim:])
 
 
-def dense_state(place: Place, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
+def dense_state(place: StoragePlace, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
     """The dense part by parameter name, as in the ``state_dict`` of the script's model. A group whose parameters have
     no names here is one flat array under its table's name. Of a parameter that another optimizer has taken over
     (fine-tuning), that one's values count. Raises CheckpointError, StorageError."""
@@ -112,7 +112,7 @@ def file_name(table: str) -> str:
 # ---------------------------------------------------------------- files
 
 
-def write_parquet(place: Place, manifest: Manifest, spec: TableSpec, path: Path) -> int:
+def write_parquet(place: StoragePlace, manifest: Manifest, spec: TableSpec, path: Path) -> int:
     """How many rows were written. Rows pass through, the table need not fit into memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -135,10 +135,10 @@ def write_parquet(place: Place, manifest: Manifest, spec: TableSpec, path: Path)
     return n
 
 
-def write_safetensors(place: Place, manifest: Manifest, spec: TableSpec, path: Path) -> int:
+def write_safetensors(place: StoragePlace, manifest: Manifest, spec: TableSpec, path: Path) -> int:
     """How many rows were written. The whole table is in memory meanwhile."""
     pieces = list(table_rows(place, manifest, spec))
-    empty = TableRows(
+    empty = ExportedRows(
         np.empty(0, np.int64),
         np.empty((0, spec.dim), np.float32),
         np.empty((0, spec.optimizer.state_floats(spec.dim)), np.float32),
@@ -148,7 +148,7 @@ def write_safetensors(place: Place, manifest: Manifest, spec: TableSpec, path: P
     return len(columns[0])
 
 
-def write_dense(place: Place, manifest: Manifest, path: Path) -> int:
+def write_dense(place: StoragePlace, manifest: Manifest, path: Path) -> int:
     """How many parameters were written."""
     state = dense_state(place, manifest)
     _save(state, path, {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job})

@@ -41,7 +41,7 @@ _SECTION = struct.Struct("<IIQII")
 _PAGES = struct.Struct("<IIIIII")
 
 
-class _Kind:
+class _SnapshotKind:
     HEAD, MARKS, PAGE, END, ROWS = 1, 2, 3, 4, 5
 
 
@@ -129,11 +129,11 @@ class Rows(NamedTuple):
     records: NDArray[np.uint8]
 
 
-class Marks(bytes):
+class MarksBlob(bytes):
     """The blob of marks, in a type of its own."""
 
 
-Part = ImageHead | Marks | Pages | Rows
+Part = ImageHead | MarksBlob | Pages | Rows
 
 
 def checksum() -> blake2b:
@@ -154,10 +154,10 @@ class ImageFileWriter:
         self._put(start + struct.pack("<I", zlib.crc32(start)))
 
     def head(self, head: ImageHead) -> None:
-        self._section(_Kind.HEAD, [msgspec.msgpack.encode(head)])
+        self._section(_SnapshotKind.HEAD, [msgspec.msgpack.encode(head)])
 
     def marks(self, blob: bytes) -> None:
-        self._section(_Kind.MARKS, [blob])
+        self._section(_SnapshotKind.MARKS, [blob])
 
     def pages(self, table: int, layout: PageLayout, numbers: Sequence[int], data: NDArray[np.uint8]) -> None:
         """``data``: uint8, len(numbers) * page_bytes."""
@@ -170,17 +170,17 @@ class ImageFileWriter:
             some = numbers[at : at + most]
             stored = [flat[(at + i) * size : (at + i + 1) * size].tobytes().rstrip(b"\0") for i in range(len(some))]
             index = np.array([[n, len(b)] for n, b in zip(some, stored, strict=True)], "<u4")
-            self._section(_Kind.PAGE, [_PAGES.pack(table, len(some), *layout), index.tobytes(), *stored])
+            self._section(_SnapshotKind.PAGE, [_PAGES.pack(table, len(some), *layout), index.tobytes(), *stored])
 
     def rows(self, rows: Rows) -> None:
         """At most as many as fit into a section: those of a chunk of pages do."""
         head = _PAGES.pack(rows.table, len(rows.slots), *rows.layout)
         used = np.packbits(rows.used, bitorder="little")
         columns = (rows.slots.astype("<u4"), used, rows.keys.astype("<i8"), np.ascontiguousarray(rows.records))
-        self._section(_Kind.ROWS, [head, *(c.tobytes() for c in columns)])
+        self._section(_SnapshotKind.ROWS, [head, *(c.tobytes() for c in columns)])
 
     def end(self) -> None:
-        self._section(_Kind.END, [])
+        self._section(_SnapshotKind.END, [])
 
     def image_file(self, path: str) -> ImageFile:
         """What the manifest says of the file, once it is complete."""
@@ -209,21 +209,21 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
     reader = Reader(file, name)
     reader.begin(MAGIC, VERSION, "an image of a bucket")
     number, kind = 0, 0
-    while kind != _Kind.END:
+    while kind != _SnapshotKind.END:
         kind, payload = reader.section(number)
         match (number, kind):
-            case (0, _Kind.HEAD):
+            case (0, _SnapshotKind.HEAD):
                 try:
                     yield _image_head_decoder.decode(payload)
                 except MALFORMED as error:
                     raise CheckpointError(f"{name}: its head cannot be read: {error}") from None
-            case (1, _Kind.MARKS):
-                yield Marks(payload)
-            case (n, _Kind.PAGE) if n >= 2:
+            case (1, _SnapshotKind.MARKS):
+                yield MarksBlob(payload)
+            case (n, _SnapshotKind.PAGE) if n >= 2:
                 yield _pages(payload, name, number)
-            case (n, _Kind.ROWS) if n >= 2:
+            case (n, _SnapshotKind.ROWS) if n >= 2:
                 yield _rows(payload, name, number)
-            case (n, _Kind.END) if n >= 2 and not payload:
+            case (n, _SnapshotKind.END) if n >= 2 and not payload:
                 pass
             case _:
                 raise CheckpointError(f"{name}: section {number} is of kind {kind}, which cannot stand there")

@@ -27,7 +27,7 @@ from everstep.model.table import TableSpec
 from everstep.native.blob import parse_marks
 from everstep.net.retry import retry
 from everstep.protect.imagefile import ImageFileWriter, ImageHead, PageLayout, Pages, changed_rows
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 from everstep.units import human_bytes
 
 CHUNK_BYTES = 1 << 20
@@ -224,7 +224,7 @@ class ImageWriter:
         tables = tuple(self._store.specs())
         return ImagesWritten(checkpoint, tuple(images), tables)
 
-    def _image(self, place: Place, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
+    def _image(self, place: StoragePlace, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
         """One bucket, tried again while the place does not answer. None: it is not here."""
         with self._lock:
             done = self._written.get(checkpoint, {}).get(bucket)
@@ -258,7 +258,9 @@ class ImageWriter:
                     del self._written[old]
         return written
 
-    def _snapshot(self, place: Place, checkpoint: int, bucket: BucketId, before: _Written | None) -> _Written | None:
+    def _snapshot(
+        self, place: StoragePlace, checkpoint: int, bucket: BucketId, before: _Written | None
+    ) -> _Written | None:
         store = self._store
         try:
             generation, marks = store.snapshot_begin(bucket, -1 if before is None else before.generation)

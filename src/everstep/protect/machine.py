@@ -7,11 +7,11 @@ this ps holds and does what is lacking, so every step may be repeated, and nothi
 missed. Five rules:
 
 1. **One source.** A ps takes differences of a bucket for its mirrors from one life of one ps only, the bucket's
-   *source*: the owner by the placement under which the first mirror of it was made here, then whoever sent ``Tail``
+   *source*: the owner by the placement under which the first mirror of it was made here, then whoever sent ``FetchLog``
    under a newer placement. Anything else is refused, and who is refused serves that bucket no longer. So an owner that
    was replaced without knowing it can not confirm anything once the new owner has asked *one* of its mirrors.
-2. **Level before promoting.** A new owner asks every other mirror of the bucket (``Tail``: from now on me) for what it
-   has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its ps
+2. **Level before promoting.** A new owner asks every other mirror of the bucket (``FetchLog``: from now on me) for what
+   it has beyond its own, applies that, and sends what they lack. A mirror that is not complete takes no part; its ps
    throws it away and builds it anew whenever the owner of one of its members has changed. For that, ps that keep one
    of several mirrors of a bucket keep its newest differences (*tails*) until the owner says that all mirrors have them.
 3. **The living owner hands over.** When the old owner lives, the new one first asks it to (``HandOver``): it stopped
@@ -56,18 +56,18 @@ from everstep.model.placement import Mirror, Placement
 from everstep.model.reasons import Arrival
 from everstep.net.messages import (
     DataAnswer,
-    Entry,
     Fed,
     Feed,
+    FetchLog,
     HandedOver,
     HandOver,
+    LogTaken,
     Moved,
-    Tail,
+    StreamEntry,
     Tailed,
-    Taken,
     Want,
 )
-from everstep.protect.streams import Batch, Blob, Code, Flow, Item, Kind, PeerKey, SweepTarget
+from everstep.protect.replication import AppendCode, Batch, Blob, Flow, PeerKey, StreamItem, StreamKind, SweepTarget
 from everstep.protect.tails import KeptTails, Tails
 
 REST = BucketId(0xFFFFFFFF)
@@ -108,7 +108,7 @@ class Port(Protocol):
     def ticket(self) -> int:
         """Entries appended to the outbox so far."""
 
-    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
         """Put a piece of contents, from slot ``lo`` on, into the outbox. Where the next begins; -1: it was the last."""
 
     def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class Port(Protocol):
     def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None: ...
     def mirror_drop(self, mirror: int) -> None: ...
     def mirror_apply(self, mirror: int, blob: Blob) -> int:
-        """A ``Code``."""
+        """A ``AppendCode``."""
 
     def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
         """The member's newest seq there."""
@@ -135,7 +135,7 @@ class Port(Protocol):
 
     def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None: ...
     def recover_fold(self, mirror: int, blob: Blob) -> int | None:
-        """``Code.GAP``: something before it is lacking, nothing was folded."""
+        """``AppendCode.GAP``: something before it is lacking, nothing was folded."""
 
     def recover_other(self, mirror: int, blob: Blob) -> int | None:
         """As ``recover_fold``."""
@@ -146,7 +146,7 @@ class Port(Protocol):
     def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
         """What is left of those of these slots that are folded, and which these are; none: nothing to send."""
 
-    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+    def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[Blob, int]:
         """A piece of what is left of the row; where the next begins, -1: that was the last of this table, ``lo``: it is
         not folded yet."""
 
@@ -157,31 +157,31 @@ class Port(Protocol):
 # ---------------------------------------------------------------- what it wants done
 
 
-class Action(msgspec.Struct, frozen=True, gc=False):
+class MirrorAction(msgspec.Struct, frozen=True, gc=False):
     """Base of what the machine wants done, in order."""
 
 
-class Took(Action, frozen=True, gc=False):
+class Acquired(MirrorAction, frozen=True, gc=False):
     """``bucket`` is served here from now on. ``how`` REBUILT, early: rows are still to come."""
 
     bucket: BucketId
     how: Arrival
 
 
-class Whole(Action, frozen=True, gc=False):
+class Whole(MirrorAction, frozen=True, gc=False):
     """``bucket``, which was taken early, has all its rows."""
 
     bucket: BucketId
 
 
-class Gave(Action, frozen=True, gc=False):
+class Released(MirrorAction, frozen=True, gc=False):
     """``bucket`` is not served here any more; ``seq``: its last."""
 
     bucket: BucketId
     seq: int
 
 
-class Load(Action, frozen=True, gc=False):
+class LoadSnapshot(MirrorAction, frozen=True, gc=False):
     """Load ``bucket`` from checkpoint ``checkpoint``, then call ``loaded``, also when it came to nothing. One at a time
     for each bucket: until ``loaded``, nothing else is done about it."""
 
@@ -189,18 +189,18 @@ class Load(Action, frozen=True, gc=False):
     checkpoint: int
 
 
-class Report(Action, frozen=True, gc=False):
+class ReportProgress(MirrorAction, frozen=True, gc=False):
     """``ready`` or ``complete`` have more than before: tell the master."""
 
 
-class Stuck(Action, frozen=True, gc=False):
+class Stuck(MirrorAction, frozen=True, gc=False):
     """The placement gives this ps a bucket that it has no way to get (see ``stuck``)."""
 
     bucket: BucketId
     why: str
 
 
-class Torn(Action, frozen=True, gc=False):
+class Torn(MirrorAction, frozen=True, gc=False):
     """``mirror`` is thrown away, or begins anew with what it was about, for people: ``why``."""
 
     mirror: int
@@ -211,13 +211,13 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     """To send to ``peer`` (may be this ps), until ``asks`` says it no longer."""
 
     peer: PeerKey
-    request: Want | Tail | HandOver
+    request: Want | FetchLog | HandOver
 
 
 # ---------------------------------------------------------------- state
 
 
-class State(StrEnum):
+class MirrorState(StrEnum):
     SERVING = "serving"
     FENCED = "fenced"  # another ps owns it, or will: kept until that one has it
 
@@ -259,7 +259,7 @@ class _Recovery(msgspec.Struct):
     other_taken: bool = False
     other_done: bool = False
     asker: SweepTarget | None = None
-    emit: list[tuple[Kind, int]] = msgspec.field(default_factory=list)  # what is still to be sent of the rest
+    emit: list[tuple[StreamKind, int]] = msgspec.field(default_factory=list)  # what is still to be sent of the rest
     emit_at: int = 0
     all_folded: bool = False  # of the rest for ``asker``: its bodies are in ``emit``
     early: bool = False  # the lost ones answer row by row
@@ -269,7 +269,7 @@ class _Recovery(msgspec.Struct):
     torn: bool = False  # contents came that do not go on from those before: everything is to be swept again
 
 
-class _Held(msgspec.Struct):
+class _HeldMirror(msgspec.Struct):
     """A mirror that is here."""
 
     mirror: Mirror
@@ -294,13 +294,13 @@ class _Gain(msgspec.Struct):
     stuck: bool = False
 
 
-class _Sweep(msgspec.Struct):
+class _FullSync(msgspec.Struct):
     """Contents of one bucket on their way into the outbox."""
 
     targets: list[SweepTarget]
     begun: bool = False
     ticket: int = 0  # the outbox's when it began
-    todo: list[tuple[Kind, int]] = msgspec.field(default_factory=list)
+    todo: list[tuple[StreamKind, int]] = msgspec.field(default_factory=list)
     tables: set[int] = msgspec.field(default_factory=set)
     lo: int = 0
     bodies: bool = False  # some are on their way
@@ -326,13 +326,13 @@ class Machine:
         self._apply_many = getattr(port, "mirror_apply_many", self._one_by_one)
         self._several: set[BucketId] = set()  # more than one mirror of it may have to be brought to the same point
         self.placement: Placement | None = None
-        self.buckets: dict[BucketId, State] = {}
+        self.buckets: dict[BucketId, MirrorState] = {}
         self.gained: dict[BucketId, tuple[int, Arrival]] = {}  # bucket -> version and how it came
         self.dirty = False
         self.arrived = False  # rows that were demanded; whoever waits for them resets it
         self._early: set[BucketId] = set()
         self._ended: dict[BucketId, int] = {}  # were early, dropped: the outbox's ticket then
-        self._mirrors: dict[int, _Held] = {}
+        self._mirrors: dict[int, _HeldMirror] = {}
         self._by_bucket: dict[BucketId, list[int]] = {}  # mirrors here
         self._sources: dict[BucketId, _Source] = {}
         self._tails: Tails = KeptTails() if tails is None else tails
@@ -350,11 +350,11 @@ class Machine:
         self._told: tuple[frozenset[int], frozenset[tuple[BucketId, tuple[int, str]]], frozenset[int]]
         self._told = (frozenset(), frozenset(), frozenset())
         self._goodbyes: dict[BucketId, PeerKey] = {}
-        self._sweeps: dict[BucketId, deque[_Sweep]] = {}
+        self._sweeps: dict[BucketId, deque[_FullSync]] = {}
         self._wishes: set[tuple[PeerKey, int, int, BucketId]] = set()
         self._next_sweep = 1
         self._restart = False
-        self._actions: list[Action] = []
+        self._actions: list[MirrorAction] = []
 
     def __repr__(self) -> str:
         return f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {len(self.buckets)} buckets, {self._mirrors}>"
@@ -366,7 +366,7 @@ class Machine:
         return self.placement.version if self.placement is not None else 0
 
     def serves(self, bucket: BucketId) -> bool:
-        return self.buckets.get(bucket) is State.SERVING
+        return self.buckets.get(bucket) is MirrorState.SERVING
 
     def answers(self, bucket: BucketId) -> bool:
         """Whether pulls and pushes of it are answered, if not for every row at once."""
@@ -379,7 +379,7 @@ class Machine:
 
     @property
     def serving(self) -> list[BucketId]:
-        return sorted(b for b, s in self.buckets.items() if s is State.SERVING)
+        return sorted(b for b, s in self.buckets.items() if s is MirrorState.SERVING)
 
     @property
     def lacking(self) -> list[BucketId]:
@@ -431,7 +431,7 @@ class Machine:
             slot=self.me[0],
         )
 
-    def take_actions(self) -> list[Action]:
+    def take_actions(self) -> list[MirrorAction]:
         actions, self._actions = self._actions, []
         return actions
 
@@ -446,7 +446,7 @@ class Machine:
         members = [b for m in placement.mirrors for b in m.members]
         self._several = {b for b, n in Counter(members).items() if n > 1}
         mine = set(placement.owned_by(self.me[0])) if self._alive(self.me) else set()
-        for bucket in [b for b, s in self.buckets.items() if s is State.SERVING and b not in mine]:
+        for bucket in [b for b, s in self.buckets.items() if s is MirrorState.SERVING and b not in mine]:
             self._fence(bucket)
         for bucket in [b for b in self._gains if b not in mine]:
             del self._gains[bucket]
@@ -495,7 +495,7 @@ class Machine:
     def _fence(self, bucket: BucketId) -> None:
         """Serve it no longer; its mirrors still get what is on its way."""
         seq = self.port.hand_over(bucket)
-        self.buckets[bucket] = State.FENCED
+        self.buckets[bucket] = MirrorState.FENCED
         self.gained.pop(bucket, None)
         owner = self._owner(bucket)
         routing = self.placement.route if self.placement is not None and owner != self.me else 0
@@ -503,7 +503,7 @@ class Machine:
         self._sweeps.pop(bucket, None)
         self.streams.end_sweeps(bucket)
         self._wishes = {w for w in self._wishes if w[3] != bucket}
-        self._actions.append(Gave(bucket, seq))
+        self._actions.append(Released(bucket, seq))
 
     def _drop(self, bucket: BucketId) -> None:
         self.port.drop(bucket)
@@ -534,13 +534,13 @@ class Machine:
             else:
                 routes.pop(bucket, None)
         for bucket, state in self.buckets.items():
-            if state is State.FENCED:
+            if state is MirrorState.FENCED:
                 routes[bucket] = tuple(p for p in routes.get(bucket, ()) if self._alive(p))
 
     def _clear_away(self) -> None:
         """Drop fenced buckets that went on to yet another owner: that one does not come back for them."""
         assert self.placement is not None
-        for bucket in [b for b, s in self.buckets.items() if s is State.FENCED and b not in self._gains]:
+        for bucket in [b for b, s in self.buckets.items() if s is MirrorState.FENCED and b not in self._gains]:
             if self.placement.route > self._fenced[bucket].routing > 0 and self._flushed(bucket):
                 self._drop(bucket)
         for bucket in [b for b in self._ended if self._settled(b)]:
@@ -578,7 +578,7 @@ class Machine:
 
     def _make(self, mirror: Mirror) -> None:
         self.port.mirror_make(mirror.id, mirror.members, mirror.row)
-        self._mirrors[mirror.id] = _Held(mirror, self._wish(), self._owners(mirror))
+        self._mirrors[mirror.id] = _HeldMirror(mirror, self._wish(), self._owners(mirror))
 
     def _wish(self) -> int:
         self._next_sweep += 1
@@ -596,7 +596,7 @@ class Machine:
         if held is not None and held.complete:
             self._tear(held, why)
 
-    def _tear(self, held: _Held, why: str) -> None:
+    def _tear(self, held: _HeldMirror, why: str) -> None:
         """It lacks something: from now on it takes no part, and is thrown away as soon as nobody feeds."""
         held.complete, held.torn = False, held.torn or why
         self.dirty = True
@@ -641,7 +641,7 @@ class Machine:
         sender = (request.sender, request.incarnation)
         stream, next_number = self._received.get(sender, (0, 0))
         if request.stream < stream or not self._alive(sender):
-            return Fed(bytes([Code.REFUSED] * len(request.entries)))
+            return Fed(bytes([AppendCode.REFUSED] * len(request.entries)))
         if request.stream > stream:
             next_number = 0
             self._received[sender] = (request.stream, 0)
@@ -652,8 +652,8 @@ class Machine:
         for i, entry in enumerate(request.entries):
             mirror, again = request.mirrors[i], request.first + i < next_number
             source = self._sources.get(entry.bucket)
-            if entry.kind == Kind.CHANGE and not again and source is not None and source.key == sender:
-                codes[i] = Code.NO_MIRROR
+            if entry.kind == StreamKind.CHANGE and not again and source is not None and source.key == sender:
+                codes[i] = AppendCode.NO_MIRROR
                 run += [(i, id_) for id_ in self._by_bucket.get(entry.bucket, ()) if not mirror or id_ == mirror]
                 continue
             self._apply(run, request, blobs, codes)
@@ -669,16 +669,16 @@ class Machine:
                 self._tails.confirm(bucket, seq)
         return Fed(bytes(codes))
 
-    def _take(self, sender: PeerKey, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+    def _take(self, sender: PeerKey, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
         if entry.bucket == REST:
             return self._take_rest(entry, mirror, blob, again)
         source = self._sources.get(entry.bucket)
         if source is None or source.key != sender:
             if source is None and self._owner(entry.bucket) == sender:
-                return Code.NO_MIRROR
-            return Code.REFUSED
+                return AppendCode.NO_MIRROR
+            return AppendCode.REFUSED
         if again:
-            return Code.REPEAT
+            return AppendCode.REPEAT
         return self._take_contents(entry, mirror, blob)
 
     def _apply(self, run: Sequence[tuple[int, int]], request: Feed, blobs: Sequence[Blob], codes: bytearray) -> None:
@@ -691,42 +691,42 @@ class Machine:
             entry, held = request.entries[i], self._mirrors[id_]
             if held.torn:
                 continue  # nobody counts on it any more: as where no mirror is
-            if done == Code.GAP:
+            if done == AppendCode.GAP:
                 if held.complete:
                     at = self.port.mirror_seq(id_, entry.bucket)
                     self._tear(held, f"differences of bucket {entry.bucket} between {at} and {entry.seq} never came")
                     continue
-                done = Code.APPLIED  # what is still to be swept has it
-            if codes[i] != Code.APPLIED:
+                done = AppendCode.APPLIED  # what is still to be swept has it
+            if codes[i] != AppendCode.APPLIED:
                 codes[i] = done
-                if done == Code.APPLIED and entry.bucket in self._several:
+                if done == AppendCode.APPLIED and entry.bucket in self._several:
                     self._tails.keep(entry.bucket, entry.seq, self.port.keep(blobs[i]))
 
     def _one_by_one(self, mirrors: Sequence[int], blobs: Sequence[Blob], which: Sequence[int]) -> Sequence[int]:
         return [self.port.mirror_apply(mirror, blobs[i]) for mirror, i in zip(mirrors, which, strict=True)]
 
-    def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
+    def _take_contents(self, entry: StreamEntry, mirror: int, blob: Blob) -> AppendCode:
         held = self._mirrors.get(mirror)
         if held is None or held.torn or entry.bucket not in held.mirror.members:
-            return Code.NO_MIRROR
+            return AppendCode.NO_MIRROR
         recovery = held.recovery
         if recovery is not None and entry.sweep == recovery.sweep:
-            self.arrived = self.arrived or entry.kind == Kind.SOME
+            self.arrived = self.arrived or entry.kind == StreamKind.SOME
             if entry.bucket in recovery.folded or entry.bucket in recovery.lost:
-                return Code.REPEAT
-            if self.port.recover_fold(mirror, blob) == Code.GAP:
+                return AppendCode.REPEAT
+            if self.port.recover_fold(mirror, blob) == AppendCode.GAP:
                 recovery.torn = self.dirty = True
-            elif entry.kind == Kind.MARKS:
+            elif entry.kind == StreamKind.MARKS:
                 recovery.folded.add(entry.bucket)
                 self.dirty = True
             self._look_at_heads(mirror, recovery)
-            return Code.APPLIED
-        if entry.kind == Kind.SOME:
-            return Code.REPEAT
+            return AppendCode.APPLIED
+        if entry.kind == StreamKind.SOME:
+            return AppendCode.REPEAT
         if held.complete or entry.sweep != held.sweep or entry.bucket in held.swept:
-            return Code.REPEAT
-        code = Code(self.port.mirror_apply(mirror, blob))
-        if entry.kind == Kind.MARKS:
+            return AppendCode.REPEAT
+        code = AppendCode(self.port.mirror_apply(mirror, blob))
+        if entry.kind == StreamKind.MARKS:
             held.swept.add(entry.bucket)
             if len(held.swept) == len(held.mirror.members):
                 if self.port.mirror_complete(mirror):
@@ -740,25 +740,25 @@ class Machine:
         if recovery.here and not recovery.early and self.port.recover_heads(mirror):
             self.dirty = True
 
-    def _take_rest(self, entry: Entry, mirror: int, blob: Blob, again: bool) -> Code:
+    def _take_rest(self, entry: StreamEntry, mirror: int, blob: Blob, again: bool) -> AppendCode:
         held = self._mirrors.get(mirror)
         recovery = held.recovery if held is not None else None
         if recovery is None or recovery.other is None or entry.sweep != recovery.other[0]:
-            return Code.NO_MIRROR
+            return AppendCode.NO_MIRROR
         if again or recovery.other_done:
-            return Code.REPEAT
-        if entry.kind == Kind.MARKS:
+            return AppendCode.REPEAT
+        if entry.kind == StreamKind.MARKS:
             recovery.other_done = True
             self.dirty = True
-        elif self.port.recover_other(mirror, blob) == Code.GAP:
+        elif self.port.recover_other(mirror, blob) == AppendCode.GAP:
             recovery.torn = self.dirty = True
-        self.arrived = self.arrived or entry.kind == Kind.SOME
+        self.arrived = self.arrived or entry.kind == StreamKind.SOME
         self._look_at_heads(mirror, recovery)
-        return Code.APPLIED
+        return AppendCode.APPLIED
 
     # ------------------------------------------------------------ what other ps ask
 
-    def want(self, request: Want) -> Taken | Moved:
+    def want(self, request: Want) -> LogTaken | Moved:
         """Another ps wishes for contents of a bucket that is served here, or for the rest of a row."""
         if request.version > self.version:
             return Moved(self.version)
@@ -775,7 +775,7 @@ class Machine:
             return self._want_rows(request, peer)
         wish = (peer, request.mirror, request.sweep, request.bucket)
         if wish in self._wishes:
-            return Taken()
+            return LogTaken()
         # Differences must go there from now on, or what follows the contents is lost.
         if peer not in self.streams.routes.get(request.bucket, ()):
             return Moved(self.version)
@@ -792,18 +792,18 @@ class Machine:
             sweeps[-1].lo = 0
             self.streams.widen(request.bucket, self.port.ticket(), target)
         else:
-            sweeps.append(_Sweep([target]))
-        return Taken()
+            sweeps.append(_FullSync([target]))
+        return LogTaken()
 
-    def _want_rows(self, request: Want, peer: PeerKey) -> Taken | Moved:
+    def _want_rows(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
         if peer not in self.streams.routes.get(request.bucket, ()):
             return Moved(self.version)
         slots = _slots(request.slots)
         self.streams.some(request.bucket, SweepTarget(peer, request.mirror, request.sweep))
         self.port.emit_slots(request.bucket, request.table, slots)
-        return Taken()
+        return LogTaken()
 
-    def _want_rows_of_rest(self, request: Want, peer: PeerKey) -> Taken | Moved:
+    def _want_rows_of_rest(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
         held = self._sibling(request)
         recovery = held.recovery if held is not None else None
         if recovery is None or recovery.asker != SweepTarget(peer, request.mirror, request.sweep):
@@ -811,22 +811,22 @@ class Machine:
         slots = _slots(request.slots)
         recovery.promised.setdefault(request.table, set()).update(slots)
         self._demand(recovery, request.table, slots)
-        return Taken()
+        return LogTaken()
 
-    def _want_rest(self, request: Want, peer: PeerKey) -> Taken | Moved:
+    def _want_rest(self, request: Want, peer: PeerKey) -> LogTaken | Moved:
         target = SweepTarget(peer, request.mirror, request.sweep)
         held = self._sibling(request)
         if held is None or not held.complete:
             return Moved(self.version)
         if held.recovery is not None:
             if held.recovery.asker == target:
-                return Taken()
+                return LogTaken()
             self.port.recover_end(held.mirror.id, True)
         self._recover(held, request.lost, asker=target)
         self.settle()
-        return Taken()
+        return LogTaken()
 
-    def _sibling(self, request: Want) -> _Held | None:
+    def _sibling(self, request: Want) -> _HeldMirror | None:
         """The mirror here that is another row of the stripe which the request is about."""
         for held in self._mirrors.values():
             m = held.mirror
@@ -834,7 +834,7 @@ class Machine:
                 return held
         return None
 
-    def tail(self, request: Tail) -> tuple[Tailed | Moved, list[Blob]]:
+    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Blob]]:
         """The new owner of a bucket levels its mirrors: from now on its differences alone are taken."""
         sender = (request.sender, request.incarnation)
         if request.version != self.version or self._owner(request.bucket) != sender:
@@ -846,7 +846,7 @@ class Machine:
         if held is None or not held.complete or request.bucket not in held.mirror.members:
             return Tailed(-1), []
         kept = self._tails.after(request.bucket, request.seq)
-        entries = tuple(Entry(request.bucket, seq, Kind.CHANGE, self.port.size(blob)) for seq, blob in kept)
+        entries = tuple(StreamEntry(request.bucket, seq, StreamKind.CHANGE, self.port.size(blob)) for seq, blob in kept)
         return Tailed(self.port.mirror_seq(request.mirror, request.bucket), entries), [blob for _, blob in kept]
 
     def hand_over(self, request: HandOver) -> HandedOver | Moved:
@@ -857,7 +857,7 @@ class Machine:
         state = self.buckets.get(bucket)
         if state is None:
             return HandedOver(-1)
-        if state is State.SERVING or (bucket in self._gains and not request.done):
+        if state is MirrorState.SERVING or (bucket in self._gains and not request.done):
             return HandedOver(-1) if request.done else Moved(self.version)
         if not request.done and not self._flushed(bucket):
             return Moved(self.version)
@@ -949,7 +949,7 @@ class Machine:
                 seq = self._level_of(bucket)
                 for other, peer in self._others(bucket):
                     if other not in gain.tails:
-                        out.append(Ask(peer, Tail(v, slot, life, other, bucket, seq)))
+                        out.append(Ask(peer, FetchLog(v, slot, life, other, bucket, seq)))
         out += [Ask(peer, HandOver(v, bucket, done=True)) for bucket, peer in self._goodbyes.items()]
         return [a for a in out if self._alive(a.peer)]
 
@@ -958,7 +958,7 @@ class Machine:
         request = ask.request
         if request.version != self.version and not isinstance(request, Want):
             return  # about a placement that is over
-        if isinstance(request, Want) and isinstance(answer, Taken):
+        if isinstance(request, Want) and isinstance(answer, LogTaken):
             held = self._mirrors.get(request.mirror)
             if held is None or (ask.peer != self._owner(request.bucket) and request.purpose not in ("other", "rest")):
                 return
@@ -985,15 +985,15 @@ class Machine:
                 if request.bucket in self._fenced and answer.seq >= 0:
                     self._drop(request.bucket)  # it went on elsewhere: ours is old
                 self.settle()
-        elif isinstance(request, Tail) and isinstance(answer, Tailed):
+        elif isinstance(request, FetchLog) and isinstance(answer, Tailed):
             gain = self._gains.get(request.bucket)
             if gain is not None and gain.levelling and not gain.level and request.mirror not in gain.tails:
                 self._level_with(request.bucket, gain, request.mirror, answer, blobs)
                 self.settle()
 
     def loaded(self, bucket: BucketId, checkpoint: int, there: bool = True, failed: bool = False) -> None:
-        """A ``Load`` has ended. ``there``: the image is in the store, and the store owns the bucket; else nothing.
-        ``failed``: nor will it be, if it is tried again under this map."""
+        """A ``LoadSnapshot`` has ended. ``there``: the image is in the store, and the store owns the bucket; else
+        nothing. ``failed``: nor will it be, if it is tried again under this map."""
         self._loads.discard(bucket)
         gain = self._gains.get(bucket)
         wanted = gain is not None and self._image(bucket) == checkpoint and self._way(bucket) is None
@@ -1025,7 +1025,7 @@ class Machine:
         self._clear_away()
         news = (frozenset(self.complete), frozenset(self.gained.items()), frozenset(self.torn))
         if not (news[0] <= self._told[0] and news[1] <= self._told[1] and news[2] <= self._told[2]):
-            self._actions.append(Report())
+            self._actions.append(ReportProgress())
         self._told = news
 
     def _way(self, bucket: BucketId) -> int | None:
@@ -1097,7 +1097,7 @@ class Machine:
             if not gain.loading and not gain.stuck:
                 gain.loading = True
                 self._loads.add(bucket)
-                self._actions.append(Load(bucket, image))
+                self._actions.append(LoadSnapshot(bucket, image))
         elif image == 0 or self.placement.route == 1:
             self.port.own(bucket)
             self._got(bucket, Arrival.NEW if self.placement.route == 1 else Arrival.BEGUN)
@@ -1109,7 +1109,7 @@ class Machine:
             self._actions.append(Stuck(bucket, why))
 
     def _got(self, bucket: BucketId, how: Arrival) -> None:
-        self.buckets[bucket] = State.SERVING
+        self.buckets[bucket] = MirrorState.SERVING
         self._gains.pop(bucket)
         if how is not Arrival.NEW:
             self.gained[bucket] = (self.version, how)
@@ -1118,21 +1118,21 @@ class Machine:
             self._actions.append(Whole(bucket))
             return
         self._since[bucket] = self.port.ticket()
-        self._actions.append(Took(bucket, how))
+        self._actions.append(Acquired(bucket, how))
         self.streams.routes.pop(bucket, None)
         self._route()
 
     def _got_early(self, bucket: BucketId) -> None:
         self._early.add(bucket)
         self._since[bucket] = self.port.ticket()
-        self._actions.append(Took(bucket, Arrival.REBUILT))
+        self._actions.append(Acquired(bucket, Arrival.REBUILT))
         self.streams.routes.pop(bucket, None)
         self._route()
 
     def _end_early(self, bucket: BucketId) -> None:
         """It is dropped; what it made goes on to its mirrors, and it does not come back before they have it."""
         self._early.remove(bucket)
-        self._actions.append(Gave(bucket, self.port.seq(bucket)))
+        self._actions.append(Released(bucket, self.port.seq(bucket)))
         self._ended[bucket] = self.port.ticket()
         if bucket in self._gains:
             self._gains[bucket] = _Gain(self.version)
@@ -1193,7 +1193,7 @@ class Machine:
             kept = self.port.keep(blob)
             for id_ in self._by_bucket[bucket]:
                 held = self._mirrors[id_]
-                if held.complete and self.port.mirror_apply(id_, kept) == Code.GAP:
+                if held.complete and self.port.mirror_apply(id_, kept) == AppendCode.GAP:
                     self._tear(held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}")
             self._tails.keep(bucket, entry.seq, kept)
         if self._level_of(bucket) < answer.seq:
@@ -1217,11 +1217,13 @@ class Machine:
                 self._actions.append(Torn(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
                 continue
             for s, blob in lacking:
-                self.streams.send(peer, Item(-1, bucket, s, Kind.CHANGE, mirror, 0, blob, self.port.size(blob)))
+                self.streams.send(
+                    peer, StreamItem(-1, bucket, s, StreamKind.CHANGE, mirror, 0, blob, self.port.size(blob))
+                )
 
     # ------------------------------------------------------------ recovery out of a stripe
 
-    def _recover(self, held: _Held, lost: tuple[BucketId, ...], asker: SweepTarget | None = None) -> None:
+    def _recover(self, held: _HeldMirror, lost: tuple[BucketId, ...], asker: SweepTarget | None = None) -> None:
         """Begin to fold the living members out of a copy of the mirror."""
         mirror = held.mirror
         living = {b: self._owner(b) for b in mirror.members if b not in lost}
@@ -1237,7 +1239,7 @@ class Machine:
                 return
             recovery.other = (self._wish(), rows[0][1])
         if asker is not None:
-            recovery.emit = [(Kind.HEADS, t) for t in self.port.tables()]
+            recovery.emit = [(StreamKind.HEADS, t) for t in self.port.tables()]
         self.port.recover_begin(mirror.id, lost, lost if asker is None else ())
         held.recovery = recovery
 
@@ -1247,7 +1249,7 @@ class Machine:
             m.id == other and m.members == mirror.members and m.row != mirror.row for m in self.placement.mirrors
         )
 
-    def _recovering(self, held: _Held) -> None:
+    def _recovering(self, held: _HeldMirror) -> None:
         recovery = held.recovery
         assert recovery is not None
         id_ = held.mirror.id
@@ -1285,15 +1287,15 @@ class Machine:
             return
         if len(recovery.folded) == len(recovery.owners) and not recovery.all_folded:
             recovery.all_folded = True
-            recovery.emit += [(Kind.BODIES, t) for t in self.port.tables()]
+            recovery.emit += [(StreamKind.BODIES, t) for t in self.port.tables()]
 
-    def _say_torn(self, held: _Held, recovery: _Recovery) -> None:
+    def _say_torn(self, held: _HeldMirror, recovery: _Recovery) -> None:
         if recovery.torn:
             lost = ", ".join(str(b) for b in recovery.lost)
             why = f"contents for the rebuild of bucket {lost} out of mirror {held.mirror.id} had a gap: swept again"
             self._actions.append(Torn(held.mirror.id, why))
 
-    def _abort(self, held: _Held) -> None:
+    def _abort(self, held: _HeldMirror) -> None:
         assert held.recovery is not None
         for bucket in held.recovery.lost:
             if bucket in self._early and held.recovery.here:
@@ -1334,10 +1336,10 @@ class Machine:
             # Also tables that were declared since: a difference of a table that was not swept is dropped there.
             new = [t for t in self.port.tables() if t not in sweep.tables]
             sweep.tables.update(new)
-            sweep.todo = [(kind, t) for kind in (Kind.HEADS, Kind.BODIES) for t in new]
+            sweep.todo = [(kind, t) for kind in (StreamKind.HEADS, StreamKind.BODIES) for t in new]
         if sweep.todo:
             kind, table = sweep.todo[0]
-            sweep.bodies |= kind is Kind.BODIES
+            sweep.bodies |= kind is StreamKind.BODIES
             sweep.lo = self.port.emit(bucket, kind, table, sweep.lo)
             if sweep.lo < 0:
                 sweep.todo.pop(0)
@@ -1354,29 +1356,29 @@ class Machine:
             self._sweeps[bucket] = sweeps  # behind the others: they take turns
         return True
 
-    def _send_rest(self, asker: SweepTarget, kind: Kind, blob: Blob) -> None:
+    def _send_rest(self, asker: SweepTarget, kind: StreamKind, blob: Blob) -> None:
         size = self.port.size(blob)
-        self.streams.send(asker.peer, Item(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
+        self.streams.send(asker.peer, StreamItem(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
 
-    def _send_promised(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> bool:
+    def _send_promised(self, held: _HeldMirror, recovery: _Recovery, asker: SweepTarget) -> bool:
         """Of the slots that are wanted out of turn, those that are folded. False: none."""
         any_sent = False
         for table, slots in list(recovery.promised.items()):
             blob, sent = self.port.recover_emit_slots(held.mirror.id, table, sorted(slots))
             if not sent:
                 continue
-            self._send_rest(asker, Kind.SOME, blob)
+            self._send_rest(asker, StreamKind.SOME, blob)
             any_sent = True
             slots.difference_update(sent)
             if not slots:
                 del recovery.promised[table]
         return any_sent
 
-    def _sweep_rest(self, held: _Held, recovery: _Recovery, asker: SweepTarget) -> bool:
+    def _sweep_rest(self, held: _HeldMirror, recovery: _Recovery, asker: SweepTarget) -> bool:
         """False: it has to wait for what is still to be folded."""
         if not recovery.emit:
             if recovery.all_folded:
-                self._send_rest(asker, Kind.MARKS, b"")
+                self._send_rest(asker, StreamKind.MARKS, b"")
                 self._abort(held)
             return recovery.all_folded
         kind, table = recovery.emit[0]
@@ -1397,7 +1399,7 @@ class Machine:
             self.me[0],
             self.me[1],
             (),
-            tuple(Entry(i.bucket, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
+            tuple(StreamEntry(i.bucket, i.seq, i.kind, i.size_bytes, i.sweep) for i in batch.items),
             tuple(i.mirror for i in batch.items),
             batch.confirmed,
             batch.first,

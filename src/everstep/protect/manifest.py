@@ -30,7 +30,7 @@ from everstep.policies.retention import unneeded_files
 from everstep.protect.imagefile import (
     ImageFileWriter,
     ImageHead,
-    Marks,
+    MarksBlob,
     PageLayout,
     Pages,
     Rows,
@@ -38,7 +38,7 @@ from everstep.protect.imagefile import (
     read_image_file,
 )
 from everstep.protect.replicafile import read_replica_file
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 MANIFEST_MAX_BYTES = 256 << 20
 CHECKPOINTS = "checkpoints"
@@ -52,18 +52,18 @@ _CODE = re.compile(rb',"code":"([0-9a-f]{64})"\}\n\Z')
 _manifest_decoder = msgspec.json.Decoder(Manifest)
 
 
-class _Version(msgspec.Struct):
+class _ManifestVersion(msgspec.Struct):
     version: int
 
 
-_version_decoder = msgspec.json.Decoder(_Version)
+_version_decoder = msgspec.json.Decoder(_ManifestVersion)
 
 
 def manifest_name(checkpoint: int) -> str:
     return f"manifest-{checkpoint:06d}.json"
 
 
-def checkpoint_place(where: str | Path) -> Place:
+def checkpoint_place(where: str | Path) -> StoragePlace:
     """The place of a run directory's checkpoints, or the directory or URL itself. Raises ConfigError."""
     text = str(where)
     if "://" not in text and (Path(text) / "job.json").exists():
@@ -79,7 +79,7 @@ def checkpoints_of(run_dir: Path) -> str:
 # ---------------------------------------------------------------- bytes
 
 
-class Trust(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestTrust(msgspec.Struct, frozen=True, kw_only=True):
     """Which manifests may be loaded: those with a code by ``key`` (empty: there is none), and those whose bytes have
     one of these ``digests`` (see ``digest_of``): what a user said to trust. ``anything``: the user says so now."""
 
@@ -158,17 +158,17 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
 # ---------------------------------------------------------------- in a place
 
 
-def write_manifest(place: Place, manifest: Manifest, key: bytes = b"") -> None:
+def write_manifest(place: StoragePlace, manifest: Manifest, key: bytes = b"") -> None:
     """Durable on return: from here on the checkpoint exists. ``key``: see ``encode_manifest``. Raises StorageError."""
     place.put(manifest_name(manifest.checkpoint), encode_manifest(manifest, key))
 
 
-def list_checkpoints(place: Place) -> list[int]:
+def list_checkpoints(place: StoragePlace) -> list[int]:
     """Numbers that have a manifest, ascending, whatever is in it. Raises StorageError."""
     return sorted(int(m[1]) for name in place.names() if (m := _NAME.fullmatch(name)))
 
 
-def need_checkpoints(place: Place) -> list[int]:
+def need_checkpoints(place: StoragePlace) -> list[int]:
     """As ``list_checkpoints``; CheckpointError if there is none."""
     found = list_checkpoints(place)
     if not found:
@@ -176,7 +176,7 @@ def need_checkpoints(place: Place) -> list[int]:
     return found
 
 
-def read_bytes(place: Place, checkpoint: int) -> bytes:
+def read_bytes(place: StoragePlace, checkpoint: int) -> bytes:
     """Of the manifest, as they are. Raises CheckpointError (not there), StorageError (cannot be read)."""
     name = manifest_name(checkpoint)
     try:
@@ -185,7 +185,7 @@ def read_bytes(place: Place, checkpoint: int) -> bytes:
         raise CheckpointError(f"{place.url} has no checkpoint {checkpoint}: {name} is not there") from None
 
 
-def read_manifest(place: Place, checkpoint: int, trust: Trust | None = None) -> Manifest:
+def read_manifest(place: StoragePlace, checkpoint: int, trust: ManifestTrust | None = None) -> Manifest:
     """``trust``: what may be loaded; None: it is only looked at. Raises CheckpointError (not there, not intact),
     UntrustedError, StorageError (cannot be read)."""
     name = manifest_name(checkpoint)
@@ -199,7 +199,7 @@ def read_manifest(place: Place, checkpoint: int, trust: Trust | None = None) -> 
 
 
 @contextmanager
-def reading(place: Place, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
+def reading(place: StoragePlace, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
     """The file to read from. Raises CheckpointError if it is not there (``needed``: what needs it), StorageError."""
     try:
         with place.open(file.path) as stream:
@@ -209,7 +209,7 @@ def reading(place: Place, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
 
 
 def problems(
-    place: Place,
+    place: StoragePlace,
     manifest: Manifest,
     *,
     deep: bool = True,
@@ -256,7 +256,9 @@ def _incomplete(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: the image of bucket {image.bucket} has no files"
 
 
-def _replica_problem(place: Place, manifest: Manifest, file: ImageFile, sizes: dict[str, int], deep: bool) -> str:
+def _replica_problem(
+    place: StoragePlace, manifest: Manifest, file: ImageFile, sizes: dict[str, int], deep: bool
+) -> str:
     where = f"{place.url}/{file.path}"
     needed = f"checkpoint {manifest.checkpoint} is that file"
     wrong = _size_problem(where, file, sizes, needed)
@@ -282,7 +284,7 @@ def _size_problem(where: str, file: ImageFile, sizes: dict[str, int], needed: st
 
 
 def _file_problem(
-    place: Place, manifest: Manifest, image: BucketImage, i: int, sizes: dict[str, int], deep: bool
+    place: StoragePlace, manifest: Manifest, image: BucketImage, i: int, sizes: dict[str, int], deep: bool
 ) -> str:
     file = image.files[i]
     where = f"{place.url}/{file.path}"
@@ -302,11 +304,11 @@ def _file_problem(
 
 
 def latest_intact(
-    place: Place,
+    place: StoragePlace,
     *,
     deep: bool = True,
     tell: Callable[[str], None] | None = None,
-    trust: Trust | None = None,
+    trust: ManifestTrust | None = None,
     also: Callable[[Manifest], Iterator[str]] | None = None,
     below: int = 0,
 ) -> Manifest:
@@ -338,7 +340,7 @@ def latest_intact(
     raise CheckpointError(f"{place.url} has no checkpoint that is complete and intact; of the newest: {first}")
 
 
-def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
+def drop_checkpoints(place: StoragePlace, checkpoints: Collection[int]) -> int:
     """Deletes these checkpoints, and every image that no other one needs; how many images went. Also goes what is left
     of checkpoints that were begun before the newest one and given up. Manifests go first: a checkpoint is there or not,
     never without its files. Harmless when repeated. Raises StorageError.
@@ -359,14 +361,14 @@ def drop_checkpoints(place: Place, checkpoints: Collection[int]) -> int:
     return len(files)
 
 
-def _delete_image(place: Place, path: str) -> None:
+def _delete_image(place: StoragePlace, path: str) -> None:
     """Delete a file of an image; whatever manifests say, nothing else of the place, and nothing outside of it."""
     if not _DELETABLE.fullmatch(path):
         raise StorageError(f"{place.url}: {path!r} is no file of a checkpoint: nothing is deleted", passing=False)
     place.delete(path)
 
 
-def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
+def _left_over(place: StoragePlace, manifests: Collection[Manifest]) -> set[str]:
     """Images that no manifest names, of checkpoints older than the newest: nobody will name them any more."""
     newest = max((m.checkpoint for m in manifests), default=0)
     named = {file.path for m in manifests for file in m.files()}
@@ -377,7 +379,7 @@ def _left_over(place: Place, manifests: Collection[Manifest]) -> set[str]:
 # ---------------------------------------------------------------- compaction
 
 
-def compact(place: Place, manifest: Manifest, key: bytes = b"") -> Manifest:
+def compact(place: StoragePlace, manifest: Manifest, key: bytes = b"") -> Manifest:
     """Merges each bucket's base and increments into one new base, without any ps, writes the manifest anew under its
     number (``key``: see ``encode_manifest``), then deletes the files that no checkpoint needs any more. Not for the
     newest checkpoint of a running job: its ps go on from the old files. Raises CheckpointError, StorageError.
@@ -396,7 +398,7 @@ def compact(place: Place, manifest: Manifest, key: bytes = b"") -> Manifest:
     return new
 
 
-def _merged(place: Place, manifest: Manifest, image: BucketImage) -> BucketImage:
+def _merged(place: StoragePlace, manifest: Manifest, image: BucketImage) -> BucketImage:
     newest = image.files[-1].checksum[:8]
     path = f"images/{manifest.checkpoint:06d}/bucket-{image.bucket:04d}-merged-{newest}.img"
     whole = assemble(place, image)
@@ -432,7 +434,7 @@ class Assembled(NamedTuple):
             yield Pages(table, layout, part, np.stack([pages[n] for n in part]))
 
 
-def assemble(place: Place, image: BucketImage) -> Assembled:
+def assemble(place: StoragePlace, image: BucketImage) -> Assembled:
     """Base and increments put together, all checked before anything is returned; the whole bucket is in memory. Raises
     CheckpointError (a file is missing, cut, changed, not of this bucket), StorageError.
     """
@@ -449,7 +451,7 @@ def assemble(place: Place, image: BucketImage) -> Assembled:
                         head = part
                         if part.bucket != image.bucket or part.base != (i == 0):
                             raise CheckpointError(f"{where} is not file {i} of the image of bucket {image.bucket}")
-                    case Marks():
+                    case MarksBlob():
                         marks = bytes(part)
                     case Pages() | Rows():
                         if layouts.setdefault(part.table, part.layout) != part.layout:

@@ -21,7 +21,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import PlatformError
 from everstep.model.image import Manifest
 from everstep.protect.export import file_name, write_dense, write_safetensors
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 IN_RUN_DIR = "run_dir"
 MODEL_LIMIT_BYTES = int(os.environ.get("EVERSTEP_MODEL_LIMIT", "") or 4 << 30)
@@ -81,7 +81,7 @@ def model_folder(url: str) -> Iterator[Path]:
         raise PlatformError(f"cannot write the model to {url}: {error.strerror or error}") from error
 
 
-def write_tables(place: Place, manifest: Manifest, folder: Path) -> None:
+def write_tables(place: StoragePlace, manifest: Manifest, folder: Path) -> None:
     """The tables of a checkpoint, and the dense part if that is among them. Raises CheckpointError, StorageError,
     PlatformError."""
     for spec in manifest.tables:

@@ -11,7 +11,7 @@ import numpy as np
 
 from everstep.ids import BucketId
 from everstep.native import Store
-from everstep.protect.streams import Blob, Kind
+from everstep.protect.replication import Blob, StreamKind
 
 PIECE_BYTES = 1 << 20
 """Contents leave in pieces of about this size, so that a push never waits long behind one."""
@@ -83,12 +83,12 @@ class StorePort:
     def ticket(self) -> int:
         return self._store.outbox_ticket()
 
-    def _slots(self, kind: Kind, table: int) -> int:
+    def _slots(self, kind: StreamKind, table: int) -> int:
         """How many slots make a piece."""
-        size = self._store.layout(table)[2] if kind is Kind.BODIES else _HEAD_BYTES
+        size = self._store.layout(table)[2] if kind is StreamKind.BODIES else _HEAD_BYTES
         return max(1, PIECE_BYTES // max(size, 1))
 
-    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
         return self._store.emit(bucket, kind, table, lo, lo + self._slots(kind, table))
 
     def emit_marks(self, bucket: BucketId) -> None:
@@ -150,7 +150,7 @@ class StorePort:
         blob = self._store.emit_recovering_slots(mirror, table, np.array(slots, np.uint32))
         return blob, rest_slots(blob) if blob else ()
 
-    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+    def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[Blob, int]:
         next_lo, blob = self._store.emit_recovering(mirror, kind, table, lo, lo + self._slots(kind, table))
         return blob, next_lo
 

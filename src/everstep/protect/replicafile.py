@@ -34,7 +34,7 @@ _FILE = struct.Struct("<8sHHI")
 _SECTION = struct.Struct("<IIQII")
 
 
-class _Kind:
+class _ReplicaKind:
     HEAD, DATA, END = 1, 2, 3
 
 
@@ -73,11 +73,11 @@ def write_replica_file(write: Callable[[Any], object], head: ReplicaHead, header
 
     start = _FILE.pack(MAGIC, VERSION, 0, 0)[:12]
     put(start + struct.pack("<I", zlib.crc32(start)))
-    section(_Kind.HEAD, msgspec.msgpack.encode(head))
+    section(_ReplicaKind.HEAD, msgspec.msgpack.encode(head))
     for whole in (memoryview(header), body):
         for at in range(0, len(whole), PART_BYTES):
-            section(_Kind.DATA, whole[at : at + PART_BYTES])
-    section(_Kind.END, b"")
+            section(_ReplicaKind.DATA, whole[at : at + PART_BYTES])
+    section(_ReplicaKind.END, b"")
     return ImageFile("", size, hashed.hexdigest())
 
 
@@ -89,7 +89,7 @@ def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = No
     reader = Reader(file, name)
     reader.begin(MAGIC, VERSION, "the state of a replica")
     kind, payload = reader.section(0)
-    if kind != _Kind.HEAD:
+    if kind != _ReplicaKind.HEAD:
         raise CheckpointError(f"{name}: section 0 is of kind {kind}, which cannot stand there")
     try:
         head = _replica_head_decoder.decode(payload)
@@ -103,9 +103,9 @@ def read_replica_file(file: BinaryIO, name: str, expected: ImageFile | None = No
     while True:
         kind, payload = reader.section(number)
         number += 1
-        if kind == _Kind.END and not payload and not left:
+        if kind == _ReplicaKind.END and not payload and not left:
             break
-        if kind != _Kind.DATA or not 0 < len(payload) <= left:
+        if kind != _ReplicaKind.DATA or not 0 < len(payload) <= left:
             raise CheckpointError(f"{name}: section {number - 1} of {len(payload)} bytes cannot stand there")
         left -= len(payload)
         yield payload

@@ -14,7 +14,7 @@ from everstep.model.table import TableSpec, difference
 from everstep.native import Store
 from everstep.protect.images import marks_facts
 from everstep.protect.manifest import assemble
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 
 class LoadingStore(Protocol):
@@ -43,7 +43,7 @@ def check_tables(saved: Iterable[TableSpec], now: Iterable[TableSpec], where: st
             )
 
 
-def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> None:
+def load_bucket(store: LoadingStore, place: StoragePlace | str, image: BucketImage) -> None:
     """The bucket as it was when the image was taken: owned by ``store`` on return, its tables declared.
 
     Raises CheckpointError (a file is missing, cut or changed, a table is another one here), StorageError (cannot be
@@ -85,7 +85,7 @@ def load_bucket(store: LoadingStore, place: Place | str, image: BucketImage) -> 
         raise
 
 
-def unloadable(place: Place, manifest: Manifest) -> Iterator[str]:
+def unloadable(place: StoragePlace, manifest: Manifest) -> Iterator[str]:
     """What a ps would refuse of a checkpoint whose every byte is right, a line for each bucket. One bucket is in memory
     at a time. Raises StorageError: the place cannot be read."""
     try:

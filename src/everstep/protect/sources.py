@@ -12,7 +12,7 @@ from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import BucketId
 from everstep.model.image import BucketImage, Manifest
-from everstep.protect.manifest import CHECKPOINTS, Trust, list_checkpoints, read_manifest
+from everstep.protect.manifest import CHECKPOINTS, ManifestTrust, list_checkpoints, read_manifest
 from everstep.storage.atomic import write_atomic
 from everstep.storage.places import open_place
 
@@ -57,7 +57,7 @@ class ImageSources:
     manifests are written with; another one is refused, but for those that the user said to trust."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, key: bytes) -> None:
-        self._trust = Trust(key=key, digests=spec.trusted)
+        self._trust = ManifestTrust(key=key, digests=spec.trusted)
         self.urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
         self._lock = threading.Lock()
         self._kept: tuple[str, Manifest] | None = None

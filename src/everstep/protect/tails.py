@@ -8,7 +8,7 @@ from collections import deque
 from typing import Protocol
 
 from everstep.ids import BucketId
-from everstep.protect.streams import Blob
+from everstep.protect.replication import Blob
 
 
 class Tails(Protocol):

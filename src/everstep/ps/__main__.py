@@ -14,7 +14,7 @@ from everstep.errors import EverstepError
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.net.log import log_plainly
 from everstep.net.strangers import allow_many_descriptors
-from everstep.ps.process import PsProcess, die_with_parent
+from everstep.ps.ps_process import PsProcess, die_with_parent
 
 
 def main() -> int:

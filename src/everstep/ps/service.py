@@ -35,7 +35,15 @@ from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Span, Token
 from everstep.monitor.drag import Drag
-from everstep.monitor.records import Applied, AuditRecord, Closed, Cut, Gave, Took, audit_header
+from everstep.monitor.records import (
+    AcquiredRecord,
+    Applied,
+    AuditRecord,
+    CutRecord,
+    FinalCutRecord,
+    ReleasedRecord,
+    audit_header,
+)
 from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (
@@ -45,11 +53,12 @@ from everstep.net.messages import (
     Declare,
     Declared,
     Feed,
+    FetchLog,
     HandOver,
+    LogTaken,
     Moved,
     Opened,
     OpenShard,
-    Part,
     Peek,
     Peeked,
     PsStats,
@@ -58,24 +67,23 @@ from everstep.net.messages import (
     Push,
     Pushed,
     Put,
+    RowsPart,
     Scan,
     Scanned,
     Stat,
-    Tail,
-    Taken,
     Want,
 )
 from everstep.net.messages import (
-    Closed as ShardClosed,
+    LeaseClosed as ShardClosed,
 )
 from everstep.net.retry import backoff
 from everstep.protect import machine
 from everstep.protect.images import marks_facts
-from everstep.protect.machine import Action
-from everstep.ps.gate import Gate
-from everstep.ps.keeper import Keeper
-from everstep.ps.load import BucketLoad
+from everstep.protect.machine import MirrorAction
 from everstep.ps.meter import Meter
+from everstep.ps.mirror_server import MirrorServer
+from everstep.ps.ps_load import BucketLoad
+from everstep.ps.rw_lock import RwLock
 from everstep.storage.chain import ChainWriter
 
 logger = logging.getLogger("everstep.ps")
@@ -133,7 +141,7 @@ class PsService:
         self._audit_path = audit
         self._cut_every_s = cut_every_s
         self._inbox = _native.Inbox(store)
-        self._gate = Gate(self._inbox)
+        self._gate = RwLock(self._inbox)
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._pushed = threading.Condition()  # a push was applied
         self._lock = threading.Lock()  # of what follows
@@ -146,7 +154,7 @@ class PsService:
         self.load_of = BucketLoad(store.n_buckets)
         self.meter = Meter()
         self.drag = Drag()
-        self.keeper = Keeper(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
+        self.keeper = MirrorServer(store, slot, incarnation, self._gate, self._inbox, self._carry_out, self._fail)
 
     @classmethod
     def create(
@@ -209,43 +217,45 @@ class PsService:
             if not self.keeper.machine.unheard:
                 self.store.release(list(shards))
 
-    def _carry_out(self, actions: list[Action]) -> None:
+    def _carry_out(self, actions: list[MirrorAction]) -> None:
         """What the machine wants done; the gate is held alone."""
-        new = [a.bucket for a in actions if isinstance(a, machine.Took) and a.how is Arrival.NEW]
+        new = [a.bucket for a in actions if isinstance(a, machine.Acquired) and a.how is Arrival.NEW]
         if self._log is None and self.keeper.machine.placement is not None:
             header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in new])
             self._log = ChainWriter(self._audit_path, header)
             self._owned = np.array(sorted(new), np.int32)
         for action in actions:
             match action:
-                case machine.Took(bucket=bucket, how=how):
+                case machine.Acquired(bucket=bucket, how=how):
                     if bucket not in self._owned:
                         self._log_took(bucket, how)
                         self._owned = np.array(sorted([*self._owned.tolist(), bucket]), np.int32)
-                case machine.Gave(bucket=bucket, seq=bucket_seq):
+                case machine.Released(bucket=bucket, seq=bucket_seq):
                     self._log_gave(bucket, bucket_seq)
                     self._owned = self._owned[self._owned != bucket]
                     if self.on_gave is not None:
                         self.on_gave(bucket)
-                case machine.Load(bucket=bucket, checkpoint=checkpoint):
+                case machine.LoadSnapshot(bucket=bucket, checkpoint=checkpoint):
                     args = (bucket, checkpoint)
                     threading.Thread(target=self._load, args=args, name="everstep-load", daemon=True).start()
-                case machine.Report():
+                case machine.ReportProgress():
                     if self.on_report is not None:
                         self.on_report()
                 case machine.Stuck(why=why) | machine.Torn(why=why):
                     logger.warning("%s", why)
-        came = any(isinstance(a, machine.Took) and a.how is not Arrival.NEW for a in actions)
+        came = any(isinstance(a, machine.Acquired) and a.how is not Arrival.NEW for a in actions)
         if came and self._released and not self.keeper.machine.unheard:
             self.store.release(list(self._released))  # what came here may not have heard of them
 
     def _log_took(self, bucket: BucketId, how: Arrival) -> None:
         facts = marks_facts(self.store.marks(bucket))
         shards, version = np.array(facts.watermarks, "<i8").tobytes(), self.version
-        self._append(lambda seq, at: Took(seq, bucket, how, facts.seq, shards, facts.fingerprint, at, version))
+        self._append(
+            lambda seq, at: AcquiredRecord(seq, bucket, how, facts.seq, shards, facts.fingerprint, at, version)
+        )
 
     def _log_gave(self, bucket: BucketId, bucket_seq: int) -> None:
-        self._append(lambda seq, at: Gave(seq, bucket, bucket_seq, at))
+        self._append(lambda seq, at: ReleasedRecord(seq, bucket, bucket_seq, at))
 
     def _load(self, bucket: BucketId, checkpoint: int) -> None:
         """In a thread of its own: one image, tried again while its place cannot be read and it is of any use."""
@@ -300,7 +310,7 @@ class PsService:
         """Log the fingerprints of all owned buckets, consistent with the pushes logged before. PlatformError: disk."""
         with self._gate.exclusive():
             if self._log is not None and not self._finished and not self.failure:
-                self._log_cut(Cut)
+                self._log_cut(CutRecord)
 
     def finish(self) -> None:
         """Log the final cut and close the log durably; later pushes are Bad. May be called twice.
@@ -316,10 +326,10 @@ class PsService:
                 return
             if self.failure:
                 raise PlatformError(self.failure)
-            self._log_cut(Closed)
+            self._log_cut(FinalCutRecord)
             self._log.close()
 
-    def _log_cut(self, kind: type[Cut] | type[Closed]) -> None:
+    def _log_cut(self, kind: type[CutRecord] | type[FinalCutRecord]) -> None:
         prints = self.store.fingerprints()[self._owned].astype("<u8").tobytes()
         self._append(lambda seq, at: kind(seq, prints, at))
 
@@ -404,7 +414,7 @@ class PsService:
                 return self._stat(), []
             case Want():
                 return self.keeper.want(request), []
-            case Tail():
+            case FetchLog():
                 return self.keeper.tail(request)
             case HandOver():
                 return self.keeper.hand_over(request), []
@@ -475,7 +485,7 @@ class PsService:
                 self._pushed.wait(left)
         return False
 
-    def _wait_for_rows(self, parts: Sequence[Part], source: memoryview, deadline: float) -> bool:
+    def _wait_for_rows(self, parts: Sequence[RowsPart], source: memoryview, deadline: float) -> bool:
         """Have rows that are being rebuilt brought out of turn, and wait for the next change. False: it is too late."""
         wanted = [(part.table, _keys(part, source)) for part in parts]
         admitting = {spec.id: spec.candidates_id for spec in self.store.specs() if spec.admit_after}
@@ -641,7 +651,7 @@ class PsService:
                 self.store.initialise(part.table)
         if not self._confirm(before, b"", request.version, deadline):
             return Moved(self.route)
-        return Taken()
+        return LogTaken()
 
     def _scan(self, request: Scan) -> Reply:
         width = 8 + 4 * (self.store.dim(request.table) + self.store.state_floats(request.table))
@@ -720,9 +730,9 @@ def _array(source: memoryview, at: int, count: int, dtype: type[Any], what: str)
     return found
 
 
-def _keys(part: Part, source: memoryview) -> NDArray[np.int64]:
+def _keys(part: RowsPart, source: memoryview) -> NDArray[np.int64]:
     return _array(source, part.keys_at, part.n, np.int64, "keys")
 
 
-def _rows(part: Part, source: memoryview, dim: int) -> NDArray[np.float32]:
+def _rows(part: RowsPart, source: memoryview, dim: int) -> NDArray[np.float32]:
     return _array(source, part.rows_at, part.n * dim, np.float32, "rows").reshape(part.n, dim)

@@ -33,12 +33,12 @@ from everstep.sim.mutations_paced import PACED_MUTATIONS
 from everstep.sim.mutations_ps import PS_MUTATIONS
 from everstep.sim.mutations_resume import RESUME_MUTATIONS
 from everstep.sim.resume import resume_scenario, simulate_resume
-from everstep.sim.run import Outcome, Parts, simulate
 from everstep.sim.scenario import paced_scenario, random_scenario, storm_scenario
+from everstep.sim.simulation import Parts, SimOutcome, simulate
 
 CHUNK = 100
 RECORDED, MOST = 3, 3000  # seeds for each planted bug, and how many are searched for them
-MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[..., Outcome]]] = {
+MIXES: dict[str, tuple[Callable[[int], Any], tuple[Mutation, ...], Callable[..., SimOutcome]]] = {
     "jobs": (random_scenario, MUTATIONS, simulate),
     "paced": (paced_scenario, PACED_MUTATIONS, simulate),
     "ps": (storm_scenario, PS_MUTATIONS, simulate),
@@ -55,10 +55,10 @@ def seeds_of(text: str) -> range:
     return range(int(a), int(b), int(step or 1)) if dots else range(0, int(a), int(step or 1))
 
 
-def chunk(seeds: range, mix: str = "jobs") -> tuple[list[Outcome], tuple[int, str] | None, float]:
+def chunk(seeds: range, mix: str = "jobs") -> tuple[list[SimOutcome], tuple[int, str] | None, float]:
     """Outcomes of ``seeds`` up to the first failure, the failure, and CPU seconds spent."""
     began = time.process_time()
-    done: list[Outcome] = []
+    done: list[SimOutcome] = []
     failure = None
     scenario_of, _, run = MIXES[mix]
     for seed in seeds:
@@ -70,7 +70,7 @@ def chunk(seeds: range, mix: str = "jobs") -> tuple[list[Outcome], tuple[int, st
     return done, failure, time.process_time() - began
 
 
-def totals(outcomes: list[Outcome]) -> str:
+def totals(outcomes: list[SimOutcome]) -> str:
     """Counts over many runs in one line."""
     masters, deaths = sum(o.masters - 1 for o in outcomes), sum(o.deaths for o in outcomes)
     return (
@@ -79,7 +79,7 @@ def totals(outcomes: list[Outcome]) -> str:
     )
 
 
-def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[Outcome], tuple[int, str] | None, float]]:
+def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[SimOutcome], tuple[int, str] | None, float]]:
     """Chunks of ``seeds``, in order, computed by ``jobs`` processes."""
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
@@ -90,7 +90,7 @@ def many(seeds: range, jobs: int, mix: str) -> Iterator[tuple[list[Outcome], tup
 
 
 def run_seeds(seeds: range, jobs: int, mix: str) -> int:
-    outcomes: list[Outcome] = []
+    outcomes: list[SimOutcome] = []
     cpu_s, told = 0.0, time.monotonic()
     for done, failure, spent in many(seeds, jobs, mix):
         outcomes += done
@@ -136,7 +136,7 @@ def run_mutations(seeds: range, mix: str) -> int:
     missed = 0
     scenario_of, mutations, simulation = MIXES[mix]
 
-    def run(seed: int, parts: Parts) -> Outcome:
+    def run(seed: int, parts: Parts) -> SimOutcome:
         return simulation(seed, scenario_of(seed), parts)
 
     for mutation in mutations:
@@ -154,7 +154,7 @@ def record(path: Path, mix: str, name: str) -> int:
     """Write to ``path`` which seeds catch each bug of ``mix``; 1 if one is not caught in as many as MOST."""
     scenario_of, mutations, simulation = MIXES[mix]
 
-    def run(seed: int, parts: Parts) -> Outcome:
+    def run(seed: int, parts: Parts) -> SimOutcome:
         return simulation(seed, scenario_of(seed), parts)
 
     caught = json.loads(path.read_text()) if path.exists() else {}

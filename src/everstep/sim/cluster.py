@@ -56,29 +56,29 @@ from everstep.model.member import Address, MemberKey, Role
 from everstep.model.placement import Placement
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import Lease, ShardState, Span, Token, split_key
-from everstep.model.turn import Place, Turn
-from everstep.native.ledger import Ledger, SpanTuple
+from everstep.model.turn import Turn, WorkerClock
+from everstep.native.ledger import PushLedger, SpanTuple
 from everstep.net.messages import Pushed
-from everstep.sim.kernel import Client, Conn, Process, Violation
-from everstep.tables.gate import Gate, Late, Verdict
-from everstep.tables.protocol import (
-    Action,
+from everstep.sim.kernel import Conn, SimClient, SimProcess, Violation
+from everstep.tables.staleness_gate import Late, StalenessGate, Verdict
+from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
     Drop,
-    Finished,
     Halt,
+    RangeWork,
     SendDone,
     SendGiveBack,
     SendOpen,
     SendPush,
     Settled,
-    Work,
+    WorkerAction,
     WorkerProtocol,
+    WorkFinished,
 )
 
 if TYPE_CHECKING:
-    from everstep.sim.run import Simulation
+    from everstep.sim.simulation import Simulation
 
 EPOCH_S = 1_000_000.0  # the brain's clock at virtual time 0
 BEAT_S = 0.5
@@ -115,7 +115,7 @@ class Disk:
 # ---------------------------------------------------------------- the master
 
 
-class Master(Process):
+class SimMaster(SimProcess):
     """A shell round a brain."""
 
     commit_s = 0.1  # at most, of a manifest
@@ -266,7 +266,7 @@ class Master(Process):
                         net.to_client(conn_, conn_.client.on_placement, conn_, i.placement)  # type: ignore[union-attr]
             elif kind is ReleaseShards:
                 for conn_ in list(self.conns.values()):
-                    if not isinstance(conn_.client, Agent | Worker):
+                    if not isinstance(conn_.client, SimAgent | Worker):
                         net.to_client(conn_, conn_.client.on_release, conn_, i.shards)  # type: ignore[union-attr, attr-defined]
             elif kind is RevokeLease:
                 self.order(("worker", i.member.slot), "revoke", i.lease)  # type: ignore[union-attr]
@@ -372,7 +372,7 @@ class Master(Process):
         self.sim.steps.says(turn)
         self.order(("worker", slot), "turn", turn)
 
-    def on_place(self, conn: Conn, slot: Slot, incarnation: Incarnation, place: Place) -> None:
+    def on_place(self, conn: Conn, slot: Slot, incarnation: Incarnation, place: WorkerClock) -> None:
         if self.brain.members.current(Role.WORKER, slot, incarnation) is not None:
             self.pace.told(slot, incarnation, place)
 
@@ -416,7 +416,7 @@ class Master(Process):
 # ---------------------------------------------------------------- clients of the master
 
 
-class Member(Client):
+class SimMember(SimClient):
     """What agents, workers and ps have in common: one connection, hello on it, beats, calls said again."""
 
     def __init__(self, sim: Simulation, name: str, node: str) -> None:
@@ -502,7 +502,7 @@ class Member(Client):
             self.sim.process_ended(self, status)
 
 
-class Child(Member):
+class Child(SimMember):
     """A worker or ps: what an agent starts."""
 
     key: MemberKey
@@ -513,7 +513,7 @@ class Child(Member):
         return Sender("ps" if self.key.role is Role.PS else "worker", self.key.slot, self.incarnation)
 
 
-class Agent(Member):
+class SimAgent(SimMember):
     """Starts and buries the processes of one node."""
 
     def __init__(self, sim: Simulation, node: str, places: int, ps_places: int) -> None:
@@ -617,7 +617,7 @@ class Ps(Child):
     others may have fallen back. It serves once the master knows of it, as a recovery ordered by the master does.
     """
 
-    ledger: Ledger
+    ledger: PushLedger
 
     def __init__(self, sim: Simulation, slot: Slot, incarnation: Incarnation, node: str) -> None:
         super().__init__(sim, f"ps:{slot}.{incarnation}", node)
@@ -717,7 +717,7 @@ def spans_of(token: Token, skipped: bool, more: Sequence[Span]) -> tuple[SpanTup
     return (first, *((s.shard, s.lo, s.hi, s.lease, s.learnt) for s in more))
 
 
-def watermarks(ledger: Ledger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
+def watermarks(ledger: PushLedger, spans: Sequence[SpanTuple]) -> dict[int, dict[int, int]]:
     """By bucket, the watermarks of the shards that these spans are of."""
     shards = {span[0] for span in spans}
     return {b: {s: book.shards[s][0] for s in shards if s in book.shards} for b, book in ledger.buckets.items()}
@@ -746,13 +746,13 @@ class Worker(Child):
         self.dropped: set[tuple[LeaseNo, int, int, int]] = (
             set()
         )  # sync: of the part in hand, the gradient is not finite
-        self.part: list[Work] = []  # sync: computed for the step under way, and not said to be ready
+        self.part: list[RangeWork] = []  # sync: computed for the step under way, and not said to be ready
         # The script's own choices: of a generator of their own, so that runs without them are what they were.
         self.choices = random.Random(f"script {sim.seed} {sim.jobs} {slot}.{incarnation}")
         self.holding = scenario.hold if self.gate is None else 0.0
         self.leaves_out = not scenario.mirrors and not scenario.ps_restarts
-        self.kept: list[tuple[Work, bool]] = []  # the script is through with it, and has not stepped; learnt
-        self.queue: list[Work] = []
+        self.kept: list[tuple[RangeWork, bool]] = []  # the script is through with it, and has not stepped; learnt
+        self.queue: list[RangeWork] = []
         self.depth = rng.randint(1, 2)
         self.busy = False
         self.leaving = False
@@ -907,7 +907,7 @@ class Worker(Child):
         elif self.kept and not self.busy and protocol.ended:
             self.end_of_loop()
 
-    def pump_in_turn(self, gate: Gate) -> None:
+    def pump_in_turn(self, gate: StalenessGate) -> None:
         """Consistency sync and bounded: compute if it is our turn."""
         queue, protocol = self.queue, self.protocol
         while queue and not protocol.current(queue[0]):
@@ -947,7 +947,7 @@ class Worker(Child):
             else:
                 self.act(self.protocol.computed(work, work.key in self.dropped))
 
-    def computed(self, work: Work) -> None:
+    def computed(self, work: RangeWork) -> None:
         self.busy = False
         skip = self.sim.scenario.skip
         skipped = bool(skip) and self.kernel.random() < skip
@@ -965,7 +965,7 @@ class Worker(Child):
 
     # ------------------------------------------------------------ a script that steps when it likes
 
-    def through(self, work: Work, skipped: bool) -> None:
+    def through(self, work: RangeWork, skipped: bool) -> None:
         """The script is through with ``work``: it steps, or does not yet."""
         choices, protocol = self.choices, self.protocol
         if not protocol.current(work):
@@ -991,7 +991,7 @@ class Worker(Child):
         self.sim.truth.holds_back(self.key.slot, self.incarnation, work)
         self.act(protocol.hold_back(work))
 
-    def step(self, works: list[tuple[Work, bool]], skipped: bool = False) -> None:
+    def step(self, works: list[tuple[RangeWork, bool]], skipped: bool = False) -> None:
         """One step with all that is kept, and ``works``."""
         kept, self.kept = self.kept, []
         if self.leaves_out and self.choices.random() < 0.05:
@@ -1006,7 +1006,7 @@ class Worker(Child):
             self.kept = [(work, False) for work, _ in self.kept]
         self.step([])
 
-    def ready(self, gate: Gate) -> None:
+    def ready(self, gate: StalenessGate) -> None:
         """Sync: nothing will be added to the part in hand."""
         part, self.part = tuple(self.part), []
         self.sim.steps.joins(self.key.slot, self.incarnation, part)
@@ -1027,7 +1027,7 @@ class Worker(Child):
                 self.stamps[ps] = now
                 self.act(self.protocol.lost(ps))
 
-    def act(self, actions: list[Action]) -> None:
+    def act(self, actions: list[WorkerAction]) -> None:
         sim, net, now = self.sim, self.net, self.kernel.now
         me = self.key.slot, self.incarnation
         for a in actions:
@@ -1070,10 +1070,10 @@ class Worker(Child):
             elif kind is Halt:
                 self.kernel.say(self, f"halt: {a.reason}")  # type: ignore[attr-defined]
                 self.exit(4)
-            elif kind is Finished and self.sim.scenario.loops and self.loop < self.sim.scenario.epochs:
+            elif kind is WorkFinished and self.sim.scenario.loops and self.loop < self.sim.scenario.epochs:
                 self.plan_known = False
                 self.register()
-            elif kind is Finished:
+            elif kind is WorkFinished:
                 self.exit(0)
             elif kind is Drop and self.kernel.lines is not None:
                 self.kernel.say(self, f"drop {a.lease.no:x}: {a.reason}")  # type: ignore[attr-defined]

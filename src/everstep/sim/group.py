@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from everstep.allreduce.commits import Commits
-from everstep.allreduce.protocol import Action, Connect, Counted, Cut, Follow, GroupMachine
+from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
@@ -42,11 +42,11 @@ from everstep.brain.events import (
     by_worker,
 )
 from everstep.brain.replicas import replica_start
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
-from everstep.model.group import Committed, Group, Mark, Split
+from everstep.model.group import Committed, Group, Mark, StepSplit
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.model.member import MemberKey, Role
 from everstep.model.plan import Action as PlanAction
@@ -54,12 +54,12 @@ from everstep.model.plan import AdjustAccum, AdjustBatch, KillRestart
 from everstep.model.plan import Plan as PolicyPlan
 from everstep.model.reasons import LeaveReason
 from everstep.monitor.steps import StepFacts, StepLog, check_steps
-from everstep.policies.split import Cut as StepCut
-from everstep.policies.split import cut_step
-from everstep.sim.cluster import Agent, Child, Disk, Master
-from everstep.sim.kernel import Conn, Kernel, Network, Process, Violation
-from everstep.sim.run import Outcome, Parts, Simulation
+from everstep.policies.step_split import StepCut as StepCut
+from everstep.policies.step_split import cut_step
+from everstep.sim.cluster import Child, Disk, SimAgent, SimMaster
+from everstep.sim.kernel import Conn, Kernel, Network, SimProcess, Violation
 from everstep.sim.scenario import Scenario
+from everstep.sim.simulation import Parts, SimOutcome, Simulation
 
 STALL_S = 1.0
 NEWS_EVERY_S = 2.0
@@ -298,7 +298,7 @@ class Ring:
 # ---------------------------------------------------------------- the master
 
 
-class GroupMaster(Master):
+class GroupMaster(SimMaster):
     """Besides: groups go to every worker, a stall is looked into, and what is due is said."""
 
     commit_s = 1.0
@@ -358,7 +358,7 @@ class GroupMaster(Master):
         self.record(fact, conn, client.on_grouped, (), by_worker(worker, life))
 
 
-class GroupAgent(Agent):
+class GroupAgent(SimAgent):
     def spawn(self, role: Role, slot: Slot, incarnation: Incarnation) -> None:
         if self.starting.get((role, slot)) != incarnation:
             return
@@ -527,7 +527,7 @@ class GroupWorker(Child):
         for action in actions:
             if isinstance(action, Connect):
                 self.connect_to(action.group, action.attempt)
-            elif isinstance(action, Cut):
+            elif isinstance(action, AbortGroup):
                 self.cut(action.generation)
             elif isinstance(action, Follow):
                 self.synced = 0
@@ -976,7 +976,7 @@ class GroupWorker(Child):
 
 
 class GroupSimulation(Simulation):
-    """See ``sim.run.Simulation``."""
+    """See ``sim.simulation.Simulation``."""
 
     def __init__(
         self,
@@ -1003,7 +1003,7 @@ class GroupSimulation(Simulation):
         self.states: dict[str, tuple[Mark, int, int]] = {}  # mark, chain, print: files of checkpoints
         self.dead_pairs: list[set[str]] = []
         self.lost: dict[tuple[int, Any], int] = {}  # slot, incarnation: the last generation before it was declared so
-        self.last_cut: tuple[tuple[Mark, int, Split, int], StepCut | None] | None = None
+        self.last_cut: tuple[tuple[Mark, int, StepSplit, int], StepCut | None] | None = None
         self.ended_well: list[tuple[int, int, int]] = []  # origin, step, print
         self.saved: list[tuple[int, int, int]] = []  # by a chief: the same
         self.ended_with: list[tuple[int, int]] = []  # origin, chain
@@ -1022,7 +1022,7 @@ class GroupSimulation(Simulation):
 
     # ------------------------------------------------------------ what happens
 
-    def new_master(self) -> Master:
+    def new_master(self) -> SimMaster:
         self.masters += 1
         master = self.master = GroupMaster(self, self.masters)
         return master
@@ -1033,7 +1033,7 @@ class GroupSimulation(Simulation):
 
     def process_ended(self, process: Any, status: int) -> None:
         self.kernel.say(process, f"ended with {status}")
-        if isinstance(process, Agent):
+        if isinstance(process, SimAgent):
             return
         self.deaths += status not in (0, 143)
         if process in self.processes:
@@ -1048,7 +1048,7 @@ class GroupSimulation(Simulation):
             self.rings[key] = Ring(self, group)
         return self.rings[key]
 
-    def cut_of(self, mark: Mark, size: int, split: Split, stop: int = 0) -> StepCut | None:
+    def cut_of(self, mark: Mark, size: int, split: StepSplit, stop: int = 0) -> StepCut | None:
         """As every member computes it, once."""
         key = mark, size, split, stop
         if self.last_cut is None or self.last_cut[0] != key:
@@ -1179,7 +1179,7 @@ class GroupSimulation(Simulation):
 
     # ------------------------------------------------------------ the run
 
-    def run(self) -> Outcome:
+    def run(self) -> SimOutcome:
         kernel, scenario, net = self.kernel, self.scenario, self.net
         net.loss, net.duplicate = scenario.loss, scenario.duplicate
         for when, fault in scenario.faults:
@@ -1194,7 +1194,7 @@ class GroupSimulation(Simulation):
         self.check()
         self.replay()
         books = self.master.brain.state.groups
-        return Outcome(
+        return SimOutcome(
             self.seed,
             kernel.crc,
             kernel.events,
@@ -1247,7 +1247,7 @@ class GroupSimulation(Simulation):
         ]
         return f"{brain.state.groups!r} {brain.state.groups.group} {workers}"
 
-    def say_event(self, master: Process, event: Any, instructions: list[Any]) -> None:
+    def say_event(self, master: SimProcess, event: Any, instructions: list[Any]) -> None:
         self.kernel.say(master, f"{event!r:.160}")
         for i in instructions:
             text = repr(i.answer) if isinstance(i, Reply) else repr(i)
@@ -1262,10 +1262,10 @@ def simulate_group(
     validate: bool = True,
     worker: type[GroupWorker] = GroupWorker,
     machine: type[GroupMachine] = GroupMachine,
-) -> Outcome:
-    """One whole run, as ``sim.run.simulate``."""
+) -> SimOutcome:
+    """One whole run, as ``sim.simulation.simulate``."""
     sim = GroupSimulation(seed, scenario or group_scenario(seed), parts, trace is not None, validate, worker, machine)
     return sim.run_traced(trace)
 
 
-__all__ = ["GroupScenario", "GroupSimulation", "Watch", "group_scenario", "simulate_group"]
+__all__ = ["GroupScenario", "GroupSimulation", "HeartbeatWatch", "group_scenario", "simulate_group"]

@@ -1,6 +1,6 @@
 """Mode allreduce with tables on the ps, under virtual time: committed steps reach every ps once, whoever is lost.
 
-The group is that of ``sim.group``; ``tables.steps`` is the machine under test, round it a model of its shell
+The group is that of ``sim.group``; ``tables.step_pushes`` is the machine under test, round it a model of its shell
 (``api.group_tables``): rows are exchanged before the vote, a barrier follows the vote, each ps is served by one member,
 and the others hold what it needs. The ps are ledgers that live on; the way to them loses, repeats and delays messages.
 In some runs the script steps its tables in every second or third step only.
@@ -16,17 +16,17 @@ from typing import Any
 
 import msgspec
 
-from everstep.allreduce.protocol import GroupMachine
+from everstep.allreduce.group_machine import GroupMachine
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.group import Committed
 from everstep.model.shard import split_key
-from everstep.native.ledger import Ledger
+from everstep.native.ledger import PushLedger
 from everstep.net.messages import Pushed
-from everstep.policies.split import Cut as StepCut
+from everstep.policies.step_split import StepCut as StepCut
 from everstep.sim.group import GroupScenario, GroupSimulation, GroupWorker, Ring, group_scenario
-from everstep.sim.kernel import Process, Violation
-from everstep.sim.run import Outcome, Parts
-from everstep.tables.steps import (
+from everstep.sim.kernel import SimProcess, Violation
+from everstep.sim.simulation import Parts, SimOutcome
+from everstep.tables.step_pushes import (
     HELD_MAX,
     Action,
     Again,
@@ -47,13 +47,13 @@ ROUTE = 1  # the only map
 WAIT_S = 1.0  # who waits for its own pushes so long takes over those of others, too
 
 
-class TablePs(Process):
+class TablePs(SimProcess):
     """A ledger. Every apply is told to the simulation."""
 
     def __init__(self, sim: HybridSimulation, slot: Slot) -> None:
         super().__init__(sim.kernel, f"ps:{slot}.1", "node0")
         self.sim, self.slot = sim, slot
-        self.ledger: Ledger = sim.parts.ledger(BUCKETS, [b for b in range(BUCKETS) if b % SERVERS == slot])
+        self.ledger: PushLedger = sim.parts.ledger(BUCKETS, [b for b in range(BUCKETS) if b % SERVERS == slot])
 
     def on_open(self, worker: HybridWorker, request: int, shard: ShardKey, lease: LeaseNo) -> None:
         answer = self.ledger.open(shard, 0, lease)
@@ -458,7 +458,7 @@ def simulate_hybrid(
     trace: list[str] | None = None,
     validate: bool = True,
     worker: type[GroupWorker] = HybridWorker,
-) -> Outcome:
-    """One whole run, as ``sim.run.simulate``."""
+) -> SimOutcome:
+    """One whole run, as ``sim.simulation.simulate``."""
     sim = HybridSimulation(seed, scenario or hybrid_scenario(seed), parts, trace is not None, validate, worker)
     return sim.run_traced(trace)

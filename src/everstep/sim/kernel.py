@@ -71,7 +71,7 @@ class Kernel:
             self.lines.append(f"{self.now:9.4f}  {who!s:<14} {text}")
 
 
-class Process:
+class SimProcess:
     """Something that runs on a node, may be stopped for a while (SIGSTOP) and dies once."""
 
     alive = True
@@ -114,7 +114,7 @@ class Process:
         return self.alive and (self.paused_until <= self.kernel.now or self.held_until >= self.paused_until)
 
 
-class Client(Process):
+class SimClient(SimProcess):
     """A process with a control connection to the master."""
 
     conn: Conn | None = None
@@ -128,7 +128,7 @@ class Conn:
 
     __slots__ = ("client", "down_last", "greeted", "opened_at", "server", "up", "up_last")
 
-    def __init__(self, client: Client, server: Process, now: float) -> None:
+    def __init__(self, client: SimClient, server: SimProcess, now: float) -> None:
         self.client, self.server = client, server
         self.up = True
         self.greeted = False
@@ -149,7 +149,7 @@ class Network:
         self.cut: set[tuple[str, str]] = set()  # (from, to), names of processes or nodes
         self.sent = self.dropped = self.repeated = 0
 
-    def reaches(self, a: Process, b: Process) -> bool:
+    def reaches(self, a: SimProcess, b: SimProcess) -> bool:
         if not self.cut:
             return True
         cut = self.cut
@@ -163,7 +163,7 @@ class Network:
 
     # ------------------------------------------------------------ data plane
 
-    def send(self, source: Process, target: Process, handler: Handler, *args: Any) -> None:
+    def send(self, source: SimProcess, target: SimProcess, handler: Handler, *args: Any) -> None:
         """One message, on its own: may be lost, late or repeated."""
         kernel = self.kernel
         random = kernel.random
@@ -182,7 +182,7 @@ class Network:
 
     # ------------------------------------------------------------ control plane
 
-    def connect(self, client: Client, server: Process) -> Conn:
+    def connect(self, client: SimClient, server: SimProcess) -> Conn:
         return Conn(client, server, self.kernel.now)
 
     def to_server(self, conn: Conn, handler: Handler, *args: Any) -> None:
@@ -193,7 +193,7 @@ class Network:
         if conn.up and self._arrives(conn, conn.server, conn.client):
             conn.down_last = self._deliver(conn, conn.client, conn.down_last, handler, args)
 
-    def _arrives(self, conn: Conn, source: Process, target: Process) -> bool:
+    def _arrives(self, conn: Conn, source: SimProcess, target: SimProcess) -> bool:
         self.sent += 1
         if self.cut and not self.reaches(source, target):
             self.dropped += 1
@@ -205,7 +205,7 @@ class Network:
             return False
         return True
 
-    def _deliver(self, conn: Conn, target: Process, last: float, handler: Handler, args: tuple[Any, ...]) -> float:
+    def _deliver(self, conn: Conn, target: SimProcess, last: float, handler: Handler, args: tuple[Any, ...]) -> float:
         kernel = self.kernel
         random = kernel.random
         time = kernel.now + self.delay_s + self.jitter_s * random()

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.image import DatasetPosition
 from everstep.model.reasons import Arrival
-from everstep.model.shard import Lease, Plan, shard_key, split_key
+from everstep.model.shard import Lease, ShardSchedule, shard_key, split_key
 from everstep.native.ledger import batch_fingerprint
-from everstep.protect.streams import PeerKey
+from everstep.protect.replication import PeerKey
 from everstep.sim.kernel import Violation
-from everstep.sim.store import Bucket
+from everstep.sim.sim_store import Bucket
 from everstep.sim.truth import Truth
 
 _MASK = (1 << 64) - 1
@@ -39,7 +39,7 @@ class Lineage(Truth):
     """``acked``: whether a push waits for its mirrors. ``lenient``: whether losses may cost something that must then be
     trained again (eager, or beyond the protection level)."""
 
-    def __init__(self, plan: Plan, epochs: int, buckets: int, acked: bool, lenient: bool) -> None:
+    def __init__(self, plan: ShardSchedule, epochs: int, buckets: int, acked: bool, lenient: bool) -> None:
         super().__init__(plan, epochs, buckets)
         self.acked, self.lenient = acked, lenient
         self.holder: dict[BucketId, PeerKey | None] = {}

@@ -27,25 +27,25 @@ from everstep.brain.events import (
     ShardAsked,
     ShardDone,
 )
-from everstep.brain.members import Members, Seat
+from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
-from everstep.brain.watch import Watch, WatchEvent
+from everstep.brain.watch import HeartbeatWatch, WatchEvent
 from everstep.errors import EverstepError
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.member import Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token, shard_key, split_key
-from everstep.native.ledger import Ledger, PushResult, SpanTuple
+from everstep.native.ledger import PushLedger, PushResult, SpanTuple
 from everstep.net.messages import Pushed
-from everstep.sim.cluster import Disk, Master
+from everstep.sim.cluster import Disk, SimMaster
 from everstep.sim.kernel import Violation
-from everstep.sim.run import Parts, simulate
-from everstep.tables.protocol import Action, AskShard, WorkerProtocol, _Held, _State
+from everstep.sim.simulation import Parts, simulate
+from everstep.tables.worker_protocol import AskShard, WorkerAction, WorkerProtocol, _HeldLease, _State
 
 # ---------------------------------------------------------------- the ledger of a ps
 
 
-class NoFenceOnOpen(Ledger):
+class NoFenceOnOpen(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
         fences = {b: k.shards[shard][1] for b, k in self.buckets.items() if shard in k.shards}
         answer = super().open(shard, start, lease)
@@ -55,7 +55,7 @@ class NoFenceOnOpen(Ledger):
         return answer
 
 
-class FenceOneBucket(Ledger):
+class FenceOneBucket(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
         fences = {b: k.shards[shard][1] for b, k in list(self.buckets.items())[1:] if shard in k.shards}
         answer = super().open(shard, start, lease)
@@ -65,7 +65,7 @@ class FenceOneBucket(Ledger):
         return answer
 
 
-class PushIgnoresFence(Ledger):
+class PushIgnoresFence(PushLedger):
     def push(
         self,
         shard: int,
@@ -86,7 +86,7 @@ class PushIgnoresFence(Ledger):
         return result
 
 
-class OpenIgnoresFence(Ledger):
+class OpenIgnoresFence(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
         for book in self.buckets.values():
             if shard in book.shards:
@@ -94,7 +94,7 @@ class OpenIgnoresFence(Ledger):
         return super().open(shard, start, lease)
 
 
-class OpenStartsOver(Ledger):
+class OpenStartsOver(PushLedger):
     def open(self, shard: int, start: int, lease: int) -> tuple[list[int], list[int]] | None:
         for book in self.buckets.values():
             if shard in book.shards and book.shards[shard][1] < lease:
@@ -102,7 +102,7 @@ class OpenStartsOver(Ledger):
         return super().open(shard, start, lease)
 
 
-class GapMovesWatermark(Ledger):
+class GapMovesWatermark(PushLedger):
     def push(
         self,
         shard: int,
@@ -121,7 +121,7 @@ class GapMovesWatermark(Ledger):
         return result
 
 
-class GapAcknowledged(Ledger):
+class GapAcknowledged(PushLedger):
     def push(
         self,
         shard: int,
@@ -135,7 +135,7 @@ class GapAcknowledged(Ledger):
         return super().push(shard, lo, hi, lease, buckets, skipped, more)._replace(gap=-1)
 
 
-class RepeatApplied(Ledger):
+class RepeatApplied(PushLedger):
     def push(
         self,
         shard: int,
@@ -153,7 +153,7 @@ class RepeatApplied(Ledger):
         return super().push(shard, lo, hi, lease, buckets, skipped, more)
 
 
-class OverlapApplied(Ledger):
+class OverlapApplied(PushLedger):
     def push(
         self,
         shard: int,
@@ -171,7 +171,7 @@ class OverlapApplied(Ledger):
         return super().push(shard, lo, hi, lease, buckets, skipped, more)
 
 
-class ForgetsReleased(Ledger):
+class ForgetsReleased(PushLedger):
     def release(self, shards: Sequence[int]) -> None:
         super().release(shards)
         self.released.clear()
@@ -195,7 +195,7 @@ class ReturnedToNoPlace(Brain):
         self.lose(e.shard, bool(out))
         return out
 
-    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+    def _drop_leases(self, seat: SlotRecord, at: float, reason: str) -> list[InstructionType]:
         held = list(seat.held)
         out = super()._drop_leases(seat, at, reason)
         for key in held:
@@ -229,14 +229,14 @@ class ReleasesTooMuch(Brain):
 
 
 class ReleasesAtReturn(Brain):
-    def _drop_leases(self, seat: Seat, at: float, reason: str) -> list[InstructionType]:
+    def _drop_leases(self, seat: SlotRecord, at: float, reason: str) -> list[InstructionType]:
         held = tuple(seat.held)
         out = super()._drop_leases(seat, at, reason)
         return [*out, ReleaseShards(held)] if held else out
 
 
 class AdoptsFencedLease(Brain):
-    def _confirm(self, seat: Seat, lease: Lease) -> bool:
+    def _confirm(self, seat: SlotRecord, lease: Lease) -> bool:
         held = self.shards.leases.get(lease.shard)
         if held is None or held.no <= lease.no:
             return super()._confirm(seat, lease)
@@ -251,19 +251,19 @@ class AdoptsFencedLease(Brain):
 
 
 class NoReconcile(WorkerProtocol):
-    def _reconcile(self, held: _Held) -> None:
+    def _reconcile(self, held: _HeldLease) -> None:
         super()._reconcile(held)
         held.ragged = []
 
 
 class RaggedToOnePs(WorkerProtocol):
-    def _reconcile(self, held: _Held) -> None:
+    def _reconcile(self, held: _HeldLease) -> None:
         super()._reconcile(held)
         held.ragged = [(lo, hi, dict(list(who.items())[:1])) for lo, hi, who in held.ragged]
 
 
 class DoneBeforeLastAck(WorkerProtocol):
-    def computed(self, work: Any, skipped: bool = False) -> list[Action]:
+    def computed(self, work: Any, skipped: bool = False) -> list[WorkerAction]:
         out = super().computed(work, skipped)
         held = self._held.get(work.lease.no)
         if held is not None and held.position >= held.lease.stop and not held.ragged and not held.handed:
@@ -275,7 +275,7 @@ class DoneBeforeLastAck(WorkerProtocol):
 class WorksBeforeAllOpened(WorkerProtocol):
     def opened(
         self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
-    ) -> list[Action]:
+    ) -> list[WorkerAction]:
         servers, self._servers = self._servers, {ps: self._servers.get(ps, Incarnation(0))}
         try:
             return super().opened(ps, lease, incarnation, buckets, watermarks)
@@ -284,30 +284,30 @@ class WorksBeforeAllOpened(WorkerProtocol):
 
 
 class GapTakenForAck(WorkerProtocol):
-    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[Action]:
+    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[WorkerAction]:
         if answer.gap >= 0:
             answer = Pushed(answer.applied, answer.repeats)
         return super().pushed(ps, token, answer, life)
 
 
 class NeverPushesAgain(WorkerProtocol):
-    def lost(self, ps: Slot) -> list[Action]:
+    def lost(self, ps: Slot) -> list[WorkerAction]:
         return []
 
 
 class NeverAsksAgain(WorkerProtocol):
-    def master_lost(self) -> list[Action]:
+    def master_lost(self) -> list[WorkerAction]:
         return [a for a in super().master_lost() if not isinstance(a, AskShard)]
 
 
 class OldLifeCounts(WorkerProtocol):
-    def placement(self, placement: Placement) -> list[Action]:
+    def placement(self, placement: Placement) -> list[WorkerAction]:
         if self._servers:
             self._servers = {s.slot: s.incarnation for s in placement.servers}
             return []
         return super().placement(placement)
 
-    def _done(self, held: _Held) -> Any:
+    def _done(self, held: _HeldLease) -> Any:
         held.opened = {ps: (self._servers[ps], b, w) for ps, (_, b, w) in held.opened.items()}
         return super()._done(held)
 
@@ -315,12 +315,12 @@ class OldLifeCounts(WorkerProtocol):
 # ---------------------------------------------------------------- the watch
 
 
-class NeverLost(Watch):
+class NeverLost(HeartbeatWatch):
     def tick(self, at: float) -> list[WatchEvent]:
         return [e for e in super().tick(at) if isinstance(e, LeaseExpired | MemberHeard)]
 
 
-class NoGrace(Watch):
+class NoGrace(HeartbeatWatch):
     def look(self, brain: Brain, at: float) -> None:
         super().look(brain, at - 10.0 if self._ticked is None else at)
 
@@ -331,7 +331,7 @@ class NoGrace(Watch):
 # ---------------------------------------------------------------- all of them
 
 
-class StepInPart(Ledger):
+class StepInPart(PushLedger):
     """Where a step of several shards does not fit as a whole, what fits of it is taken."""
 
     def push(
@@ -354,7 +354,7 @@ class StepInPart(Ledger):
 class PendingIsDone(WorkerProtocol):
     """ "done" is said of a shard whose rest is held back."""
 
-    def _report(self, held: _Held, out: list[Action]) -> None:
+    def _report(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         handed = held.handed
         if all(batch.held_back for batch in handed):
             held.handed = []
@@ -394,7 +394,7 @@ class Mutation(NamedTuple):
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
 
-def _forget_incarnation(_: Members, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+def _forget_incarnation(_: Members, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
     return _.of(role).get(slot)
 
 
@@ -410,7 +410,7 @@ def _keep_snapshots(self: Disk) -> None:
     del self.log[self.durable :]
 
 
-def _never_outdated(self: Master) -> bool:
+def _never_outdated(self: SimMaster) -> bool:
     return False
 
 
@@ -458,7 +458,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
     Mutation("snapshot-ahead", "a snapshot of unsynced events is used", Parts(), ((Disk, "crash", _keep_snapshots),)),
     Mutation(
-        "two-masters", "the journal takes an older master's events", Parts(), ((Master, "outdated", _never_outdated),)
+        "two-masters",
+        "the journal takes an older master's events",
+        Parts(),
+        ((SimMaster, "outdated", _never_outdated),),
     ),
     Mutation("no-reconcile", "a new owner goes on from the highest watermark", Parts(protocol=NoReconcile)),
     Mutation("ragged-to-one-ps", "a ragged interval goes to one ps only", Parts(protocol=RaggedToOnePs)),

@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from everstep.allreduce.commits import Commits
-from everstep.allreduce.protocol import Action, GroupMachine, Tally
+from everstep.allreduce.group_machine import Action, GroupMachine, Tally
 from everstep.brain import group as group_module
 from everstep.brain.brain import Brain
 from everstep.brain.group import GroupKeeper
-from everstep.brain.members import Members, Seat
+from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Committed, Group, GroupMember, Mark
 from everstep.model.member import Role
-from everstep.sim.cluster import Master
+from everstep.sim.cluster import SimMaster
 from everstep.sim.group import GroupWorker
 from everstep.sim.mutations import Mutation
-from everstep.sim.run import Parts
+from everstep.sim.simulation import Parts
 
 _told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
@@ -56,7 +56,7 @@ def _leavers_are_lost(
     return _next(self, members, hold, begin, restore, origin)
 
 
-def _any_mark_is_the_end(self: GroupKeeper, seat: Seat, e: Any) -> bool:
+def _any_mark_is_the_end(self: GroupKeeper, seat: SlotRecord, e: Any) -> bool:
     at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
     return e.mark is not None and not self.member(seat) and at_end
 
@@ -85,7 +85,7 @@ def _counts_repeats(self: Shards, number: int, epoch_number: int, position: int,
     return _reach(self, number, epoch_number, position, samples + (samples > 4))
 
 
-def _forget_incarnation(self: Members, role: Role, slot: Slot, incarnation: Incarnation) -> Seat | None:
+def _forget_incarnation(self: Members, role: Role, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
     seat = self.of(role).get(slot)
     return seat if seat is not None and seat.running else None
 
@@ -148,7 +148,7 @@ def _tells_behind_a_gap(self: Commits) -> tuple[Committed, ...]:
 # ---------------------------------------------------------------- the master's shell
 
 
-def _never_outdated(self: Master) -> bool:
+def _never_outdated(self: SimMaster) -> bool:
     return False
 
 
@@ -199,5 +199,5 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         "tells-behind-a-gap", "a newcomer tells before those in front of it", Commits, "to_tell", _tells_behind_a_gap
     ),
     Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
-    _patch("two-masters", "the journal takes an older master's events", Master, "outdated", _never_outdated),
+    _patch("two-masters", "the journal takes an older master's events", SimMaster, "outdated", _never_outdated),
 )

@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from everstep.ids import LeaseNo, ShardKey, Slot
-from everstep.policies.split import Cut as StepCut
+from everstep.policies.step_split import StepCut as StepCut
 from everstep.sim.group import Ring
 from everstep.sim.hybrid import HybridWorker, hybrid_scenario, simulate_hybrid
 from everstep.sim.mutations import Mutation
-from everstep.sim.run import Outcome, Parts
-from everstep.tables.steps import Action, HeldBack, Owed, Range, StepPushes
+from everstep.sim.simulation import Parts, SimOutcome
+from everstep.tables.step_pushes import Action, HeldBack, Owed, Range, StepPushes
 
 _committed, _entered, _anew = StepPushes.committed, StepPushes.entered, StepPushes._anew
 
 
-def hybrid(seed: int, parts: Parts = Parts()) -> Outcome:
+def hybrid(seed: int, parts: Parts = Parts()) -> SimOutcome:
     """The run of ``seed`` of a group with tables."""
     return simulate_hybrid(seed, hybrid_scenario(seed), parts)
 

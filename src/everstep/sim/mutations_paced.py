@@ -5,12 +5,12 @@ from __future__ import annotations
 from everstep.brain.pacing import Pacing
 from everstep.model.turn import Share
 from everstep.sim.mutations import Mutation
-from everstep.sim.run import Parts
-from everstep.tables.gate import Gate, Late, Pushing, Verdict
-from everstep.tables.protocol import Action, SendGiveBack, Settled, Work, WorkerProtocol
+from everstep.sim.simulation import Parts
+from everstep.tables.staleness_gate import Late, Pushing, StalenessGate, Verdict
+from everstep.tables.worker_protocol import RangeWork, SendGiveBack, Settled, WorkerAction, WorkerProtocol
 
 
-class PushesLate(Gate):
+class PushesLate(StalenessGate):
     def _judge(self) -> Verdict | None:
         verdict = super()._judge()
         if not isinstance(verdict, Late):
@@ -24,21 +24,21 @@ class PushesLate(Gate):
 
 
 class KeepsLate(WorkerProtocol):
-    def late(self, work: Work) -> list[Action]:
+    def late(self, work: RangeWork) -> list[WorkerAction]:
         return [Settled(work, False)]
 
 
 class PushesAndReturns(WorkerProtocol):
     """The range is pushed, and goes back for somebody else besides."""
 
-    def late(self, work: Work) -> list[Action]:
+    def late(self, work: RangeWork) -> list[WorkerAction]:
         return [*self.computed(work), SendGiveBack(work.lease, "late")]
 
 
 class PutsBackAsItWas(WorkerProtocol):
     """For the ps that needed it when it was handed out, though buckets may have moved since."""
 
-    def put_back(self, work: Work) -> bool:
+    def put_back(self, work: RangeWork) -> bool:
         held = self._held.get(work.lease.no)
         if not super().put_back(work):
             return False

@@ -11,23 +11,23 @@ from typing import Any
 
 from everstep.brain.brain import Brain
 from everstep.brain.events import InstructionType
-from everstep.brain.members import Seat
+from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.ids import BucketId, ShardKey
 from everstep.model.placement import Mirror, Placement
-from everstep.net.messages import DataAnswer, Entry, Fed, Feed, Moved, Pushed, Tail, Tailed
+from everstep.net.messages import DataAnswer, Fed, Feed, FetchLog, Moved, Pushed, StreamEntry, Tailed
 from everstep.policies.draft import Draft
 from everstep.protect.machine import Ask, Machine
-from everstep.protect.streams import Blob, Code, Kind, PeerKey
+from everstep.protect.replication import AppendCode, Blob, PeerKey, StreamKind
 from everstep.sim.mutations import Mutation
-from everstep.sim.run import Outcome, Parts, Simulation, simulate
 from everstep.sim.scenario import storm_scenario
-from everstep.sim.server import MirrorPs, Opening, _Waiting
-from everstep.sim.store import Blob as SimBlob
-from everstep.sim.store import Bucket, Page, SimStore, _Member, plus, times
+from everstep.sim.sim_server import MirrorPs, Opening, _Waiting
+from everstep.sim.sim_store import Bucket, Page, SimStore, _SimMember, plus, times
+from everstep.sim.sim_store import SimBlob as SimBlob
+from everstep.sim.simulation import Parts, SimOutcome, Simulation, simulate
 
 
-def storm(seed: int, parts: Parts = Parts()) -> Outcome:
+def storm(seed: int, parts: Parts = Parts()) -> SimOutcome:
     """The run of ``seed`` in the mix with losses of ps."""
     return simulate(seed, storm_scenario(seed), parts)
 
@@ -40,10 +40,10 @@ class DifferenceTwice(SimStore):
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         who = self.mirrors[mirror].members.get(blob.bucket)
-        if who is not None and blob.kind is Kind.CHANGE and who.complete and blob.seq <= who.seq:
+        if who is not None and blob.kind is StreamKind.CHANGE and who.complete and blob.seq <= who.seq:
             m = self.mirrors[mirror]
             m.page = plus(m.page, times(blob.bits, who.weight))
-            return Code.APPLIED
+            return AppendCode.APPLIED
         return super().mirror_apply(mirror, blob)
 
 
@@ -53,7 +53,7 @@ class HearsTwice(Machine):
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
         sender = (request.sender, request.incarnation)
         stream, number = self._received.get(sender, (0, 0))
-        if stream == request.stream and all(e.kind == Kind.CHANGE for e in request.entries):
+        if stream == request.stream and all(e.kind == StreamKind.CHANGE for e in request.entries):
             self._received[sender] = (stream, min(number, request.first))
         answer = super().feed(request, blobs)
         stream, now = self._received.get(sender, (0, 0))
@@ -66,7 +66,7 @@ class ChangesLostInSweep(SimStore):
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         who = self.mirrors[mirror].members.get(blob.bucket)
-        if who is not None and blob.kind is Kind.CHANGE and not who.complete:
+        if who is not None and blob.kind is StreamKind.CHANGE and not who.complete:
             blob = blob._replace(bits=(0, 0))
         return super().mirror_apply(mirror, blob)
 
@@ -77,7 +77,7 @@ class ChangesTakenBeforeSweep(SimStore):
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         m = self.mirrors[mirror]
         who = m.members.get(blob.bucket)
-        if who is not None and blob.kind is Kind.CHANGE and not who.complete and blob.seq == who.seq + 1:
+        if who is not None and blob.kind is StreamKind.CHANGE and not who.complete and blob.seq == who.seq + 1:
             m.page = plus(m.page, times((blob.bits[0] & ~who.covered, 0), who.weight))
         return super().mirror_apply(mirror, blob)
 
@@ -94,7 +94,7 @@ class FoldMissesChanges(SimStore):
 class FencesForgotten(SimStore):
     """Marks that come with a mirror have watermarks, but no fences."""
 
-    def _rebuilt(self, who: _Member, page: Page) -> Bucket:
+    def _rebuilt(self, who: _SimMember, page: Page) -> Bucket:
         bucket = super()._rebuilt(who, page)
         for mark in bucket.book.shards.values():
             mark[1] = 0
@@ -105,7 +105,7 @@ class MarksForgotten(SimStore):
     """Differences bring bytes; the marks stay as the contents brought them."""
 
     def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
-        if blob.kind is Kind.CHANGE:
+        if blob.kind is StreamKind.CHANGE:
             blob = blob._replace(marks=None)
         return super().mirror_apply(mirror, blob)
 
@@ -126,7 +126,7 @@ class NoLevelling(Machine):
 
 
 class TailDoesNotFence(Machine):
-    def tail(self, request: Tail) -> tuple[Tailed | Moved, list[Blob]]:
+    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Blob]]:
         sources = dict(self._sources)
         answer = super().tail(request)
         self._sources = sources
@@ -143,10 +143,10 @@ class TailsGoAtOnce(Machine):
 class CompleteTooEarly(Machine):
     """A mirror counts as complete with the first member's contents."""
 
-    def _take_contents(self, entry: Entry, mirror: int, blob: Blob) -> Code:
+    def _take_contents(self, entry: StreamEntry, mirror: int, blob: Blob) -> AppendCode:
         code = super()._take_contents(entry, mirror, blob)
         held = self._mirrors.get(mirror)
-        if held is not None and entry.kind == Kind.MARKS and not held.complete:
+        if held is not None and entry.kind == StreamKind.MARKS and not held.complete:
             held.complete = self.dirty = True
         return code
 
@@ -256,7 +256,9 @@ def _no_loop(self: Dataset, epoch: int) -> int:
     return 0
 
 
-def _nobody_goes_back(self: Brain, loop: int, asker: Seat, dataset: Dataset, epoch: Epoch) -> list[InstructionType]:
+def _nobody_goes_back(
+    self: Brain, loop: int, asker: SlotRecord, dataset: Dataset, epoch: Epoch
+) -> list[InstructionType]:
     return []
 
 

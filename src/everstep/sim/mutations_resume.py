@@ -12,7 +12,7 @@ from functools import partial
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.events import InstructionType
-from everstep.brain.job import Job
+from everstep.brain.job import JobState
 from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.ids import BucketId, Incarnation
 from everstep.model.image import BucketImage, DatasetPosition, EpochPosition, Manifest
@@ -20,14 +20,14 @@ from everstep.model.shard import ShardState
 from everstep.sim.mutations import Mutation
 from everstep.sim.mutations_ps import _oldest_image
 from everstep.sim.resume import ResumeSimulation, resume_scenario, simulate_resume
-from everstep.sim.run import Outcome, Parts, Simulation
-from everstep.sim.store import Bucket, SimStore
+from everstep.sim.sim_store import Bucket, SimStore
+from everstep.sim.simulation import Parts, SimOutcome, Simulation
 
 _positions, _resumed, _resume = Shards.positions, Shards._resumed, Checkpoints.resume
 _shards_resume = Shards.resume
 
 
-def resumed(seed: int, parts: Parts = Parts()) -> Outcome:
+def resumed(seed: int, parts: Parts = Parts()) -> SimOutcome:
     """The run of ``seed`` in the mix in which whole jobs end and are resumed."""
     return simulate_resume(seed, resume_scenario(seed), parts)
 
@@ -89,7 +89,7 @@ def _first_master(self: ResumeSimulation, manifest: Manifest) -> Incarnation:
 
 
 def _numbers_again(
-    self: Checkpoints, job: Job, shards: Shards, manifest: Manifest, url: str, numbers: int
+    self: Checkpoints, job: JobState, shards: Shards, manifest: Manifest, url: str, numbers: int
 ) -> list[InstructionType]:
     return _resume(self, job, shards, manifest, url, manifest.checkpoint)
 
@@ -113,14 +113,14 @@ class WatermarksForgotten(SimStore):
 # ---------------------------------------------------------------- what may be forgotten
 
 
-def _releases_at_once(self: Checkpoints, job: Job, shards: Shards) -> list[InstructionType]:
+def _releases_at_once(self: Checkpoints, job: JobState, shards: Shards) -> list[InstructionType]:
     """Done shards are released without a checkpoint that has them."""
     if self.writing is not None:
         return []
     return self._forget(job, shards.release(list(shards.releasing)))
 
 
-def _releases_while_written(self: Checkpoints, job: Job, shards: Shards, finished: bool) -> list[InstructionType]:
+def _releases_while_written(self: Checkpoints, job: JobState, shards: Shards, finished: bool) -> list[InstructionType]:
     """Shards that the newest checkpoint has are released while another one is being written."""
     if self.newest is None:
         return []

@@ -29,10 +29,10 @@ from everstep.ids import Incarnation
 from everstep.model.image import Manifest
 from everstep.model.member import Role
 from everstep.model.reasons import Arrival
-from everstep.sim.cluster import Agent, Disk, Master
+from everstep.sim.cluster import Disk, SimAgent, SimMaster
 from everstep.sim.kernel import Conn, Violation
-from everstep.sim.run import Outcome, Parts, Simulation
 from everstep.sim.scenario import CODES, PS_FAULTS, Scenario, hold_of, least_ps
+from everstep.sim.simulation import Parts, SimOutcome, Simulation
 
 STOP_S = 4.0  # so long a job that is stopped may take for its last checkpoint; then it is ended
 TRY_AGAIN_S = 0.6  # a job without any checkpoint is left alone for so long
@@ -108,7 +108,7 @@ def resume_scenario(seed: int) -> ResumeScenario:
     )
 
 
-class ResumedMaster(Master):
+class ResumedMaster(SimMaster):
     """Its first events say where the job goes on from, as ``MasterCheckpoints.start`` has it."""
 
     def __init__(self, sim: ResumeSimulation, life: int) -> None:
@@ -156,7 +156,7 @@ class ResumeSimulation(Simulation):
         for resumption in scenario.resumptions:
             self.kernel.at(resumption.at, self.end, resumption)
 
-    def new_master(self) -> Master:
+    def new_master(self) -> SimMaster:
         self.masters += 1
         master = self.master = ResumedMaster(self, self.masters)
         return master
@@ -232,7 +232,7 @@ class ResumeSimulation(Simulation):
         self.disk = Disk()
         self.disk.incarnation = self.first_incarnation(manifest)
         self.new_master()
-        self.home = Agent(self, "node0", 0, self.scenario.ps)
+        self.home = SimAgent(self, "node0", 0, self.scenario.ps)
         self.agents = {"node0": self.home}
         self.home.start()
         if resumption.hasty:
@@ -252,7 +252,7 @@ def simulate_resume(
     parts: Parts = Parts(),
     trace: list[str] | None = None,
     validate: bool = True,
-) -> Outcome:
-    """One whole run, as ``sim.run.simulate``."""
+) -> SimOutcome:
+    """One whole run, as ``sim.simulation.simulate``."""
     sim = ResumeSimulation(seed, scenario or resume_scenario(seed), parts, trace is not None, validate)
     return sim.run_traced(trace)

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from everstep.config.spec import JobSpec
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +69,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             checkpoint_every=f"{self.checkpoint_s:g}s" if self.checkpoint_s else "",
         )
 
-    def plan(self) -> Plan:
-        return Plan(name="train", samples=self.samples, shard_samples=self.shard_samples, seed=1)
+    def plan(self) -> ShardSchedule:
+        return ShardSchedule(name="train", samples=self.samples, shard_samples=self.shard_samples, seed=1)
 
 
 def hold_of(seed: int) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
-from everstep.brain.control import as_plan, refuse
+from everstep.brain.policy_control import as_plan, refuse
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import AdjustBatch, KillRestart, Plan
@@ -40,7 +40,7 @@ class Pattern(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantSlowness:
     """``slow`` is ``s`` times slower from ``begins`` on."""
 
     s: float

@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot
-from everstep.model.shard import Lease, Plan, shard_key, split_key
+from everstep.model.shard import Lease, ShardSchedule, shard_key, split_key
 from everstep.native.ledger import SpanTuple, batch_fingerprint, by_shard
 from everstep.sim.kernel import Violation
 
 if TYPE_CHECKING:
-    from everstep.tables.protocol import Work
+    from everstep.tables.worker_protocol import RangeWork
 
 _MASK = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ def epoch_fingerprint(epoch_key: int, samples: int) -> int:
 class Truth:
     """Counts of one job: ``plan`` (dataset 0), ``epochs``, ``buckets``."""
 
-    def __init__(self, plan: Plan, epochs: int, buckets: int) -> None:
+    def __init__(self, plan: ShardSchedule, epochs: int, buckets: int) -> None:
         self.plan, self.epochs, self.buckets = plan, epochs, buckets
         self.counts = [[bytearray(plan.samples) for _ in range(buckets)] for _ in range(epochs)]
         self.missing = [plan.samples * buckets for _ in range(epochs)]
@@ -132,7 +132,7 @@ class Truth:
 
     # ------------------------------------------------------------ at a worker
 
-    def holds_back(self, worker: Slot, incarnation: Incarnation, work: Work) -> None:
+    def holds_back(self, worker: Slot, incarnation: Incarnation, work: RangeWork) -> None:
         """The worker's script is through with ``work``, and has not stepped."""
         kept = self.held_back.setdefault((worker, incarnation), set())
         kept |= {(work.lease.shard, position) for position in range(work.lo, work.hi)}

@@ -107,7 +107,7 @@ def sound_row(path: Path, after: int, seq: int, raw: bytes, digest: bytes) -> by
     return digest[:8]
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """One journaled event."""
 
     seq: int
@@ -448,7 +448,7 @@ def _failure(path: Path, error: Exception) -> PlatformError:
     )
 
 
-def read_journal(path: Path) -> Iterator[Entry]:
+def read_journal(path: Path) -> Iterator[JournalEntry]:
     """Every event in order, also while a master writes. Raises ConfigError (no such file), PlatformError."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name the run directory that everstep run printed")
@@ -459,7 +459,7 @@ def read_journal(path: Path) -> Iterator[Entry]:
             check_version(db, path)
             for seq, raw, digest in db.execute("SELECT seq, event, digest FROM events ORDER BY seq"):
                 short = sound_row(path, last, seq, raw, digest)
-                yield Entry(seq, decode_event(raw), short)
+                yield JournalEntry(seq, decode_event(raw), short)
                 last = seq
         finally:
             db.close()

@@ -57,7 +57,7 @@ class NewFile(abc.ABC):
         self.abort()
 
 
-class Place(abc.ABC):
+class StoragePlace(abc.ABC):
     """One directory or URL. Thread-safe, one file at a time per thread."""
 
     url: str
@@ -116,7 +116,7 @@ def bare(path: str) -> str:
     return path
 
 
-def open_place(where: str | Path) -> Place:
+def open_place(where: str | Path) -> StoragePlace:
     """The place at a directory (it need not exist) or URL. Raises ConfigError: no such protocol, or its package is
     not installed."""
     text = str(where)
@@ -130,7 +130,7 @@ def open_place(where: str | Path) -> Place:
 # ---------------------------------------------------------------- a local directory
 
 
-class LocalPlace(Place):
+class LocalPlace(StoragePlace):
     """``write``, ``fsync``, ``rename``, ``fsync`` of the directory. What is made in a directory of the user's alone is,
     too; elsewhere the user's umask says who may read it."""
 
@@ -249,7 +249,7 @@ _NOT_AT_ONCE = frozenset(
 )
 
 
-class RemotePlace(Place):
+class RemotePlace(StoragePlace):
     """An object store: a put under a name is atomic there. Credentials and endpoints come from the environment, as
     the protocol's package reads them (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, ...)."""
 

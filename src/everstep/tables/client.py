@@ -1,6 +1,6 @@
 """One line of requests to each ps: in order, repeated over reconnects until answered, or the map names another ps.
 
-A request names rows by offsets into the worker's memory (``Part`` with ``shm``). On the same node the ps reads and
+A request names rows by offsets into the worker's memory (``RowsPart`` with ``shm``). On the same node the ps reads and
 writes that memory itself; over TCP the link sends and receives the same pieces behind the header. Requests of one
 link are answered in order, so a pull sent after a push sees it applied.
 
@@ -31,13 +31,13 @@ from everstep.net.messages import (
     Declare,
     Moved,
     OpenShard,
-    Part,
     Peek,
     Pull,
     Pulled,
     Push,
     Pushed,
     Put,
+    RowsPart,
     Scan,
     Stat,
 )
@@ -67,7 +67,7 @@ class Link(Protocol):
     def close(self, wait_s: float = 2.0) -> None: ...
 
 
-class Connection(Protocol):
+class DataLink(Protocol):
     """The part of ``everstep.net.data.DataClient`` that a link uses."""
 
     def request(
@@ -92,7 +92,7 @@ class SocketLink:
         place: PsPlace,
         memory: Memory,
         dims: Mapping[TableId, int],
-        connect: Callable[[PsPlace], tuple[Connection, bool]],
+        connect: Callable[[PsPlace], tuple[DataLink, bool]],
         on_lost: Callable[[EverstepError], None],
         *,
         give_up_s: float = _LOST_S,
@@ -106,7 +106,7 @@ class SocketLink:
         self._on_lost = on_lost
         self._give_up_s, self._answer_s = give_up_s, answer_s
         self._queue: queue.SimpleQueue[tuple[Sendable, Then] | None] = queue.SimpleQueue()
-        self._connection: Connection | None = None
+        self._connection: DataLink | None = None
         self._shared = False
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -197,7 +197,7 @@ class SocketLink:
                     ) from error
         raise AssertionError("backoff never ends")
 
-    def _once(self, connection: Connection, message: Sendable) -> tuple[DataAnswer, memoryview]:
+    def _once(self, connection: DataLink, message: Sendable) -> tuple[DataAnswer, memoryview]:
         if self._shared or not isinstance(message, Pull | Push | Put):
             answer, body = connection.request(message, timeout_s=self._answer_s)
             return answer, memoryview(bytes(body))  # its buffer is the connection's, good until the next answer
@@ -212,14 +212,14 @@ class SocketLink:
             message = msgspec.structs.replace(message, part=moved[0], shm=False)
         return connection.request(message, buffers, timeout_s=self._answer_s)
 
-    def _pull(self, connection: Connection, message: Pull) -> tuple[DataAnswer, memoryview]:
+    def _pull(self, connection: DataLink, message: Pull) -> tuple[DataAnswer, memoryview]:
         """Rows come in the answer's body, in the order of the parts: straight to their place where that is one run."""
         buffers: list[memoryview] = []
         sizes = [4 * p.n * self._dims[p.table] for p in message.parts]
         at, moved = 0, []
         for part in message.parts:
             buffers.append(_bytes(self._memory, part.keys_at, 8 * part.n))
-            moved.append(Part(part.table, part.n, at, 0, part.lr))
+            moved.append(RowsPart(part.table, part.n, at, 0, part.lr))
             at += 8 * part.n
         total = sum(sizes)
         first = message.parts[0].rows_at if message.parts else 0
@@ -249,8 +249,8 @@ def _bytes(memory: Memory, at: int, size: int) -> memoryview:
 
 
 def _in_body(
-    parts: tuple[Part, ...], memory: Memory, buffers: list[memoryview], dims: Mapping[TableId, int]
-) -> list[Part]:
+    parts: tuple[RowsPart, ...], memory: Memory, buffers: list[memoryview], dims: Mapping[TableId, int]
+) -> list[RowsPart]:
     """The same parts with offsets into a body made of ``buffers``."""
     at, moved = 0, []
     for part in parts:
@@ -262,7 +262,7 @@ def _in_body(
         buffers += [_bytes(memory, part.keys_at, 8 * part.n), _bytes(memory, part.rows_at, 4 * dim * part.n)]
         if pad:
             buffers.append(memoryview(bytes(pad)))
-        moved.append(Part(part.table, part.n, keys_at, rows_at, part.lr, part.options))
+        moved.append(RowsPart(part.table, part.n, keys_at, rows_at, part.lr, part.options))
     return moved
 
 

@@ -18,7 +18,7 @@ from everstep.ids import Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.table import Rate, TableSpec
 from everstep.native import unique_route
-from everstep.net.messages import Part
+from everstep.net.messages import RowsPart
 
 _ALIGN = 64
 _OWN_RATE = Rate()
@@ -102,14 +102,14 @@ class TableRows:
     def __repr__(self) -> str:
         return f"<TableRows {self.spec.name} {self.u} x {self.dim}{' touched' if self.touched else ''}>"
 
-    def parts(self, n_ps: int, *, grads: bool, rate: Rate = _OWN_RATE) -> list[tuple[int, Part]]:
+    def parts(self, n_ps: int, *, grads: bool, rate: Rate = _OWN_RATE) -> list[tuple[int, RowsPart]]:
         """``(position of the ps, Part)`` for every ps that owns some of the keys, offsets into memory."""
         out, done = [], 0
         rows_at = self.grads_at if grads else self.values_at
         for ps in range(n_ps):
             n = self.counts[ps]
             if n:
-                part = Part(self.table, n, self.keys_at + 8 * done, rows_at + 4 * self.dim * done, *rate)
+                part = RowsPart(self.table, n, self.keys_at + 8 * done, rows_at + 4 * self.dim * done, *rate)
                 out.append((ps, part))
             done += n
         return out
@@ -249,9 +249,9 @@ class HeldRows:
 
 def parts_by_ps(
     tables: Iterable[TableRows], n_ps: int, *, grads: bool, rates: dict[TableId, Rate] | None = None
-) -> list[list[Part]]:
+) -> list[list[RowsPart]]:
     """The parts of one message for each ps (by position)."""
-    out: list[list[Part]] = [[] for _ in range(n_ps)]
+    out: list[list[RowsPart]] = [[] for _ in range(n_ps)]
     for rows in tables:
         for ps, part in rows.parts(n_ps, grads=grads, rate=rates.get(rows.table, _OWN_RATE) if rates else _OWN_RATE):
             out[ps].append(part)

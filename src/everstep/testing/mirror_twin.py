@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.model.table import TableSpec
-from everstep.native.blob import LAST, Blob, Kind, Part, parse
+from everstep.native.blob import LAST, Blob, BlobKind, BlobPart, parse
 from everstep.native.row_update import update
 
 U8 = NDArray[np.uint8]
@@ -96,12 +96,12 @@ def solve(
     return [first, second]
 
 
-def _end(part: Part) -> int:
+def _end(part: BlobPart) -> int:
     return NO_LIMIT if part.flags & LAST else part.hi
 
 
 @dataclass
-class _Sweep:
+class _TwinSweep:
     heads: int = 0
     bodies: int = 0
     dropped: bool = False
@@ -112,7 +112,7 @@ class _Sweep:
 
 
 @dataclass
-class _Member:
+class _TwinMember:
     weight: int
     stage: Literal["empty", "swept", "complete"] = "empty"
     seq: int = -1
@@ -120,7 +120,7 @@ class _Member:
     clock: int = 0
     shards: dict[int, tuple[int, int]] = field(default_factory=dict)
     initialised: set[int] = field(default_factory=set)
-    sweeps: dict[int, _Sweep] = field(default_factory=dict)
+    sweeps: dict[int, _TwinSweep] = field(default_factory=dict)
     dense: Pages = field(default_factory=dict)  # of dense tables: its own pages, not summed with those of others
 
 
@@ -136,7 +136,7 @@ class TwinMirror:
     ) -> None:
         self.layouts = dict(layouts)
         self.dense: dict[int, TableSpec] = {spec.id: spec for spec in dense}
-        self.members = {bucket: _Member(weight(row, i)) for i, bucket in enumerate(members)}
+        self.members = {bucket: _TwinMember(weight(row, i)) for i, bucket in enumerate(members)}
         self.pages: Pages = {}
 
     def __repr__(self) -> str:
@@ -151,21 +151,21 @@ class TwinMirror:
         member = self.members.get(blob.bucket)
         if member is None:
             return NOT_MEMBER
-        if blob.kind is Kind.CHANGE:
+        if blob.kind is BlobKind.CHANGE:
             return self._change(member, blob)
-        return self._marks(member, blob) if blob.kind is Kind.MARKS else self._contents(member, blob)
+        return self._marks(member, blob) if blob.kind is BlobKind.MARKS else self._contents(member, blob)
 
-    def _change(self, m: _Member, blob: Blob) -> int:
+    def _change(self, m: _TwinMember, blob: Blob) -> int:
         if m.stage == "empty":
             for part in blob.parts:
-                m.sweeps.setdefault(part.table, _Sweep()).dropped = True
+                m.sweeps.setdefault(part.table, _TwinSweep()).dropped = True
             return APPLIED
         if blob.seq != m.seq + 1:
             return REPEAT if blob.seq <= m.seq else GAP
         for part in blob.parts:
-            sweep = _Sweep(NO_LIMIT, NO_LIMIT)
+            sweep = _TwinSweep(NO_LIMIT, NO_LIMIT)
             if m.stage == "swept":
-                sweep = m.sweeps.setdefault(part.table, _Sweep())
+                sweep = m.sweeps.setdefault(part.table, _TwinSweep())
                 sweep.dropped |= not sweep.ended
             assert part.toggled is not None and part.keys is not None
             for slot, key in zip(part.slots[part.toggled].tolist(), part.keys, strict=True):
@@ -189,12 +189,12 @@ class TwinMirror:
         m.initialised.update(marks.initialised)
         return APPLIED
 
-    def _contents(self, m: _Member, blob: Blob) -> int:
+    def _contents(self, m: _TwinMember, blob: Blob) -> int:
         if m.stage == "complete":
             return REPEAT if blob.seq <= m.seq else GAP
         (part,) = blob.parts
-        heads = blob.kind is Kind.HEADS
-        sweep = m.sweeps.get(part.table, _Sweep())
+        heads = blob.kind is BlobKind.HEADS
+        sweep = m.sweeps.get(part.table, _TwinSweep())
         covered = sweep.heads if heads else sweep.bodies
         end = _end(part)
         if not end or end <= covered:  # not end: listed slots, asked for by somebody who recovers
@@ -218,7 +218,7 @@ class TwinMirror:
         m.fingerprint, m.clock = blob.marks.fingerprint, blob.marks.clock
         return APPLIED
 
-    def _marks(self, m: _Member, blob: Blob) -> int:
+    def _marks(self, m: _TwinMember, blob: Blob) -> int:
         if m.stage == "complete":
             return REPEAT if blob.seq <= m.seq else GAP
         if m.stage == "swept" and blob.seq != m.seq:
@@ -232,7 +232,7 @@ class TwinMirror:
         m.sweeps.clear()
         return APPLIED
 
-    def _page(self, m: _Member, table: int, slot: int) -> tuple[U8, int, int]:
+    def _page(self, m: _TwinMember, table: int, slot: int) -> tuple[U8, int, int]:
         """The page of a slot, the slot's place in it, and the weight of what is added there."""
         bits, head_bytes, record_bytes = self.layouts[table]
         slots = 1 << bits
@@ -241,18 +241,20 @@ class TwinMirror:
         page = pages.setdefault((table, slot >> bits), np.zeros(size, np.uint8))
         return page, slot & (slots - 1), factor
 
-    def _add_head(self, m: _Member, table: int, slot: int, key: np.int64) -> None:
+    def _add_head(self, m: _TwinMember, table: int, slot: int, key: np.int64) -> None:
         page, i, factor = self._page(m, table, slot)
         page[i >> 3] ^= MUL[factor, 1 << (i & 7)]
         at = self.layouts[table][1] - (8 << self.layouts[table][0]) + 8 * i
         page[at : at + 8] ^= MUL[factor][np.frombuffer(key.tobytes(), np.uint8)]
 
-    def _add_record(self, m: _Member, table: int, slot: int, record: U8) -> None:
+    def _add_record(self, m: _TwinMember, table: int, slot: int, record: U8) -> None:
         page, i, factor = self._page(m, table, slot)
         at = self.layouts[table][1] + i * len(record)
         page[at : at + len(record)] ^= MUL[factor][record]
 
-    def _update(self, m: _Member, spec: TableSpec, slot: int, gradient: NDArray[np.float32], part: Part) -> None:
+    def _update(
+        self, m: _TwinMember, spec: TableSpec, slot: int, gradient: NDArray[np.float32], part: BlobPart
+    ) -> None:
         page, i, _ = self._page(m, spec.id, slot)
         record_bytes = self.layouts[spec.id][2]
         at = self.layouts[spec.id][1] + i * record_bytes

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from everstep.model.table import InitKind, InitSpec, OptimizerKind, Rate, TableSpec, difference
 from everstep.native import Full, PushPart, StoreStats, check_options, check_spec
-from everstep.native.blob import MOST_SLOTS, Blob, Kind, Marks, Part, build, check_seal, parse_marks
-from everstep.native.ledger import Ledger, PushResult, SpanTuple, bitmap_buckets, by_shard
+from everstep.native.blob import MOST_SLOTS, Blob, BlobKind, BlobMarks, BlobPart, build, check_seal, parse_marks
+from everstep.native.ledger import PushLedger, PushResult, SpanTuple, bitmap_buckets, by_shard
 from everstep.native.ledger import mix64 as mix64_int
 from everstep.native.row_update import first_state, update
 
@@ -85,7 +85,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PagePlan:
     """How a page of a table lies in memory: native/table.h."""
 
     dim: int
@@ -124,7 +124,7 @@ class TwinRows:
     """Rows of one table in one bucket. A new row gets the lowest unused slot of the pages that have rows, else of the
     first page without. ``spec``: whose life cycle they have; ``candidates``: they only count pushes."""
 
-    def __init__(self, table: int, layout: Layout, spec: TableSpec, candidates: bool = False) -> None:
+    def __init__(self, table: int, layout: PagePlan, spec: TableSpec, candidates: bool = False) -> None:
         self.table = table
         self.layout = layout
         self.spec = spec
@@ -298,7 +298,7 @@ class TwinStore:
     def __init__(self, n_buckets: int, seed: int) -> None:
         self.n_buckets = n_buckets
         self.seed = seed & _MASK
-        self.ledger = Ledger(n_buckets, ())
+        self.ledger = PushLedger(n_buckets, ())
         self.outbox: list[bytes] = []
         self._specs: dict[int, TableSpec] = {}
         self._held = {b: _Bucket() for b in range(n_buckets)}
@@ -322,11 +322,11 @@ class TwinStore:
             what = difference(known, spec, "in the job", "in this script")
             raise ValueError(f"table {spec.name!r} exists as another one: {what}")
         new = spec.id not in self._held[0].rows
-        layout = Layout(spec.dim, spec.optimizer.state_floats(spec.dim), 2 if spec.has_life_cycle else 0)
+        layout = PagePlan(spec.dim, spec.optimizer.state_floats(spec.dim), 2 if spec.has_life_cycle else 0)
         for held in self._held.values() if new else ():
             held.rows[spec.id] = TwinRows(spec.id, layout, spec)
             if spec.admit_after:
-                held.rows[spec.candidates_id] = TwinRows(spec.candidates_id, Layout(0, 0, 3), spec, True)
+                held.rows[spec.candidates_id] = TwinRows(spec.candidates_id, PagePlan(0, 0, 3), spec, True)
         return new
 
     # ------------------------------------------------------------ changes
@@ -346,7 +346,7 @@ class TwinStore:
             return
         if fingerprint is None:
             fingerprint = self.ledger.buckets[bucket].fingerprint
-        marks = Marks(fingerprint, held.clock, list(shards), list(initialised))
+        marks = BlobMarks(fingerprint, held.clock, list(shards), list(initialised))
         parts = []
         for rows in {id(t[0]): t[0] for t in touched}.values():
             of = [t for t in touched if t[0] is rows]
@@ -354,8 +354,8 @@ class TwinStore:
             toggled = np.array([t[2] is not None for t in of])
             keys = np.array([t[2] for t in of if t[2] is not None], np.int64)
             slots = np.array([t[1] for t in of], np.uint32)
-            parts.append(Part(rows.table, slots, toggled, keys, np.array(records, np.uint8)))
-        self.outbox.append(build(Blob(Kind.CHANGE, bucket, held.seq, marks, parts)))
+            parts.append(BlobPart(rows.table, slots, toggled, keys, np.array(records, np.uint8)))
+        self.outbox.append(build(Blob(BlobKind.CHANGE, bucket, held.seq, marks, parts)))
 
     def protect(self, buckets: Sequence[int], on: bool) -> None:
         for b in buckets:
@@ -413,8 +413,8 @@ class TwinStore:
     def marks(self, bucket: int) -> bytes:
         ledger, held = self.ledger.buckets[bucket], self._held[bucket]
         shards = [(shard, *mark) for shard, mark in sorted(self._marks(bucket).items())]
-        marks = Marks(ledger.fingerprint, held.clock, shards, held.initialised)
-        return build(Blob(Kind.MARKS, bucket, held.seq, marks))
+        marks = BlobMarks(ledger.fingerprint, held.clock, shards, held.initialised)
+        return build(Blob(BlobKind.MARKS, bucket, held.seq, marks))
 
     def seq(self, bucket: int) -> int:
         return self._held[bucket].seq

@@ -22,7 +22,7 @@ ALIKE = 1.3
 REMEMBERED = 40.0  # changes of which the outcome counts
 
 
-class Trust(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyTrust(msgspec.Struct, frozen=True, kw_only=True):
     """``score``: whether splits paid so far; None: nothing was seen yet. ``fade``: of it, a window. ``first``: its
     first value in a job of which more than ``long`` windows are left. ``bound``: both ways, so what counts is what
     happened lately."""
@@ -88,7 +88,7 @@ def scored(
     proposed: Mapping[Key, int],
     readings: Mapping[Key, float],
     remaining_windows: float,
-    trust: Trust,
+    trust: PolicyTrust,
 ) -> float:
     """The sum, in windows of healthy work, old ones fading, of what each look's proposal would have gained over equal
     shares by the *next* look's readings (of everybody): above 0, reacting pays here. It is judged whether it was in

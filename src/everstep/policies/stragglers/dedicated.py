@@ -19,8 +19,8 @@ import msgspec
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
-from everstep.policies.stragglers.belief import ALIKE, Changes, Key, Span, Trust, review, scored
-from everstep.policies.stragglers.exact import MAX_TOTAL, Device, Portion, solve, time_s, whole
+from everstep.policies.stragglers.belief import ALIKE, Changes, Key, PolicyTrust, Span, review, scored
+from everstep.policies.stragglers.exact import MAX_TOTAL, Device, ExactShare, solve, time_s, whole
 from everstep.policies.stragglers.shares import even
 
 BETTER = 1.03
@@ -28,7 +28,7 @@ FINE = 1.01  # is better enough where READINGS of everybody are known
 SIZES = 4  # of micro-batches that are remembered, by process
 READINGS = 5  # of each
 OFTEN = 3  # so many there must be of two sizes to tell overhead from a pace that has changed meanwhile
-TRUST = Trust()
+TRUST = PolicyTrust()
 LEAST = 0.01  # of a pass is overhead, whatever the readings say: else many small passes would cost nothing
 WINDOW_S = 10.0  # where nobody says
 
@@ -85,21 +85,21 @@ class Fit(msgspec.Struct, frozen=True):
         return Device((1 - LEAST) * pass_s / b1, LEAST * pass_s, memory_batch)
 
 
-class State(msgspec.Struct, frozen=True):
+class DedicatedState(msgspec.Struct, frozen=True):
     """``fits``: of each process that is up. ``devices``, ``best``: when the best split was worked out last. ``score``:
     whether splits paid so far; None: nothing was seen yet. ``proposed``: samples of the last look's best split."""
 
     fits: dict[Key, Fit] = {}
     devices: tuple[Device, ...] = ()
-    best: tuple[Portion, ...] = ()
+    best: tuple[ExactShare, ...] = ()
     score: float | None = None
     proposed: dict[Key, int] = {}
     changes: Changes = Changes()
 
 
-def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, State]:
+def dedicated(seen: Observations, state: DedicatedState | None) -> tuple[Plan | None, DedicatedState]:
     """See the top of this file."""
-    state = state or State()
+    state = state or DedicatedState()
     total, workers = seen.global_batch, seen.workers
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
     before = {key: fit for key, fit in state.fits.items() if key in keys}
@@ -134,10 +134,10 @@ def dedicated(seen: Observations, state: State | None) -> tuple[Plan | None, Sta
     best_s = max(map(time_s, devices, best))
     worth = level_s >= BETTER * best_s
     proposed = tuple(portion.samples for portion in best) if worth else level
-    state = State(
+    state = DedicatedState(
         fits, state.devices if same else devices, best, score, dict(zip(keys, proposed, strict=True)), changes
     )
-    now = [Portion(w.share, max(1, w.accum)) for w in workers]
+    now = [ExactShare(w.share, max(1, w.accum)) for w in workers]
     now_s = max(map(time_s, devices, now))
     shares, passes = level, [-(-n // limit) for n, limit in zip(level, limits, strict=True)]
     if worth and score > 0:

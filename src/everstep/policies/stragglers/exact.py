@@ -23,7 +23,7 @@ class Device(msgspec.Struct, frozen=True, array_like=True, order=True):
     memory_batch: int
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True):
+class ExactShare(msgspec.Struct, frozen=True, array_like=True):
     samples: int
     passes: int
 
@@ -33,16 +33,16 @@ class Portion(msgspec.Struct, frozen=True, array_like=True):
         return -(-self.samples // self.passes)
 
 
-def time_s(device: Device, portion: Portion) -> float:
+def time_s(device: Device, portion: ExactShare) -> float:
     return portion.passes * device.overhead_s + device.per_sample_s * portion.samples
 
 
-def whole(samples: int, memory_batch: int) -> Portion:
+def whole(samples: int, memory_batch: int) -> ExactShare:
     """In as few passes as fit; more would only cost more."""
-    return Portion(samples, -(-samples // memory_batch))
+    return ExactShare(samples, -(-samples // memory_batch))
 
 
-def solve(total: int, devices: Sequence[Device]) -> tuple[Portion, ...]:
+def solve(total: int, devices: Sequence[Device]) -> tuple[ExactShare, ...]:
     """The optimal portion of each device; every device has at least one sample. Raises ValueError where there is
     nothing to divide, or too much (``MAX_TOTAL``)."""
     if not devices or not len(devices) <= total <= MAX_TOTAL:
@@ -55,7 +55,7 @@ def solve(total: int, devices: Sequence[Device]) -> tuple[Portion, ...]:
         raise ValueError(f"{total} samples cannot be divided among {len(devices)} devices")
     limit = times[first]
     reached = _reached(total, devices, kinds, limit)
-    portions: list[Portion] = []
+    portions: list[ExactShare] = []
     left = total
     for i in range(len(devices) - 1, -1, -1):
         # of all that work out, what takes this device the shortest: nobody is kept busier than needed
@@ -70,14 +70,17 @@ def solve(total: int, devices: Sequence[Device]) -> tuple[Portion, ...]:
     return tuple(reversed(portions))
 
 
-def _cheapest(most: int, device: Device) -> dict[int, tuple[float, Portion]]:
+def _cheapest(most: int, device: Device) -> dict[int, tuple[float, ExactShare]]:
     """By number of samples up to ``most``, ascending: the shortest time in which it computes so many, and how."""
     portions = (whole(n, device.memory_batch) for n in range(1, most + 1))
     return {portion.samples: (time_s(device, portion), portion) for portion in portions}
 
 
 def _reached(
-    total: int, devices: Sequence[Device], kinds: Mapping[Device, Mapping[int, tuple[float, Portion]]], limit_s: float
+    total: int,
+    devices: Sequence[Device],
+    kinds: Mapping[Device, Mapping[int, tuple[float, ExactShare]]],
+    limit_s: float,
 ) -> list[int]:
     """By number of devices used: the sums that they can have within ``limit_s``, as bits."""
     mask = (1 << total + 1) - 1

@@ -25,11 +25,11 @@ from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
-from everstep.policies.stragglers.belief import Changes, Key, Trust, review, scored, step_s
+from everstep.policies.stragglers.belief import Changes, Key, PolicyTrust, review, scored, step_s
 from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_saves_s, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional
-from everstep.policies.stragglers.slow import Verdict, judge
+from everstep.policies.stragglers.slow import SlowVerdict, judge
 
 Inputs = dict[str, str | int | float | bool]
 
@@ -39,13 +39,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     worth: float = 1.05  # a split must make the step so many times faster than equal shares, as the readings say
     better: float = 1.03  # and so many times faster than the one in force, or it is left alone
-    trust: Trust = Trust()
+    trust: PolicyTrust = PolicyTrust()
     restart_s: float = 20.0  # from the end of a process to full speed of the next one, at worst
     cooldown_s: float = 300.0  # between two restarts, of any role
     budget: int = 8  # restarts by this policy in the whole job
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class NondedicatedState(msgspec.Struct, frozen=True, kw_only=True):
     """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``paces``: the newest
     seconds per sample that are alike and believed. ``slow``: who was slow at the last look. ``servers``: see there.
     ``in_place``: processes that were to be started anew where they had been, for want of another node: once for each
@@ -66,10 +66,10 @@ ALIKE_LOOKS = 4  # of which the median is what a worker's pace is
 
 
 def nondedicated(
-    seen: Observations, state: State | None, settings: Settings = DEFAULT
-) -> tuple[Plan | None, State | None]:
+    seen: Observations, state: NondedicatedState | None, settings: Settings = DEFAULT
+) -> tuple[Plan | None, NondedicatedState | None]:
     """See the top of this file."""
-    state = state or State()
+    state = state or NondedicatedState()
     workers = judge(seen.workers, state.slow)
     servers, watched = watch(seen, state.servers)
     state = msgspec.structs.replace(state, slow=frozenset(v.slot for v in workers if v.slow), servers=watched)
@@ -85,8 +85,8 @@ def nondedicated(
 
 
 def _divide(
-    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
-) -> tuple[Plan | None, State]:
+    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, NondedicatedState]:
     """Shares by speed, where reacting has paid lately; equal ones else."""
     workers, total = seen.workers, seen.global_batch
     if len(verdicts) < len(workers) or not 2 <= len(workers) <= total or any(w.share <= 0 for w in workers):
@@ -132,8 +132,8 @@ def _divide(
 
 
 def _believed(
-    state: State, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
-) -> State:
+    state: NondedicatedState, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
+) -> NondedicatedState:
     """With what is believed of everybody's pace after this look; who is new is believed."""
     paces = {key: state.paces.get(key, (s,)) for key, s in readings.items()}
     expected = {key: (median(known), median(known)) for key, known in paces.items()}
@@ -151,8 +151,8 @@ def _believed(
 
 
 def _restart_worker(
-    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
-) -> tuple[Plan | None, State]:
+    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, NondedicatedState]:
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
     if worst is None or not _may_restart(seen, settings):
         return None, state
@@ -189,8 +189,14 @@ def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str
 
 
 def _restart(
-    seen: Observations, state: State, v: Verdict, role: Role, place: str, inputs: Inputs, settings: Settings
-) -> tuple[Plan | None, State]:
+    seen: Observations,
+    state: NondedicatedState,
+    v: SlowVerdict,
+    role: Role,
+    place: str,
+    inputs: Inputs,
+    settings: Settings,
+) -> tuple[Plan | None, NondedicatedState]:
     """``inputs``: what else speaks for it, ``saves_s`` among that: of the job's time."""
     if place == v.node:
         if state.in_place.get((role, v.slot), v.incarnation) != v.incarnation:
@@ -217,8 +223,8 @@ def _restart(
 
 
 def _mend_server(
-    seen: Observations, state: State, verdicts: Sequence[Verdict], settings: Settings
-) -> tuple[Plan | None, State]:
+    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, NondedicatedState]:
     """Buckets move first; who is slow nevertheless, or because the others do its work, is replaced where that pays."""
     plan, servers = divide_buckets(seen, verdicts, state.servers)
     state = msgspec.structs.replace(state, servers=servers)

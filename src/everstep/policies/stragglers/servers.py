@@ -32,7 +32,7 @@ from everstep.model.decision import Decision
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.model.plan import MoveBuckets, Plan
 from everstep.policies.stragglers.shares import even
-from everstep.policies.stragglers.slow import Verdict, judge_servers
+from everstep.policies.stragglers.slow import SlowVerdict, judge_servers
 
 Key = tuple[Slot, Incarnation]
 
@@ -111,7 +111,7 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
         """For so many it must be slow, or answer early."""
         return min(PATIENCE_MAX, int(self.doubt * self.patience.get(slot, PATIENCE)))
 
-    def unsettled(self, v: Verdict) -> bool:
+    def unsettled(self, v: SlowVerdict) -> bool:
         """Whether buckets move, or may do so before long, because of this one. (One that answers early is not slow: of
         its few buckets, each has much of what is fixed of a part.)"""
         r = self.records[v.slot, v.incarnation]
@@ -143,7 +143,7 @@ def look_at(servers: Sequence[ServerSeen]) -> Look:
     return Look({s.slot: s.service_s for s in there}, work)
 
 
-def watch(seen: Observations, state: Servers) -> tuple[tuple[Verdict, ...], Servers]:
+def watch(seen: Observations, state: Servers) -> tuple[tuple[SlowVerdict, ...], Servers]:
     """Judge the ps by one more window; no verdicts: it says nothing."""
     new = {s.slot for s in seen.servers if (s.slot, s.incarnation) not in state.records}
     if new & (state.patience.keys() | state.relieved.keys()):  # what its last process was like is nothing of its own
@@ -190,7 +190,7 @@ def _judged(state: Servers, records: Mapping[Slot, Record]) -> Servers:
     return msgspec.structs.replace(state, before={}, doubt=doubt)
 
 
-def divide_buckets(seen: Observations, verdicts: Sequence[Verdict], state: Servers) -> tuple[Plan | None, Servers]:
+def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: Servers) -> tuple[Plan | None, Servers]:
     """Take work from a ps that has been slow for long enough, or give some back to one that could do more."""
     if len(verdicts) < 2 or state.waits:
         return None, state

@@ -21,7 +21,7 @@ PERSISTENT = 0.8  # of the sub-windows
 HISTORY = 8  # sub-windows that there must be to call anything persistent
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SlowVerdict(msgspec.Struct, frozen=True):
     """``pace_s``: seconds per sample (of a ps: for the same work) in the short window; ``normal_s``: of those of
     its class who are not slow, itself included; ``slowness``: their ratio. ``slow_share``: of its sub-windows, in
     which it was slow; ``looks``: how many of those there are."""
@@ -53,7 +53,7 @@ class _Reading(msgspec.Struct, frozen=True):
     history: tuple[float, ...]
 
 
-def judge(workers: Sequence[WorkerSeen], before: Collection[Slot] = ()) -> tuple[Verdict, ...]:
+def judge(workers: Sequence[WorkerSeen], before: Collection[Slot] = ()) -> tuple[SlowVerdict, ...]:
     """Of every worker that has a reading. ``before``: who was slow at the last look."""
     readings = [
         _Reading(w.slot, w.incarnation, w.node, w.hardware, w.short.per_sample_s or w.long.per_sample_s, w.history)
@@ -66,7 +66,7 @@ def judge_servers(
     servers: Sequence[ServerSeen],
     paces_s: Mapping[Slot, tuple[float, tuple[float, ...]]],
     before: Collection[Slot] = (),
-) -> tuple[Verdict, ...]:
+) -> tuple[SlowVerdict, ...]:
     """Of every ps of ``paces_s``: seconds for the same work, now and in the last windows, the newest one last."""
     readings = [
         _Reading(s.slot, s.incarnation, s.node, s.hardware, *paces_s[s.slot]) for s in servers if s.slot in paces_s
@@ -74,8 +74,8 @@ def judge_servers(
     return _verdicts(readings, before)
 
 
-def _verdicts(readings: Sequence[_Reading], before: Collection[Slot]) -> tuple[Verdict, ...]:
-    out: list[Verdict] = []
+def _verdicts(readings: Sequence[_Reading], before: Collection[Slot]) -> tuple[SlowVerdict, ...]:
+    out: list[SlowVerdict] = []
     there = [r for r in readings if r.pace_s > 0]
     for r in there:
         peers = [p for p in there if p.hardware == r.hardware and p.slot != r.slot]
@@ -84,7 +84,7 @@ def _verdicts(readings: Sequence[_Reading], before: Collection[Slot]) -> tuple[V
         looks = [h for h in r.history if h > 0]
         slow_looks = sum(h > SLOW * _normal_then(i, r, peers, normal_s) for i, h in enumerate(r.history) if h > 0)
         out.append(
-            Verdict(
+            SlowVerdict(
                 r.slot,
                 r.incarnation,
                 r.node,

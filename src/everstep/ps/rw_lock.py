@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from everstep.native import _native
 
 
-class Gate:
+class RwLock:
     """Many holders, or one alone: the inbox's (native/gate.h), so that what comes from other ps needs no interpreter. A
     waiting exclusive holder keeps new ones out, so it never starves. Not reentrant."""
 

@@ -30,7 +30,7 @@ Blob = Any
 """One entry's bytes; only the store looks into them."""
 
 
-class Kind(IntEnum):
+class StreamKind(IntEnum):
     """Of an entry; as in native/blob.h."""
 
     CHANGE = 1
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     SOME = 5  # contents (BODIES) of single slots, out of turn: a blob of that kind, but for one peer alone
 
 
-class Code(IntEnum):
+class AppendCode(IntEnum):
     """Per entry in an answer to Feed."""
 
     APPLIED = 0
@@ -60,7 +60,7 @@ class Outgoing(NamedTuple):
     size_bytes: int
 
 
-class Item(NamedTuple):
+class StreamItem(NamedTuple):
     """An entry in a stream. ``mirror`` 0: every mirror there that has the bucket. ``ticket`` -1: not of the outbox."""
 
     ticket: int
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
 
     stream: int  # number of the stream itself: the placement under which it began
     first: int
-    items: tuple[Item, ...]
+    items: tuple[StreamItem, ...]
     confirmed: tuple[tuple[BucketId, int], ...]
 
 
@@ -98,12 +98,12 @@ class _Stream:
     def __init__(self, number: int) -> None:
         self.number = number
         self.first = 0  # number of queue[0]
-        self.queue: deque[Item] = deque()
+        self.queue: deque[StreamItem] = deque()
         self.confirmed: dict[BucketId, int] = {}  # to be said with the next batch
 
 
 class Flow(Protocol):
-    """What the machine of mirrors needs of ``Streams``, or of their twin in C++ (``protect/carrier.py``)."""
+    """What the machine of mirrors needs of ``ReplicationStreams``, or of their twin in C++ (``protect/carrier.py``)."""
 
     routes: MutableMapping[BucketId, tuple[PeerKey, ...]]
 
@@ -115,12 +115,12 @@ class Flow(Protocol):
     def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None: ...
     def end_sweeps(self, bucket: BucketId) -> None: ...
     def some(self, bucket: BucketId, target: SweepTarget) -> None: ...
-    def send(self, peer: PeerKey, item: Item) -> None: ...
+    def send(self, peer: PeerKey, item: StreamItem) -> None: ...
     def live(self, peers: set[PeerKey], version: int) -> None: ...
     def owes(self, bucket: BucketId) -> bool: ...
 
 
-class Streams:
+class ReplicationStreams:
     """All streams of one ps. Not thread-safe: the driver holds one lock around it."""
 
     def __init__(self) -> None:
@@ -171,47 +171,47 @@ class Streams:
         for e in entries:
             ticket = self.next_ticket
             self.next_ticket += 1
-            if e.kind == Kind.CHANGE:
+            if e.kind == StreamKind.CHANGE:
                 peers = self.routes.get(e.bucket, ())
                 for peer in peers:
-                    self._put(peer, Item(ticket, e.bucket, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
+                    self._put(peer, StreamItem(ticket, e.bucket, e.seq, e.kind, 0, 0, e.blob, e.size_bytes))
                 told.update(peers)
                 if len(peers) > 1:
                     self._several[ticket] = (e.bucket, e.seq)
                 continue
-            if e.kind == Kind.SOME:
+            if e.kind == StreamKind.SOME:
                 t = self._some[e.bucket].popleft()
-                self._put(t.peer, Item(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                self._put(t.peer, StreamItem(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
                 told.add(t.peer)
                 continue
             sweeps = self._sweeps.get(e.bucket)
             if not sweeps or ticket < sweeps[0][0][0]:
                 continue
             for t in [target for since, target in sweeps[0] if ticket >= since]:
-                self._put(t.peer, Item(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
+                self._put(t.peer, StreamItem(ticket, e.bucket, e.seq, e.kind, t.mirror, t.sweep, e.blob, e.size_bytes))
                 told.add(t.peer)
-            if e.kind == Kind.MARKS:
+            if e.kind == StreamKind.MARKS:
                 sweeps.popleft()
                 if not sweeps:
                     del self._sweeps[e.bucket]
         self._advance()
         return told
 
-    def send(self, peer: PeerKey, item: Item) -> None:
+    def send(self, peer: PeerKey, item: StreamItem) -> None:
         """An entry that is not from the outbox (``ticket`` -1), behind all that waits for ``peer``."""
         self._put(peer, item)
 
-    def _put(self, peer: PeerKey, item: Item) -> None:
+    def _put(self, peer: PeerKey, item: StreamItem) -> None:
         stream = self._streams.get(peer)
         if stream is None:
             return  # it is gone
         stream.queue.append(item)
         self.waiting_bytes += item.size_bytes
-        self.levelling += item.ticket < 0 and item.kind == Kind.CHANGE
+        self.levelling += item.ticket < 0 and item.kind == StreamKind.CHANGE
         self._owed[item.bucket] = self._owed.get(item.bucket, 0) + 1
         if item.ticket >= 0:
             self._pending[item.ticket] = self._pending.get(item.ticket, 0) + 1
-        if item.kind != Kind.CHANGE:
+        if item.kind != StreamKind.CHANGE:
             self.sweep_bytes += item.size_bytes
 
     # ------------------------------------------------------------ out
@@ -222,7 +222,7 @@ class Streams:
         stream = self._streams.get(peer)
         if stream is None or not stream.queue:
             return None
-        items: list[Item] = []
+        items: list[StreamItem] = []
         size = 0
         for item in stream.queue:
             if items and (size + item.size_bytes > max_bytes or len(items) >= max_items):
@@ -251,10 +251,10 @@ class Streams:
                 raise AssertionError(f"answer to entry {number}, {stream.first} was to come")
             item = stream.queue.popleft()
             stream.first += 1
-            if item.kind == Kind.CHANGE and code in (Code.REFUSED, Code.GAP):
+            if item.kind == StreamKind.CHANGE and code in (AppendCode.REFUSED, AppendCode.GAP):
                 self.refused_ticket = max(self.refused_ticket, item.ticket)
                 self._several.pop(item.ticket, None)  # not all have it: who has it must keep it
-                if code == Code.REFUSED:
+                if code == AppendCode.REFUSED:
                     ticket = item.ticket if item.ticket >= 0 else self.next_ticket  # levelling: what is served now
                     refused[item.bucket] = max(ticket, refused.get(item.bucket, -1))
             self._settle(item)
@@ -271,10 +271,10 @@ class Streams:
                 self._settle(item)
         self._advance()
 
-    def _settle(self, item: Item) -> None:
+    def _settle(self, item: StreamItem) -> None:
         self.waiting_bytes -= item.size_bytes
-        self.levelling -= item.ticket < 0 and item.kind == Kind.CHANGE
-        if item.kind != Kind.CHANGE:
+        self.levelling -= item.ticket < 0 and item.kind == StreamKind.CHANGE
+        if item.kind != StreamKind.CHANGE:
             self.sweep_bytes -= item.size_bytes
         owed = self._owed[item.bucket] - 1
         if owed:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.brain.job import Job
+from everstep.brain.job import JobState
 from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
@@ -31,7 +31,7 @@ from everstep.model.plan import (
     Plan,
     Scale,
 )
-from everstep.model.turn import Portion
+from everstep.model.turn import BatchShare
 from everstep.policies.scaling import refuse_workers
 
 MAX_ACTIONS = 16
@@ -42,7 +42,7 @@ _ADJUSTS = (AdjustBatch, AdjustAccum, AdjustRate)
 _plan_decoder = msgspec.msgpack.Decoder(Plan)
 
 
-class Control(msgspec.Struct, kw_only=True):
+class PolicyControl(msgspec.Struct, kw_only=True):
     """``version``: plans taken so far. ``plan``: the last of them. ``disabled``: why the policy is asked no more; "".
     ``restarts``, ``restarted_at``: by plans. ``backup``: workers that a step does not wait for, by plans; -1: by the
     job's spec. ``divided``: mode ps, sync: what the workers take of a step, by plans, and the processes that it was
@@ -55,7 +55,7 @@ class Control(msgspec.Struct, kw_only=True):
     restarts: int = 0
     restarted_at: float = 0.0
     backup: int = -1
-    divided: dict[Slot, tuple[Incarnation, Portion]] = {}
+    divided: dict[Slot, tuple[Incarnation, BatchShare]] = {}
     fits: dict[Slot, int] = {}
 
     def too_large(self, slot: Slot, samples: int) -> int:
@@ -180,7 +180,7 @@ def _refuse(action: Action, seen: Observations) -> str:
     return ""
 
 
-def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting: str) -> str:
+def stale(plan: Plan, job: JobState, here: Mapping[Role, Mapping[Slot, int]], waiting: str) -> str:
     """Why a plan cannot be followed any more; "": it can. ``here``: incarnations of the members that are up, by role;
     ``waiting``: who is not, "" if nobody."""
     for action in plan.actions:
@@ -209,13 +209,13 @@ def stale(plan: Plan, job: Job, here: Mapping[Role, Mapping[Slot, int]], waiting
     return ""
 
 
-def divide(control: Control, actions: Sequence[Action], here: Mapping[Slot, Incarnation]) -> None:
+def divide(control: PolicyControl, actions: Sequence[Action], here: Mapping[Slot, Incarnation]) -> None:
     """Mode ps, sync: from the next step on these workers (``here``: all that run) take what the actions say. Who is not
     named takes what it took."""
     before = {p.slot: p for p in portions(control, here)}
     for action in actions:
         if isinstance(action, AdjustBatch):  # (passes are of the samples that they were made for)
-            before |= {slot: Portion(slot, samples) for slot, samples in action.batch.items()}
+            before |= {slot: BatchShare(slot, samples) for slot, samples in action.batch.items()}
     for action in actions:
         if isinstance(action, AdjustAccum):
             told = {slot: passes for slot, passes in action.accum.items() if slot in before}
@@ -223,7 +223,7 @@ def divide(control: Control, actions: Sequence[Action], here: Mapping[Slot, Inca
     control.divided = {slot: (here[slot], portion) for slot, portion in before.items()}
 
 
-def portions(control: Control, here: Mapping[Slot, Incarnation]) -> tuple[Portion, ...]:
+def portions(control: PolicyControl, here: Mapping[Slot, Incarnation]) -> tuple[BatchShare, ...]:
     """Mode ps, sync: what the workers take of a step. Nothing of a plan is left once one of those that it names is
     gone: what the others take would be no whole step, and a new process may be faster or slower."""
     if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
@@ -231,7 +231,7 @@ def portions(control: Control, here: Mapping[Slot, Incarnation]) -> tuple[Portio
     return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
 
 
-def _steps(job: Job) -> bool:
+def _steps(job: JobState) -> bool:
     return parse_consistency(job.spec.consistency).kind == "sync"
 
 

@@ -17,8 +17,8 @@ import msgspec
 
 from everstep.config.consistency import Consistency
 from everstep.ids import Incarnation, LeaseNo, Slot
-from everstep.model.turn import Place, Portion, Share, State, Turn
-from everstep.tables.protocol import Work
+from everstep.model.turn import BatchShare, Share, State, Turn, WorkerClock
+from everstep.tables.worker_protocol import RangeWork
 
 
 class Pushing(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Pushing(msgspec.Struct, frozen=True):
 
     ``step``: its number, for the ps, if there is more than one push of it; else -1."""
 
-    works: tuple[Work, ...]
+    works: tuple[RangeWork, ...]
     weight: float
     step: int = -1
 
@@ -34,14 +34,14 @@ class Pushing(msgspec.Struct, frozen=True):
 class Late(msgspec.Struct, frozen=True):
     """The step was closed without this part."""
 
-    works: tuple[Work, ...]
+    works: tuple[RangeWork, ...]
 
 
 Verdict = Pushing | Late
 _Begun = tuple[LeaseNo, int, int]
 
 
-class Gate:
+class StalenessGate:
     """See the top of this file. Not thread-safe: the caller has a lock."""
 
     __slots__ = (
@@ -78,12 +78,12 @@ class Gate:
         self._more = False  # sync: the iteration of the computed part goes on in the next step
         self._known = -1  # the last step heard of: a new master may not know it
         self._step = -1  # sync: of the part in hand, or of the one pushed last while its step is not over
-        self._part: tuple[Work, ...] = ()  # sync: computed
+        self._part: tuple[RangeWork, ...] = ()  # sync: computed
         self._left: set[tuple[LeaseNo, int, int, int]] = set()  # of it: not settled
         self._parts: tuple[Share, ...] = ()  # sync: of the closed step
         self._stage: State = "busy"  # sync, with a step: busy, ready (also while it is pushed), pushed
         self._resting = True
-        self._said: Place | None = None
+        self._said: WorkerClock | None = None
 
     def __repr__(self) -> str:
         return f"<gate {self.consistency} {self.place()} {len(self._begun)} begun>"
@@ -116,26 +116,28 @@ class Gate:
             return not turn.parts and (goes_on or not turn.inside)
         return self._stage == "busy"
 
-    def portion(self) -> Portion | None:
+    def portion(self) -> BatchShare | None:
         """Sync: what to take of the step under way; None: no plan says so, a batch of the loader."""
         me, _ = self._me
         turn = self._turn
         return next((p for p in turn.portions if p.slot == me), None) if self.sync and turn is not None else None
 
-    def place(self) -> Place:
+    def place(self) -> WorkerClock:
         """Where this worker is."""
         known = self._turn is not None and self._turn.step >= 0
         if self._resting and not self._begun:
-            return Place("idle", self._known)
+            return WorkerClock("idle", self._known)
         if not self.sync:
-            return Place("busy" if known else "new", self._finished if known else -1)
+            return WorkerClock("busy" if known else "new", self._finished if known else -1)
         if self._step < 0:
-            return Place("busy" if known else "new", self._known)
+            return WorkerClock("busy" if known else "new", self._known)
         computed = self._stage != "busy"
         samples, iterations = (self._counted, self._before + self._here) if computed else (0, self._before)
-        return Place(self._stage, self._step, samples, self._parts, iterations=iterations, more=computed and self._more)
+        return WorkerClock(
+            self._stage, self._step, samples, self._parts, iterations=iterations, more=computed and self._more
+        )
 
-    def due(self, again: bool = False) -> Place | None:
+    def due(self, again: bool = False) -> WorkerClock | None:
         """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
         place, said = self.place(), self._said
         if said is not None:
@@ -169,7 +171,7 @@ class Gate:
         self._end_step()
         self._here = here
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: RangeWork) -> None:
         """The rows for ``work`` are asked for. Only after ``may_begin``."""
         self._resting = False
         self._begun.append((work.lease.no, work.lo, work.hi))
@@ -182,13 +184,13 @@ class Gate:
         """Sync: the script begins an iteration with what was begun last. (A further pass of a step is none.)"""
         self._here += 1
 
-    def cut(self, work: Work, at: int) -> None:
+    def cut(self, work: RangeWork, at: int) -> None:
         """What is before ``at`` of a work that was begun is pushed by itself, and counts with the rest."""
         begun = (work.lease.no, work.lo, work.hi)
         self._begun = [(b[0], at, b[2]) if b == begun else b for b in self._begun]
 
     def ready(
-        self, works: tuple[Work, ...], dropped: Collection[Work] = (), samples: int = -1, more: bool = False
+        self, works: tuple[RangeWork, ...], dropped: Collection[RangeWork] = (), samples: int = -1, more: bool = False
     ) -> Verdict | None:
         """Sync: the part is computed. ``dropped``: of it, what does not count (a gradient that is not finite).
         ``samples``: that it counts for; -1: all that are not dropped. ``more``: the iteration goes on."""
@@ -198,7 +200,7 @@ class Gate:
         self._counted = sum(hi - lo for _, lo, hi in self._begun) if samples < 0 else samples
         return self._judge()
 
-    def settled(self, work: Work) -> None:
+    def settled(self, work: RangeWork) -> None:
         """The gradients of ``work`` are at all ps, or were given up."""
         left = [b for b in self._begun if not (b[0] == work.lease.no and work.lo <= b[1] and b[2] <= work.hi)]
         before, gone, self._begun = self._begun, len(self._begun) - len(left), left

@@ -25,16 +25,16 @@ from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Lease, Span, Token
 from everstep.native.ledger import SpanTuple
-from everstep.net.messages import Fed, Feed, HandOver, Moved, Pushed, Tail, Want
-from everstep.protect.machine import Ask, Gave, Load, Machine, Report, Stuck, Took, Whole
-from everstep.protect.streams import PeerKey, Streams
+from everstep.net.messages import Fed, Feed, FetchLog, HandOver, Moved, Pushed, Want
+from everstep.protect.machine import Acquired, Ask, LoadSnapshot, Machine, Released, ReportProgress, Stuck, Whole
+from everstep.protect.replication import PeerKey, ReplicationStreams
 from everstep.sim.cluster import Child, spans_of, watermarks
 from everstep.sim.kernel import Conn, Violation
-from everstep.sim.store import SimStore
+from everstep.sim.sim_store import SimStore
 
 if TYPE_CHECKING:
     from everstep.sim.cluster import Worker
-    from everstep.sim.run import Simulation
+    from everstep.sim.simulation import Simulation
 
 ASK_S = 0.05
 AGAIN_S = 0.3  # a message to a peer without an answer is said again
@@ -76,7 +76,7 @@ class MirrorPs(Child):
         self.store: SimStore = sim.parts.store(
             sim.parts.ledger(sim.spec.buckets, ()), plan.samples * scenario.epochs, plan.samples
         )
-        self.streams = Streams()
+        self.streams = ReplicationStreams()
         self.machine: Machine = sim.parts.machine(slot, incarnation, self.store, self.streams)
         self.address = Address(NodeId(node), f"ps-{slot}.{incarnation}")
         self.acked = scenario.protect == "acked"
@@ -174,7 +174,7 @@ class MirrorPs(Child):
             if self.kernel.lines is not None:
                 self.kernel.say(self, f"{action}")
             kind = type(action)
-            if kind is Took:
+            if kind is Acquired:
                 bucket = action.bucket  # type: ignore[attr-defined]
                 if bucket in truth.restarted and self.sim.outlived(self.me, bucket):
                     continue  # it ends, by an old map, what is over for everybody else: nothing of it counts
@@ -182,11 +182,11 @@ class MirrorPs(Child):
                 came = came or action.how is not Arrival.NEW  # type: ignore[attr-defined]
             elif kind is Whole:
                 truth.whole(self.me, action.bucket, store.buckets[action.bucket])  # type: ignore[attr-defined]
-            elif kind is Gave:
+            elif kind is Released:
                 truth.gave(self.me, action.bucket)  # type: ignore[attr-defined]
-            elif kind is Load:
+            elif kind is LoadSnapshot:
                 self.load(action.bucket, action.checkpoint)  # type: ignore[attr-defined]
-            elif kind is Report:
+            elif kind is ReportProgress:
                 self.report()
             elif kind is Stuck:
                 self.sim.stuck.append(f"{self}: {action.why}")  # type: ignore[attr-defined]
@@ -291,12 +291,12 @@ class MirrorPs(Child):
         self.machine.settle()
         self.moved_on()
 
-    def asked_by(self, sender: MirrorPs, request: int, what: Want | Tail | HandOver) -> None:
+    def asked_by(self, sender: MirrorPs, request: int, what: Want | FetchLog | HandOver) -> None:
         blobs: list[Any] = []
         answer: Any
         if isinstance(what, Want):
             answer = self.machine.want(what)
-        elif isinstance(what, Tail):
+        elif isinstance(what, FetchLog):
             answer, blobs = self.machine.tail(what)
         else:
             self.deal_out()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from everstep.errors import DataError
-from everstep.model.shard import Plan
+from everstep.model.shard import ShardSchedule
 
 SHARDS_WANTED: Final = 64
 """Shards an epoch aimed at: enough to balance many workers, whatever their number is."""
@@ -15,7 +15,7 @@ BATCHES_MAX: Final = 64
 
 def make_plan(
     name: str, samples: int, batch_size: int, seed: int, drop_last: bool = False, fingerprint: str = ""
-) -> Plan:
+) -> ShardSchedule:
     """Cut ``samples`` samples an epoch in shards of whole batches (the last one may be shorter).
 
     ``drop_last`` cuts the tail of the epoch that does not fill a batch. DataError for a batch size that is no
@@ -33,4 +33,6 @@ def make_plan(
         samples -= samples % batch_size
     batches = -(-samples // batch_size)
     per_shard = max(1, min(BATCHES_MAX, batches // SHARDS_WANTED))
-    return Plan(name=name, samples=samples, shard_samples=per_shard * batch_size, seed=seed, fingerprint=fingerprint)
+    return ShardSchedule(
+        name=name, samples=samples, shard_samples=per_shard * batch_size, seed=seed, fingerprint=fingerprint
+    )

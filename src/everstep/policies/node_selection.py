@@ -12,7 +12,7 @@ HOME_NODE = NodeId("node0")
 """The node that started the job: it takes every ps, and as many workers as the job asks for."""
 
 
-class Room(msgspec.Struct, frozen=True):
+class NodeRoom(msgspec.Struct, frozen=True):
     """What one living node can take. ``places`` 0: any number."""
 
     node: NodeId
@@ -24,7 +24,7 @@ class Room(msgspec.Struct, frozen=True):
         return self.places == 0 or self.used < self.places
 
 
-def choose_worker_node(rooms: Iterable[Room], home: NodeId | None) -> NodeId | None:
+def choose_worker_node(rooms: Iterable[NodeRoom], home: NodeId | None) -> NodeId | None:
     """The node for one worker slot, None if it has to wait.
 
     ``home``: the node that brought this slot along. Such a slot is extra capacity: it goes back home, or into a free
@@ -44,9 +44,9 @@ def choose_worker_node(rooms: Iterable[Room], home: NodeId | None) -> NodeId | N
     return best.node if best is not None else None
 
 
-def choose_ps_node(rooms: Iterable[Room]) -> NodeId | None:
+def choose_ps_node(rooms: Iterable[NodeRoom]) -> NodeId | None:
     """The node for one ps slot: the home node, else one that offers places for ps; None if it has to wait."""
-    offers: list[Room] = []
+    offers: list[NodeRoom] = []
     for room in rooms:
         if room.node == HOME_NODE:
             return room.node

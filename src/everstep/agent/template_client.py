@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everstep.agent.template import Ended, Fork, Forked, Packet, Ready, receive, send
 from everstep.allreduce.environment import FORKABLE, NCCL_ENVIRONMENT
-from everstep.platforms.local import Process, python_argv, spawn
+from everstep.platforms.local import LocalProcess, python_argv, spawn
 
 __all__ = ["Ended", "Fork", "Forked", "Ready", "WarmTemplate"]
 
@@ -31,7 +31,7 @@ class WarmTemplate:
         env["EVERSTEP_RUN_DIR"] = str(run_dir.resolve())
         try:
             log = run_dir / "logs" / "template.log"
-            self.process: Process = spawn("template", argv, log, env=env, pass_fds=[theirs.fileno()])
+            self.process: LocalProcess = spawn("template", argv, log, env=env, pass_fds=[theirs.fileno()])
         except BaseException:
             ours.close()
             raise

@@ -157,7 +157,7 @@ Action = Open | Send | Again
 
 
 @dataclass
-class _Held:
+class _HeldSteps:
     owed: Owed
     waiting: set[Slot] = field(default_factory=set)
     sure: bool = False  # everybody in the group knows that it is committed
@@ -174,7 +174,7 @@ class StepPushes:
         self.route = 0  # of the map
         self._life = 0  # of map and lease: answers to what was asked before it do not count
         self._servers: dict[Slot, Incarnation] = {}
-        self._held: list[_Held] = []  # in order of steps
+        self._held: list[_HeldSteps] = []  # in order of steps
         self._open: dict[Slot, set[ShardKey]] = {}
         self._busy: set[Slot] = set()
 
@@ -218,7 +218,7 @@ class StepPushes:
     def hold(self, owed: Owed) -> None:
         """A step, or an interval of it, is committed; whether everybody knows is not known."""
         if not self._held or (self._held[-1].owed.step, self._held[-1].owed.lo) < (owed.step, owed.lo):
-            self._held.append(_Held(owed))
+            self._held.append(_HeldSteps(owed))
 
     def committed(self, step: int, route: int, mine: Collection[Slot]) -> list[Action]:
         """Everybody in the group knows that ``step``, which is held, is committed. ``mine``: the ps that this member is

@@ -40,7 +40,7 @@ from everstep.net.data import DataClient
 from everstep.net.messages import OrderType, RequestType
 from everstep.net.rendezvous import SECRET_FILE, master_address
 from everstep.storage.space import be_patient
-from everstep.tables.client import Connection, PsClient, SocketLink
+from everstep.tables.client import DataLink, PsClient, SocketLink
 
 _ARENA_BYTES = 1 << 30  # of addresses; memory is taken as it is touched
 _MASTER_AWAY_S = 300.0  # leases and pushes go on so long without a master
@@ -247,7 +247,7 @@ class WorkerSeat:
     def _link(self, place: PsPlace) -> SocketLink:
         return SocketLink(place, self.arena, self.client.dims, self._connect, self._fail)
 
-    def _connect(self, place: PsPlace) -> tuple[Connection, bool]:
+    def _connect(self, place: PsPlace) -> tuple[DataLink, bool]:
         """A data connection; on the same node the ps maps our memory."""
         client = DataClient(
             place.address,

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from everstep.ids import BucketId
-from everstep.native.ledger import BucketLedger, Ledger, PushResult, SpanTuple, bitmap_buckets
-from everstep.protect.streams import Code, Kind, Outgoing
+from everstep.native.ledger import BucketLedger, PushLedger, PushResult, SpanTuple, bitmap_buckets
+from everstep.protect.replication import AppendCode, Outgoing, StreamKind
 from everstep.sim.kernel import Violation
 
 Page = tuple[int, int]
@@ -37,10 +37,10 @@ def plus(a: Page, b: Page) -> Page:
     return a[0] ^ b[0], a[1] ^ b[1]
 
 
-class Blob(NamedTuple):
+class SimBlob(NamedTuple):
     """One entry of the outbox. ``bits``: what flips (CHANGE), or the contents under ``mask``."""
 
-    kind: Kind
+    kind: StreamKind
     bucket: BucketId
     seq: int
     fingerprint: int = 0
@@ -70,7 +70,7 @@ class Bucket:
         return {shard: (mark[0], mark[1]) for shard, mark in self.book.shards.items()}
 
 
-class _Member:
+class _SimMember:
     """What a mirror knows of one member."""
 
     __slots__ = ("complete", "covered", "fingerprint", "folded", "heads", "marks", "seq", "weight")
@@ -84,7 +84,7 @@ class _Member:
         self.marks: Marks = {}
         self.fingerprint = 0
 
-    def take(self, blob: Blob) -> None:
+    def take(self, blob: SimBlob) -> None:
         self.seq, self.fingerprint = blob.seq, blob.fingerprint
         for shard, mark in (blob.marks or {}).items():
             if mark is None:
@@ -93,7 +93,7 @@ class _Member:
                 self.marks[shard] = mark
 
 
-class Mirror:
+class SimMirror:
     """The members' contents in one page."""
 
     __slots__ = (
@@ -111,7 +111,7 @@ class Mirror:
     )
 
     def __init__(self, members: Sequence[BucketId], row: int) -> None:
-        self.members = {b: _Member(i if row else 0) for i, b in enumerate(members)}
+        self.members = {b: _SimMember(i if row else 0) for i, b in enumerate(members)}
         self.row = row
         self.page: Page = (0, 0)
         self.rest: Page | None = None  # being folded
@@ -130,11 +130,11 @@ class Mirror:
 class SimStore:
     """``samples``: positions in all epochs together; ``epoch_samples``: in one."""
 
-    def __init__(self, ledger: Ledger, samples: int, epoch_samples: int) -> None:
+    def __init__(self, ledger: PushLedger, samples: int, epoch_samples: int) -> None:
         self.ledger = ledger  # of the buckets that are served
         self.buckets: dict[BucketId, Bucket] = {}
         self.fenced: set[BucketId] = set()
-        self.mirrors: dict[int, Mirror] = {}
+        self.mirrors: dict[int, SimMirror] = {}
         self.outbox: list[Outgoing] = []
         self.taken = 0
         self.samples, self.epoch_samples = samples, epoch_samples
@@ -197,9 +197,9 @@ class SimStore:
         bucket.seq += 1
         bucket.content ^= flipped
         if key in self._protected:
-            self._out(Blob(Kind.CHANGE, key, bucket.seq, bucket.book.fingerprint, marks, (flipped, 0)))
+            self._out(SimBlob(StreamKind.CHANGE, key, bucket.seq, bucket.book.fingerprint, marks, (flipped, 0)))
 
-    def _out(self, blob: Blob) -> None:
+    def _out(self, blob: SimBlob) -> None:
         self.outbox.append(Outgoing(blob.bucket, blob.seq, blob.kind, blob, 1))
 
     def take(self) -> tuple[int, list[Outgoing]]:
@@ -262,29 +262,29 @@ class SimStore:
     def _mask(self, lo: int) -> int:
         return ((1 << self.piece) - 1) << lo
 
-    def emit(self, bucket: BucketId, kind: Kind, table: int, lo: int) -> int:
+    def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
         b = self.buckets[bucket]
-        if kind is Kind.HEADS or table != TABLES[0]:
-            self._out(Blob(kind, bucket, b.seq, b.book.fingerprint))
+        if kind is StreamKind.HEADS or table != TABLES[0]:
+            self._out(SimBlob(kind, bucket, b.seq, b.book.fingerprint))
             return -1
         mask = self._mask(lo)
-        self._out(Blob(kind, bucket, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
+        self._out(SimBlob(kind, bucket, b.seq, b.book.fingerprint, None, (b.content & mask, 0), mask))
         return lo + self.piece if lo + self.piece < self.samples else -1
 
     def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
         raise AssertionError("nobody waits for single rows here")
 
-    def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
+    def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[SimBlob, Sequence[int]]:
         raise AssertionError("nobody waits for single rows here")
 
     def emit_marks(self, bucket: BucketId) -> None:
         b = self.buckets[bucket]
-        self._out(Blob(Kind.MARKS, bucket, b.seq, b.book.fingerprint, b.marks()))
+        self._out(SimBlob(StreamKind.MARKS, bucket, b.seq, b.book.fingerprint, b.marks()))
 
-    def keep(self, blob: Blob) -> Blob:
+    def keep(self, blob: SimBlob) -> SimBlob:
         return blob
 
-    def size(self, blob: Blob) -> int:
+    def size(self, blob: SimBlob) -> int:
         return 1
 
     # ------------------------------------------------------------ mirrors
@@ -292,38 +292,38 @@ class SimStore:
     def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None:
         if mirror in self.mirrors:
             raise AssertionError(f"mirror {mirror} is here already")
-        self.mirrors[mirror] = Mirror(members, row)
+        self.mirrors[mirror] = SimMirror(members, row)
 
     def mirror_drop(self, mirror: int) -> None:
         del self.mirrors[mirror]
 
-    def mirror_apply(self, mirror: int, blob: Blob) -> int:
+    def mirror_apply(self, mirror: int, blob: SimBlob) -> int:
         m = self.mirrors[mirror]
         who = m.members.get(blob.bucket)
         if who is None:
-            return Code.NO_MIRROR
-        if blob.kind is Kind.CHANGE:
+            return AppendCode.NO_MIRROR
+        if blob.kind is StreamKind.CHANGE:
             if who.seq < 0:
-                return Code.APPLIED  # its contents will have it
+                return AppendCode.APPLIED  # its contents will have it
             if blob.seq <= who.seq:
-                return Code.REPEAT
+                return AppendCode.REPEAT
             if blob.seq != who.seq + 1:
-                return Code.GAP
+                return AppendCode.GAP
             bits = blob.bits[0] if who.complete else blob.bits[0] & who.covered
             m.page = plus(m.page, times((bits, 0), who.weight))
             if m.rest is not None and blob.bucket not in m.lost:
                 m.rest = plus(m.rest, times((bits & ~who.folded, 0), who.weight))
             who.take(blob)
-            return Code.APPLIED
+            return AppendCode.APPLIED
         if who.complete or (who.seq >= 0 and blob.seq != who.seq) or blob.mask & who.covered:
             raise AssertionError(f"contents of bucket {blob.bucket} out of order: {blob} for a member at {who.seq}")
         m.page = plus(m.page, times(blob.bits, who.weight))
         who.covered |= blob.mask
         who.take(blob)
-        if blob.kind is Kind.MARKS:
+        if blob.kind is StreamKind.MARKS:
             who.complete = True
             who.marks = dict(blob.marks or {})
-        return Code.APPLIED
+        return AppendCode.APPLIED
 
     def check_mirror(self, mirror: int, members: dict[BucketId, Bucket]) -> None:
         """At rest: it equals its members. Raises Violation."""
@@ -345,7 +345,7 @@ class SimStore:
     def mirror_complete(self, mirror: int) -> bool:
         return self.mirrors[mirror].complete
 
-    def _rebuilt(self, who: _Member, page: Page) -> Bucket:
+    def _rebuilt(self, who: _SimMember, page: Page) -> Bucket:
         bucket = Bucket()
         bucket.seq, bucket.content = who.seq, page[0]
         if page[1]:
@@ -389,7 +389,7 @@ class SimStore:
             self._fill(m)
         return True
 
-    def _fill(self, m: Mirror) -> None:
+    def _fill(self, m: SimMirror) -> None:
         """Bits that are folded now are back in the buckets that are early."""
         if not m.early:
             return
@@ -414,30 +414,30 @@ class SimStore:
     def _bits(self, shard: int, lo: int, hi: int) -> int:
         return ((1 << (hi - lo)) - 1) << ((shard >> 32 & 0xFFFF) * self.epoch_samples + lo)
 
-    def recover_fold(self, mirror: int, blob: Blob) -> None:
+    def recover_fold(self, mirror: int, blob: SimBlob) -> None:
         m, who = self.mirrors[mirror], self.mirrors[mirror].members[blob.bucket]
         if m.rest is None or blob.mask & who.folded or blob.seq != who.seq:
             raise AssertionError(f"{blob} folded out of order")
         m.rest = plus(m.rest, times(blob.bits, who.weight))
         who.folded |= blob.mask
-        who.heads += blob.kind is Kind.HEADS
+        who.heads += blob.kind is StreamKind.HEADS
         self._fill(m)
 
-    def recover_other(self, mirror: int, blob: Blob) -> None:
+    def recover_other(self, mirror: int, blob: SimBlob) -> None:
         m = self.mirrors[mirror]
         m.other = plus(m.other, blob.bits)
         m.other_mask |= blob.mask
-        m.other_heads += blob.kind is Kind.HEADS
+        m.other_heads += blob.kind is StreamKind.HEADS
         self._fill(m)
 
-    def recover_emit(self, mirror: int, kind: Kind, table: int, lo: int) -> tuple[Blob, int]:
+    def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[SimBlob, int]:
         rest = self.mirrors[mirror].rest
         assert rest is not None
         bucket = BucketId(0xFFFFFFFF)
-        if kind is Kind.HEADS or table != TABLES[0]:
-            return Blob(kind, bucket, 0), -1
+        if kind is StreamKind.HEADS or table != TABLES[0]:
+            return SimBlob(kind, bucket, 0), -1
         mask = self._mask(lo)
-        blob = Blob(kind, bucket, 0, 0, None, (rest[0] & mask, rest[1] & mask), mask)
+        blob = SimBlob(kind, bucket, 0, 0, None, (rest[0] & mask, rest[1] & mask), mask)
         return blob, lo + self.piece if lo + self.piece < self.samples else -1
 
     def recover_end(self, mirror: int, abort: bool) -> None:
@@ -455,7 +455,7 @@ class SimStore:
         for bucket, page in solved.items():
             self.install(bucket, self._rebuilt(m.members[bucket], page))
 
-    def _solved(self, m: Mirror) -> dict[BucketId, Page]:
+    def _solved(self, m: SimMirror) -> dict[BucketId, Page]:
         """The lost members, as far as what is left of the rows has them."""
         rest = m.rest
         if rest is None:
@@ -470,4 +470,4 @@ class SimStore:
         return {m.lost[0]: x, m.lost[1]: plus(r0, x)}
 
 
-__all__ = ["Blob", "Bucket", "Mirror", "Page", "SimStore", "plus", "times"]
+__all__ = ["Bucket", "Page", "SimBlob", "SimMirror", "SimStore", "plus", "times"]

@@ -65,7 +65,7 @@ from everstep.net.messages import Opened, Pushed
 # ---------------------------------------------------------------- work
 
 
-class Work(msgspec.Struct, frozen=True):
+class RangeWork(msgspec.Struct, frozen=True):
     """Samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``buckets``.
 
     ``buckets``: by ps slot the bitmap for ``Push.buckets`` (little-endian bits; b"" = all buckets of that ps); a ps
@@ -84,7 +84,7 @@ class Work(msgspec.Struct, frozen=True):
         """Names this work among all of a worker's."""
         return self.lease.no, self.life, self.lo, self.hi
 
-    def joins(self, later: Work) -> bool:
+    def joins(self, later: RangeWork) -> bool:
         """Whether ``later`` can be computed and pushed together with this one (gradient accumulation)."""
         return (
             later.lease.no == self.lease.no
@@ -93,21 +93,21 @@ class Work(msgspec.Struct, frozen=True):
             and later.buckets == self.buckets
         )
 
-    def join(self, later: Work) -> Work:
+    def join(self, later: RangeWork) -> RangeWork:
         """One work of both. Raises ValueError if they do not join."""
         if not self.joins(later):
             raise ValueError(f"{self!r} and {later!r} cannot be pushed together")
-        return Work(self.lease, self.lo, later.hi, self.buckets, self.life, self.retried or later.retried)
+        return RangeWork(self.lease, self.lo, later.hi, self.buckets, self.life, self.retried or later.retried)
 
 
 # ---------------------------------------------------------------- actions
 
 
-class Action(msgspec.Struct, frozen=True, gc=False):
+class WorkerAction(msgspec.Struct, frozen=True, gc=False):
     """Base of what the machine wants done. Doing one twice is harmless."""
 
 
-class AskShard(Action, frozen=True, gc=False):
+class AskShard(WorkerAction, frozen=True, gc=False):
     """Call the master (``ShardAsked``); bring its answer to ``answered``."""
 
     dataset: int
@@ -116,28 +116,28 @@ class AskShard(Action, frozen=True, gc=False):
     pending: tuple[LeaseNo, ...] = ()
 
 
-class AskLater(Action, frozen=True, gc=False):
+class AskLater(WorkerAction, frozen=True, gc=False):
     """Nothing to do now: call ``ask_again(ask)`` in ``after_s`` seconds."""
 
     ask: int
     after_s: float
 
 
-class SendOpen(Action, frozen=True, gc=False):
+class SendOpen(WorkerAction, frozen=True, gc=False):
     """Send ``messages.OpenShard`` to ``ps``; bring the answer to ``opened`` or ``closed``."""
 
     ps: Slot
     lease: Lease
 
 
-class SendPush(Action, frozen=True):
+class SendPush(WorkerAction, frozen=True):
     """Send the gradients of ``work`` to ``ps`` with ``token`` and ``Push.buckets = bitmap``; answer to ``pushed``.
 
     ``skipped``: no gradients, only the watermarks move; ``left_out``: because the script left them out. ``more``: what
     the step consumed besides the token's range, in order. ``life``: to be given to ``pushed`` with the answer."""
 
     ps: Slot
-    work: Work
+    work: RangeWork
     token: Token
     bitmap: bytes
     skipped: bool = False
@@ -146,7 +146,7 @@ class SendPush(Action, frozen=True):
     more: tuple[Span, ...] = ()
 
 
-class SendDone(Action, frozen=True):
+class SendDone(WorkerAction, frozen=True):
     """Call the master (``ShardDone``); bring its answer to ``done_answered``."""
 
     lease: Lease
@@ -155,7 +155,7 @@ class SendDone(Action, frozen=True):
     route: int = 0  # of the map by which they acknowledged
 
 
-class SendGiveBack(Action, frozen=True, gc=False):
+class SendGiveBack(WorkerAction, frozen=True, gc=False):
     """Call the master (``ShardReturned``); when answered, ``given_back``. ``late``: the step of what was computed
     went on without it."""
 
@@ -164,29 +164,29 @@ class SendGiveBack(Action, frozen=True, gc=False):
     late: bool = False
 
 
-class Settled(Action, frozen=True):
+class Settled(WorkerAction, frozen=True):
     """The gradients of ``work`` are not needed any more. ``applied``: by every ps addressed; else it was given up.
     ``others``: what the same step consumed besides."""
 
-    work: Work
+    work: RangeWork
     applied: bool
-    others: tuple[Work, ...] = ()
+    others: tuple[RangeWork, ...] = ()
 
 
-class Drop(Action, frozen=True, gc=False):
+class Drop(WorkerAction, frozen=True, gc=False):
     """This lease is over before its shard was done; nothing of it counts for this worker."""
 
     lease: Lease
     reason: str
 
 
-class Halt(Action, frozen=True, gc=False):
+class Halt(WorkerAction, frozen=True, gc=False):
     """This worker has been replaced, or must not go on: end, change nothing."""
 
     reason: str
 
 
-class Finished(Action, frozen=True, gc=False):
+class WorkFinished(WorkerAction, frozen=True, gc=False):
     """Nothing is left to do: the data ended, or everything was given back after ``leave``."""
 
 
@@ -204,7 +204,7 @@ class _Batch:
 
     __slots__ = ("buckets", "held_back", "work")
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: RangeWork) -> None:
         self.work, self.buckets, self.held_back = work, work.buckets, False
 
 
@@ -217,13 +217,13 @@ class _Step:
     __slots__ = ("buckets", "left_out", "spans", "waiting", "wholes")
 
     def __init__(
-        self, wholes: tuple[Work, ...], spans: tuple[Span, ...], buckets: dict[Slot, bytes], left_out: bool
+        self, wholes: tuple[RangeWork, ...], spans: tuple[Span, ...], buckets: dict[Slot, bytes], left_out: bool
     ) -> None:
         self.wholes, self.spans, self.buckets, self.left_out = wholes, spans, buckets, left_out
         self.waiting: dict[Slot, Token] = {}
 
     @property
-    def work(self) -> Work:
+    def work(self) -> RangeWork:
         return self.wholes[0]
 
     @property
@@ -232,7 +232,7 @@ class _Step:
         return len(self.wholes) > 1
 
 
-class _Held:
+class _HeldLease:
     """A lease in this worker's hands."""
 
     __slots__ = (
@@ -305,7 +305,7 @@ class WorkerProtocol:
         self._buckets = 0
         self._owned: dict[Slot, tuple[int, ...]] = {}
         self._servers: dict[Slot, Incarnation] = {}
-        self._held: dict[LeaseNo, _Held] = {}  # in the order in which they are worked on
+        self._held: dict[LeaseNo, _HeldLease] = {}  # in the order in which they are worked on
         self._returning: dict[LeaseNo, SendGiveBack] = {}
         self._unacknowledged = 0
 
@@ -374,7 +374,7 @@ class WorkerProtocol:
         """Of the newest map (``Placement.route``), -1 before the first."""
         return self._route
 
-    def current(self, work: Work) -> bool:
+    def current(self, work: RangeWork) -> bool:
         """Whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says Settled)."""
         held = self._held.get(work.lease.no)
         return held is not None and any(b.work.life == work.life and b.work.lo == work.lo for b in held.handed)
@@ -392,14 +392,14 @@ class WorkerProtocol:
 
     # ------------------------------------------------------------ inputs: the master
 
-    def begin(self, dataset: int, until_epoch: int) -> list[Action]:
+    def begin(self, dataset: int, until_epoch: int) -> list[WorkerAction]:
         """Work on ``dataset`` until every epoch below ``until_epoch`` is done. Again after Finished: the next loop."""
         self._dataset, self._until = dataset, until_epoch
         self._ended = self._finished = False
         self._leaving = ""
         return self._more()
 
-    def placement(self, placement: Placement) -> list[Action]:
+    def placement(self, placement: Placement) -> list[WorkerAction]:
         """The map. A new routing (a ps in a new life, or with other buckets) reopens all that is in hand; one that
         differs in mirrors only, or is older, changes nothing."""
         if placement.route <= self._route:
@@ -412,24 +412,24 @@ class WorkerProtocol:
         self._servers = {s: i for s, i in servers.items() if s in self._owned}
         self._lacking = len(self._servers) < len(self._owned)
         self._route, self._buckets = placement.route, placement.buckets
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         for held in self._held.values():
             if held.state is not _State.REPORTED:
                 self._open(held, out)
         return out
 
-    def ask_again(self, ask: int) -> list[Action]:
+    def ask_again(self, ask: int) -> list[WorkerAction]:
         """The time of an ``AskLater`` has come."""
         if not (self._asking and self._waiting and ask == self._asked):
             return []
         self._waiting = False
         return [self._ask()]
 
-    def answered(self, ask: int, answer: Answer) -> list[Action]:
+    def answered(self, ask: int, answer: Answer) -> list[WorkerAction]:
         """The answer to an ``AskShard``: Granted, Wait, EndOfData, Fenced, or Refused (nobody registered the plan)."""
         if not self._asking or ask != self._asked:
             return []
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         if isinstance(answer, Granted):
             self._asking = self._waiting = False
             lease = answer.lease
@@ -440,7 +440,7 @@ class WorkerProtocol:
             if self._leaving:
                 self._give_back(lease, self._leaving, out)
                 return out
-            self._held[lease.no] = held = _Held(lease)
+            self._held[lease.no] = held = _HeldLease(lease)
             self._open(held, out)
             out += self._more()
         elif isinstance(answer, Wait):
@@ -460,14 +460,14 @@ class WorkerProtocol:
             return self.fenced(answer.error)
         return out
 
-    def done_answered(self, lease: LeaseNo, answer: Answer) -> list[Action]:
+    def done_answered(self, lease: LeaseNo, answer: Answer) -> list[WorkerAction]:
         """The answer to a ``SendDone``: Ok (the shard is finished), Refused (the lease was not current), Fenced."""
         held = self._held.get(lease)
         if isinstance(answer, Fenced):
             return self.fenced(answer.reason)
         if held is None or held.state is not _State.REPORTED:
             return []
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         if isinstance(answer, Ok):
             del self._held[lease]
             self.shards_done += 1
@@ -478,16 +478,16 @@ class WorkerProtocol:
         self._finish(out)
         return out
 
-    def given_back(self, lease: LeaseNo) -> list[Action]:
+    def given_back(self, lease: LeaseNo) -> list[WorkerAction]:
         """A ``SendGiveBack`` was answered."""
         self._returning.pop(lease, None)
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         self._finish(out)
         return out
 
-    def revoked(self, lease: LeaseNo) -> list[Action]:
+    def revoked(self, lease: LeaseNo) -> list[WorkerAction]:
         """The master took this lease back (``Revoke`` order, or ``Welcome.revoked``)."""
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         held = self._held.get(lease)
         if held is not None:
             self._drop(held, "revoked by the master", out)
@@ -496,9 +496,9 @@ class WorkerProtocol:
         self._finish(out)
         return out
 
-    def fenced(self, reason: str) -> list[Action]:
+    def fenced(self, reason: str) -> list[WorkerAction]:
         """The master says that this worker was replaced."""
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         for held in list(self._held.values()):
             self._drop(held, reason, out)
         self._returning.clear()
@@ -508,19 +508,19 @@ class WorkerProtocol:
         out.append(Halt(self.halted))
         return out
 
-    def master_lost(self) -> list[Action]:
+    def master_lost(self) -> list[WorkerAction]:
         """The connection to the master works again, or an answer is overdue: says again what it owes us."""
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         if self._asking and not self._waiting:
             out.append(self._ask())
         out += [self._done(h) for h in self._held.values() if h.state is _State.REPORTED]
         out += self._returning.values()
         return out
 
-    def leave(self, reason: str) -> list[Action]:
+    def leave(self, reason: str) -> list[WorkerAction]:
         """Give back what is not finished and end; shards whose "done" is on its way are waited for."""
         self._leaving = reason or "leaving"
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         for held in [h for h in self._held.values() if h.state is not _State.REPORTED]:
             self._drop(held, reason, out)
             self._give_back(held.lease, reason, out)
@@ -533,7 +533,7 @@ class WorkerProtocol:
 
     def opened(
         self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
-    ) -> list[Action]:
+    ) -> list[WorkerAction]:
         """A ps opened the shard. ``buckets`` ascending and, aligned with them, their ``watermarks``."""
         held = self._held.get(lease)
         if held is None or held.state is not _State.OPENING or self._servers.get(ps) != incarnation:
@@ -543,7 +543,7 @@ class WorkerProtocol:
         held.opened[ps] = (incarnation, buckets, watermarks)
         if len(held.opened) < len(self._servers) or self._lacking:
             return []
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         self._reconcile(held)
         held.state = _State.ACTIVE
         self._keep(held, out)
@@ -554,11 +554,11 @@ class WorkerProtocol:
         out += self._more()
         return out
 
-    def closed(self, ps: Slot, lease: LeaseNo, reason: str) -> list[Action]:
+    def closed(self, ps: Slot, lease: LeaseNo, reason: str) -> list[WorkerAction]:
         """A ps refused to open: a later lease did, or the shard is over."""
         return self._over(lease, reason)
 
-    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[Action]:
+    def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[WorkerAction]:
         """The answer of ``ps`` to the push with ``token``. ``life``: of its ``SendPush``; -1: answers of one ps come in
         the order of what it was sent."""
         held = self._held.get(token.lease)
@@ -573,7 +573,7 @@ class WorkerProtocol:
             return [Halt(f"the gradient of samples {token.lo}..{token.hi} holds NaN or Inf (table {answer.nonfinite})")]
         if answer.fenced:
             return self._over(token.lease, f"ps:{ps} says that the lease is over")
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         if answer.gap >= 0:
             if sent.shared:
                 self._dissolve(sent, out)
@@ -591,9 +591,9 @@ class WorkerProtocol:
                     self._report(of, out)
         return out
 
-    def lost(self, ps: Slot) -> list[Action]:
+    def lost(self, ps: Slot) -> list[WorkerAction]:
         """The connection to ``ps`` works again, or an answer is overdue: opens and pushes it owes us, in order."""
-        out: list[Action] = []
+        out: list[WorkerAction] = []
         for held in self._held.values():
             if held.state is _State.OPENING:
                 if ps in self._servers and ps not in held.opened:
@@ -606,7 +606,7 @@ class WorkerProtocol:
 
     # ------------------------------------------------------------ work
 
-    def next_work(self) -> Work | None:
+    def next_work(self) -> RangeWork | None:
         """The next batch to compute, or None: wait for an answer (or the data is at its end, see ``finished``)."""
         if self._unacknowledged >= self.window or not self._servers:
             return None
@@ -630,16 +630,16 @@ class WorkerProtocol:
                 continue
             retried = lo < held.furthest
             self.retried += retried
-            work = Work(held.lease, lo, hi, buckets, held.life, retried)
+            work = RangeWork(held.lease, lo, hi, buckets, held.life, retried)
             held.handed.append(_Batch(work))
             return work
         return None
 
-    def more(self) -> list[Action]:
+    def more(self) -> list[WorkerAction]:
         """Call after ``next_work``: asks for the next shard when the current one is about to run out."""
         return self._more()
 
-    def put_back(self, work: Work) -> bool:
+    def put_back(self, work: RangeWork) -> bool:
         """The newest work handed out is not computed after all: ``next_work`` begins there again. False: it is not
         the newest one, or not wanted any more."""
         held = self._held.get(work.lease.no)
@@ -655,7 +655,7 @@ class WorkerProtocol:
             held.ragged.append((work.lo, work.hi, buckets))
         return True
 
-    def alike(self, works: Sequence[Work]) -> bool:
+    def alike(self, works: Sequence[RangeWork]) -> bool:
         """Whether all of ``works`` are still wanted, and by the same buckets: then one step can consume them."""
         found = []
         for work in works:
@@ -663,7 +663,7 @@ class WorkerProtocol:
             found.append(next((b for b in held.handed if b.work == work), None) if held is not None else None)
         return all(b is not None and found[0] is not None and b.buckets == found[0].buckets for b in found)
 
-    def split(self, work: Work, at: int) -> tuple[Work, Work] | None:
+    def split(self, work: RangeWork, at: int) -> tuple[RangeWork, RangeWork] | None:
         """Two works of one that is handed out, cut at ``at``; None: it is not wanted any more."""
         held = self._held.get(work.lease.no)
         for i, batch in enumerate(held.handed if held is not None else ()):
@@ -676,7 +676,7 @@ class WorkerProtocol:
                 return first, rest
         return None
 
-    def hold_back(self, work: Work) -> list[Action]:
+    def hold_back(self, work: RangeWork) -> list[WorkerAction]:
         """The script is through with ``work``, and no step has consumed it: one to come will."""
         held = self._held.get(work.lease.no)
         batch = next((b for b in held.handed if b.work == work), None) if held is not None else None
@@ -685,11 +685,11 @@ class WorkerProtocol:
         batch.held_back = True
         return self._more()
 
-    def computed(self, work: Work, skipped: bool = False) -> list[Action]:
+    def computed(self, work: RangeWork, skipped: bool = False) -> list[WorkerAction]:
         """``work`` (possibly joined of several) is computed; ``skipped``: its gradients are not finite and dropped."""
         return self.step([(work, not skipped)], skipped=skipped)
 
-    def step(self, works: Sequence[tuple[Work, bool]], *, skipped: bool = False) -> list[Action]:
+    def step(self, works: Sequence[tuple[RangeWork, bool]], *, skipped: bool = False) -> list[WorkerAction]:
         """One optimizer step consumes ``works``, in the order in which they were handed out.
 
         With each: whether something was learnt from it. ``skipped``: its gradients are not finite, and dropped; else a
@@ -709,7 +709,7 @@ class WorkerProtocol:
             fits = False
         if not fits:
             # Handed out before a reopening that kept only some of it: no bucket takes the sum.
-            out: list[Action] = [Settled(step.work, False, step.wholes[1:])]
+            out: list[WorkerAction] = [Settled(step.work, False, step.wholes[1:])]
             for held in helds:
                 if held.state is _State.ACTIVE and mine[held.lease.no]:
                     self._open(held, out)
@@ -725,7 +725,9 @@ class WorkerProtocol:
             return self._send(step)
         return []  # once it is open again
 
-    def _take(self, wholes: Sequence[Work], works: Sequence[tuple[Work, bool]]) -> dict[LeaseNo, list[_Batch]]:
+    def _take(
+        self, wholes: Sequence[RangeWork], works: Sequence[tuple[RangeWork, bool]]
+    ) -> dict[LeaseNo, list[_Batch]]:
         """Take the batches that ``works`` are made of out of what is handed out. Those still wanted, by lease."""
         mine: dict[LeaseNo, list[_Batch]] = {whole.lease.no: [] for whole in wholes}
         for no, found in mine.items():
@@ -741,7 +743,7 @@ class WorkerProtocol:
             held.handed = [b for b in held.handed if b not in found]
         return mine
 
-    def _fit(self, wholes: Sequence[Work], mine: dict[LeaseNo, list[_Batch]]) -> bool:
+    def _fit(self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]]) -> bool:
         """Whether all of a step is wanted still, by the same buckets."""
         batches = [b for found in mine.values() for b in found]
         if not all(mine.values()) or any(b.buckets != batches[0].buckets for b in batches):
@@ -753,15 +755,15 @@ class WorkerProtocol:
             for whole, found in zip(wholes, mine.values(), strict=True)
         )
 
-    def late(self, work: Work) -> list[Action]:
+    def late(self, work: RangeWork) -> list[WorkerAction]:
         """``work`` is computed, but its step went on without it: none of it is pushed. Its lease goes back, so that
         whoever is free computes it again."""
-        out: list[Action] = [Settled(work, False)]
+        out: list[WorkerAction] = [Settled(work, False)]
         return out + self._over(work.lease.no, "its step went on without it", late=True)
 
     # ------------------------------------------------------------ inside
 
-    def _sent(self, held: _Held, token: Token) -> _Step | None:
+    def _sent(self, held: _HeldLease, token: Token) -> _Step | None:
         """The step whose push had this token."""
         return next(
             (
@@ -772,7 +774,7 @@ class WorkerProtocol:
             None,
         )
 
-    def _dissolve(self, step: _Step, out: list[Action]) -> None:
+    def _dissolve(self, step: _Step, out: list[WorkerAction]) -> None:
         """Give up a step of several leases: buckets differ in what they have of them. Each lease is opened again, and
         what its buckets lack is computed anew."""
         self._unacknowledged -= 1
@@ -784,16 +786,16 @@ class WorkerProtocol:
             if held.state is _State.ACTIVE:
                 self._open(held, out)
 
-    def _token(self, work: Work, ps_incarnation: Incarnation) -> Token:
+    def _token(self, work: RangeWork, ps_incarnation: Incarnation) -> Token:
         return Token(work.lease.shard, work.lo, work.hi, work.lease.no, ps_incarnation, self.worker, self.incarnation)
 
-    def _send(self, step: _Step) -> list[Action]:
+    def _send(self, step: _Step) -> list[WorkerAction]:
         """Push a computed step to all its buckets."""
         held = self._held[step.work.lease.no]
         step.waiting = {ps: self._token(step.work, held.opened[ps][0]) for ps in step.buckets}
         return [self._push(held, step, ps) for ps in step.waiting]
 
-    def _push(self, held: _Held, step: _Step, ps: Slot) -> SendPush:
+    def _push(self, held: _HeldLease, step: _Step, ps: Slot) -> SendPush:
         first, *more = step.spans
         token = step.waiting[ps]
         if more:
@@ -805,7 +807,7 @@ class WorkerProtocol:
     def _life(self, step: _Step) -> int:
         return self._held[step.work.lease.no].life
 
-    def _more(self) -> list[Action]:
+    def _more(self) -> list[WorkerAction]:
         """Ask for a shard if there is too little left to do."""
         if self._asking or self._dataset < 0 or self._ended or self._leaving:
             return []
@@ -824,7 +826,7 @@ class WorkerProtocol:
         pending = tuple(no for no, held in self._held.items() if held.pending)
         return AskShard(self._dataset, self._until, self._asked, pending)
 
-    def _open(self, held: _Held, out: list[Action]) -> None:
+    def _open(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         """Forget all positions of this lease and open it (again) everywhere; ``_keep`` will see what still fits."""
         held.state = _State.OPENING
         held.route = self._route
@@ -837,7 +839,7 @@ class WorkerProtocol:
         for step in [s for s in held.sent.values() if s.shared]:
             self._dissolve(step, out)
 
-    def _forget(self, held: _Held, out: list[Action]) -> None:
+    def _forget(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         alone = [step for step in held.sent.values() if not step.shared]
         shared = [step for step in held.sent.values() if step.shared]
         self._unacknowledged -= len(alone)
@@ -846,7 +848,7 @@ class WorkerProtocol:
         for step in shared:
             self._dissolve(step, out)
 
-    def _reconcile(self, held: _Held) -> None:
+    def _reconcile(self, held: _HeldLease) -> None:
         """Turn the watermarks of all buckets into ragged intervals and a common position."""
         levels = sorted({max(w, held.lease.start) for _, _, marks in held.opened.values() for w in marks})
         held.everyone = dict.fromkeys(held.opened, b"")
@@ -864,7 +866,7 @@ class WorkerProtocol:
             held.ragged.append((lo, hi, behind))
         held.ragged.reverse()
 
-    def _keep(self, held: _Held, out: list[Action]) -> None:
+    def _keep(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         """Of the batches in hand, keep those that the buckets still need as they are (see the top of this file)."""
         in_hand: list[_Step | _Batch] = [*held.sent.values(), *held.handed]
         held.sent, held.handed = {}, []
@@ -885,7 +887,7 @@ class WorkerProtocol:
                     self._unacknowledged -= 1
                     out.append(Settled(work, work.hi <= lowest))
 
-    def _cut(self, held: _Held, lo: int, hi: int) -> dict[Slot, bytes] | None:
+    def _cut(self, held: _HeldLease, lo: int, hi: int) -> dict[Slot, bytes] | None:
         """Take ``[lo, hi)``, which begins at the next position, out of what is to be handed out; the buckets that need
         it, or None where some bucket stands inside it."""
         if not held.ragged:
@@ -902,18 +904,18 @@ class WorkerProtocol:
             held.ragged[-1] = (hi, end, buckets)
         return buckets
 
-    def _report(self, held: _Held, out: list[Action]) -> None:
+    def _report(self, held: _HeldLease, out: list[WorkerAction]) -> None:
         """Say "done" if nothing of this shard is left to hand out, to compute or to acknowledge."""
         if held.position >= held.lease.stop and not held.ragged and not held.handed and not held.sent:
             held.state = _State.REPORTED
             out.append(self._done(held))
 
-    def _done(self, held: _Held) -> SendDone:
+    def _done(self, held: _HeldLease) -> SendDone:
         servers = tuple(sorted((ps, opened[0]) for ps, opened in held.opened.items()))
         return SendDone(held.lease, servers, tuple(sorted(held.skipped)), held.route)
 
-    def _over(self, lease: LeaseNo, reason: str, late: bool = False) -> list[Action]:
-        out: list[Action] = []
+    def _over(self, lease: LeaseNo, reason: str, late: bool = False) -> list[WorkerAction]:
+        out: list[WorkerAction] = []
         held = self._held.get(lease)
         if held is not None and held.state is not _State.REPORTED:
             self._drop(held, reason, out)
@@ -921,28 +923,28 @@ class WorkerProtocol:
             out += self._more()
         return out
 
-    def _drop(self, held: _Held, reason: str, out: list[Action]) -> None:
+    def _drop(self, held: _HeldLease, reason: str, out: list[WorkerAction]) -> None:
         del self._held[held.lease.no]
         self._forget(held, out)
         out.append(Drop(held.lease, reason))
 
-    def _give_back(self, lease: Lease, reason: str, out: list[Action], late: bool = False) -> None:
+    def _give_back(self, lease: Lease, reason: str, out: list[WorkerAction], late: bool = False) -> None:
         back = self._returning[lease.no] = SendGiveBack(lease, reason, late)
         out.append(back)
 
-    def _finish(self, out: list[Action]) -> None:
+    def _finish(self, out: list[WorkerAction]) -> None:
         over = self._ended or (bool(self._leaving) and not self._asking)
         if over and not self._finished and not self._held and not self._returning:
             self._finished = True
-            out.append(Finished())
+            out.append(WorkFinished())
 
 
 # ---------------------------------------------------------------- helpers
 
 
-def wholes_of(works: Iterable[Work]) -> list[Work]:
+def wholes_of(works: Iterable[RangeWork]) -> list[RangeWork]:
     """What a step of these works consumes of each lease, as one work each."""
-    wholes: dict[LeaseNo, Work] = {}
+    wholes: dict[LeaseNo, RangeWork] = {}
     for work in works:
         known = wholes.get(work.lease.no)
         if known is not None:

@@ -29,26 +29,26 @@ from everstep.allreduce.ahead import AheadReader
 from everstep.allreduce.counting import Enumerated, SampleCounts
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.flats import join_digests
-from everstep.allreduce.logical import Streams, part_seed
+from everstep.allreduce.logical import LoopStreams, part_seed
 from everstep.allreduce.optimizer import GroupOptimizer
 from everstep.allreduce.outside import STEPS as OUTSIDE_STEPS
 from everstep.allreduce.outside import Outside
 from everstep.allreduce.parts import settle
-from everstep.allreduce.reducer import Reduced, Reducer
-from everstep.allreduce.restore import SavedScript
+from everstep.allreduce.reducer import ReducedStep, Reducer
+from everstep.allreduce.replica_group import Unit
+from everstep.allreduce.rollback import SavedScript
 from everstep.allreduce.sharded import ShardedReducer
-from everstep.allreduce.step import Collective, GroupSession, LeaveJob, Outcome, Step, StepTables
-from everstep.allreduce.units import Unit
-from everstep.allreduce.warm import warm_up
+from everstep.allreduce.step import Collective, GroupSession, LeaveJob, StepAttempt, StepTables, VoteOutcome
+from everstep.allreduce.warm_up import warm_up
 from everstep.config.spec import JobSpec
-from everstep.data.streams import STREAMS, seed_range, seed_streams
+from everstep.data.random_streams import STREAMS, seed_range, seed_streams
 from everstep.errors import EverstepError, NonFiniteGradientError, PlatformError, ScriptError
 from everstep.ids import LeaseNo
 from everstep.model.group import Group, Micro
 from everstep.model.placement import Placement
-from everstep.model.shard import Lease, Plan
+from everstep.model.shard import Lease, ShardSchedule
 from everstep.monitor import stepclock
-from everstep.monitor.process import ProcessReadings
+from everstep.monitor.process_readings import ProcessReadings
 from everstep.monitor.stepclock import StepClock
 from everstep.net import messages
 
@@ -60,7 +60,7 @@ class Batches(Protocol):
     largest_batch: int
     epochs: int
 
-    def plan(self) -> Plan: ...
+    def plan(self) -> ShardSchedule: ...
 
     def read(self, epoch: int, lo: int, hi: int) -> Any: ...
 
@@ -91,7 +91,7 @@ class PlacedTables(StepTables, Protocol):
     def close(self) -> None: ...
 
 
-class Carrier(Protocol):
+class CopiedState(Protocol):
     """The state, as peers and checkpoints copy it."""
 
     carried: bool
@@ -164,7 +164,7 @@ class GroupEngine:
         self.samples = self.batches = self.skipped = self.redone = 0
         self.values: dict[str, float] = {}
         self.step_number = 0
-        self.state: Carrier | None = None
+        self.state: CopiedState | None = None
         self.tables: PlacedTables | None = None
         self.registered = 0  # loops begun
         self.unit = Unit(0, 1, [])  # the processes of this worker
@@ -176,11 +176,11 @@ class GroupEngine:
         self._slice = 0  # digest of a slice of the state that the step in hand began with
         self._outside: Outside | None = None
         self._reducer: Reducer | None = None
-        self._step: Step | None = None
+        self._step: StepAttempt | None = None
         self._reader: AheadReader | None = None
         self._options = 0  # digest of the learning rates
         self._last = self._in_script = self._stepped = self._rehearsing = False
-        self._outcome: Outcome | None = None
+        self._outcome: VoteOutcome | None = None
         self._unsure = False  # rounds of this iteration are reduced, and not voted on
         self._may = False  # optimizers may step
         self._nonfinite = False  # of such rounds
@@ -414,7 +414,7 @@ class GroupEngine:
             )
         self.loader_batch, self._largest_batch = loader.batch_size, largest
         looks = 0 if self.alone or self.sharded else OUTSIDE_STEPS
-        streams = None if self.alone and not self.spec.logical_workers else Streams()
+        streams = None if self.alone and not self.spec.logical_workers else LoopStreams()
         reader = self._reader = AheadReader(loader.read, ahead=not self.alone)
         enumerated = Enumerated(sys._getframe())
         first_epoch, self._loop_begin = until_epoch - loader.epochs, -1
@@ -464,7 +464,7 @@ class GroupEngine:
                     number = 0 if self._sweep_again() else number + 1
                     if number:
                         self._close(session, step)
-                    if kept is not None and self._outcome is not Outcome.COMMITTED:
+                    if kept is not None and self._outcome is not VoteOutcome.COMMITTED:
                         kept.put_back()
                     if self._outside is not None:
                         looks -= 1
@@ -487,7 +487,7 @@ class GroupEngine:
             if self._reducer is not None:
                 self._reducer.close_micro()
 
-    def _rehearse(self, session: GroupSession, step: Step, loader: Batches) -> Iterator[Any]:
+    def _rehearse(self, session: GroupSession, step: StepAttempt, loader: Batches) -> Iterator[Any]:
         """One iteration of the script whose outcome is thrown away, as that of a step which is done again: what is slow
         for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
         try:
@@ -511,11 +511,11 @@ class GroupEngine:
             self._step = None
             session.rehearsed()
 
-    def _next(self, session: GroupSession) -> Step | None:
+    def _next(self, session: GroupSession) -> StepAttempt | None:
         self.clock.switch(stepclock.BARRIER)
         return session.begin()
 
-    def _begin(self, step: Step, rehearsal: bool = False) -> None:
+    def _begin(self, step: StepAttempt, rehearsal: bool = False) -> None:
         assert self._reducer is not None
         if [p.requires_grad for p in self._params] != self._trainable or self.reserve != self._reserved:
             self._prepare()  # the script froze or thawed some
@@ -533,7 +533,7 @@ class GroupEngine:
         self._digests.clear()
         self._nonfinite = False
 
-    def _open(self, step: Step, micro: Micro, last: bool) -> None:
+    def _open(self, step: StepAttempt, micro: Micro, last: bool) -> None:
         assert self._reducer is not None
         self._last, self._outcome, self._stepped = last, None, False
         self._unsure = self._may = self._asks = False
@@ -543,7 +543,7 @@ class GroupEngine:
             seed_range(self.spec.seed, step.epoch, micro.lo, step.dataset)
         self._reducer.begin_micro(micro, last)
 
-    def _read(self, reader: AheadReader, step: Step, number: int, plan: Plan) -> Any:
+    def _read(self, reader: AheadReader, step: StepAttempt, number: int, plan: ShardSchedule) -> Any:
         micro = step.micros[number]
         lo = micro.lo if micro.hi > micro.lo else max(step.lo, micro.lo - 2)  # empty: its neighbour's last samples
         batch = reader.get((step.epoch, lo, micro.hi))
@@ -555,7 +555,7 @@ class GroupEngine:
             reader.begin((step.epoch, first.lo + step.total, first.hi + step.total))
         return batch
 
-    def _close(self, session: GroupSession, step: Step) -> None:
+    def _close(self, session: GroupSession, step: StepAttempt) -> None:
         """The script's iteration is over."""
         reducer = self._reducer
         assert reducer is not None
@@ -576,12 +576,12 @@ class GroupEngine:
             self._round()
         if self._unsure:
             self._vote_at_end(step)
-        elif self._outcome is Outcome.COMMITTED and reducer.rounds:
+        elif self._outcome is VoteOutcome.COMMITTED and reducer.rounds:
             self._end_extension(step)
         reducer.close_micro()
         if self.tables is not None:
             self.tables.release()
-        if self._outcome is Outcome.COMMITTED:
+        if self._outcome is VoteOutcome.COMMITTED:
             self._check_refrained(step)
             if reducer.plain:
                 reducer.buffers.keep()
@@ -592,7 +592,7 @@ class GroupEngine:
             reducer.stepped = self._stepped
             carried = reducer.carries
         else:
-            if self._outcome is Outcome.REDO:
+            if self._outcome is VoteOutcome.REDO:
                 self._refrain("an attempt that was lost with a worker")
             reducer.buffers.roll_back()
             reducer.put_back()
@@ -600,10 +600,10 @@ class GroupEngine:
             if self.tables is not None:
                 self.tables.put_back()
             carried = any(p.grad is not None for p in reducer.params)
-        if self._outcome is Outcome.REDO:
+        if self._outcome is VoteOutcome.REDO:
             self.redone += 1
             return
-        if self._outcome is Outcome.SKIPPED:
+        if self._outcome is VoteOutcome.SKIPPED:
             self.skipped += 1
         self.samples += sum(m.hi - m.lo for m in step.micros)
         self.step_number = step.number + 1
@@ -615,7 +615,7 @@ class GroupEngine:
         if self.tables is not None and not self.tables.close_step(step):
             session.broken(step)
 
-    def _step_of_loop(self, step: Step, first_epoch: int, samples: int) -> int:
+    def _step_of_loop(self, step: StepAttempt, first_epoch: int, samples: int) -> int:
         """The number of ``step`` from the begin of the script's loop, the same on all workers."""
         if self._loop_begin < 0:
             if self.registered <= 1:
@@ -626,7 +626,7 @@ class GroupEngine:
                 self._loop_begin = step.number - before
         return step.number - self._loop_begin
 
-    def _keep_variables(self, frame: Any, step: Step) -> Outside | None:
+    def _keep_variables(self, frame: Any, step: StepAttempt) -> Outside | None:
         """Where a step has several passes: tensors of the script that are like parameters (averages, slow weights), as
         they are before an iteration, so that what follows the step counts once."""
         if len(step.micros) == 1:
@@ -657,7 +657,7 @@ class GroupEngine:
     def _check_outside(self) -> None:
         """After an iteration: does the script keep an average of the model that the job does not know?"""
         outside, self._outside = self._outside, None
-        name = outside.moved() if outside is not None and self._outcome is Outcome.COMMITTED else ""
+        name = outside.moved() if outside is not None and self._outcome is VoteOutcome.COMMITTED else ""
         if name:
             raise ScriptError(
                 f"{name} in the script is an average or a copy of a parameter that changes in the loop, and the job "
@@ -673,7 +673,7 @@ class GroupEngine:
         if not self._asks:
             self._refrained = (self._step.number, why)
 
-    def _check_refrained(self, step: Step) -> None:
+    def _check_refrained(self, step: StepAttempt) -> None:
         number, why = self._refrained
         shortened = self._gaps.add(step.number, self._stepped, self.redone, step.epoch)
         if self._ran and self._reducer is not None and self._ran != {self._reducer.backwards > 0}:
@@ -710,7 +710,7 @@ class GroupEngine:
         if reducer is None or step is None or self.failure is not None:
             return
         pending = self._unsure and (self._stepped or not self.several)
-        if self._last and (pending or self._outcome in (Outcome.COMMITTED, Outcome.SKIPPED)):
+        if self._last and (pending or self._outcome in (VoteOutcome.COMMITTED, VoteOutcome.SKIPPED)):
             self._leaving_loop = True
             try:
                 self._close(session, step)
@@ -722,7 +722,7 @@ class GroupEngine:
         reducer.put_back()
         self._saved.restore()
         if self.tables is not None:
-            self.tables.voted(step, Outcome.REDO)
+            self.tables.voted(step, VoteOutcome.REDO)
 
     # ------------------------------------------------------------ the vote
 
@@ -766,7 +766,7 @@ class GroupEngine:
         if self._rehearsing:
             if not self.spec.logical_workers:  # (of which there is one part)
                 reducer.finish()
-            self._outcome = Outcome.REDO
+            self._outcome = VoteOutcome.REDO
             self._saved.save_large()
             reducer.place(False)
             return
@@ -782,13 +782,13 @@ class GroupEngine:
         reduced = reducer.finish(self._meanwhile)
         if reduced is not None and self.tables is not None:
             reduced = self._with_tables(reduced, step)
-        if reducer.rounds and self._outcome is Outcome.COMMITTED:
+        if reducer.rounds and self._outcome is VoteOutcome.COMMITTED:
             self._extend(reduced, step)
         elif reduced is None:
             session.broken(step)
-            self._outcome, self._unsure = Outcome.REDO, False
+            self._outcome, self._unsure = VoteOutcome.REDO, False
         elif thawed and not (self.alone and reducer.plain):
-            self._outcome, self._unsure = Outcome.REDO, False  # (here as on all workers)
+            self._outcome, self._unsure = VoteOutcome.REDO, False  # (here as on all workers)
         else:
             nonfinite = not reduced.finite and not self._has_scaler()
             if nonfinite and self.spec.nonfinite == "raise":
@@ -817,12 +817,12 @@ class GroupEngine:
         self.reserve.update(found)
         return bool(found)
 
-    def _place(self, step: Step) -> None:
+    def _place(self, step: StepAttempt) -> None:
         """The script's code behind backward is next."""
         reducer = self._reducer
         assert reducer is not None
         undo = self._unsure and not (self.alone and reducer.plain and self.spec.nonfinite == "raise")
-        self._may = self._outcome is Outcome.COMMITTED or (self._unsure and not self._nonfinite)
+        self._may = self._outcome is VoteOutcome.COMMITTED or (self._unsure and not self._nonfinite)
         if undo:
             self._saved.save_large(states=True)
             reducer.buffers.begin_unsure()
@@ -832,7 +832,7 @@ class GroupEngine:
             self._saved.save_large()
         reducer.place(self._may, final=not undo)
 
-    def _vote_at_end(self, step: Step) -> None:
+    def _vote_at_end(self, step: StepAttempt) -> None:
         """The iteration is over, and its rounds are not voted on yet."""
         reducer, session = self._reducer, self.session
         assert reducer is not None
@@ -844,24 +844,24 @@ class GroupEngine:
             self._outcome = session.vote(step, join_digests(self._digests), self._nonfinite, self._slice)
         else:
             session.broken(step)
-            self._outcome = Outcome.REDO
+            self._outcome = VoteOutcome.REDO
         if self.tables is not None:
             self.tables.voted(step, self._outcome)
         self._wait_s += time.perf_counter() - begin
 
-    def _extend(self, reduced: Reduced | None, step: Step) -> None:
+    def _extend(self, reduced: ReducedStep | None, step: StepAttempt) -> None:
         """A further round of a step that is committed: the first time that an iteration has several."""
         if reduced is None:
             raise self._torn(step)
         if not reduced.finite and not self._has_scaler():
             raise self._nonfinite_error(step)
 
-    def _end_extension(self, step: Step) -> None:
+    def _end_extension(self, step: StepAttempt) -> None:
         assert self._reducer is not None
         if not self._reducer.end_rounds(step, self._leaving_loop):
             raise self._torn(step)
 
-    def _torn(self, step: Step) -> EverstepError:
+    def _torn(self, step: StepAttempt) -> EverstepError:
         error = PlatformError(
             f"a worker was lost in step {step.number}, the first whose iteration called backward() more than once, and "
             "what it did before that is committed: start again, or everstep resume from a checkpoint"
@@ -899,7 +899,7 @@ class GroupEngine:
         if self._reader is not None:
             self._reader.fill()
 
-    def _with_tables(self, reduced: Reduced, step: Step) -> Reduced | None:
+    def _with_tables(self, reduced: ReducedStep, step: StepAttempt) -> ReducedStep | None:
         """The gradients of the tables' rows go along with those of the parameters."""
         assert self.tables is not None
         assert self._reducer is not None
@@ -908,7 +908,7 @@ class GroupEngine:
         if exchanged is None:
             return None
         digest, finite = exchanged
-        return Reduced(join_digests([reduced.digest, digest]), reduced.finite and finite)
+        return ReducedStep(join_digests([reduced.digest, digest]), reduced.finite and finite)
 
     def _options_digest(self) -> int:
         """Of the learning rates: workers whose rates differ would drift apart unseen."""
@@ -924,7 +924,7 @@ class GroupEngine:
         scalers = [t for t in self.tracked.values() if hasattr(t, "get_scale") and t.is_enabled()]
         return float(scalers[0].get_scale()) if scalers else 1.0
 
-    def _nonfinite_error(self, step: Step) -> NonFiniteGradientError:
+    def _nonfinite_error(self, step: StepAttempt) -> NonFiniteGradientError:
         assert self._reducer is not None
         name = self._reducer.first_nonfinite()
         error = NonFiniteGradientError(

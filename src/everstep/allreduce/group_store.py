@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from everstep.allreduce.devices import Place
+from everstep.allreduce.devices import DevicePlace
 from everstep.allreduce.exchange import Door
-from everstep.allreduce.tunnel import ENTRY, NEVER, Service, TunnelDoor, Tunnels
+from everstep.allreduce.tunnel import ENTRY, NEVER, TunnelDoor, Tunnels, TunnelService
 from everstep.net import messages
 from everstep.net.messages import RequestType, StoreValues
 
@@ -32,7 +32,7 @@ class Asking(Protocol):
     def ask(self, request: RequestType, then: Callable[[Any], None]) -> None: ...
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
+class _StoreValue(msgspec.Struct, frozen=True, array_like=True):
     """The value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes;
     where the member listens for votes (0: nowhere), and the key to that; what its model is on; where tunnels to it
     end."""
@@ -42,11 +42,11 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
     blob: bytes
     vote_port: int = 0
     vote_key: bytes = b""
-    place: Place = Place()
+    place: DevicePlace = DevicePlace()
     tunnel: TunnelDoor = TunnelDoor()
 
 
-_said_decoder = msgspec.msgpack.Decoder(_Said)
+_said_decoder = msgspec.msgpack.Decoder(_StoreValue)
 
 
 class GroupStore(Store):
@@ -58,7 +58,7 @@ class GroupStore(Store):
         self.locate: Callable[[bytes], int] = lambda blob: 0
         self.address: tuple[str, int] | None = None  # of our device, as soon as gloo has said it
         self.door: Door | None = None  # to say along with it
-        self.place = Place()  # this too
+        self.place = DevicePlace()  # this too
         self.tunnels: Tunnels | None = None  # by which members on other nodes are reached
         self._seat = seat
         self._generation, self._attempt, self._host = generation, attempt, host
@@ -66,7 +66,7 @@ class GroupStore(Store):
         self._changed = threading.Condition()
         self._cancelled = False
         self._mine: dict[str, bytes] = {}
-        self._theirs: dict[str, _Said] = {}
+        self._theirs: dict[str, _StoreValue] = {}
 
     def __repr__(self) -> str:
         return f"<GroupStore {self._generation}.{self._attempt} {len(self._theirs)} of {self._size} known>"
@@ -78,21 +78,21 @@ class GroupStore(Store):
             theirs = {int(key.rpartition("/")[2]): said for key, said in self._theirs.items()}
         return [self._address_of(rank, said) for rank, said in theirs.items()]
 
-    def _address_of(self, rank: int, said: _Said) -> tuple[str, int]:
+    def _address_of(self, rank: int, said: _StoreValue) -> tuple[str, int]:
         """Where gloo is to believe that a member listens."""
         tunnels = self.tunnels
         if tunnels is None or not tunnels.far(said.tunnel):
             return said.host, said.port
         if rank > tunnels.rank:
             return NEVER, said.port
-        return ENTRY, tunnels.entry(rank, said.tunnel, Service.GLOO)
+        return ENTRY, tunnels.entry(rank, said.tunnel, TunnelService.GLOO)
 
-    def _by_rank(self) -> list[_Said]:
+    def _by_rank(self) -> list[_StoreValue]:
         with self._changed:
             said = {int(key.rpartition("/")[2]): s for key, s in self._theirs.items()}
         return [s for _, s in sorted(said.items())]
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[DevicePlace]:
         """What the members' models are on, by rank. Once gloo is connected."""
         return [s.place for s in self._by_rank()]
 
@@ -103,11 +103,11 @@ class GroupStore(Store):
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
         return doors
 
-    def _vote_door(self, rank: int, said: _Said) -> Door:
+    def _vote_door(self, rank: int, said: _StoreValue) -> Door:
         tunnels = self.tunnels
         if tunnels is None or rank >= tunnels.rank or not tunnels.far(said.tunnel):
             return Door(said.host, said.vote_port, said.vote_key)
-        return Door(ENTRY, tunnels.entry(rank, said.tunnel, Service.VOTES), said.vote_key)
+        return Door(ENTRY, tunnels.entry(rank, said.tunnel, TunnelService.VOTES), said.vote_key)
 
     def cancel(self) -> None:
         """Every wait ends now, also later ones."""
@@ -134,9 +134,9 @@ class GroupStore(Store):
         vote_port, vote_key = (self.door.port, self.door.key) if self.door is not None else (0, b"")
         tunnel = TunnelDoor()
         if self.tunnels is not None:
-            self.tunnels.ports.update({Service.GLOO: port, Service.VOTES: vote_port})
+            self.tunnels.ports.update({TunnelService.GLOO: port, TunnelService.VOTES: vote_port})
             tunnel = self.tunnels.door
-        said = _Said(self._host, port, blob, vote_port, vote_key, self.place, tunnel)
+        said = _StoreValue(self._host, port, blob, vote_port, vote_key, self.place, tunnel)
         with self._changed:
             self.address = (self._host, port)
             self._mine[key] = msgspec.msgpack.encode(said)

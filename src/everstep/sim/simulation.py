@@ -15,27 +15,27 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import DrainAsked, Event, FactType, Note, Reply, ScaleAsked
 from everstep.brain.pacing import Pacing
-from everstep.brain.watch import Watch
+from everstep.brain.watch import HeartbeatWatch
 from everstep.ids import BucketId, Incarnation, ShardKey, Slot
 from everstep.model.image import Manifest
 from everstep.model.member import Role
 from everstep.model.placement import MirrorKind, Placement
 from everstep.model.shard import Lease, ShardState, split_key
-from everstep.native.ledger import Ledger, batch_fingerprint
+from everstep.native.ledger import PushLedger, batch_fingerprint
 from everstep.policies.draft import How
 from everstep.policies.recovery import recover
 from everstep.protect.machine import Machine
-from everstep.protect.streams import PeerKey
-from everstep.sim.cluster import Agent, Disk, Master, Member, Ps, Worker
-from everstep.sim.kernel import Kernel, Network, Process, Violation
+from everstep.protect.replication import PeerKey
+from everstep.sim.cluster import Disk, Ps, SimAgent, SimMaster, SimMember, Worker
+from everstep.sim.kernel import Kernel, Network, SimProcess, Violation
 from everstep.sim.lineage import Lineage
+from everstep.sim.named_steps import NamedSteps
 from everstep.sim.scenario import Scenario, random_scenario
-from everstep.sim.server import MirrorPs
-from everstep.sim.steps import Steps
-from everstep.sim.store import Bucket, SimStore
+from everstep.sim.sim_server import MirrorPs
+from everstep.sim.sim_store import Bucket, SimStore
 from everstep.sim.truth import Truth
-from everstep.tables.gate import Gate
-from everstep.tables.protocol import WorkerProtocol
+from everstep.tables.staleness_gate import StalenessGate
+from everstep.tables.worker_protocol import WorkerProtocol
 
 _encoder = msgspec.msgpack.Encoder()
 _events = msgspec.msgpack.Decoder(list[Event])
@@ -45,19 +45,19 @@ class Parts(NamedTuple):
     """The code under test. Mutations replace some of it."""
 
     brain: type[Brain] = Brain
-    watch: type[Watch] = Watch
+    watch: type[HeartbeatWatch] = HeartbeatWatch
     protocol: type[WorkerProtocol] = WorkerProtocol
-    ledger: type[Ledger] = Ledger
+    ledger: type[PushLedger] = PushLedger
     machine: type[Machine] = Machine
     ps: type[MirrorPs] = MirrorPs
     store: type[SimStore] = SimStore
     pacing: type[Pacing] = Pacing
-    gate: type[Gate] = Gate
+    gate: type[StalenessGate] = StalenessGate
     early_replies: bool = False  # a shell that answers before the event is durable
     no_ps_incarnation: bool = False  # a ps that does not look at the token's incarnation
 
 
-class Outcome(NamedTuple):
+class SimOutcome(NamedTuple):
     seed: int
     crc: int
     events: int
@@ -102,16 +102,16 @@ class Simulation:
         self.torn: set[int] = set()  # mirrors; ids are never used again
         self.doomed: set[Slot] = set()  # lost, or about to be, and the map still names them
         self.doomed_lives: dict[Slot, Incarnation] = {}
-        self.steps = Steps()
+        self.steps = NamedSteps()
         self.late = 0  # parts of steps
         self.disk = Disk()
         self.servers: dict[Slot, Any] = {}
-        self.processes: list[Member] = []
+        self.processes: list[SimMember] = []
         self.over: tuple[int, str] | None = None
         self.healed = False
         self.faults = self.masters = self.failovers = self.replayed = self.brain_events = self.deaths = self.retried = 0
-        self.master: Master = self.new_master()
-        self.home = Agent(self, "node0", 0, scenario.ps)
+        self.master: SimMaster = self.new_master()
+        self.home = SimAgent(self, "node0", 0, scenario.ps)
         self.agents = {"node0": self.home}
         self.home.start()
         if scenario.second_node:
@@ -119,18 +119,18 @@ class Simulation:
 
     # ------------------------------------------------------------ what happens to processes
 
-    def new_master(self) -> Master:
+    def new_master(self) -> SimMaster:
         self.masters += 1
-        master = self.master = Master(self, self.masters)
+        master = self.master = SimMaster(self, self.masters)
         return master
 
     def new_agent(self, node: str) -> None:
-        agent = self.agents[node] = Agent(self, node, 2, 0)
+        agent = self.agents[node] = SimAgent(self, node, 2, 0)
         agent.start()
 
-    def process_ended(self, process: Member, status: int) -> None:
+    def process_ended(self, process: SimMember, status: int) -> None:
         self.kernel.say(process, f"ended with {status}")
-        if isinstance(process, Agent):
+        if isinstance(process, SimAgent):
             return
         if isinstance(process, Worker):
             self.deaths += status != 0
@@ -154,7 +154,7 @@ class Simulation:
         master.die()
         self.home.later(self.scenario.restart_s * (0.5 + self.kernel.random()), self.restart_master, master)
 
-    def restart_master(self, dead: Master) -> None:
+    def restart_master(self, dead: SimMaster) -> None:
         if self.master is dead:
             self.kernel.say(self.new_master(), "started")
 
@@ -412,7 +412,7 @@ class Simulation:
 
     # ------------------------------------------------------------ the run
 
-    def run(self) -> Outcome:
+    def run(self) -> SimOutcome:
         kernel, scenario, net = self.kernel, self.scenario, self.net
         net.loss, net.duplicate, net.straggle = scenario.loss, scenario.duplicate, scenario.straggle
         for when, fault in scenario.faults:
@@ -427,7 +427,7 @@ class Simulation:
             raise Violation(f"the job failed: {self.over[1]}")
         self.truth.finished(self.at_rest() if scenario.mirrors else self.fingerprints())
         self.replay()
-        return Outcome(
+        return SimOutcome(
             self.seed,
             kernel.crc,
             kernel.events,
@@ -443,7 +443,7 @@ class Simulation:
             self.late,
         )
 
-    def run_traced(self, trace: list[str] | None) -> Outcome:
+    def run_traced(self, trace: list[str] | None) -> SimOutcome:
         """``trace``: lines are appended to it, also of a run that fails."""
         try:
             return self.run()
@@ -498,7 +498,7 @@ class Simulation:
         held = [f"{h.shard:x} by worker:{h.worker}" for h in brain.leases.values()]
         return f"{epochs}, leases {held}, processes {[str(p) for p in self.processes]}"
 
-    def say_event(self, master: Process, event: Event, instructions: list[Any]) -> None:
+    def say_event(self, master: SimProcess, event: Event, instructions: list[Any]) -> None:
         """The trace of one brain step."""
         self.kernel.say(master, f"{event.sender}: {event.fact!r:.160}")
         for i in instructions:
@@ -512,7 +512,7 @@ def simulate(
     parts: Parts = Parts(),
     trace: list[str] | None = None,
     validate: bool = True,
-) -> Outcome:
+) -> SimOutcome:
     """One whole run. ``trace``: lines are appended to it. Raises Violation or AssertionError if a promise broke."""
     sim = Simulation(seed, scenario or random_scenario(seed), parts, trace is not None, validate)
     return sim.run_traced(trace)

@@ -16,13 +16,13 @@ import msgspec
 
 from everstep.config.spec import JobSpec
 from everstep.errors import DataError
-from everstep.model.group import Mark, Micro, Split
-from everstep.model.shard import Plan
+from everstep.model.group import Mark, Micro, StepSplit
+from everstep.model.shard import ShardSchedule
 
-_EVEN = Split()
+_EVEN = StepSplit()
 
 
-class Cut(msgspec.Struct, frozen=True):
+class StepCut(msgspec.Struct, frozen=True):
     """One step of a group: positions ``[lo, hi)`` of ``epoch``; ``micros`` by rank; ``lr_factor``: what the learning
     rate is multiplied by in this step (``lr_rule``)."""
 
@@ -39,14 +39,14 @@ class Cut(msgspec.Struct, frozen=True):
 
 def cut_step(
     mark: Mark,
-    plan: Plan,
+    plan: ShardSchedule,
     until_epoch: int,
     batch_samples: int,
     spec: JobSpec,
     size: int,
-    split: Split = _EVEN,
+    split: StepSplit = _EVEN,
     stop: int = 0,
-) -> Cut | None:
+) -> StepCut | None:
     """The step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done. ``stop``:
     a position behind the mark's that it must not go beyond; 0: none.
 
@@ -70,7 +70,7 @@ def cut_step(
         micros = divide_parts(lo, hi, parts, shares, total)
     else:
         micros = divide(lo, hi, shares, batch_samples, total, split.passes)
-    return Cut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers) * split.rate)
+    return StepCut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers) * split.rate)
 
 
 def step_range(position: int, samples: int, total: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from everstep.model.image import BucketImage
 from everstep.model.member import Address, Role
 from everstep.model.placement import Placement, PsPlace
 from everstep.model.reasons import Arrival
-from everstep.monitor.process import ProcessReadings
+from everstep.monitor.process_readings import ProcessReadings
 from everstep.net.auth import Identity, load_secret
 from everstep.net.control import ControlClient
 from everstep.net.data import DataClient, DataServer

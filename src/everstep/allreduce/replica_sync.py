@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep import faultpoints
-from everstep.allreduce.checkpoint import ReplicaWriter, find_replica, read_replica
-from everstep.allreduce.handover import Connect, Follower, fetch
+from everstep.allreduce.handover import Connect, StateFollower, fetch
 from everstep.allreduce.packed import Packed
-from everstep.allreduce.source import StateSource
+from everstep.allreduce.replica_checkpoint import ReplicaWriter, find_replica, read_replica
 from everstep.allreduce.state import ReplicaState
+from everstep.allreduce.state_source import StateSource
 from everstep.allreduce.station import Station
 from everstep.errors import (
     DeadlineError,
@@ -70,7 +70,7 @@ class ReplicaKeeper:
         self._has = False
         self._copied = False  # followed, and not compared with others' yet
         self._initial: Packed | None = None  # as the script made it, once it may be overwritten
-        self._follower: Follower | None = None
+        self._follower: StateFollower | None = None
         self._lock = threading.Lock()
         self._server: DataServer | None = None
         self._secret: Secret | None = None
@@ -184,7 +184,7 @@ class ReplicaKeeper:
                 if self._state.follows:
                     self._keep_initial()
                 state, me = self._state, self._me
-                self._follower = Follower(state, me, self._connect, self._synced, self._failed, self._keep_initial)
+                self._follower = StateFollower(state, me, self._connect, self._synced, self._failed, self._keep_initial)
             follower = self._follower
         follower.follow(sources, group.over)
 

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from everstep.api.buffers import BufferGroup, Constant, find_buffers
 from everstep.api.dense import DenseGroup, FlatGroup, PsOptimizer, StaleValues
 from everstep.api.firing import TableFiring
+from everstep.api.ps_buffers import BufferGroup, ConstantBuffer, find_buffers
 from everstep.api.rows import BatchTable, TableParameter, is_table
 from everstep.api.schedule import JobSchedule
-from everstep.api.seat import Seat
-from everstep.api.tables import Item, TableSet
+from everstep.api.seat import WorkerRuntime
+from everstep.api.tables import BatchItem, TableSet
 from everstep.brain.events import (
     Answer,
     Fenced,
@@ -38,7 +38,7 @@ from everstep.brain.events import (
 )
 from everstep.config.consistency import parse_consistency
 from everstep.data.loader import Loader
-from everstep.data.streams import STREAMS, seed_range
+from everstep.data.random_streams import STREAMS, seed_range
 from everstep.errors import (
     DataError,
     EverstepError,
@@ -51,33 +51,33 @@ from everstep.ids import LeaseNo, Slot, TableId
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, split_key
 from everstep.model.table import OWN, Rate, TableSpec
-from everstep.model.turn import Portion, Turn
+from everstep.model.turn import BatchShare, Turn
 from everstep.monitor import stepclock
-from everstep.monitor.process import ProcessReadings
+from everstep.monitor.process_readings import ProcessReadings
 from everstep.native import gather_rows, isfinite_all
 from everstep.net import messages
-from everstep.net.messages import Bad, Closed, DataAnswer, Moved, Opened, OpenShard, Part, Push, Pushed
+from everstep.net.messages import Bad, DataAnswer, LeaseClosed, Moved, Opened, OpenShard, Push, Pushed, RowsPart
 from everstep.net.retry import backoff
-from everstep.tables.gate import Gate, Late, Verdict
 from everstep.tables.inputs import Inputs
-from everstep.tables.protocol import (
-    Action,
+from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
+from everstep.tables.staleness_gate import Late, StalenessGate, Verdict
+from everstep.tables.worker_protocol import (
     AskLater,
     AskShard,
     Drop,
-    Finished,
     Halt,
+    RangeWork,
     SendDone,
     SendGiveBack,
     SendOpen,
     SendPush,
     Settled,
-    Work,
+    WorkerAction,
     WorkerProtocol,
+    WorkFinished,
     watermarks_of,
     wholes_of,
 )
-from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
 
 _LEAVE_S = 10.0  # for pushes on their way and leases to give back, at the end of a loop
 _MASTER_S = 300.0  # a master may be away so long
@@ -93,7 +93,7 @@ StepKey = tuple[LeaseNo, int, int]
 """Of a step: lease, its life and the first sample of the first work."""
 
 
-def key_of(work: Work) -> StepKey:
+def key_of(work: RangeWork) -> StepKey:
     return work.lease.no, work.life, work.lo
 
 
@@ -103,7 +103,7 @@ class _Kept:
 
     __slots__ = ("learnt", "work")
 
-    def __init__(self, work: Work, learnt: bool) -> None:
+    def __init__(self, work: RangeWork, learnt: bool) -> None:
         self.work, self.learnt = work, learnt
 
 
@@ -111,7 +111,7 @@ class _StepInHand(NamedTuple):
     """A computed step. ``payload``: None where there is nothing to apply. ``counted``: samples that it has learnt from
     (sync: workers' steps are weighed by them)."""
 
-    works: tuple[tuple[Work, bool], ...]
+    works: tuple[tuple[RangeWork, bool], ...]
     payload: _Payload | None
     counted: int = 0
     skipped: bool = False
@@ -135,7 +135,7 @@ class _Payload(HeldRows):
     ) -> None:
         super().__init__(holders)
         self.tables, self.router, self.rates = tables, router, rates
-        self.parts: list[list[Part]] = []
+        self.parts: list[list[RowsPart]] = []
         self.step = -1  # sync: of which this is one push of several
         self.bad = ""  # the table whose gradient is not finite
         self.seen: list[TableRows] = []  # of ``tables``: lie where the script sees its gradient
@@ -172,16 +172,16 @@ class _Run:
 
     def __init__(self, loader: Loader, ahead: int) -> None:
         self.loader = loader
-        self.ready: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[BatchItem | BaseException | None] = queue.SimpleQueue()
         self.permits = threading.Semaphore(ahead)
         self.stop = threading.Event()
         self.thread: threading.Thread | None = None
 
 
-class Engine:
+class PsEngine:
     """See the top of this file."""
 
-    def __init__(self, seat: Seat, tables: TableSet) -> None:
+    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
         self.seat, self.tables = seat, tables
         self.protocol = WorkerProtocol(worker=seat.slot, incarnation=seat.incarnation, batch_samples=1)
         self.optimizers: list[PsOptimizer] = []
@@ -202,7 +202,7 @@ class Engine:
         self._payloads: dict[StepKey, _Payload] = {}
         self._epochs_done: dict[str, int] = {}
         self._kept: list[_Kept] = []  # batches before the one in hand that no step has consumed
-        self._left: Work | None = None  # of the batch in hand: what no step has consumed
+        self._left: RangeWork | None = None  # of the batch in hand: what no step has consumed
         self._captured: _Payload | None = None  # of a step of this iteration, to be pushed at its end
         self._steps_here = 0  # of this iteration
         self._pushed = False  # a step of this loop
@@ -213,7 +213,7 @@ class Engine:
         self.models: list[torch.nn.Module] = []  # of the script
         self._buffers: list[BufferGroup] = []
         self._buffered: list[int] = []  # the models whose buffers are known
-        self._constant: list[Constant] = []  # buffers that must not change
+        self._constant: list[ConstantBuffer] = []  # buffers that must not change
         self.schedule = JobSchedule()
         self._lrs_seen: list[float] = []
         self._told_schedule = False
@@ -225,7 +225,7 @@ class Engine:
         consistency = parse_consistency(seat.spec.consistency)
         if consistency.kind == "sync":
             self.protocol.ask_ahead = 0  # all take the same number of batches, and none goes on without the master
-        self.gate = Gate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
+        self.gate = StalenessGate(consistency, seat.slot, seat.incarnation) if consistency.kind != "async" else None
         self._sync = self.gate is not None and self.gate.sync
         self._ahead = 0 if self._sync else seat.prefetch  # sync: rows are pulled when the step before is applied
         self._part: list[_StepInHand] = []  # sync: computed for the step under way, and not said to be ready
@@ -342,14 +342,14 @@ class Engine:
 
     # ------------------------------------------------------------ the machine
 
-    def feed(self, event: Callable[[], list[Action]]) -> None:
+    def feed(self, event: Callable[[], list[WorkerAction]]) -> None:
         """Give the machine an input and do what it wants."""
         self._inputs.feed(event)
         if self.gate is not None:
             with self._lock:
                 self._say_place()
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: WorkerAction) -> None:
         machine = self.protocol
         if isinstance(action, SendPush):
             self._send_push(action)
@@ -381,7 +381,7 @@ class Engine:
             self.seat.ask(back, lambda answer: self.feed(lambda: machine.given_back(lease.no)))
         elif isinstance(action, Halt):
             self.fail(FencedError(action.reason))
-        elif not isinstance(action, Drop | Finished):
+        elif not isinstance(action, Drop | WorkFinished):
             raise InternalError(f"no way to do {action!r}")
 
     def _done_answered(self, lease: Lease, answer: Answer) -> None:
@@ -399,7 +399,7 @@ class Engine:
                 self.feed(lambda: self.protocol.opened(ps, lease.no, answer.incarnation, buckets, marks))
                 if self.protocol.awaits_open(ps, lease.no):  # it has not heard of our map, or we not of its
                     self.seat.later(next(waits), again)
-            elif isinstance(answer, Closed):
+            elif isinstance(answer, LeaseClosed):
                 self.feed(lambda: self.protocol.closed(ps, lease.no, answer.reason))
             elif not isinstance(answer, Moved):  # a newer map is here: the lease will be opened by that
                 self._unexpected(ps, answer)
@@ -419,7 +419,7 @@ class Engine:
         if router.version != self.protocol.route:
             return  # the machine is about to hear of a newer map, and will say this anew
         payload = self._payloads.get(key_of(action.work))
-        parts: tuple[Part, ...] = ()
+        parts: tuple[RowsPart, ...] = ()
         step = -1
         if payload is not None:
             step = payload.step
@@ -521,7 +521,7 @@ class Engine:
             self._judge(self.gate.ready(works, dropped, sum(step.counted for step in part), more))
             self._say_place()
 
-    def _fits(self, work: Work) -> bool:
+    def _fits(self, work: RangeWork) -> bool:
         """Sync: whether ``work`` is as large as this step wants it. False: it was put back, and will be cut anew. With
         the lock held."""
         assert self.gate is not None
@@ -533,7 +533,7 @@ class Engine:
         self.protocol.set_batch_samples(wanted)
         return False
 
-    def _of_a_step(self, told: Portion | None) -> _Portion:
+    def _of_a_step(self, told: BatchShare | None) -> _Portion:
         """What to take of a step: by a plan, or in several passes because a batch of the loader does not fit; else it
         is one batch of the loader."""
         batch, fits = self.loader_batch, self._largest_batch
@@ -546,7 +546,7 @@ class Engine:
         """Samples of the loader's batch that fit at once."""
         return min(self.loader_batch, self._largest_batch or self.loader_batch)
 
-    def _await_turn(self, run: _Run, work: Work) -> bool:
+    def _await_turn(self, run: _Run, work: RangeWork) -> bool:
         """Wait until the rows of ``work`` may be pulled. False: it is not wanted any more, or the loop is to end."""
         gate = self.gate
         if gate is None:
@@ -890,7 +890,7 @@ class Engine:
             raise FencedError(answer.reason)
         raise InternalError(f"Register was answered with {answer!r}")
 
-    def _next(self, run: _Run) -> Item | None:
+    def _next(self, run: _Run) -> BatchItem | None:
         """The next batch, its rows in place and the parameters up to date; None at the end of the data."""
         while True:
             item = self._read(run) if run.thread is None else self._from_reader(run)
@@ -921,7 +921,7 @@ class Engine:
                 seed_range(self.seat.spec.seed, epoch, item.work.lo, dataset)
             return item
 
-    def _wanted(self, item: Item, run: _Run) -> bool:
+    def _wanted(self, item: BatchItem, run: _Run) -> bool:
         """False, and the item is given up, where its lease is gone or was opened anew meanwhile."""
         work = item.work
         assert work is not None
@@ -933,7 +933,7 @@ class Engine:
             self.feed(lambda: self.protocol.computed(work))
             return False
 
-    def _read(self, run: _Run) -> Item | None:
+    def _read(self, run: _Run) -> BatchItem | None:
         """Take work, read its batch, ask for its rows. None when all data is done."""
         while (work := self._await_work(run)) is not None:
             _, epoch, _ = split_key(work.lease.shard)
@@ -942,7 +942,7 @@ class Engine:
                 return self.tables.prepare(work, batch, create=True)
         return None
 
-    def _await_work(self, run: _Run) -> Work | None:
+    def _await_work(self, run: _Run) -> RangeWork | None:
         nothing_at = time.monotonic()
         with self._lock:
             while True:
@@ -995,7 +995,7 @@ class Engine:
         except BaseException as error:
             run.ready.put(error)
 
-    def _from_reader(self, run: _Run) -> Item | None:
+    def _from_reader(self, run: _Run) -> BatchItem | None:
         begin = time.perf_counter()
         while True:
             try:
@@ -1011,7 +1011,7 @@ class Engine:
             raise got
         return got
 
-    def _end_of_iteration(self, item: Item) -> None:
+    def _end_of_iteration(self, item: BatchItem) -> None:
         self._stale.clear()
         self._check()
         self._keep_edits()
@@ -1057,7 +1057,7 @@ class Engine:
                 flush=True,
             )
 
-    def _without_step(self, work: Work) -> None:
+    def _without_step(self, work: RangeWork) -> None:
         """An iteration is over in which the script has not stepped."""
         marks = self._grad_marks()
         learnt = any(m[0] for m in marks) and marks != self._grads_before
@@ -1098,14 +1098,14 @@ class Engine:
         p, grad = self._probe
         return p.grad is not grad
 
-    def _take_kept(self, consumed: bool = False) -> list[tuple[Work, bool]]:
+    def _take_kept(self, consumed: bool = False) -> list[tuple[RangeWork, bool]]:
         """``consumed``: by a step that was captured before, when their gradients were there."""
         if self._kept and not consumed and self._was_zeroed():
             self._leave_out()
         kept, self._kept, self._probe = self._kept, [], None
         return [(k.work, k.learnt) for k in kept]
 
-    def _goes_on(self, work: Work) -> bool:
+    def _goes_on(self, work: RangeWork) -> bool:
         """Whether one step can consume the kept batches and ``work``: the same buckets want them."""
         with self._lock:
             return self.protocol.alike([*(k.work for k in self._kept), work])
@@ -1251,7 +1251,7 @@ class Engine:
             run.thread.join(timeout=5.0)
             while not run.ready.empty():
                 unread = run.ready.get()
-                if isinstance(unread, Item):
+                if isinstance(unread, BatchItem):
                     unread.close()
         if complete:
             if self.gate is not None and self._kept:
@@ -1294,7 +1294,7 @@ class Engine:
     # ------------------------------------------------------------ pushing
 
     def _push(
-        self, works: Sequence[tuple[Work, bool]], payload: _Payload | None, counted: int = -1, more: bool = False
+        self, works: Sequence[tuple[RangeWork, bool]], payload: _Payload | None, counted: int = -1, more: bool = False
     ) -> None:
         """Consume ``works`` (with each, whether something was learnt from it) with one optimizer step of ``payload``.
         ``counted``: samples that it has learnt from; -1: those of ``works``. ``more``: the iteration goes on.
@@ -1350,7 +1350,7 @@ class Engine:
             with self._lock:
                 self._close_part()
 
-    def _begin_behind(self, work: Work) -> None:
+    def _begin_behind(self, work: RangeWork) -> None:
         """Sync: a step behind the loop belongs to the next step of the job, too."""
         gate = self.gate
         assert gate is not None
@@ -1395,7 +1395,7 @@ class Engine:
         """The same gradients, grouped by ``router``."""
         return self._rows_of(rows.spec, rows.keys, rows.grads, None, router, [])
 
-    def _nonfinite(self, table: str, first: Work, last: Work) -> NonFiniteGradientError:
+    def _nonfinite(self, table: str, first: RangeWork, last: RangeWork) -> NonFiniteGradientError:
         _, epoch, _ = split_key(first.lease.shard)
         what = (
             "the dense part"

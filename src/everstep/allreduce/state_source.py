@@ -29,14 +29,14 @@ from everstep.net.messages import (
     DataAnswer,
     DataRequest,
     EndFollow,
-    Gone,
+    LogTaken,
     NextStep,
     NotYet,
     ReadState,
+    SnapshotGone,
     StatePart,
     StateReady,
     StepDid,
-    Taken,
 )
 
 KEEP_BYTES = 1 << 30  # of steps, for followers
@@ -216,7 +216,7 @@ class StateSource:
                 return self._next(request)
             case EndFollow():
                 self.leave([(request.slot, request.incarnation)])
-                return Taken(), ()
+                return LogTaken(), ()
         return Bad(f"a worker has no answer to {type(request).__name__}"), ()
 
     def _ask(self, r: AskState) -> DataAnswer:
@@ -247,7 +247,7 @@ class StateSource:
         with self._lock:
             found = self._snapshots.get(r.snapshot)
             if found is None:
-                return Gone(f"snapshot {r.snapshot} is not kept any more"), ()
+                return SnapshotGone(f"snapshot {r.snapshot} is not kept any more"), ()
             now = self._now()
             found.used_at = now
             if peer in self._followers:
@@ -269,13 +269,15 @@ class StateSource:
         with self._lock:
             while True:
                 if peer not in self._followers:
-                    return Gone("nothing is kept for you: too slow, or never asked"), ()
+                    return SnapshotGone("nothing is kept for you: too slow, or never asked"), ()
                 self._followers[peer] = (r.step, self._now())
                 if self._recorder is None:
-                    return Gone(self._broken), ()
+                    return SnapshotGone(self._broken), ()
                 at = r.step - self._tape[0].before.step if self._tape else 0
                 if at < 0 or (not self._tape and r.step < self._newest):
-                    return Gone(f"step {r.step} is not kept any more: {self._keep_bytes} bytes of steps are"), ()
+                    return SnapshotGone(
+                        f"step {r.step} is not kept any more: {self._keep_bytes} bytes of steps are"
+                    ), ()
                 if at < len(self._tape):
                     did = self._tape[at]
                     break

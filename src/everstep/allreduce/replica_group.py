@@ -64,7 +64,7 @@ class ReadOut(msgspec.Struct, frozen=True, tag="read"):
     what: str
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadState(msgspec.Struct, frozen=True, tag="load"):
     """The leader has a state for everybody: bytes of its header, and of its body."""
 
     header_bytes: int
@@ -76,7 +76,7 @@ class Sum(msgspec.Struct, frozen=True, tag="sum"):
     """Answer with a digest of your own part of the state."""
 
 
-class Reduced(msgspec.Struct, frozen=True, tag="reduced"):
+class GradientsReduced(msgspec.Struct, frozen=True, tag="reduced"):
     """The gradients in your memory are those of the group now; not ``ok``: the group broke."""
 
     ok: bool
@@ -103,7 +103,7 @@ class Summed(msgspec.Struct, frozen=True, tag="summed"):
     digest: int
 
 
-Message = Train | Over | Leave | ReadOut | Load | Sum | Reduced | Voted | Full | Summed
+Message = Train | Over | Leave | ReadOut | LoadState | Sum | GradientsReduced | Voted | Full | Summed
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from everstep.allreduce.buffers import FLOATS_MAX, INTS_MAX, each_buffer
+from everstep.allreduce.group_buffers import FLOATS_MAX, INTS_MAX, each_buffer
 from everstep.api.dense import FlatGroup
 from everstep.errors import ScriptError
 from everstep.model.table import OptimizerKind, OptimizerSpec
@@ -88,7 +88,7 @@ class BufferGroup(FlatGroup):
         return change
 
 
-class Constant:
+class ConstantBuffer:
     """A buffer that is not kept, and so must not change."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
@@ -108,16 +108,16 @@ class Constant:
             )
 
 
-def find_buffers(models: Sequence[nn.Module]) -> tuple[list[tuple[str, nn.Module, str]], list[Constant]]:
+def find_buffers(models: Sequence[nn.Module]) -> tuple[list[tuple[str, nn.Module, str]], list[ConstantBuffer]]:
     """The buffers that are kept, with their names in ``state_dict``, and those that must not change."""
     kept: list[tuple[str, nn.Module, str]] = []
-    constant: list[Constant] = []
+    constant: list[ConstantBuffer] = []
     for i, full, module, key, buffer in each_buffer(models):
         name = f"{i}.{full}" if len(models) > 1 else full
         if _fits(buffer):
             kept.append((name, module, key))
         else:
-            constant.append(Constant(name, module, key))
+            constant.append(ConstantBuffer(name, module, key))
     return kept, constant
 
 

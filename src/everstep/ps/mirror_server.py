@@ -4,9 +4,10 @@ Locks, in this order: the service's *gate* (pushes and feeds share it, whatever 
 holds it alone), then ``lock``, which guards the machine (but for feeds, which have the gate). Nobody waits for the
 network with either.
 
-Differences that come as they should never come here: what a push made is brought to the mirrors by ``Carrier.carry``,
-and taken there by ``Follower``, both in C++ and without the interpreter. Here is everything else: contents,
-connections, answers that say no, peers of other nodes (TLS is Python's), and whatever the follower hands on.
+Differences that come as they should never come here: what a push made is brought to the mirrors by
+``ReplicationSender.carry``, and taken there by ``StreamFollower``, both in C++ and without the interpreter. Here is
+everything else: contents, connections, answers that say no, peers of other nodes (TLS is Python's), and whatever the
+follower hands on.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from everstep.net.messages import (
     DataRequest,
     Fed,
     Feed,
+    FetchLog,
     HandedOver,
     HandOver,
+    LogTaken,
     Moved,
-    Tail,
     Tailed,
-    Taken,
     Want,
 )
-from everstep.protect.carrier import Carrier, Event, EventKind, Outcome
-from everstep.protect.machine import Action, Ask, Machine
+from everstep.protect.carrier import CarryOutcome, EventKind, PeerEvent, ReplicationSender
+from everstep.protect.machine import Ask, Machine, MirrorAction
 from everstep.protect.port import Body, StorePort
-from everstep.protect.streams import Batch, Blob, Code, PeerKey
-from everstep.ps.gate import Gate
+from everstep.protect.replication import AppendCode, Batch, Blob, PeerKey
+from everstep.ps.rw_lock import RwLock
 
 FEED_BYTES = 4 << 20
 """Largest message to a peer, but for single entries that are larger."""
@@ -67,7 +68,7 @@ _LOOK_S = 0.5
 logger = logging.getLogger("everstep.ps")
 
 
-class Connection(Protocol):
+class PeerLink(Protocol):
     """The part of ``everstep.net.data.DataClient`` that is used."""
 
     @property
@@ -83,19 +84,19 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-Connect = Callable[[PsPlace], Connection]
+Connect = Callable[[PsPlace], PeerLink]
 
 
 class _Peer:
     """A life of a ps (it may be this one) and what leads there. ``link`` and ``told`` belong to who has claimed it
-    (``Carrier.claim``): one thread at a time sends there and takes the answers."""
+    (``ReplicationSender.claim``): one thread at a time sends there and takes the answers."""
 
     __slots__ = ("key", "link", "place", "told")
 
     def __init__(self, place: PsPlace) -> None:
         self.place = place
         self.key: PeerKey = (place.slot, place.incarnation)
-        self.link: Connection | None = None
+        self.link: PeerLink | None = None
         self.told: set[int] = set()  # ids of the tables that it heard of from us
 
 
@@ -146,7 +147,7 @@ class _Tails:
         self._inbox.drop_tails()
 
 
-class Keeper:
+class MirrorServer:
     """What a ps keeps for others, and what others keep for it. Thread-safe.
 
     ``do(actions)``: carries out the machine's actions, in order, with the gate held alone. ``on_failure(line)``: a
@@ -158,13 +159,13 @@ class Keeper:
         store: Store,
         slot: Slot,
         incarnation: Incarnation,
-        gate: Gate,
+        gate: RwLock,
         inbox: _native.Inbox,
-        do: Callable[[list[Action]], None],
+        do: Callable[[list[MirrorAction]], None],
         on_failure: Callable[[str], None],
     ) -> None:
         self._store, self._gate, self._inbox, self._do, self._on_failure = store, gate, inbox, do, on_failure
-        self.streams = Carrier(store, (slot, incarnation))
+        self.streams = ReplicationSender(store, (slot, incarnation))
         self.machine = Machine(slot, incarnation, StorePort(store), self.streams, _Received(inbox), _Tails(inbox))
         self._slot = slot
         self.lock = threading.RLock()
@@ -270,11 +271,11 @@ class Keeper:
         while True:
             left = deadline - time.monotonic()
             outcome, events = self.streams.carry(before, after, max(0.0, left))
-            if outcome is not Outcome.EVENTS:
-                return outcome is Outcome.CONFIRMED
+            if outcome is not CarryOutcome.EVENTS:
+                return outcome is CarryOutcome.CONFIRMED
             self._see_to(events, left)
 
-    def _see_to(self, events: Sequence[Event], timeout_s: float) -> None:
+    def _see_to(self, events: Sequence[PeerEvent], timeout_s: float) -> None:
         """Of peers that are claimed for us."""
         with self.lock:
             known = [(self._peers.get(e.peer), e) for e in events]
@@ -298,7 +299,7 @@ class Keeper:
             for event in events:
                 self.streams.native.release(event.peer)
 
-    def _hear(self, peer: _Peer, event: Event) -> None:
+    def _hear(self, peer: _Peer, event: PeerEvent) -> None:
         if event.kind is EventKind.CODES:
             self._judged(peer, event.first, event.payload)
         else:
@@ -351,7 +352,7 @@ class Keeper:
         faultpoints.reach("mid_rebuild" if self.machine.rebuilding else "after_feed")
         return answer
 
-    def want(self, request: Want) -> Taken | Moved:
+    def want(self, request: Want) -> LogTaken | Moved:
         """ValueError: malformed."""
         if request.purpose in ("rows", "rest"):  # nothing that is served changes
             with self.lock:
@@ -362,7 +363,7 @@ class Keeper:
         with self.transition() as machine:
             return machine.want(request)
 
-    def tail(self, request: Tail) -> tuple[Tailed | Moved, list[Any]]:
+    def tail(self, request: FetchLog) -> tuple[Tailed | Moved, list[Any]]:
         with self.transition() as machine:
             return machine.tail(request)
 
@@ -550,7 +551,7 @@ class Keeper:
 
     def _judged(self, peer: _Peer, first: int, codes: bytes) -> None:
         """A code for each entry from number ``first`` of the stream on."""
-        if Code.REFUSED in codes or Code.GAP in codes:
+        if AppendCode.REFUSED in codes or AppendCode.GAP in codes:
             with self.transition() as machine:
                 for bucket, ticket in self.streams.answered(peer.key, first, codes).items():
                     machine.refused(bucket, ticket)
@@ -565,7 +566,7 @@ class Keeper:
                 pass
         return answer
 
-    def _ask(self, link: Connection | None, ask: Ask) -> bool:
+    def _ask(self, link: PeerLink | None, ask: Ask) -> bool:
         """True: the peer wants to be asked again."""
         blobs: Sequence[Any] = ()
         answer: DataAnswer
@@ -577,7 +578,7 @@ class Keeper:
             match ask.request:
                 case Want() as want:
                     answer = self.want(want)
-                case Tail() as tail:
+                case FetchLog() as tail:
                     answer, blobs = self.tail(tail)
                 case HandOver() as hand_over:
                     answer = self.hand_over(hand_over)

@@ -29,7 +29,7 @@ class _Waiter:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class GroupStore:
+class StoreServer:
     """``set`` and ``get`` as the requests StoreSet and StoreGet want it. For one asyncio loop."""
 
     def __init__(self) -> None:

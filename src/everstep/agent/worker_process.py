@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from everstep.agent.failures import cause_of
+from everstep.agent.script_failures import cause_of
 from everstep.agent.stacks import dump_on_signal
 from everstep.agent.unit import await_fate, await_mates, become_unit
 from everstep.errors import EverstepError, ScriptError, script_place

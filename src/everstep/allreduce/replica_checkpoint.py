@@ -29,11 +29,11 @@ from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import TakeReplica
 from everstep.net.retry import Deadline, backoff, retry
-from everstep.protect.manifest import Trust, list_checkpoints, read_manifest, reading
+from everstep.protect.manifest import ManifestTrust, list_checkpoints, read_manifest, reading
 from everstep.protect.model import model_folder, too_large
 from everstep.protect.replicafile import ReplicaHead, read_replica_file, write_replica_file
 from everstep.protect.sources import own_url
-from everstep.storage.places import Place, open_place
+from everstep.storage.places import StoragePlace, open_place
 
 WRITE_S = 120.0  # a place that does not take the file is tried again for so long
 TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
@@ -210,10 +210,10 @@ class ReplicaWriter:
 # ---------------------------------------------------------------- back
 
 
-def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[Place, Manifest]:
+def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[StoragePlace, Manifest]:
     """This job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
     ``protect.sources.ImageSources``. Raises CheckpointError, StorageError."""
-    trust = Trust(key=key, digests=spec.trusted)
+    trust = ManifestTrust(key=key, digests=spec.trusted)
     urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
     for url in urls:
         place = open_place(url)
@@ -222,7 +222,7 @@ def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> t
     raise CheckpointError(f"checkpoint {checkpoint} is not in {' nor in '.join(urls)}")
 
 
-def read_replica(place: Place, manifest: Manifest) -> Packed:
+def read_replica(place: StoragePlace, manifest: Manifest) -> Packed:
     """All of it, checked. Raises CheckpointError (of tables; damaged), StorageError."""
     if manifest.replica is None:
         raise CheckpointError(
@@ -280,7 +280,7 @@ def _state_dicts(packed: Packed, what: str) -> dict[str, Any]:
     }
 
 
-def export_replica(place: Place, manifest: Manifest, out: Path, tell: Callable[[str], None]) -> None:
+def export_replica(place: StoragePlace, manifest: Manifest, out: Path, tell: Callable[[str], None]) -> None:
     """``out/model.safetensors``: the model's state_dict; ``out/training.pt``: the optimizers' and the rest, for
     ``torch.load(path, weights_only=True)``. Raises CheckpointError, StorageError, OSError."""
     found = state_dicts(read_replica(place, manifest), f"checkpoint {manifest.checkpoint}")

@@ -26,7 +26,7 @@ _NUMPY: Final = 6
 _BATCH: Final = 7
 
 
-class Streams:
+class RandomStreams:
     """Who may draw. The streams are one for the whole process: the thread that runs a loop of the script has them, and
     lends them while it waits for its reader; any other thread draws, or puts them back, only while it has them."""
 
@@ -57,7 +57,7 @@ class Streams:
             self.give()
 
 
-STREAMS: Final = Streams()
+STREAMS: Final = RandomStreams()
 
 
 def range_seed(seed: int, epoch: int, lo: int, dataset: int = 0) -> int:
@@ -173,13 +173,13 @@ class Drawing:
             (_seed_torch, _seed_numpy, random.seed)[stream](seed)
 
 
-class Watch:
+class DrawWatch:
     """Whether any of the calls under watch drew."""
 
     drawn = False
 
 
-def in_streams_of(seed: int, call: Callable[[], Any], watch: Watch | None = None) -> Any:
+def in_streams_of(seed: int, call: Callable[[], Any], watch: DrawWatch | None = None) -> Any:
     """``call()``, in streams of ``seed``."""
     with untouched():
         _seed_torch(seed)

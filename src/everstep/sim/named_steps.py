@@ -5,12 +5,12 @@ from __future__ import annotations
 from everstep.ids import Incarnation, LeaseNo, Slot
 from everstep.model.turn import Turn
 from everstep.sim.kernel import Violation
-from everstep.tables.protocol import Work
+from everstep.tables.worker_protocol import RangeWork
 
 Who = tuple[Slot, Incarnation]
 
 
-class Steps:
+class NamedSteps:
     """Which parts a master has ever named, and at which step each batch was begun."""
 
     def __init__(self) -> None:
@@ -23,17 +23,17 @@ class Steps:
     def says(self, turn: Turn) -> None:
         self.named |= {(turn.step, (part.slot, part.incarnation)) for part in turn.parts}
 
-    def begins(self, slot: Slot, incarnation: Incarnation, work: Work, step: int) -> None:
+    def begins(self, slot: Slot, incarnation: Incarnation, work: RangeWork, step: int) -> None:
         """A worker pulls rows to compute ``work`` for ``step``."""
         self.begun[(slot, incarnation), work.lease.no, work.lo, work.hi] = step
 
-    def joins(self, slot: Slot, incarnation: Incarnation, works: tuple[Work, ...]) -> None:
+    def joins(self, slot: Slot, incarnation: Incarnation, works: tuple[RangeWork, ...]) -> None:
         """A worker calls these one part of a step."""
         self._number += 1
         for work in works:
             self.parts[(slot, incarnation), work.lease.no, work.lo, work.hi] = self._number
 
-    def pushes(self, slot: Slot, incarnation: Incarnation, work: Work) -> None:
+    def pushes(self, slot: Slot, incarnation: Incarnation, work: RangeWork) -> None:
         who = (slot, incarnation)
         key = (who, work.lease.no, work.lo, work.hi)
         step = self.begun.get(key, -1)

@@ -10,7 +10,7 @@ The shell (``session``) tells the machine what happened, and does the ``Action``
 - News that this newer generation is broken too come to some members before they are in it, to others after. Who has
   them before does not go there and cannot stay either, since the others may be gone: the group that is to be left is
   broken then. (Else one waits in it for another that waits in the newest, for ever.)
-- How a step is divided (``Split``) changes within a generation, without connecting anew: each vote says the newest
+- How a step is divided (``StepSplit``) changes within a generation, without connecting anew: each vote says the newest
   split that one has of it, and if all say the same, it holds from the next step on. In a group just entered it holds at
   once where the first words agree on it; else all begin with equal shares.
 - Whoever entered a vote and did not get its result asks the others of the next group: has anybody committed that
@@ -26,7 +26,7 @@ from enum import Enum
 import msgspec
 
 from everstep.ids import Incarnation, Slot
-from everstep.model.group import Group, Split
+from everstep.model.group import Group, StepSplit
 
 BALLOT = 12
 """int64 of one vote, reduced with MAX: step, digest, newest connected generation and newest split of the present one,
@@ -46,7 +46,7 @@ class Connect:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AbortGroup:
     """Abort this generation's group: nobody is to wait in it any more. Harmless when repeated or unknown."""
 
     generation: int
@@ -59,7 +59,7 @@ class Follow:
     group: Group
 
 
-Action = Connect | Cut | Follow
+Action = Connect | AbortGroup | Follow
 
 
 class Counted(Enum):
@@ -93,9 +93,9 @@ class GroupMachine:
         self._attempt = 0  # of the present group
         self._said: Group | None = None  # in the vote in flight
         self._change: Group | None = None  # everybody goes over to this group now
-        self.split = Split()  # by which the present group divides its next step
-        self._newest_split = Split()  # of the present generation, by the master's word
-        self._said_split = Split()  # in the vote, or the first words, in flight
+        self.split = StepSplit()  # by which the present group divides its next step
+        self._newest_split = StepSplit()  # of the present generation, by the master's word
+        self._said_split = StepSplit()  # in the vote, or the first words, in flight
 
     def __repr__(self) -> str:
         present = "no group" if self.present is None else f"generation {self.present.generation}"
@@ -122,7 +122,7 @@ class GroupMachine:
         self.newest = group
         actions: list[Action] = []
         if self._building is not None:
-            actions.append(Cut(self._building[0]))
+            actions.append(AbortGroup(self._building[0]))
             self._building = None
         if self._change is not None and self._change.broken_by(group):
             actions += self._strand()
@@ -130,7 +130,7 @@ class GroupMachine:
         # whoever entered it already and waits there for us.
         for generation in [g for g, ready in self._ready.items() if ready not in (self._said, self._change)]:
             del self._ready[generation]
-            actions.append(Cut(generation))
+            actions.append(AbortGroup(generation))
         if self.present is not None and self.whole and self.present.broken_by(group):
             actions += self.broke()
         if self.member_of(group):
@@ -155,7 +155,7 @@ class GroupMachine:
     def connected(self, generation: int, attempt: int) -> list[Action]:
         """A group is connected with everybody in it."""
         if self._building != (generation, attempt) or self.newest is None:
-            return [Cut(generation)] if self._building is None or self._building[0] != generation else []
+            return [AbortGroup(generation)] if self._building is None or self._building[0] != generation else []
         self._building = None
         self._attempt = attempt
         self._ready[generation] = self.newest
@@ -224,7 +224,7 @@ class GroupMachine:
         newest = self.newest
         same = newest is not None and newest.generation == group.generation
         self._newest_split = newest.split if newest is not None and same else group.split
-        self.split = Split()
+        self.split = StepSplit()
         self._change = self._said = None
 
     def broke(self) -> list[Action]:
@@ -235,7 +235,7 @@ class GroupMachine:
         # What everybody agreed to go over to stands: some are there already, and wait for us. Unless it is broken too.
         if self._change is not None and self.newest is not None and self._change.broken_by(self.newest):
             self._change = None
-        return [Cut(self.present.generation)]
+        return [AbortGroup(self.present.generation)]
 
     def _strand(self) -> list[Action]:
         """What everybody agreed to go over to is broken before this member is there; others may be."""
@@ -277,7 +277,7 @@ class GroupMachine:
         stay = {group.generation for group in (self._change, self.newest) if group is not None}
         for generation in [g for g in self._ready if g not in stay]:
             del self._ready[generation]
-            actions.append(Cut(generation))
+            actions.append(AbortGroup(generation))
         counted = Counted.AGREED
         if step != -minus_step:
             counted = Counted.DIFFERENT_STEPS
