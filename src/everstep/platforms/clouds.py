@@ -61,46 +61,46 @@ class Metadata:
         """For an answer that says neither yes nor no."""
         return PlatformError(f"{self._host}:{self._port}{path} answered {page.status} {page.text[:60]!r}")
 
+    def object(self, path: str, page: MetadataPage) -> dict[str, Any]:
+        """The JSON object that the page is. Raises PlatformError."""
+        try:
+            found = _JSON.decode(page.text)
+        except msgspec.DecodeError:
+            raise self.wrong(path, page) from None
+        if not isinstance(found, dict):
+            raise self.wrong(path, page)
+        return found
 
-def _object(page: MetadataPage, wrong: Callable[[], PlatformError]) -> dict[str, Any]:
-    try:
-        found = _JSON.decode(page.text)
-    except msgspec.DecodeError:
-        raise wrong() from None
-    if not isinstance(found, dict):
-        raise wrong()
-    return found
 
-
-class _WithToken:
-    """Services that want a token: it is asked for with PUT, and again when it is refused."""
+class _WithToken(Metadata):
+    """A service that wants a token: it is asked for with PUT, and again when it is refused."""
 
     def __init__(self, base: str, token_path: str, header: str) -> None:
-        self._service = Metadata(base)
+        super().__init__(base)
         self._token_path, self._header = token_path, header
         self._token, self._until = "", 0.0
 
-    def page(self, path: str) -> MetadataPage:
+    def page(self, path: str) -> MetadataPage | None:
+        """None: there is none (404). Raises PlatformError for any other answer than a page."""
         for _ in range(2):
             if not self._token or time.monotonic() > self._until:
                 self._renew()
-            page = self._service.ask(path, {self._header: self._token} if self._token else {})
+            page = self.ask(path, {self._header: self._token} if self._token else {})
             if page.status != 401:
-                return page
+                break
             self._token = ""
-        raise self._service.wrong(path, page)
+        if page.status not in (200, 404):
+            raise self.wrong(path, page)
+        return page if page.status == 200 else None
 
     def _renew(self) -> None:
-        page = self._service.ask(self._token_path, {f"{self._header}-ttl-seconds": str(_TOKEN_S)}, "PUT")
+        page = self.ask(self._token_path, {f"{self._header}-ttl-seconds": str(_TOKEN_S)}, "PUT")
         if page.status in (403, 404, 405):  # a service of the first version has no tokens
             self._token, self._until = "", time.monotonic() + _TOKEN_S
             return
         if page.status != 200 or not page.text or not page.text.isascii() or any(c.isspace() for c in page.text):
-            raise self._service.wrong(self._token_path, page)
+            raise self.wrong(self._token_path, page)
         self._token, self._until = page.text, time.monotonic() + 0.9 * _TOKEN_S
-
-    def wrong(self, path: str, page: MetadataPage) -> PlatformError:
-        return self._service.wrong(path, page)
 
 
 class Aws:
@@ -118,23 +118,16 @@ class Aws:
 
     def look(self) -> tuple[Notice, ...]:
         out: list[Notice] = []
-        page = self._service.page(self._ACTION)
-        if page.status == 200:
-            found = _object(page, lambda: self._service.wrong(self._ACTION, page))
+        if (page := self._service.page(self._ACTION)) is not None:
+            found = self._service.object(self._ACTION, page)
             action = str(found.get("action", ""))
             if action not in ("terminate", "stop", "hibernate") or not isinstance(found.get("time"), str):
                 raise self._service.wrong(self._ACTION, page)
             out.append(Notice(self.name, "instance-action", f"the spot instance: {action}", time_of(found["time"])))
-        elif page.status != 404:
-            raise self._service.wrong(self._ACTION, page)
-        page = self._service.page(self._REBALANCE)
-        if page.status == 200:
-            found = _object(page, lambda: self._service.wrong(self._REBALANCE, page))
-            said = str(found.get("noticeTime", ""))
+        if (page := self._service.page(self._REBALANCE)) is not None:
+            said = str(self._service.object(self._REBALANCE, page).get("noticeTime", ""))
             what = "the spot instance is at a higher risk of interruption"
             out.append(Notice(self.name, f"rebalance {said}", what, None, Certainty.LIKELY))
-        elif page.status != 404:
-            raise self._service.wrong(self._REBALANCE, page)
         return tuple(out)
 
 
@@ -209,7 +202,7 @@ class Azure:
         self._asked = True
         if page.status != 200:
             raise self._service.wrong(self._EVENTS, page)
-        events = _object(page, lambda: self._service.wrong(self._EVENTS, page)).get("Events")
+        events = self._service.object(self._EVENTS, page).get("Events")
         if not isinstance(events, list) or not all(isinstance(e, dict) for e in events):
             raise self._service.wrong(self._EVENTS, page)
         return tuple(n for e in events if (n := self._notice(e)) is not None)
@@ -240,9 +233,9 @@ class Alibaba:
 
     def look(self) -> tuple[Notice, ...]:
         page = self._service.page(self._TIME)
-        if page.status == 404:
+        if page is None:
             return ()
-        if page.status != 200 or not page.text[:4].isdigit():
+        if not page.text[:4].isdigit():
             raise self._service.wrong(self._TIME, page)
         return (Notice(self.name, "termination-time", "the spot instance is released", time_of(page.text)),)
 

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -29,6 +29,7 @@ import msgspec
 from everstep.config.notices import parse_notices
 from everstep.errors import PlatformError
 from everstep.model.notice import Certainty, Notice
+from everstep.net.retry import backoff
 
 DESIGN_LEAD_S: Final = 15.0
 """The shortest time that a platform with notices gives (GKE); what is assumed where nobody says when."""
@@ -128,7 +129,7 @@ class NoticeWatch:
             return all(self._answers.get(s.name, 0) >= _GONE_LOOKS for s in self.sources)
 
     def _ask(self, source: NoticeSource) -> None:
-        wait_s, told = source.every_s, ""
+        waits, told = _after_failures(source), ""
         while not self._over.is_set():
             try:
                 found = source.look()
@@ -136,11 +137,11 @@ class NoticeWatch:
                 if str(error) != told:
                     told = str(error)
                     self._say(f"notices from {source.name}: {told}; it is asked again")
-                wait_s = min(_BACK_OFF_MAX_S, 2 * wait_s)
+                wait_s = next(waits)
             else:
                 if told:
                     self._say(f"notices from {source.name}: it answers again")
-                wait_s, told = source.every_s, ""
+                waits, wait_s, told = _after_failures(source), source.every_s, ""
                 with self._lock:
                     self._answers[source.name] = self._answers.get(source.name, 0) + 1
                     changes = self._ledger.looked(source.name, found)
@@ -148,6 +149,10 @@ class NoticeWatch:
                     if not self._over.is_set():
                         self._changed(change)
             self._over.wait(wait_s)
+
+
+def _after_failures(source: NoticeSource) -> Iterator[float]:
+    return backoff(2 * source.every_s, _BACK_OFF_MAX_S, spread=0.0, at_once=False)
 
 
 # ------------------------------------------------------------ times
