@@ -161,12 +161,6 @@ class GroupTrainer:
     # ------------------------------------------------------------ the loop
 
     def steps(self, loader: Loader) -> Iterator[Any]:
-        if not isinstance(loader, Loader):
-            raise ScriptError(
-                f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
-                "which "
-                "takes a dataset, or torch's DataLoader, with epochs="
-            )
         if self.engine.failure is not None:
             raise self.engine.failure
         plan = loader.plan()

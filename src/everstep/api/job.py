@@ -310,6 +310,11 @@ class Job:
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         """The batches that this process is to work on. Leaving an iteration ends its step: see ``Engine.steps``."""
+        if not isinstance(loader, Loader):
+            raise ScriptError(
+                f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
+                "which takes a dataset, or torch's DataLoader, with epochs="
+            )
         return self._trainer.steps(loader)
 
     def report(self, **values: Any) -> None:

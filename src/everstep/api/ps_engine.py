@@ -777,12 +777,6 @@ class PsEngine:
 
     def steps(self, loader: Loader) -> Iterator[Any]:
         """Batches of ``loader``, each with its rows in place; what the script computes from them is pushed."""
-        if not isinstance(loader, Loader):
-            raise ScriptError(
-                f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
-                "which "
-                "takes a dataset, or torch's DataLoader, with epochs="
-            )
         if self.tables.current is not None:
             raise ScriptError(
                 "job.steps() inside the loop of another job.steps(): end the outer loop first, or read the second "
