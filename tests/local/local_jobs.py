@@ -62,7 +62,8 @@ def processes_of(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def until(what: Callable[[], object], timeout_s: float = 240.0, why: Callable[[], str] = lambda: "") -> None:
+def until(what: Callable[[], object], timeout_s: float = 180.0, why: Callable[[], str] = lambda: "") -> None:
+    """Less than what a test has in all: whoever waits in vain says what it saw."""
     end = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < end, f"it did not happen within {timeout_s} s: {why()}"
