@@ -1,7 +1,8 @@
 """A small model with a witness beside it; ``benchmarks.witness`` runs it and kills what belongs to it.
 
 ``--loops 1,2``: two loops, over one epoch and two. ``--accumulate K``: ``opt.step()`` in every K-th step.
-``--leave-out N``: every N-th step is left out. ``--plant``: a fault on purpose, that the witness must find.
+``--rest``: ``opt.step()`` behind each loop too, for what it has left. ``--leave-out N``: every N-th step is left out.
+``--plant``: a fault on purpose, that the witness must find.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ arguments.add_argument("--samples", type=int, default=256)
 arguments.add_argument("--batch", type=int, default=16)
 arguments.add_argument("--loops", default="1")
 arguments.add_argument("--accumulate", type=int, default=1)
+arguments.add_argument("--rest", action="store_true")
 arguments.add_argument("--leave-out", type=int, default=0)
 arguments.add_argument("--pause", type=float, default=0.0)
 arguments.add_argument("--plant", default="", choices=("", "twice", "lost", "step"))
@@ -86,4 +88,7 @@ for epochs in loops:
             opt.zero_grad()
         job.report(loss=loss)
         time.sleep(args.pause)
+    if args.rest:
+        opt.step()
+        opt.zero_grad()
     print(f"worker {job.slot} is through a loop of {epochs}", flush=True)

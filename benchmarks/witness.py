@@ -94,10 +94,12 @@ class Plan(NamedTuple):
         hurts = hurts[: stops[0] + 1] if stops else hurts
         workers = 2 if mode == "shard" else draw.choice([2, 2, 3])
         total = samples * sum(map(int, loops.split(",")))
-        return cls(
-            number, mode, workers, script, total, leave_out == 0 and accumulate == 1, hurts,
-            draw.choice([1, 2, 3]) if stops else 0,
-        )  # fmt: skip
+        resumed = draw.choice([1, 2, 3]) if stops else 0
+        rest = accumulate > 1 and draw.random() < 0.5
+        if rest:
+            script = [*script, "--accumulate", "3", "--rest"]
+        every = leave_out == 0 and (accumulate == 1 or rest)
+        return cls(number, mode, workers, script, total, every, hurts, resumed)
 
 
 class Found(NamedTuple):

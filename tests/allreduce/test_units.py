@@ -57,7 +57,7 @@ def test_gradients_of_a_mate_lie_in_memory_that_its_leader_maps() -> None:
 
 def test_a_word_out_of_turn_and_the_end_of_a_process_are_errors_not_waits() -> None:
     leader, mate = pair()
-    leader.tell_all(Over(True))
+    leader.tell_all(Over(True, 1.0, False))
     with pytest.raises(InternalError, match="expected Voted and got Over"):
         mate.hear(Voted)
     mate.answer(GradientsReduced(True, True))

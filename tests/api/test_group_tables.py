@@ -318,3 +318,58 @@ def test_a_bucket_that_has_a_part_of_a_step_gets_only_the_rest(join: Callable[..
     assert had.any() and torch.equal(gained, (~had).int())
     job.close()
     assert audit(Path(job.run_dir)).ok
+
+
+def rest_behind_loops(model: Net, job: Job | None, every: int, steps: int = 1) -> list[torch.Tensor]:
+    """A loop for each of two epochs, with a step behind it for what is left (a batch or two). Returns what an
+    evaluation behind each of these steps saw. ``job`` None: with plain PyTorch."""
+    whole = {k: torch.from_numpy(v) for k, v in data().items()}
+    opt: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    opt = opt if job is None else job.optimizer(opt)
+    seen = []
+    for _ in range(2):
+        if job is None:
+            batches: Any = [{k: v[lo : lo + BATCH] for k, v in whole.items()} for lo in range(0, N, BATCH)]
+        else:
+            batches = job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False))
+        for number, batch in enumerate(batches):
+            (loss_of(model, batch) / every).backward()
+            if number % every == every - 1:
+                opt.step()
+                opt.zero_grad()
+        for _ in range(steps):
+            opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            seen.append(model({"ids": torch.arange(39).reshape(13, 3)}))
+    return seen
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_behind_the_loop_consumes_what_the_loop_has_left(join: Callable[..., Job], steps: int) -> None:
+    """Eight batches, three to a step; what is seen right behind the step has it, and so has the next loop."""
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net()))
+    got = rest_behind_loops(model, job, 3, steps)
+    plain = Net()
+    wanted = rest_behind_loops(plain, None, 3, steps)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    job.close()
+    report = audit(Path(job.run_dir))
+    assert report.ok and len(report.finished) == 2, report.text()
+    assert "left_out_samples" not in report.counts or not report.counts["left_out_samples"], report.counts
+    assert f"tables: {4 + 2 * steps} steps applied at 1 ps x 64 buckets" in report.text(), report.text()
+
+
+def test_a_step_behind_the_loop_without_samples_of_its_own_is_refused(join: Callable[..., Job]) -> None:
+    job = join(mode="allreduce", ps=1)
+    model = job.replicate(job.sparse(Net()))
+    opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False)):
+        opt.zero_grad()
+        loss_of(model, batch).backward()
+        opt.step()
+    with pytest.raises(ScriptError, match=r"behind job.steps\(\): the gradient of table 'table' has no samples"):
+        opt.step()

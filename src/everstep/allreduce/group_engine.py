@@ -939,7 +939,7 @@ class GroupEngine:
 
     def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
         if not self._in_script:
-            return self._step_behind_loop()
+            return self._step_behind_loop(optimizer)
         assert self._reducer is not None
         assert self._step is not None
         if not self._scaler_checked:
@@ -965,15 +965,20 @@ class GroupEngine:
             self.tables.stepped(optimizer, self._step.lr_factor)
         return self._step.lr_factor
 
-    def _step_behind_loop(self) -> float:
+    def _step_behind_loop(self, optimizer: GroupOptimizer) -> float | None:
         """The rest of an accumulation. Reduced gradients that no optimizer has used are part of the state: all members
-        that trained the loop to its end have the same, and step alike, as they do with all that stands between loops.
+        that trained the loop to its end have the same, and step alike, as they do with all that stands between loops;
+        so have those that copied the state at its end, without a step of their own.
         """
-        if self._reducer is None or self._step is None:
+        if self._reducer is None or self.session is None or not self.registered:
             raise ScriptError("opt.step() before job.steps(): no gradient is there yet; step in the loop, or behind it")
+        where = self.session.behind_loop()
+        if where.passing:
+            return None
+        factor = self._step.lr_factor if self._step is not None else where.lr_factor
         if self.tables is not None:
-            raise ScriptError("opt.step() outside of job.steps(): gradients belong to a batch of the loop")
-        return self._step.lr_factor
+            self.tables.stepped_behind(optimizer, factor, where.last)
+        return factor
 
     def _check_assigned(self) -> None:
         assert self._reducer is not None

@@ -32,7 +32,7 @@ from everstep.allreduce.replica_group import (
     split,
 )
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.step import LeaveJob, StepAttempt, VoteOutcome
+from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, VoteOutcome
 from everstep.errors import EverstepError, InternalError
 from everstep.model.group import Group
 from everstep.model.shard import ShardSchedule
@@ -115,7 +115,8 @@ class LeadingSession:
             raise
         if step is None:
             unit.chief = bool(self.inner.seat.chief())
-            unit.tell_all(Over(unit.chief))
+            where = self.behind_loop()
+            unit.tell_all(Over(unit.chief, where.lr_factor, where.passing))
             return None
         unit.chief = self.inner.seat.slot == 0  # (who stands in for it is asked for where the loop is over)
         for mate in unit.mates:
@@ -133,6 +134,10 @@ class LeadingSession:
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:
         self.inner.done(step, stepped)
+
+    def behind_loop(self) -> BehindLoop:
+        where: BehindLoop = self.inner.behind_loop()
+        return where
 
     # ------------------------------------------------------------ the master's orders
 
@@ -168,6 +173,7 @@ class FollowingSession:
     def __init__(self, state: ReplicaState, unit: Unit) -> None:
         self.state, self.unit = state, unit
         self._left = False
+        self._behind = (1.0, False)
         self.before_end: Callable[[Any], None] | None = None
 
     def __repr__(self) -> str:
@@ -190,8 +196,8 @@ class FollowingSession:
             case Train(step, chief):
                 self.unit.chief = chief
                 return StepAttempt(**vars(step), collective=_LEADERS)
-            case Over(chief):
-                self.unit.chief = chief
+            case Over(chief, lr_factor, passing):
+                self.unit.chief, self._behind = chief, (lr_factor, passing)
                 return None
             case Leave(status):
                 self._left = True
@@ -235,6 +241,9 @@ class FollowingSession:
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:
         """The leader says so."""
+
+    def behind_loop(self) -> BehindLoop:
+        return BehindLoop(self.state.mark.step - 1, *self._behind)
 
     def grouped(self, group: Group) -> None:
         """Orders come to the leader."""

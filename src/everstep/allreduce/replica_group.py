@@ -47,9 +47,11 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """The loop is over. ``chief``: the worker is the one to evaluate and save."""
+    """The loop is over. ``chief``: the worker is the one to evaluate and save; the others: see ``step.BehindLoop``."""
 
     chief: bool
+    lr_factor: float
+    passing: bool
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

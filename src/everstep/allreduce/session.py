@@ -24,7 +24,7 @@ from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counte
 from everstep.allreduce.group_store import GroupStore
 from everstep.allreduce.packed import Packed
 from everstep.allreduce.station import Station
-from everstep.allreduce.step import LeaveJob, StepAttempt, StepTables, VoteOutcome
+from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels
 from everstep.brain.events import (
     Answer,
@@ -55,7 +55,7 @@ from everstep.net import messages
 from everstep.net.auth import Secret
 from everstep.net.log import logger
 from everstep.policies.step_split import StepCut as StepCut
-from everstep.policies.step_split import cut_step, within
+from everstep.policies.step_split import cut_step, rate_of, within
 from everstep.storage.chain import ChainWriter
 
 NEWS_S = 300.0
@@ -231,6 +231,8 @@ class Session:
     def enter(self, dataset: int, until_epoch: int, plan: ShardSchedule, batch_samples: int, largest: int = 0) -> None:
         """A loop over ``dataset`` begins. Returns when this process is a member of a group and has its state, or when
         the loop is over already (``begin`` returns None then). Raises LeaveJob."""
+        if self.tables is not None:
+            self.tables.settle_behind()
         with self._changed:
             self.dataset, self.until_epoch = dataset, until_epoch
             self.plan, self.batch_samples, self.largest = plan, batch_samples, largest
@@ -373,6 +375,13 @@ class Session:
         those have."""
         self.commits.settle(before)
         self.keeper.settled(before if self.tables is None else min(before, self.tables.pushed))
+
+    def behind_loop(self) -> BehindLoop:
+        group, spec = self.machine.present, self.seat.spec
+        passing = self._ahead is not None or group is None
+        size = 1 if group is None else group.size
+        factor = rate_of(spec, self.batch_samples, size, self.machine.split)
+        return BehindLoop(self.state.mark.step - 1, factor, passing)
 
     def close(self, error: str = "") -> None:
         """The script is over: tell what is untold, leave the group. Harmless when repeated. Raises PlatformError where

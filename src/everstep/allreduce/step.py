@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from everstep.ids import LeaseNo
 from everstep.model.group import Group, Mark, Micro
@@ -121,6 +121,16 @@ def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
     return (held[0], held[-1] + 1) if held else (0, 0)
 
 
+class BehindLoop(NamedTuple):
+    """Where a script is that stands behind its loop. ``last``: number of the state's last step; ``lr_factor``: of a
+    step that the present group would do; ``passing``: the state has this place behind it, and what the script does
+    here is undone."""
+
+    last: int
+    lr_factor: float
+    passing: bool
+
+
 class StepTables(Protocol):
     """The tables of a job whose rows live on the ps, for engine and session; on the script's thread.
 
@@ -167,6 +177,15 @@ class StepTables(Protocol):
 
     def stepped(self, optimizer: Any, lr_factor: float) -> None:
         """The optimizer is about to step: what ``grad`` of its tables holds now belongs to the step."""
+        ...
+
+    def stepped_behind(self, optimizer: Any, lr_factor: float, last: int) -> None:
+        """The same behind the loop, whose last step was ``last``: the rest of an accumulation. Raises ScriptError if
+        there are gradients and no samples of them."""
+        ...
+
+    def settle_behind(self) -> None:
+        """The script is about to enter its next loop: what it has stepped with behind the last one goes to the ps."""
         ...
 
     def has_stepped(self) -> None: ...
@@ -231,6 +250,10 @@ class GroupSession(Protocol):
 
     def broken(self, step: StepAttempt) -> None:
         """A collective of this step failed: it will be done again."""
+        ...
+
+    def behind_loop(self) -> BehindLoop:
+        """The script stands behind a loop."""
         ...
 
     def done(self, step: StepAttempt, stepped: bool = True) -> None:

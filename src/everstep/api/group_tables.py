@@ -175,7 +175,7 @@ class GroupTables:
         self._changed = threading.Condition(self._lock)
         self._feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
         self._sums: dict[tuple[int, int], _StepSum] = {}  # by step and position
-        self._step: StepAttempt | None = None  # of the rows in hand
+        self._last: tuple[int, ShardKey, int] | None = None  # the step of the rows in hand: number, shard and its end
         self._stale: set[str] = set()  # tables that were stepped since their rows were shown
         self._ahead: dict[str, Ahead] = {}
         self._item: BatchItem | None = None
@@ -339,7 +339,7 @@ class GroupTables:
         self.release()
         self.tables.forget_asides()
         self._forget_steps()
-        self._step = step
+        self._last = step.number, table_shard(step.dataset, step.epoch), step.hi
         self._item = item = self.tables.prepare(None, batch, create=True)
         self.tables.take(item)
         self._saved = {name: table.save() for name, table in self.tables.batches.items()}
@@ -375,6 +375,39 @@ class GroupTables:
         self.tables.forget_asides()
         self._hide(True)
 
+    def stepped_behind(self, optimizer: Any, lr_factor: float, last: int) -> None:
+        if self._before is None and not self._held_back.ranges:
+            for held in self.firing.fired(optimizer):
+                if held.table.has_grad:
+                    raise ScriptError(
+                        f"opt.step() behind job.steps(): the gradient of table {held.table.name!r} has no samples that "
+                        "a step in the loop has not used, and on the ps nothing is stepped without: call zero_grad() "
+                        "behind each opt.step(), and step behind the loop only with what it has left"
+                    )
+        before = self._before or tuple(self._held_back.ranges)
+        if before:
+            self._last = last, before[-1].shard, before[-1].hi
+        self.stepped(optimizer, lr_factor)
+
+    def settle_behind(self) -> None:
+        """The script is through with what stands behind a loop. Before anybody can copy the state, what it has stepped
+        with there is at the ps; or somebody in a later group has the same to push."""
+        if self._own_behind():
+            self._push_rest()
+
+    def _own_behind(self) -> bool:
+        """What was stepped with behind the loop is owed to the ps from now on: as one push of all that was held back.
+        Whether there was anything."""
+        content, before, last = self._content, self._before, self._last
+        if not content or not before or last is None or self._to_hold is not None:
+            return False
+        self._before = None
+        self._forget_steps()
+        *others, end = before
+        self._hold(Owed(last[0], end.shard, end.lo, end.hi, before=tuple(others)), content)
+        self._show_since(end.shard, end.hi)
+        return True
+
     def _make_fresh(self) -> None:
         """The script is about to use rows: those in hand that it has stepped are to be as they are now."""
         stale, self._stale = self._stale, set()
@@ -389,17 +422,16 @@ class GroupTables:
 
     def _apply_steps(self, name: str, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """Rows as the ps has them become what the steps of this iteration make of them."""
-        if not self._content or self._step is None:
+        if not self._content or self._last is None:
             return
-        spec, step = self.tables.infos[name].spec, self._step
+        spec, (_, shard, end) = self.tables.infos[name].spec, self._last
         content = [found for found in self._content if found.table == spec.id]
         if not content:
             return
         ahead = self._ahead.get(name)
         if ahead is None:
             wanted = np.unique(np.concatenate([found.keys for found in content]))
-            shard = table_shard(step.dataset, step.epoch)
-            rows = self.tables.peek(spec, wanted, shard, step.hi)
+            rows = self.tables.peek(spec, wanted, shard, end)
             ahead = self._ahead[name] = Ahead.of(rows, content, spec.optimizer)
         ahead.put(keys, values)
 
@@ -588,11 +620,16 @@ class GroupTables:
     def finish(self, step: int, lease: LeaseNo) -> None:
         """The script is over: what it has accumulated and not stepped with is left out. ``step``: the last one;
         ``lease``: of a group, for one that was in none."""
+        behind = self._own_behind()
         ranges = _left_out(self._take_held_back())
-        if not ranges:
-            return
-        *before, last = ranges
-        self._hold(Owed(step, last.shard, last.lo, last.hi, True, True, tuple(before)), [])
+        if ranges:
+            *before, last = ranges
+            self._hold(Owed(step, last.shard, last.lo, last.hi, True, True, tuple(before)), [])
+        if ranges or behind:
+            self._push_rest(lease)
+
+    def _push_rest(self, lease: LeaseNo = LeaseNo(0)) -> None:
+        """Behind a loop, where all members do the same: push what is owed. Returns when it is acknowledged."""
         self._feed(lambda: self.pushes.entered(self.pushes.lease or lease))
         limit = time.monotonic() + _REST_S
         with self._changed:  # (stale: somebody in a later group is at the same end)

@@ -57,7 +57,7 @@ def cut_step(
         return None
     parts = spec.logical_workers
     need = parts or size
-    total = batch_samples * (parts or (size if spec.strategy == "elastic" else spec.workers))
+    total = _total(spec, batch_samples, size)
     if plan.samples < need:
         raise DataError(
             f"an epoch of loader {plan.name!r} has {plan.samples:,} samples, fewer than the {need} "
@@ -70,7 +70,16 @@ def cut_step(
         micros = divide_parts(lo, hi, parts, shares, total)
     else:
         micros = divide(lo, hi, shares, batch_samples, total, split.passes)
-    return StepCut(mark.epoch, lo, hi, micros, lr_factor(spec, total, batch_samples * spec.workers) * split.rate)
+    return StepCut(mark.epoch, lo, hi, micros, rate_of(spec, batch_samples, size, split))
+
+
+def _total(spec: JobSpec, batch_samples: int, size: int) -> int:
+    return batch_samples * (spec.logical_workers or (size if spec.strategy == "elastic" else spec.workers))
+
+
+def rate_of(spec: JobSpec, batch_samples: int, size: int, split: StepSplit = _EVEN) -> float:
+    """What the learning rate is multiplied by in the steps of a group of ``size`` members."""
+    return lr_factor(spec, _total(spec, batch_samples, size), batch_samples * spec.workers) * split.rate
 
 
 def step_range(position: int, samples: int, total: int) -> tuple[int, int]:
