@@ -52,10 +52,10 @@ class Net(nn.Module):
 
 
 net = Net()
-if job.spec.mode == "allreduce" and job.shards > 1:
+if job.spec.mode == "allreduce" and job.processes_per_worker > 1:
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(net, mesh=job.shard_mesh)
+    fully_shard(net, mesh=job.device_mesh)
 model = job.replicate(job.sparse(net) if on_ps else net)
 own = {id(p) for p in model.witness.parameters()}
 rest = [p for p in model.parameters() if id(p) not in own]

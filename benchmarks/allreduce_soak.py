@@ -47,7 +47,7 @@ class Kind:
 KINDS = {
     "plain": Kind(3, (), (10, 200), 10.0),
     "logical": Kind(3, ("--logical-workers", "4"), (6, 60), 10.0),
-    "sharded": Kind(2, ("--shard", "2"), (6, 60), 4.0),
+    "sharded": Kind(2, ("--processes-per-worker", "2"), (6, 60), 4.0),
 }
 
 

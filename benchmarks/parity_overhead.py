@@ -59,8 +59,8 @@ SIDES: dict[str, tuple[list[str], str]] = {
     "parity_acked": (["--parity", "4+1"], ""),
     "parity_eager": (["--parity", "4+1", "--protect", "eager"], ""),
     "replica": (["--parity", "1+1"], ""),
-    "checkpoint_full": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_base_every: 0\n"),
-    "checkpoint_incremental": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_base_every: 1000\n"),
+    "checkpoint_full": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 0\n"),
+    "checkpoint_incremental": (["--checkpoint-every", f"{EVERY_S}s"], "checkpoint_full_every: 1000\n"),
     "spare_none": (["--workers", "1"], "threads_per_worker: 1\n"),
     "spare_parity_acked": (["--workers", "1", "--parity", "4+1"], "threads_per_worker: 1\n"),
 }

@@ -73,7 +73,7 @@ def restart(home: Path, epochs: int) -> dict[str, float]:
             job = jobs[-1]
             job.wait_for(lambda job=job: len(job.logs()) > 0 and sum(log.n for log in job.logs()) > 100)  # type: ignore[misc]
             time.sleep(SETTLE_S)
-            tell("checkpoint", job.run_dir)
+            tell("checkpoint", "take", job.run_dir)
             tell("stop", job.run_dir)
             job.finish()
             last, _ = pushes(job.logs())

@@ -37,9 +37,9 @@ from benchmarks._device_jobs import BATCH as DEVICE_BATCH
 from benchmarks._device_jobs import SAMPLE_S, SIDES, Case, Timed, measure_all
 from benchmarks._measure import Result, say, spread
 from benchmarks._patterns import from_words, recorded
-from everstep.policies.stragglers.dedicated import dedicated
-from everstep.policies.stragglers.nondedicated import Settings, nondedicated
+from everstep.policies.stragglers.exclusive import exclusive
 from everstep.policies.stragglers.policy import Policy
+from everstep.policies.stragglers.shared import Settings, shared
 from everstep.sim.stragglers import (
     BATCH,
     ConstantSlowness,
@@ -59,8 +59,8 @@ SWEEP = (3.0, 10.0, 30.0)
 RESTART = 30.0
 DAY = 86_400.0
 
-SPLITS: Policy = partial(nondedicated, settings=Settings(budget=0))
-WHOLE: Policy = partial(nondedicated, settings=Settings(restart_s=RESTART, cooldown_s=200.0))
+SPLITS: Policy = partial(shared, settings=Settings(budget=0))
+WHOLE: Policy = partial(shared, settings=Settings(restart_s=RESTART, cooldown_s=200.0))
 
 
 def run(quick: bool, arguments: list[str] | None = None) -> Result:
@@ -123,7 +123,7 @@ def compare(result: Result, name: str, n: int, s: float, pattern: Callable[[int]
         claim(result, what, faster(lambda k, f=with_it: f(pattern(k)).wall), least if window == WINDOW else 0.98)  # type: ignore[misc]
     whole = partial(synchronous, n=n, samples=samples, policy=WHOLE, window=WINDOW, restart=RESTART)
     claim(result, f"{name}.nondedicated", faster(lambda k: whole(pattern(k)).wall), 0.98)
-    exact = partial(synchronous, n=n, samples=samples, policy=dedicated, window=WINDOW)
+    exact = partial(synchronous, n=n, samples=samples, policy=exclusive, window=WINDOW)
     claim(result, f"{name}.dedicated", faster(lambda k: exact(pattern(k)).wall), least)
 
 
@@ -133,7 +133,7 @@ def traces(result: Result) -> None:
         pattern = recorded(job, width=10.0)
         samples = STEPS * 10 * BATCH
         base = synchronous(pattern, 10, samples).wall
-        for name, policy in (("splits", SPLITS), ("nondedicated", WHOLE), ("dedicated", dedicated)):
+        for name, policy in (("splits", SPLITS), ("nondedicated", WHOLE), ("dedicated", exclusive)):
             found = synchronous(pattern, 10, samples, policy, window=30.0, restart=RESTART)
             claim(result, f"traces.job{job}.{name}", [base / found.wall], 0.98)
             if job != 4 and name != "dedicated":

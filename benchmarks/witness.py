@@ -57,7 +57,7 @@ MODES: dict[str, list[str]] = {
     "elastic": ["--mode", "allreduce"],
     "fixed": ["--mode", "allreduce", "--strategy", "fixed"],
     "logical": ["--mode", "allreduce", "--logical-workers", "4"],
-    "shard": ["--mode", "allreduce", "--shard", "2"],
+    "shard": ["--mode", "allreduce", "--processes-per-worker", "2"],
     "hybrid": ["--mode", "allreduce", "--ps", "2", "--parity", "1+1"],
 }
 BEYOND = ("which nothing protects", "more than parity", "was lost between", "one-iteration")

@@ -3,7 +3,7 @@
 python examples/05_gpt.py                                                                # alone, in one process
 everstep run --mode allreduce --workers 2 examples/05_gpt.py                             # on a local cluster
 everstep run --mode allreduce --workers 3 --logical-workers 4 examples/05_gpt.py         # same bits for any number
-everstep run --mode allreduce --workers 2 --shard 2 examples/05_gpt.py                   # a model in 2 processes
+everstep run --mode allreduce --workers 2 --processes-per-worker 2 examples/05_gpt.py    # a model in 2 processes
 """
 
 import torch
@@ -52,9 +52,9 @@ train, test = windows(text[:cut], args.length)[: args.rows], windows(text[cut:],
 
 job = es.join(mode="allreduce")
 model = GPT(len(alphabet), args.length, args.width, args.layers, args.dropout)
-if job.shards > 1:  # processes of this worker: FSDP2 over them
+if job.processes_per_worker > 1:  # processes of this worker: FSDP2 over them
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=job.shard_mesh)
+        fully_shard(part, mesh=job.device_mesh)
 model = job.replicate(model)
 opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr))
 for batch in job.steps(job.loader({"text": train}, args.batch_size, epochs=args.epochs)):

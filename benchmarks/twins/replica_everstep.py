@@ -3,7 +3,7 @@
 everstep run --mode allreduce --workers 2 benchmarks/twins/replica_everstep.py --mb 1 --steps 300
 
 With ``--record FOLDER`` every worker writes a line a committed step, and in the end the digest of its state. With
-``everstep run --shard N`` FSDP2 shards the network over a worker's processes.
+``everstep run --processes-per-worker N`` FSDP2 shards the network over a worker's processes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main() -> None:
     torch.set_num_threads(1)
     job = es.join(mode="allreduce")
     net = network(args.mb)
-    if job.shards > 1:
+    if job.processes_per_worker > 1:
         for part in (*(layer for layer in net if isinstance(layer, nn.Linear)), net):
-            fully_shard(part, mesh=job.shard_mesh)
+            fully_shard(part, mesh=job.device_mesh)
     model = job.replicate(net)
     inner = optimizer(model)
     stepped = [0]  # times: once in every committed step, never in another iteration. (A weight is no witness: once the
@@ -46,7 +46,7 @@ def main() -> None:
     inner.register_step_post_hook(lambda *_: stepped.__setitem__(0, stepped[0] + 1))
     opt = job.optimizer(inner)
     cold_s = args.cold_ms * 1e-3
-    log = StepLog(args.record, f"w{job.slot}") if args.record and job.shard == 0 else None
+    log = StepLog(args.record, f"w{job.slot}") if args.record and job.process_index == 0 else None
     before, ends = 0, []
     for batch in job.steps(job.loader(pictures(), args.batch_size, epochs=args.epochs)):
         if args.device_ms or cold_s:

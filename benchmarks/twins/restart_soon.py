@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from everstep.policies.stragglers.nondedicated import Settings, nondedicated
+from everstep.policies.stragglers.shared import Settings, shared
 
-choose = partial(nondedicated, settings=Settings(restart_s=3.0, cooldown_s=30.0))
+choose = partial(shared, settings=Settings(restart_s=3.0, cooldown_s=30.0))

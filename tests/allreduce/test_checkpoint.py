@@ -16,7 +16,7 @@ from torch import nn
 
 from everstep.allreduce.replica_checkpoint import ReplicaWriter, read_replica, state_dicts
 from everstep.brain.events import Answer, Ok, Refused, ReplicaWritten
-from everstep.cli.ckpt import ckpt
+from everstep.cli.checkpoint import checkpoint as verbs
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError
 from everstep.model.group import Mark
@@ -138,7 +138,7 @@ def test_one_flipped_bit_anywhere_is_found_and_the_older_checkpoint_wins(tmp_pat
     said: list[str] = []
     assert latest_intact(place, tell=said.append).checkpoint == 1
     assert len(said) == 1 and path.name in said[0]
-    result = CliRunner().invoke(ckpt, ["verify", str(tmp_path)])
+    result = CliRunner().invoke(verbs, ["verify", str(tmp_path)])
     assert isinstance(result.exception, CheckpointError) and result.exception.exit_code == 2
     assert "checkpoint 1: intact, 1 files" in result.output and "checkpoint 2: NOT intact" in result.output
 
@@ -192,7 +192,7 @@ def test_what_is_exported_needs_no_everstep(tmp_path: Path) -> None:
     run = trained()
     save(run, tmp_path / "c", 1)
     out = tmp_path / "out"
-    result = CliRunner().invoke(ckpt, ["export", str(tmp_path / "c"), str(out)], catch_exceptions=False)
+    result = CliRunner().invoke(verbs, ["export", str(tmp_path / "c"), str(out)], catch_exceptions=False)
     assert result.exit_code == 0 and "model.safetensors: 9 tensors" in result.output
     from safetensors.torch import load_file
 
@@ -208,10 +208,10 @@ def test_what_is_exported_needs_no_everstep(tmp_path: Path) -> None:
 
 def test_listed_and_shown(tmp_path: Path) -> None:
     save(trained(), tmp_path, 1)
-    listed = CliRunner().invoke(ckpt, ["ls", str(tmp_path), "--json"], catch_exceptions=False)
+    listed = CliRunner().invoke(verbs, ["ls", str(tmp_path), "--json"], catch_exceptions=False)
     (one,) = json.loads(listed.output)
     assert (one["checkpoint"], one["kind"], one["state"]) == (1, "replica", "whole")
-    shown = CliRunner().invoke(ckpt, ["show", str(tmp_path)], catch_exceptions=False)
+    shown = CliRunner().invoke(verbs, ["show", str(tmp_path)], catch_exceptions=False)
     assert "mode allreduce" in shown.output and "3 steps" in shown.output
 
 

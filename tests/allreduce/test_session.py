@@ -360,8 +360,8 @@ def test_what_a_script_does_between_loops_is_not_done_again_by_who_copied_it(wor
 
 @pytest.mark.parametrize("loops", [2, 3])
 def test_a_newcomer_that_enters_at_the_end_of_the_last_loop_ends_it_with_the_others(world: World, loops: int) -> None:
-    """Its state cannot be followed (``--shard``), so it enters in its first loop, copies the end's state there, and
-    passes loops: in the last one it is with the others, which wait for its vote."""
+    """Its state cannot be followed (``--processes-per-worker``), so it enters in its first loop, copies the
+    end's state there, and passes loops: in the last one it is with the others, which wait for its vote."""
     world.plan = msgspec.structs.replace(world.plan, samples=80, shard_samples=20)
     world.loops = [(0, n + 1) for n in range(loops)]
     (a,) = world.start(0)

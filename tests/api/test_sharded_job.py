@@ -1,4 +1,4 @@
-"""FSDP2 models in a job of one process: ``fully_shard(..., mesh=job.shard_mesh)``."""
+"""FSDP2 models in a job of one process: ``fully_shard(..., mesh=job.device_mesh)``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train(job: Any, sharded: bool) -> tuple[str, dict[str, torch.Tensor]]:
     model = net()
     if sharded:
         for part in (model[3], model):
-            fully_shard(part, mesh=job.shard_mesh)
+            fully_shard(part, mesh=job.device_mesh)
     model = job.replicate(model)
     opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     for batch in job.steps(job.loader({"x": x, "y": x.sum(1, keepdims=True)}, 8, epochs=2)):
@@ -87,12 +87,12 @@ def same_bits(folder: Path) -> None:
 def mistakes(folder: Path) -> None:
     job = make(folder, "run")
     model = net()
-    fully_shard(model[3], mesh=job.shard_mesh)
+    fully_shard(model[3], mesh=job.device_mesh)
     with pytest.raises(
         ScriptError, match=r"'0.weight' is not sharded: for part in \(\*model.layers, model\): fully_shard"
     ):
         job.replicate(model)
-    fully_shard(model, mesh=job.shard_mesh)
+    fully_shard(model, mesh=job.device_mesh)
     job.replicate(model)
     with pytest.raises(ScriptError, match="one model is sharded and another one is not"):
         job.replicate(net())
@@ -107,3 +107,18 @@ def test_a_sharded_model_trains_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_trained_so_are_one_line(tmp_path: Path) -> None:
     forked(mistakes, tmp_path)
+
+
+def old_names(folder: Path) -> None:
+    job = make(folder, "old")
+    with pytest.warns(FutureWarning, match="job.shards is now job.processes_per_worker; the old name works until"):
+        assert job.shards == job.processes_per_worker == 1
+    with pytest.warns(FutureWarning, match="job.shard is now job.process_index"):
+        assert job.shard == job.process_index == 0
+    with pytest.warns(FutureWarning, match="job.shard_mesh is now job.device_mesh"):
+        assert job.shard_mesh is job.device_mesh
+    job.close()
+
+
+def test_old_names_of_a_worker_s_processes_work_and_say_so(tmp_path: Path) -> None:
+    forked(old_names, tmp_path)

@@ -187,7 +187,7 @@ def train(
 ) -> list[list[int]]:
     """Train with two workers, in shards of ``cut`` samples, and compare with ``plain``. Sizes of each one's batches.
     ``fits``: their ``largest_batch``."""
-    spec = JobSpec(workers=2, ps=1, consistency="sync", buckets=8)
+    spec = JobSpec(workers=2, ps=1, consistency="sync", partitions=8)
     first = OneOfTwo(spec, tmp_path, None)
     actions = (
         AdjustBatch(batch={Slot(s): n for s, n in shares.items()}),

@@ -38,7 +38,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.member import Address, Role
 from everstep.model.shard import Lease, ShardSchedule
 
-SPEC = JobSpec(workers=3, ps=2, buckets=4, max_restarts=10**6, quarantine_after=0)
+SPEC = JobSpec(workers=3, ps=2, partitions=4, max_restarts=10**6, quarantine_after=0)
 PLAN = ShardSchedule(name="d", samples=95, shard_samples=10, seed=0)
 NODES = (NodeId("node0"), NodeId("node1"))
 EPOCHS = 2

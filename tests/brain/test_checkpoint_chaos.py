@@ -285,7 +285,7 @@ def spec(ps: int) -> JobSpec:
     return JobSpec(
         workers=2,
         ps=ps,
-        buckets=BUCKETS,
+        partitions=BUCKETS,
         checkpoint_every="30s",
         checkpoint_keep=1,
         max_restarts=10_000,

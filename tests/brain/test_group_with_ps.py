@@ -39,7 +39,7 @@ from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
 from everstep.model.shard import LEASE_COUNTER_BITS, shard_key
 
-SPEC = JobSpec(mode="allreduce", workers=2, ps=2, buckets=4, checkpoint_every="1h")
+SPEC = JobSpec(mode="allreduce", workers=2, ps=2, partitions=4, checkpoint_every="1h")
 
 
 class Tables(Script):

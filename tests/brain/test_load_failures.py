@@ -26,7 +26,7 @@ from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival
 
 NODE = NodeId("node0")
-SPEC = JobSpec(ps=2, workers=1, buckets=4, resume_from="old", max_restarts=3)
+SPEC = JobSpec(ps=2, workers=1, partitions=4, resume_from="old", max_restarts=3)
 IMAGES = tuple(BucketImage(bucket=BucketId(b), seq=1, fingerprint=0, watermarks=(), files=()) for b in range(4))
 SEGV, KILL = -11, -9
 

@@ -40,7 +40,7 @@ class Job:
     def __init__(self) -> None:
         self.brain, self.at = Brain(), 0.0
         self.done: list[InstructionType] = []
-        self.say(Event(1.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2))))
+        self.say(Event(1.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=2))))
         self.say(Event(2.0, NodeJoined(HOME, "", 0, 1)))
         self.say(Event(3.0, MemberJoined(Role.PS, Slot(0), ONE, HOME, 1, Address(HOME, "ps-0"))))
         self.say(Event(3.0, MemberJoined(Role.WORKER, Slot(0), ONE, HOME, 1)))

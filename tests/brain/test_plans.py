@@ -35,7 +35,7 @@ NODE, ONE = NodeId("node0"), Incarnation(1)
 
 def job(ps: int) -> Brain:
     brain = Brain()
-    brain.handle(Event(1.0, MasterStarted(ONE, JobSpec(workers=2, ps=ps, buckets=4, consistency="sync"))))
+    brain.handle(Event(1.0, MasterStarted(ONE, JobSpec(workers=2, ps=ps, partitions=4, consistency="sync"))))
     brain.handle(Event(2.0, NodeJoined(NODE, "", 0, 0)))
     for slot in map(Slot, range(ps)):
         brain.handle(Event(3.0, MemberJoined(Role.PS, slot, ONE, NODE, 1, Address(NODE, f"ps{slot}"))))

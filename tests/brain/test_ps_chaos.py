@@ -60,7 +60,9 @@ class World:
     def __init__(self, seed: int, parity: str, ps: int) -> None:
         self.rng = random.Random(seed)
         self.code = parse_code(parity)
-        self.spec = JobSpec(workers=1, ps=ps, parity=parity, buckets=self.rng.choice((12, 17, 24)), max_restarts=10**6)
+        self.spec = JobSpec(
+            workers=1, ps=ps, parity=parity, partitions=self.rng.choice((12, 17, 24)), max_restarts=10**6
+        )
         self.brain = Brain()
         self.steady = Brain()  # the same events, never restored
         self.at = 0.0

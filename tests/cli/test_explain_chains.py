@@ -45,7 +45,7 @@ class Job:
         self.machine = Dispatch(
             self.brain, self._now, self.journal.append, lambda f, who: self.machine.tell(f, who), {}
         )
-        self.machine.tell(MasterStarted(ONE, JobSpec(ps=3, buckets=4, parity="2+1")))
+        self.machine.tell(MasterStarted(ONE, JobSpec(ps=3, partitions=4, parity="2+1")))
         self.say(NodeJoined(NODE, "", 0, 0), AGENT)
         for slot in range(3):
             self.joins(slot, 1)

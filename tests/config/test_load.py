@@ -48,11 +48,11 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     path = yaml_of(tmp_path, "# a job\nworkers: 2\nps: 2\nseed: 2\n")
     env = {"EVERSTEP_WORKERS": "3", "EVERSTEP_PS": "3"}
     spec, origins = load_spec(path, {"workers": 4, "name": None}, env)
-    assert (spec.workers, spec.ps, spec.seed, spec.buckets) == (4, 3, 2, 64)
+    assert (spec.workers, spec.ps, spec.seed, spec.partitions) == (4, 3, 2, 64)
     assert origins["workers"] == "--workers"
     assert origins["ps"] == "EVERSTEP_PS"
     assert origins["seed"] == f"{path} line 4"
-    assert origins["buckets"] == "default"
+    assert origins["partitions"] == "default"
 
 
 def test_every_type_from_every_place(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_every_type_from_every_place(tmp_path: Path) -> None:
 
 
 def test_steps_of_mode_ps_can_be_divided(tmp_path: Path) -> None:
-    spec, _ = load_spec(yaml_of(tmp_path, "policy: dedicated\nconsistency: sync:1\nworkers: 3\n"), {}, {})
-    assert (spec.mode, spec.policy) == ("ps", "dedicated")
+    spec, _ = load_spec(yaml_of(tmp_path, "policy: exclusive\nconsistency: sync:1\nworkers: 3\n"), {}, {})
+    assert (spec.mode, spec.policy) == ("ps", "exclusive")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
@@ -102,8 +102,8 @@ def test_an_empty_file_is_all_defaults(text: str, tmp_path: Path) -> None:
         ("consistency: async:1\n", ("consistency = 'async:1'", "expected async")),
         ("workers: 4\nconsistency: sync:4\n", ("consistency = 'sync:4'", "wait for nobody", "at most sync:3")),
         ("mode: allreduce\nconsistency: sync\n", ("consistency = 'sync'", "for mode ps", "leave consistency out")),
-        ("policy: dedicated\n", ("policy = 'dedicated'", "has none", "set consistency to sync")),
-        ("policy: dedicated\nconsistency: bounded:2\n", ("policy = 'dedicated'", "set consistency to sync")),
+        ("policy: exclusive\n", ("policy = 'exclusive'", "has none", "set consistency to sync")),
+        ("policy: exclusive\nconsistency: bounded:2\n", ("policy = 'exclusive'", "set consistency to sync")),
         ("policy: backup\nconsistency: bounded:2\n", ("policy = 'backup'", "consistency sync", "bounded:2")),
         ("nonfinite: ignore\n", ("nonfinite", "'raise' or 'skip'")),
         ("nonfinite: [raise]\n", ("nonfinite", "'raise' or 'skip'")),
@@ -135,8 +135,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"ps": 0}, ("ps = 0",)),
         ({"ps": -1}, ("ps = -1",)),
         ({"seed": -1}, ("seed = -1",)),
-        ({"buckets": 4097}, ("buckets = 4097", "4096")),
-        ({"buckets": 2, "ps": 3}, ("ps = 3", "buckets = 2")),
+        ({"partitions": 4097}, ("partitions = 4097", "4096")),
+        ({"partitions": 2, "ps": 3}, ("ps = 3", "partitions = 2")),
         ({"lease_s": float("nan")}, ("lease_s",)),
         ({"suspect_after_s": 5.0, "lost_after_s": 5.0}, ("lost_after_s", "suspect_after_s = 5.0")),
         ({"name": "../up"}, ("name = '../up'",)),

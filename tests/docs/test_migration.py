@@ -73,13 +73,13 @@ def test_the_new_script_learns(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_sharded_script_learns(tmp_path: Path) -> None:
-    assert run("fsdp_after.py", tmp_path, [*EVERSTEP, "--shard", "2"]) > 0.7
+    assert run("fsdp_after.py", tmp_path, [*EVERSTEP, "--processes-per-worker", "2"]) > 0.7
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "elastic", "fsdp"])
 def test_the_old_script_learns_as_much(name: str, tmp_path: Path) -> None:
-    everstep = [*EVERSTEP[:-1], "1", "--shard", "2"] if name == "fsdp" else EVERSTEP
+    everstep = [*EVERSTEP[:-1], "1", "--processes-per-worker", "2"] if name == "fsdp" else EVERSTEP
     old, new = run(f"{name}.py", tmp_path, TORCHRUN), run(f"{name}_after.py", tmp_path, everstep)
     assert old > 0.74 and abs(old - new) < 0.05

@@ -79,7 +79,6 @@ def test_every_everstep_command_and_flag_it_names_exists() -> None:
         "drain",
         "checkpoint",
         "resume",
-        "ckpt",
         "advise",
     }
     for verb, flags in used.items():

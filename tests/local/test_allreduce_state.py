@@ -66,7 +66,7 @@ def test_all_are_lost_and_go_on_from_the_newest_checkpoint(run: ReplicaRun) -> N
     run.hurry()
     run.finished(2)
     assert "from checkpoint" in run.text() and "from nothing" not in run.text(), run.text()
-    code, out = run.everstep("ckpt", "verify", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "verify", str(run.run_dir))
     assert code == 0 and "intact, 1 files" in out, out
 
 
@@ -96,7 +96,7 @@ def test_the_leader_dies_before_it_tells_of_its_file(run: ReplicaRun, monkeypatc
     run.pid(0, at_least=2)
     run.hurry()
     run.finished(1)
-    code, out = run.everstep("ckpt", "ls", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "ls", str(run.run_dir))
     assert code == 0 and "7,680" in out, out  # (the last one has every sample)
 
 
@@ -114,7 +114,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     run.write(rows=640, epochs=4, pause_s=0.1, batch=16)
     run.train(2, "--logical-workers", "4", "--checkpoint-every", "1h")
     run.trained(200)
-    code, out = run.everstep("checkpoint", str(run.run_dir))  # by hand, while it trains
+    code, out = run.everstep("checkpoint", "take", str(run.run_dir))  # by hand, while it trains
     assert code == 0 and re.search(r"checkpoint \d+: base", out), out
     code, out = run.everstep("stop", str(run.run_dir))  # at once: perhaps nothing was told since then
     assert code == 0 and "after a last checkpoint" in out, out

@@ -118,7 +118,7 @@ def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: Hybri
     code, out = run.everstep("stop", str(run.run_dir))
     assert code == 0, out
     assert run.wait() == 0, run.story()
-    code, out = run.everstep("ckpt", "verify", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "verify", str(run.run_dir))
     assert code == 0 and "intact" in out, out
     run.hurry()
     code, out = run.everstep(

@@ -49,5 +49,5 @@ def test_a_notice_of_the_masters_node_ends_the_job_in_order(run: Run) -> None:
     assert run.wait() == 143, run.story()
     assert "everstep resume" in run.text(), run.text()
     assert run.leftovers() == {}
-    code, out = run.everstep("ckpt", "ls", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "ls", str(run.run_dir))
     assert code == 0, out

@@ -134,7 +134,7 @@ def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> Non
     run.committed()
     os.kill(run.master_pid(), signal.SIGKILL)  # the next one goes on with whatever was being written
     run.trained(900)
-    code, out = run.everstep("checkpoint", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "take", str(run.run_dir))
     assert code == 0 and "checkpoint " in out, out
     run.trained(1100)
     old = run.run_dir
@@ -154,7 +154,7 @@ def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> Non
     code, out = run.everstep("replay", str(run.run_dir))
     assert code == 0, out
     assert run.leftovers() == {}
-    code, out = run.everstep("ckpt", "verify", str(run.run_dir))
+    code, out = run.everstep("checkpoint", "verify", str(run.run_dir))
     assert code == 0, out
 
 
@@ -170,7 +170,7 @@ def test_the_master_dies_at_a_manifest(counting: Counting, step: str, monkeypatc
     assert list_checkpoints(place)[0] == 1, "the next master wrote the one that the first had ordered"
     assert (run.counts() == EPOCHS).all()
     run.check_audit()
-    for verb in (("ckpt", "verify"), ("replay",)):
+    for verb in (("checkpoint", "verify"), ("replay",)):
         code, out = run.everstep(*verb, str(run.run_dir))
         assert code == 0, out
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_that_no_ps_can_load(counting: Counting) -> None:
     key = load_secret(old / "secret").checkpoint_key
     craft(place.url, read_manifest(place, newest), 1, of_bodies)
     write_manifest(place, read_manifest(place, newest), key)
-    code, out = run.everstep("ckpt", "verify", str(old))
+    code, out = run.everstep("checkpoint", "verify", str(old))
     assert code == 2 and f"checkpoint {newest}: NOT intact" in out and "a blob of kind 3" in out, out
 
     code, out = run.everstep("resume", str(old), "--run-dir", str(run.folder / "named"), "--checkpoint", str(newest))

@@ -50,23 +50,23 @@ torch.set_num_threads(1)
 job = es.join(mode="allreduce")
 model = build()
 for part in (model[2], model):
-    fully_shard(part, mesh=job.shard_mesh)
+    fully_shard(part, mesh=job.device_mesh)
 model = job.replicate(model)
 opt = job.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 life = int(os.environ["EVERSTEP_INCARNATION"])
 deaths = eval(open("deaths").read())
 
 def die(gradient):
-    os.kill(os.getpid(), deaths[job.step, job.slot, job.shard, life])
+    os.kill(os.getpid(), deaths[job.step, job.slot, job.process_index, life])
 
 for batch in job.steps(job.loader(data(), batch_size={batch}, epochs=2)):
     opt.zero_grad()
-    backward(model, batch, die if (job.step, job.slot, job.shard, life) in deaths else None)
+    backward(model, batch, die if (job.step, job.slot, job.process_index, life) in deaths else None)
     opt.step()
     time.sleep({pause})
 state = job.state_dict()["models"][0]
 digest = job.digest()
-if job.shard == 0:
+if job.process_index == 0:
     torch.save(state, "state%d.tmp" % job.slot)
     os.replace("state%d.tmp" % job.slot, "state%d.pt" % job.slot)
     print("state", digest, flush=True)
@@ -136,7 +136,7 @@ RUN = ShardedRun
 def test_processes_of_both_workers_are_killed_in_mid_backward(run: ShardedRun) -> None:
     """First one that is not the leader of its worker; then a leader."""
     run.write("0.05")
-    run.train("--workers", "2", "--shard", "2", deaths="{(4, 1, 1, 1): 9, (34, 0, 0, 1): 9}")
+    run.train("--workers", "2", "--processes-per-worker", "2", deaths="{(4, 1, 1, 1): 9, (34, 0, 0, 1): 9}")
     run.finished(states=2)
     assert "process 1 of this worker ended with status -9: all of it ends" in run.logs()
     assert "failures survived: 2 worker" in run.text()
@@ -146,14 +146,16 @@ def test_processes_of_both_workers_are_killed_in_mid_backward(run: ShardedRun) -
 def test_the_chief_is_killed_behind_the_loop_when_the_other_worker_has_ended(run: ShardedRun) -> None:
     """Its state cannot be followed step by step: the one in its place copies what the other one has kept."""
     run.write()
-    run.train("--shard", "2", "--workers", "2", deaths=f"{{('behind', 0, 1): {signal.SIGKILL.value}}}")
+    run.train("--processes-per-worker", "2", "--workers", "2", deaths=f"{{('behind', 0, 1): {signal.SIGKILL.value}}}")
     run.finished(3)
 
 
 def test_stopped_and_resumed_with_another_number_of_processes(run: ShardedRun) -> None:
     """A process that is stopped is a loss of its worker, too; so one worker is there for a while, and then both."""
     run.write(pause="0.02 if job.step < 22 else 0.3")
-    run.train("--workers", "2", "--shard", "2", "--checkpoint-every", "5batches", deaths="{(12, 0, 1, 1): 19}")
+    run.train(
+        "--workers", "2", "--processes-per-worker", "2", "--checkpoint-every", "5batches", deaths="{(12, 0, 1, 1): 19}"
+    )
     run.trained(22 * GLOBAL_BATCH)
     stop_job(run.run_dir, True)
     assert run.wait() == 0, run.story()
@@ -161,7 +163,17 @@ def test_stopped_and_resumed_with_another_number_of_processes(run: ShardedRun) -
     run.write()
     run.deaths.write_text("{}")
     old, run.run_dir = run.run_dir, run.folder / "resumed"
-    argv = ["resume", str(old), "--workers", "1", "--shard", "4", "--run-dir", str(run.run_dir), "--no-display"]
+    argv = [
+        "resume",
+        str(old),
+        "--workers",
+        "1",
+        "--processes-per-worker",
+        "4",
+        "--run-dir",
+        str(run.run_dir),
+        "--no-display",
+    ]
     run.start_verb(*argv)
     run.finished(states=1)
     assert "resume: checkpoint" in run.text()

@@ -107,7 +107,7 @@ class Shell:
 
 def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
     async def story() -> None:
-        spec = JobSpec(ps=2, buckets=4, checkpoint_every="30s", checkpoint_keep=1)
+        spec = JobSpec(ps=2, partitions=4, checkpoint_every="30s", checkpoint_keep=1)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.keeper.tick(2000.0)
@@ -158,7 +158,7 @@ def test_a_checkpoint_when_it_is_due(tmp_path: Path) -> None:
 
 def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) -> None:
     async def story() -> None:
-        spec = JobSpec(ps=1, buckets=1)
+        spec = JobSpec(ps=1, partitions=1)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.keeper.commit = lambda manifest: None  # type: ignore[method-assign]  # it dies before that
@@ -176,7 +176,7 @@ def test_the_next_master_writes_the_manifest_that_was_ordered(tmp_path: Path) ->
 def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) -> None:
     async def story() -> None:
         (tmp_path / "file").touch()
-        spec = JobSpec(ps=1, buckets=1, checkpoint_to=str(tmp_path / "file" / "no"))
+        spec = JobSpec(ps=1, partitions=1, checkpoint_to=str(tmp_path / "file" / "no"))
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
@@ -192,7 +192,7 @@ def test_a_place_that_takes_nothing_costs_the_checkpoint_only(tmp_path: Path) ->
 
 def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
     async def story() -> None:
-        spec = JobSpec(ps=2, buckets=2)
+        spec = JobSpec(ps=2, partitions=2)
         shell = Shell(tmp_path, spec)
         shell.begin(spec)
         shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
@@ -208,7 +208,7 @@ def test_what_was_given_up_leaves_no_files(tmp_path: Path) -> None:
 
 def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
     async def story() -> None:
-        old = JobSpec(ps=1, buckets=2)
+        old = JobSpec(ps=1, partitions=2)
         shell = Shell(tmp_path / "old", old)
         shell.begin(old)
         shell.tell(Event(shell.at, CheckpointAsked(CheckpointReason.ASKED)))
@@ -219,7 +219,7 @@ def test_a_resumed_job_begins_with_its_origin(tmp_path: Path) -> None:
         run_dir = tmp_path / "new"
         run_dir.mkdir()
         write_origin(run_dir, Origin(url=shell.place, numbers=7, manifest=manifest))
-        new = JobSpec(ps=2, buckets=2, resume_from=shell.place)
+        new = JobSpec(ps=2, partitions=2, resume_from=shell.place)
         resumed = Shell(run_dir, new)
         resumed.begin(new)
         assert any(isinstance(event, JobResumed) for event in resumed.told)

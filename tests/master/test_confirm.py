@@ -71,7 +71,7 @@ class Shell:
 
 
 def test_released_when_every_ps_has_confirmed() -> None:
-    shell = Shell(JobSpec(ps=2, buckets=2, parity="1+1", protect="eager"))
+    shell = Shell(JobSpec(ps=2, partitions=2, parity="1+1", protect="eager"))
     shell.beats(100.0, (0, 0), (0, 0))
     shell.done(100.5, 0, 2)
     assert not any(isinstance(i, ReleaseShards) for i in shell.out)
@@ -83,7 +83,7 @@ def test_released_when_every_ps_has_confirmed() -> None:
 
 
 def test_a_new_life_begins_anew() -> None:
-    shell = Shell(JobSpec(ps=2, buckets=2, parity="1+1", protect="eager"))
+    shell = Shell(JobSpec(ps=2, partitions=2, parity="1+1", protect="eager"))
     shell.done(100.5, 0, 2)
     for second in range(101, 131):
         assert shell.beats(float(second), (7, 7), (9, 9)) == []
@@ -96,7 +96,7 @@ def test_a_new_life_begins_anew() -> None:
 
 
 def test_without_eager_parity_nobody_waits() -> None:
-    shell = Shell(JobSpec(ps=2, buckets=2))
+    shell = Shell(JobSpec(ps=2, partitions=2))
     for index in range(4):
         shell.done(1.0 + index, index, 2)
     assert not shell.brain.shards.releasing

@@ -23,7 +23,7 @@ def nothing_done_s(pattern: Pattern, steps: int) -> float:
     return t
 
 
-@pytest.mark.parametrize("policy", ["nondedicated", "dedicated"])
+@pytest.mark.parametrize("policy", ["shared", "exclusive"])
 @pytest.mark.parametrize("late_s", [0.0, 0.1, 0.3])
 def test_one_slow_from_the_beginning_on_costs_one_step_at_its_pace(tmp_path: Path, policy: str, late_s: float) -> None:
     # whatever the first step has in it besides: then nobody seems to be much slower than others while it begins
@@ -36,7 +36,7 @@ def test_one_slow_from_the_beginning_on_costs_one_step_at_its_pace(tmp_path: Pat
         assert len(ran.plans) <= 5 and ran.left == EPOCHS * SAMPLES
 
 
-@pytest.mark.parametrize("policy", ["nondedicated", "dedicated"])
+@pytest.mark.parametrize("policy", ["shared", "exclusive"])
 def test_spells_never_make_it_slower_than_doing_nothing(tmp_path: Path, policy: str) -> None:
     unit = BATCH * SAMPLE_S
     for pattern in (lambda: Spells(8.0, 30 * unit, 230 * unit, 1), lambda: Spells(20.0, 2 * unit, 200 * unit, 2)):

@@ -110,7 +110,7 @@ class Stage:
     def spec(self, **fields: Any) -> None:
         """Nobody is lost by silence, unless ``fields`` say so: all members live in this one process, which may have to
         wait for its turn."""
-        usual = {"workers": 1, "ps": 1, "buckets": 4, "suspect_after_s": LONG_S, "lost_after_s": 2 * LONG_S}
+        usual = {"workers": 1, "ps": 1, "partitions": 4, "suspect_after_s": LONG_S, "lost_after_s": 2 * LONG_S}
         save_spec(self.run_dir, JobSpec(**{**usual, **fields}), {})
 
     def master(self, limit_bytes: int = 0) -> subprocess.Popen[str]:

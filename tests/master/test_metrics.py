@@ -71,6 +71,15 @@ def test_names_follow_the_conventions_and_are_in_the_docs() -> None:
     assert len({m.name for m in METRICS}) == len(METRICS)
 
 
+def test_a_renamed_metric_is_shown_under_both_names() -> None:
+    page = MetricsPage()
+    page.set("everstep_ps_partitions", 32, 1)
+    text = page.text()
+    for name in ("everstep_ps_partitions", "everstep_ps_buckets"):
+        assert f'# TYPE {name} gauge\n{name}{{slot="1"}} 32\n' in text
+    assert "# HELP everstep_ps_buckets everstep_ps_buckets is now everstep_ps_partitions; the old name works" in text
+
+
 def test_counters_of_the_job_never_go_back() -> None:
     counted: dict[Key, float] = {}
     for done, told in ((100, 100), (40, 100), (120, 120)):  # (a checkpoint was gone back to)

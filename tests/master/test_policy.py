@@ -84,10 +84,10 @@ class Shell:
     """A keeper with its brain; ``events``: what it told."""
 
     def __init__(self, policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit_s: float = 60.0) -> None:
-        monkeypatch.setitem(policies.SHIPPED, "dedicated", policy)
+        monkeypatch.setitem(policies.SHIPPED, "exclusive", policy)
         self.brain = group_of(2)
         self.events: list[FactType] = []
-        spec = msgspec.structs.replace(self.brain.job.spec, policy="dedicated")
+        spec = msgspec.structs.replace(self.brain.job.spec, policy="exclusive")
         self.keeper = PolicyKeeper(
             self.brain, spec, lambda at, span_s: seen_workers(0.01, 0.03), 10.0, self._tell, limit_s
         )
@@ -406,15 +406,15 @@ def test_ones_own_policy_lies_beside_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        ("nondedicatd", "did you mean 'nondedicated'"),
+        ("nondedicatd", "did you mean 'shared'"),
         ("x y:z", "expected module:callable"),
         ("a:", "expected module:callable"),
         ("backup", "quorum"),
-        ("dedicated", "common steps"),
+        ("exclusive", "common steps"),
     ],
 )
 def test_names_of_policies_are_checked_before_the_job_starts(policy: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         load_spec(None, {"policy": policy}, {})
-    for good in ("none", "nondedicated", "my.own:choose"):
+    for good in ("none", "shared", "my.own:choose"):
         assert load_spec(None, {"policy": good}, {})[0].policy == good

@@ -57,7 +57,7 @@ class Thrower:
 
     def __init__(self, run_dir: Path, **fields: Any) -> None:
         (run_dir / "logs").mkdir(parents=True)
-        self.spec = JobSpec(**{"workers": 2, "ps": 2, "buckets": 8, **fields})
+        self.spec = JobSpec(**{"workers": 2, "ps": 2, "partitions": 8, **fields})
         self.master = Master(run_dir, self.spec, create_secret(run_dir / "secret"))
         self.master._tell(MasterStarted(self.master.journal.incarnation, self.spec))
         self.peers: dict[str, FakePeer] = {}

@@ -89,8 +89,8 @@ class Script:
                 {"optimizer": self.es.SGD(lr=0.1)} if table == "sgd" else {} if table is None else {"optimizer": table}
             )
             model = self.job.sparse(model, **given, **sparse)
-        if getattr(self.job, "shards", 1) > 1:
-            shard(model, self.job.shard_mesh)
+        if getattr(self.job, "processes_per_worker", 1) > 1:
+            shard(model, self.job.device_mesh)
         return self.job.replicate(model)
 
     def sgd(self, lr: float = 0.1, params: Any = None, **options: Any) -> Any:

@@ -119,8 +119,8 @@ MODES = {
         Mode(
             "shard",
             "processes per worker",
-            "`--mode allreduce --workers 1 --shard 2`",
-            flags=(*_ALLREDUCE, "--workers", "1", "--shard", "2"),
+            "`--mode allreduce --workers 1 --processes-per-worker 2`",
+            flags=(*_ALLREDUCE, "--workers", "1", "--processes-per-worker", "2"),
             scale=2,
         ),
     )

@@ -28,12 +28,12 @@ except UserError as error:
     raise
 except RuntimeError as error:  # of torch, about a sharded model: what everstep says with it
     line = f"{type(error).__name__}: {error}"
-    advised = with_advice(line, getattr(es.join(), "shards", 1) > 1)
+    advised = with_advice(line, getattr(es.join(), "processes_per_worker", 1) > 1)
     if advised != line:
         Path(out).with_suffix(".refused").write_text(" ".join(advised.split()))
     raise
 job = es.join()
-if job.chief and getattr(job, "shard", 0) == 0:
+if job.chief and getattr(job, "process_index", 0) == 0:
     with Path(f"{out}.part").open("wb") as file:
         np.savez(file, **result)
     Path(f"{out}.part").rename(out)

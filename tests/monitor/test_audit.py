@@ -56,7 +56,7 @@ class Run:
         self.run_dir = run_dir
         self.brain = Brain()
         self.journal = Journal(run_dir / "journal.sqlite")
-        self.spec = spec or JobSpec(workers=2, ps=2, buckets=BUCKETS)
+        self.spec = spec or JobSpec(workers=2, ps=2, partitions=BUCKETS)
         self.at = 1000.0
         self.ask = 0
         self.workers = {Slot(0): Incarnation(1), Slot(1): Incarnation(1)}
@@ -235,7 +235,7 @@ def test_random_runs_with_losses_are_exactly_once(tmp_path: Path) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         (tmp_path / str(seed)).mkdir()
-        spec = JobSpec(workers=2, ps=2, buckets=BUCKETS, max_restarts=1000, quarantine_after=1000)
+        spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, max_restarts=1000, quarantine_after=1000)
         run = Run(tmp_path / str(seed), samples=rng.randint(20, 200), shard_samples=rng.randint(7, 50), spec=spec)
         while (lease := run.grant(0, 2)) is not None:
             marks = {s: dict(zip(*led.watermarks(lease.shard), strict=True)) for s, led in run.ledgers.items()}  # type: ignore[misc]
@@ -288,7 +288,7 @@ def test_skipped_ranges_are_named_and_not_counted_in(run: Run) -> None:
 
 
 def test_a_quarantined_shard_is_named(tmp_path: Path) -> None:
-    spec = JobSpec(workers=2, ps=2, buckets=BUCKETS, quarantine_after=2, skip_quarantined=True)
+    spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, quarantine_after=2, skip_quarantined=True)
     run = Run(tmp_path, spec=spec)
     for _ in range(2):
         assert run.grant(0) is not None

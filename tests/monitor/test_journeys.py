@@ -41,7 +41,7 @@ class Journey(Run):
     """``lives``: every ps process that ever was, with its log."""
 
     def __init__(self, run_dir: Path, **more: int) -> None:
-        spec = JobSpec(workers=2, ps=2, buckets=BUCKETS, max_restarts=1000, quarantine_after=1000)
+        spec = JobSpec(workers=2, ps=2, partitions=BUCKETS, max_restarts=1000, quarantine_after=1000)
         super().__init__(run_dir, spec=spec, **more)
         self.lives: dict[Life, PushLedger] = {P0: self.ledgers[Slot(0)], P1: self.ledgers[Slot(1)]}
         self.first = {life: sorted(ledger.buckets) for life, ledger in self.lives.items()}

@@ -33,7 +33,7 @@ def job() -> JobFacts:
     """A job of one worker and one ps that is about to train a dataset of one shard."""
     facts = JobFacts()
     events: list[Event] = [
-        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0))),
+        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=2, max_restarts=0))),
         Event(1.0, NodeJoined(NODE, "", 0, 0)),
         Event(2.0, MemberJoined(Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock"))),
         Event(3.0, MemberJoined(Role.WORKER, W, ONE, NODE, 8)),
@@ -107,7 +107,7 @@ def test_a_lease_of_an_epoch_that_the_loop_did_not_ask_for() -> None:
     facts = JobFacts()
     plan = ShardSchedule(name="train", samples=30, shard_samples=30, seed=0)
     events: list[Event] = [
-        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=2, max_restarts=0))),
+        Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=2, max_restarts=0))),
         Event(1.0, NodeJoined(NODE, "", 0, 0)),
         Event(2.0, MemberJoined(Role.PS, W, ONE, NODE, 7, Address(NODE, "sock/ps-0.sock"))),
         Event(3.0, MemberJoined(Role.WORKER, W, ONE, NODE, 8)),

@@ -53,7 +53,7 @@ class Job:
 
     def __init__(self, run_dir: Path, *, bind: str = "") -> None:
         self.run_dir = run_dir
-        save_spec(run_dir, JobSpec(buckets=8, bind=bind, disk_full_s=0.5), {})
+        save_spec(run_dir, JobSpec(partitions=8, bind=bind, disk_full_s=0.5), {})
         create_secret(run_dir / "secret")
         self.secret = load_secret(run_dir / "secret")
         self.hellos: list[MemberJoined] = []

@@ -11,7 +11,7 @@ from everstep.brain.policy_control import refuse
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
 from everstep.model.observation import Observations, ServerSeen
 from everstep.model.plan import MoveBuckets, Plan
-from everstep.policies.stragglers.nondedicated import NondedicatedState, nondedicated
+from everstep.policies.stragglers.shared import SharedState, shared
 
 WINDOW_S = 10.0
 ROW_S = 0.001  # a bucket's part of a request
@@ -36,7 +36,7 @@ class Pss:
         self.owner = [Slot(b % ps) for b in range(buckets)]
         self.ps = ps
         self.window = 0
-        self.state: NondedicatedState | None = None
+        self.state: SharedState | None = None
         self.plans: list[tuple[int, Plan]] = []
         self._moving: tuple[int, dict[BucketId, Slot]] = (-1, {})
 
@@ -74,8 +74,8 @@ class Pss:
                 for bucket, slot in owners.items():
                     self.owner[bucket] = slot
             seen = self.seen()
-            plan, self.state = nondedicated(
-                seen, msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=NondedicatedState | None)
+            plan, self.state = shared(
+                seen, msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=SharedState | None)
             )
             if plan is not None:
                 assert not refuse(plan, seen)

@@ -1,4 +1,4 @@
-"""The exact split (``dedicated``): worked examples, every small case against trying everything, and what it costs."""
+"""The exact split (``exclusive``): worked examples, every small case against trying everything, and what it costs."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace
 from everstep.model.plan import KillRestart, MoveBuckets, Plan
-from everstep.policies.stragglers.nondedicated import NondedicatedState, nondedicated
 from everstep.policies.stragglers.servers import PATIENCE, replacing_saves_s, waited_share
+from everstep.policies.stragglers.shared import SharedState, shared
 from everstep.policies.stripes import arrange
 
 
@@ -200,13 +200,13 @@ def test_in_its_own_place_it_is_started_anew_once() -> None:
     owned = [tuple(range(i * 16, i * 16 + 16)) for i in range(3)]
     servers = (server(0, 0.002, owned[0]), server(1, 0.002, owned[1]), server(2, 0.002, owned[2][:4]))
     seen = Observations(at=0.0, ps_places=NODES[:1], remaining_s=36e3, servers=servers)
-    state: NondedicatedState | None = None
+    state: SharedState | None = None
     asked = []
     for window in range(40):
         if window == 20:  # until then no plan was followed: something else came between
             slow = msgspec.structs.replace(servers[2], incarnation=Incarnation(2))
             seen = msgspec.structs.replace(seen, servers=(*servers[:2], slow), restarts=1)
-        plan, state = nondedicated(msgspec.structs.replace(seen, at=400.0 * window), state)
+        plan, state = shared(msgspec.structs.replace(seen, at=400.0 * window), state)
         asked += [window] if plan is not None else []
     assert len(asked) > 1 and max(asked) < 20
 
@@ -231,10 +231,10 @@ def test_what_replacing_one_saves() -> None:
 
 def _plans(seen: Observations, windows: int) -> list[Plan]:
     """What is planned where every window looks like this one."""
-    state: NondedicatedState | None = None
+    state: SharedState | None = None
     out = []
     for window in range(windows):
-        plan, state = nondedicated(msgspec.structs.replace(seen, at=10.0 * window), state)
+        plan, state = shared(msgspec.structs.replace(seen, at=10.0 * window), state)
         out += [plan] if plan is not None else []
     return out
 

@@ -16,11 +16,11 @@ from everstep.brain.policy_control import refuse
 from everstep.ids import Incarnation, Slot
 from everstep.model.member import Role
 from everstep.model.plan import AdjustAccum, AdjustBatch, BackupWorkers, KillRestart, Plan
-from everstep.policies.stragglers.dedicated import by_kind, dedicated
 from everstep.policies.stragglers.exact import Device
-from everstep.policies.stragglers.nondedicated import NondedicatedState, nondedicated
+from everstep.policies.stragglers.exclusive import by_kind, exclusive
 from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.policy import SHIPPED
+from everstep.policies.stragglers.shared import SharedState, shared
 from everstep.policies.stragglers.shares import even, proportional
 
 
@@ -82,28 +82,28 @@ def test_a_restart_pays_below_a_share_of_what_a_healthy_job_would_take_whatever_
 
 def test_a_slow_worker_gets_less_once_that_would_have_paid() -> None:
     slow = job([0.01, 0.01, 0.01, 0.04], remaining_s=60.0)
-    plan, state = nondedicated(slow, None)
+    plan, state = shared(slow, None)
     assert plan is None, "nobody knows yet whether the next window, of few, is like this one"
-    plan, state = nondedicated(slow, state)
-    begun, _ = nondedicated(job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0), None)
+    plan, state = shared(slow, state)
+    begun, _ = shared(job([0.01, 0.01, 0.01, 0.04], remaining_s=0.0), None)
     assert batches(begun) == batches(plan), "a job that has just begun"
     assert batches(plan) == {0: 40, 1: 39, 2: 39, 3: 10}
     shares = [batches(plan)[Slot(i)] for i in range(4)]
     assert sum(shares) == 128
-    again, state = nondedicated(job([0.01, 0.01, 0.01, 0.04], shares, remaining_s=60.0), state)
+    again, state = shared(job([0.01, 0.01, 0.01, 0.04], shares, remaining_s=60.0), state)
     assert again is None, "the same plan again"
-    back, state = nondedicated(job([0.01] * 4, shares, remaining_s=60.0), state)
+    back, state = shared(job([0.01] * 4, shares, remaining_s=60.0), state)
     assert set(batches(back).values()) == {32}, "it is fast again"
 
 
 def test_spells_as_short_as_a_window_are_left_alone() -> None:
-    state: NondedicatedState | None = None
+    state: SharedState | None = None
     shares: list[int] | None = None
     for look in range(60):
         paces = [0.01] * 4
         if look % 4 == 0:
             paces[look // 4 % 4] = 0.04
-        plan, state = nondedicated(job(paces, shares, at=2.0 * look, places=()), state)
+        plan, state = shared(job(paces, shares, at=2.0 * look, places=()), state)
         assert (plan is None) == (look > 1), f"look {look}: {plan} (tried once, and taken back)"
         if plan is not None:
             shares = [batches(plan)[Slot(i)] for i in range(4)]
@@ -112,7 +112,7 @@ def test_spells_as_short_as_a_window_are_left_alone() -> None:
 
 def test_a_worker_that_stays_slow_is_restarted_if_there_is_a_place_and_nothing_pends() -> None:
     slow = job([0.01, 0.01, 0.01, 0.04])
-    plan, _ = nondedicated(slow, None)
+    plan, _ = shared(slow, None)
     assert plan is not None and plan.actions == (
         KillRestart(role=Role.WORKER, slot=Slot(3), incarnation=Incarnation(1)),
     )
@@ -125,20 +125,20 @@ def test_a_worker_that_stays_slow_is_restarted_if_there_is_a_place_and_nothing_p
         {"restarts": 8},
         {"restarts": 1, "restarted_at": 50.0},
     ):
-        plan, _ = nondedicated(msgspec.structs.replace(slow, **change), None)
+        plan, _ = shared(msgspec.structs.replace(slow, **change), None)
         assert plan is None or not any(isinstance(a, KillRestart) for a in plan.actions), change
 
 
 def test_a_worker_is_restarted_in_its_own_place_once_where_others_are_well() -> None:
     at_home = job([0.01, 0.01, 0.01, 0.04], places=(NODES[1],))
-    plan, state = nondedicated(at_home, None)
+    plan, state = shared(at_home, None)
     assert plan is not None and plan.decision.inputs["place"] == NODES[1] == at_home.workers[3].node
-    plan, state = nondedicated(at_home, state)
+    plan, state = shared(at_home, state)
     assert plan is not None and isinstance(plan.actions[0], KillRestart), "it is still there: the plan was dropped"
     again = msgspec.structs.replace(at_home.workers[3], incarnation=Incarnation(2))
     at_home = msgspec.structs.replace(at_home, workers=(*at_home.workers[:3], again))
-    _, state = nondedicated(at_home, state)
-    plan, _ = nondedicated(at_home, state)
+    _, state = shared(at_home, state)
+    plan, _ = shared(at_home, state)
     assert plan is not None and isinstance(plan.actions[0], AdjustBatch), "it did not help"
 
 
@@ -146,32 +146,32 @@ def test_a_worker_that_was_slow_for_a_moment_is_not_restarted() -> None:
     seen = job([0.01] * 4)
     short = worker(3, 0.04, 32, (0.01,) * 7 + (0.04,) * 3)
     seen = msgspec.structs.replace(seen, workers=(*seen.workers[:3], short))
-    plan, _ = nondedicated(seen, None)
+    plan, _ = shared(seen, None)
     assert batches(plan)[Slot(3)] == 10
-    plan, _ = nondedicated(seen, NondedicatedState(score=0.0))
+    plan, _ = shared(seen, SharedState(score=0.0))
     assert plan is None
 
 
 def test_hardware_of_two_kinds_is_nobodys_fault() -> None:
     old = job([0.01, 0.01, 0.01, 0.04])
     seen = msgspec.structs.replace(old, workers=(*old.workers[:3], worker(3, 0.04, 32, hardware="old")))
-    plan, _ = nondedicated(seen, None)
+    plan, _ = shared(seen, None)
     assert batches(plan)[Slot(3)] == 10, "its speed counts, and it is not restarted"
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=4, max_size=4), st.integers(2, 6))
 @settings(max_examples=40, deadline=None)
 def test_calm_workers_are_left_alone(factors: list[float], looks: int) -> None:
-    state: NondedicatedState | None = None
+    state: SharedState | None = None
     for look in range(looks):
         paces = [0.01 * f for f in factors[look % 4 :] + factors[: look % 4]]
-        plan, state = nondedicated(job(paces, at=2.0 * look), state)
+        plan, state = shared(job(paces, at=2.0 * look), state)
         assert plan is None
 
 
 def test_the_exact_split_is_asked_for_once() -> None:
     seen = job([0.01, 0.01, 0.02, 0.04], hardware="") if False else job([0.01, 0.01, 0.02, 0.04])
-    plan, state = dedicated(seen, None)
+    plan, state = exclusive(seen, None)
     assert plan is not None
     batch, accum = plan.actions
     assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
@@ -183,7 +183,7 @@ def test_the_exact_split_is_asked_for_once() -> None:
         )
         for w in seen.workers
     )
-    again, state = dedicated(msgspec.structs.replace(seen, workers=workers), state)
+    again, state = exclusive(msgspec.structs.replace(seen, workers=workers), state)
     assert again is None
 
 
@@ -194,7 +194,7 @@ def test_machines_of_one_kind_have_equal_parts_and_noise_is_not_followed() -> No
     def look(paces_s: list[float], shares: list[int], state: Any) -> tuple[Plan | None, Any]:
         seen = job(paces_s, shares, loader_batch=64)
         workers = tuple(msgspec.structs.replace(w, memory_batch=128) for w in seen.workers)
-        return dedicated(msgspec.structs.replace(seen, workers=workers), state)
+        return exclusive(msgspec.structs.replace(seen, workers=workers), state)
 
     plan, state = look([0.0021, 0.0025, 0.0022, 0.016], [64] * 4, None)
     shares = list(batches(plan).values())
@@ -223,7 +223,7 @@ def test_the_exact_split_is_as_large_as_each_worker_says_that_it_can_hold() -> N
     fits = (0, 8, 0, 128)
     workers = tuple(msgspec.structs.replace(w, memory_batch=n) for w, n in zip(seen.workers, fits, strict=True))
     seen = msgspec.structs.replace(seen, workers=workers)
-    plan, _ = dedicated(seen, None)
+    plan, _ = exclusive(seen, None)
     assert plan is not None and refuse(plan, seen) == ""
     batch, accum = plan.actions
     assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
@@ -235,7 +235,7 @@ def test_the_exact_split_is_as_large_as_each_worker_says_that_it_can_hold() -> N
 
 def test_the_exact_split_is_one_of_few_passes_though_nobody_knows_what_a_pass_costs() -> None:
     seen = job([0.01] * 3 + [0.04], shares=[64] * 4)
-    plan, _ = dedicated(msgspec.structs.replace(seen, loader_batch=64), None)
+    plan, _ = exclusive(msgspec.structs.replace(seen, loader_batch=64), None)
     assert plan is not None
     batch, accum = plan.actions
     assert isinstance(batch, AdjustBatch) and isinstance(accum, AdjustAccum)
@@ -243,7 +243,7 @@ def test_the_exact_split_is_one_of_few_passes_though_nobody_knows_what_a_pass_co
     assert max(batch.batch.values()) <= 80 and batch.batch[Slot(3)] <= 20
 
 
-@pytest.mark.parametrize("name", ["nondedicated", "dedicated"])
+@pytest.mark.parametrize("name", ["shared", "exclusive"])
 def test_a_worker_that_hiccups_while_another_is_slow_keeps_its_share(name: str) -> None:
     state, shares = None, [32] * 4
     for look in range(60):
@@ -256,7 +256,7 @@ def test_a_worker_that_hiccups_while_another_is_slow_keeps_its_share(name: str) 
         assert plan is None or look < 44, f"look {look}: {plan}"
 
 
-@pytest.mark.parametrize("name", ["nondedicated", "dedicated"])
+@pytest.mark.parametrize("name", ["shared", "exclusive"])
 def test_a_split_is_not_praised_by_the_step_that_it_came_too_late_for(name: str) -> None:
     def seen(slow_s: float, under_way: bool) -> Any:
         first, *others = job([slow_s, 0.01, 0.01, 0.01]).workers

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from everstep.policies.stragglers.dedicated import dedicated
-from everstep.policies.stragglers.nondedicated import Settings, nondedicated
+from everstep.policies.stragglers.exclusive import exclusive
 from everstep.policies.stragglers.policy import Policy, none
+from everstep.policies.stragglers.shared import Settings, shared
 from everstep.sim.stragglers import BATCH, ConstantSlowness, Spells, asynchronous, ceiling, synchronous, with_backup
 
-SPLITS: Policy = partial(nondedicated, settings=Settings(budget=0))
+SPLITS: Policy = partial(shared, settings=Settings(budget=0))
 SAMPLES = 300 * 4 * BATCH
 
 
-@pytest.mark.parametrize("policy", [SPLITS, dedicated])
+@pytest.mark.parametrize("policy", [SPLITS, exclusive])
 def test_a_lasting_straggler_costs_little_more_than_it_must(policy: Policy) -> None:
     base = synchronous(ConstantSlowness(4), 4, SAMPLES).wall
     found = synchronous(ConstantSlowness(4), 4, SAMPLES, policy, window=3.0)
@@ -25,7 +25,7 @@ def test_a_lasting_straggler_costs_little_more_than_it_must(policy: Policy) -> N
 
 
 def test_replacing_it_is_faster_still_where_that_pays() -> None:
-    whole: Policy = partial(nondedicated, settings=Settings(restart_s=30.0))
+    whole: Policy = partial(shared, settings=Settings(restart_s=30.0))
     found = synchronous(ConstantSlowness(4), 4, SAMPLES, whole, window=3.0)
     assert found.restarts == 1
     assert found.wall < synchronous(ConstantSlowness(4), 4, SAMPLES, SPLITS, window=3.0).wall
@@ -33,7 +33,7 @@ def test_replacing_it_is_faster_still_where_that_pays() -> None:
     assert short.restarts == 0, "the job is over before it would have paid"
 
 
-@pytest.mark.parametrize("policy", [SPLITS, dedicated])
+@pytest.mark.parametrize("policy", [SPLITS, exclusive])
 @pytest.mark.parametrize("window", [3.0, 10.0, 30.0, 60.0])
 def test_spells_never_make_it_slower_than_doing_nothing(policy: Policy, window: float) -> None:
     for s, spell in ((4.0, 30.0), (8.0, 10.0)):
@@ -47,7 +47,7 @@ def test_nothing_is_done_in_calm_jobs_of_a_real_cluster(job: int, monkeypatch: p
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from benchmarks.stragglers import recorded
 
-    found = synchronous(recorded(job, width=10.0), 10, 3000 * 10 * BATCH // 10, nondedicated, window=30.0)
+    found = synchronous(recorded(job, width=10.0), 10, 3000 * 10 * BATCH // 10, shared, window=30.0)
     assert found.plans == [] and found.refused == ""
 
 

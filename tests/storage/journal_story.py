@@ -23,7 +23,7 @@ NODE = NodeId("node0")
 
 def story(shards: int) -> list[Event]:
     out: list[Event] = [
-        Event(1.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, buckets=4))),
+        Event(1.0, MasterStarted(ONE, JobSpec(workers=1, ps=1, partitions=4))),
         Event(2.0, NodeJoined(NODE, "", 0, 0)),
         Event(3.0, MemberJoined(Role.PS, Slot(0), ONE, NODE, 1, Address(NODE, "x"))),
         Event(4.0, MemberJoined(Role.WORKER, Slot(0), ONE, NODE, 2)),

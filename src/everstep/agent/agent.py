@@ -588,7 +588,7 @@ class Agent:
             error=str(error_path(self.run_dir, entry.slot)),
             cwd=str(Path.cwd()),
             threads=threads,
-            shard=self.spec.shard,
+            processes=self.spec.processes_per_worker,
         )
         try:
             self._template.fork(request)
@@ -602,7 +602,7 @@ class Agent:
         if pinned.isdigit() and int(pinned) > 0:
             return int(pinned)
         workers = max(1, self.worker_places or self.spec.workers)
-        return max(1, len(os.sched_getaffinity(0)) // (workers * self.spec.shard))
+        return max(1, len(os.sched_getaffinity(0)) // (workers * self.spec.processes_per_worker))
 
     def _forked(self, packet: Forked) -> None:
         entry = self._running.get((Role.WORKER, Slot(packet.slot)))

@@ -37,7 +37,7 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
     error: str  # file for what the script raised
     cwd: str
     threads: int
-    shard: int = 1  # processes that the worker consists of
+    processes: int = 1  # of this worker
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

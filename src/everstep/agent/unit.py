@@ -1,4 +1,4 @@
-"""A worker of several processes (``--shard N``): one replica of the model in N parts, one process for each.
+"""Runs a worker of N processes (``--processes-per-worker N``): one replica of the model in N parts, one in each.
 
 Process 0, the *leader*, is the worker that everybody else knows: it has the connections, the votes, the incarnation. It
 forks the others, its *mates*, before the script begins; all of them run the script. They live and die together: a

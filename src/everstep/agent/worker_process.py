@@ -69,8 +69,8 @@ def run_worker(request: Fork) -> NoReturn:
 def _outcome(request: Fork, script: Path) -> int:
     """Run the script and leave the job; the exit status."""
     try:
-        if request.shard > 1:
-            become_unit(request.shard)
+        if request.processes > 1:
+            become_unit(request.processes)
         _run_script(script)
         _leave_job()
         await_mates()
@@ -179,9 +179,9 @@ def _failed(request: Fork, error: BaseException, script: Path) -> int:
         ended = Failure("script", f"{type(error).__name__} ({place})", _steps_done(), error.exit_code)
         _tell(request, WorkerError(request.incarnation, f"{error} ({place})", "", error.exit_code, 0, ended))
         return error.exit_code
-    last = with_advice(traceback.format_exception_only(error)[-1].strip(), request.shard > 1)
+    last = with_advice(traceback.format_exception_only(error)[-1].strip(), request.processes > 1)
     samples, by_a_plan = _too_large(error)
-    by_a_plan = by_a_plan and request.shard <= 1  # (of several processes any may be the one: nobody waits to hear)
+    by_a_plan = by_a_plan and request.processes <= 1  # (of several processes any may be the one: nobody waits to hear)
     if samples and not by_a_plan:
         last += (
             f" (in a pass of {samples} samples: use a smaller batch_size, or say what fits into this worker, "
@@ -233,7 +233,7 @@ _OF_SHARDED = (
         "torch.nn.utils.clip_grads_with_norm_",
     ),
 )
-"""What torch says of models that are sharded (``--shard``), and what to do."""
+"""What torch says of models that are sharded (``--processes-per-worker``), and what to do."""
 
 
 def with_advice(line: str, sharded: bool = False) -> str:
@@ -241,7 +241,7 @@ def with_advice(line: str, sharded: bool = False) -> str:
     do here."""
     for words, advice in _OF_SHARDED if sharded else ():
         if words in line:
-            return f"{line} (with --shard: {advice})"
+            return f"{line} (with --processes-per-worker: {advice})"
     if not any(word in line for word in ("init_process_group", "torch.distributed", "env:// rendezvous")):
         return line
     return (

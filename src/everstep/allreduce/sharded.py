@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded over the processes of a worker (``fully_shard(..., mesh=job.shard_mesh)``).
+"""Models that FSDP2 has sharded over the processes of a worker (``fully_shard(..., mesh=job.device_mesh)``).
 
 FSDP reduce-scatters gradients inside of the worker; what each process then has, its part, is summed with the same part
 in the other workers, and that is what its optimizer gets. FSDP's own scaling is switched off: every process multiplies
@@ -46,7 +46,7 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag) and unit.size > 1:
             label = f"{name}.weight" if name else "weight"
             raise ScriptError(f"the gradient of {label!r} is sparse: build its nn.Embedding with sparse=False")
-    wanted = f"for part in (*model.layers, model): fully_shard(part, mesh=job.shard_mesh)  # {unit.size} processes"
+    wanted = f"for part in (*model.layers, model): fully_shard(part, mesh=job.device_mesh)  # {unit.size} processes"
     plain = ""
     found = False
     for name, p in model.named_parameters():
@@ -55,7 +55,7 @@ def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
             continue
         found = True
         if p.device_mesh != mesh:
-            raise ScriptError(f"parameter {name!r} is sharded over another mesh than job.shard_mesh: {wanted}")
+            raise ScriptError(f"parameter {name!r} is sharded over another mesh than job.device_mesh: {wanted}")
         if p.device.type != "cpu":
             raise ScriptError(f"parameter {name!r} is on {p.device}: sharded models train on the CPU only so far")
     if (found or unit.size > 1) and plain:
@@ -233,8 +233,9 @@ class ShardedReducer(Reducer):
         """Autograd comes to a sharded parameter itself, and not to the whole one that FSDP makes of it."""
         if self._unit.size > 1 and self._open and not self.dead:
             raise ScriptError(
-                f"the gradient of {self.names[i]!r} comes from outside of its model's forward: with --shard it is a "
-                "part of a parameter there, and each process has other samples. Use it in a method of the model that "
+                f"the gradient of {self.names[i]!r} comes from outside of its model's forward: with "
+                "--processes-per-worker it is a part of a parameter there, and each process has other samples. "
+                "Use it in a method of the model that "
                 "torch.distributed.fsdp.register_fsdp_forward_method(model, NAME) knows"
             )
         super()._before(i, grads)
@@ -269,7 +270,7 @@ class ShardedReducer(Reducer):
                 raise ScriptError(
                     f"the gradient of {name!r} was not made by backward() but assigned (torch.autograd.grad, "
                     "torch.func), to the whole parameter of one that is sharded: no optimizer would see it; with "
-                    "--shard gradients come from loss.backward()"
+                    "--processes-per-worker gradients come from loss.backward()"
                 )
         return super().assigned()
 
@@ -290,8 +291,8 @@ class ShardedReducer(Reducer):
         for name, p, storage in zip(self.names, self.params, self._empty, strict=True):
             if isinstance(p, DTensor) and p.untyped_storage()._cdata != storage._cdata:
                 raise ScriptError(
-                    f"p.data = ... of parameter {name!r}, which is sharded (--shard): torch does not change it then; "
-                    "write with torch.no_grad(): p.copy_(...)"
+                    f"p.data = ... of parameter {name!r}, which is sharded (--processes-per-worker): torch does "
+                    "not change it then; write with torch.no_grad(): p.copy_(...)"
                 )
 
     # ------------------------------------------------------------ reducing

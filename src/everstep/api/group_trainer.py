@@ -87,11 +87,11 @@ class GroupTrainer:
         return self._unit.leads
 
     @property
-    def shards(self) -> int:
+    def processes(self) -> int:
         return self._unit.size
 
     @property
-    def shard(self) -> int:
+    def process_index(self) -> int:
         return self._unit.index
 
     def mesh(self) -> DeviceMesh:

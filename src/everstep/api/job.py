@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from everstep.api.seat import WorkerRuntime
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
+from everstep.config.renamed import renamed_line
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
 from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptError
@@ -80,6 +82,11 @@ def join(
     return _job
 
 
+def _renamed(old: str, new: str) -> None:
+    """Say in one line, once for each place in the script, that a name of ``Job`` has changed."""
+    warnings.warn(renamed_line(old, new), FutureWarning, stacklevel=3)
+
+
 class Job:
     """What a script touches. Made by ``join``."""
 
@@ -112,9 +119,9 @@ class Job:
     def chief(self) -> bool:
         """Whether this is the worker that evaluates and saves: one at a time, which has the final state behind the loop
         (another one where it is lost, late or sent away). The job is done when the script of the chief has ended
-        well; if it is lost before, what stands behind the loop is run again (see ``once``). With ``--shard`` it is true
-        in all processes of that worker, so that they evaluate a sharded model together; for what only one of them shall
-        do, see ``shard``."""
+        well; if it is lost before, what stands behind the loop is run again (see ``once``). With
+        ``--processes-per-worker`` it is true in all processes of that worker, so that they evaluate a sharded model
+        together; for what only one of them shall do, see ``process_index``."""
         self._engine.clock.touch()
         return self._trainer.chief
 
@@ -143,29 +150,48 @@ class Job:
     def device(self) -> torch.device:
         """Mode allreduce: where this worker's model shall be, ``model.to(job.device)`` before job.replicate: one of the
         GPUs of its node, which its workers take in turn, and which is the current one from now on (``.cuda()``); the
-        CPU where there are none, with ``--shard``, and in mode ps."""
+        CPU where there are none, with ``--processes-per-worker``, and in mode ps."""
         return self._trainer.device
 
     @property
+    def processes_per_worker(self) -> int:
+        """How many processes this worker has (``--processes-per-worker``); FSDP2 shards the models over them."""
+        return self._trainer.processes
+
+    @property
+    def process_index(self) -> int:
+        """Which of the worker's processes this one is, from 0."""
+        return self._trainer.process_index
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The worker's processes as a mesh of one dimension: ``fully_shard(module, mesh=job.device_mesh)``, before
+        job.replicate and before the optimizer is made. It has one process if the job has no
+        ``--processes-per-worker``. Raises ScriptError in mode ps."""
+        return self._trainer.mesh()
+
+    @property
     def shards(self) -> int:
-        """Processes of this worker (``--shard``), over which the script shards its models."""
-        return self._trainer.shards
+        """Is ``processes_per_worker`` under its old name, and says so."""
+        _renamed("job.shards", "job.processes_per_worker")
+        return self.processes_per_worker
 
     @property
     def shard(self) -> int:
-        """Which of them this one is, from 0."""
-        return self._trainer.shard
+        """Is ``process_index`` under its old name, and says so."""
+        _renamed("job.shard", "job.process_index")
+        return self.process_index
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The processes of this worker: ``fully_shard(module, mesh=job.shard_mesh)``, before job.replicate and before
-        the optimizer is made. Of one process where the job has no ``--shard``. Raises ScriptError in mode ps."""
-        return self._trainer.mesh()
+        """Is ``device_mesh`` under its old name, and says so."""
+        _renamed("job.shard_mesh", "job.device_mesh")
+        return self.device_mesh
 
     def digest(self) -> str:
         """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
-        workers after the same step. With ``--shard`` all processes of a worker have to ask. Raises ScriptError in mode
-        ps."""
+        workers after the same step. With ``--processes-per-worker`` all processes of a worker have to ask.
+        Raises ScriptError in mode ps."""
         return f"{self._trainer.digest():016x}"
 
     @property

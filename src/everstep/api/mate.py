@@ -1,4 +1,4 @@
-"""The seat of a process that is not its worker's leader (``--shard``): the leader has the connection to the master."""
+"""Connects a process that is not its worker's leader to the job: the leader has the connection to the master."""
 
 from __future__ import annotations
 

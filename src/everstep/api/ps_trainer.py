@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class PsTrainer:
     """A ``Trainer`` (``api.trainer``)."""
 
-    shards, shard, speaks = 1, 0, True
+    processes, process_index, speaks = 1, 0, True
 
     def __init__(self, seat: WorkerRuntime) -> None:
         self._seat = seat
@@ -46,7 +46,7 @@ class PsTrainer:
 
     def mesh(self) -> DeviceMesh:
         raise ScriptError(
-            "job.shard_mesh: in mode ps a worker is one process; processes of a worker need mode allreduce"
+            "job.device_mesh: in mode ps a worker is one process; processes of a worker need mode allreduce"
         )
 
     def digest(self) -> int:

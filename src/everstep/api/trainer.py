@@ -70,12 +70,12 @@ class Trainer(Protocol):
         ...
 
     @property
-    def shards(self) -> int:
-        """Processes of this worker."""
+    def processes(self) -> int:
+        """How many processes this worker has."""
         ...
 
     @property
-    def shard(self) -> int:
+    def process_index(self) -> int:
         """Which of them this one is, from 0."""
         ...
 

@@ -173,7 +173,7 @@ class Checkpoints(msgspec.Struct):
         found = self.refused.get(self.aside, [])
         return (
             f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
-            f"go on from an older one: everstep resume --checkpoint N (everstep ckpt ls shows them)"
+            f"go on from an older one: everstep resume --checkpoint N (everstep checkpoint ls shows them)"
         )
 
     # ------------------------------------------------------------ shards that may be forgotten

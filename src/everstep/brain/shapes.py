@@ -30,7 +30,7 @@ def shapes_now() -> Shapes:
             case inspect.Metadata(type=one):
                 todo.append(one)
             case inspect.StructType(cls=cls, fields=fields) if cls.__name__ not in found:
-                found[cls.__name__] = tuple(field.name for field in fields)
+                found[cls.__name__] = tuple(field.encode_name for field in fields)
                 todo += [field.type for field in fields]
             case inspect.UnionType(types=several) | inspect.TupleType(item_types=several):
                 todo += several
@@ -46,8 +46,9 @@ def in_shape(value: Any, shapes: Shapes) -> Any:
     match value:
         case msgspec.Struct():
             config = value.__struct_config__
-            kept = shapes.get(type(value).__name__, value.__struct_fields__)
-            found = {f: in_shape(getattr(value, f), shapes) for f in value.__struct_fields__ if f in kept}
+            kept = shapes.get(type(value).__name__, value.__struct_encode_fields__)
+            names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+            found = {f: in_shape(getattr(value, name), shapes) for name, f in names if f in kept}
             if config.array_like:
                 return [*([] if config.tag is None else [config.tag]), *found.values()]
             return found if config.tag is None else {config.tag_field or "type": config.tag, **found}

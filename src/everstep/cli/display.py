@@ -170,14 +170,14 @@ def values_text(values: dict[str, float]) -> str:
 
 
 def checkpoint_text(found: CheckpointStatus, at: float) -> str:
-    """``checkpoint 12 0:34 ago (increment 3.4 MiB); writing 13: 20/64``."""
+    """``checkpoint 12 0:34 ago (incremental 3.4 MiB); writing 13: 20/64``."""
     text = "no checkpoint yet"
     if found.newest:
         text = f"checkpoint {found.newest} {clock(at - found.at)} ago"
         if found.newest == found.resumed:
             text += " (resumed from it)"
         else:
-            text += f" ({'increment' if found.increment else 'base'} {human_bytes(found.bytes_written)})"
+            text += f" ({'incremental' if found.increment else 'full'} {human_bytes(found.bytes_written)})"
     if found.writing:
         text += f"; writing {found.writing}: {found.images}/{found.buckets}"
     if found.given_up:

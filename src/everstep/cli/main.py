@@ -15,6 +15,7 @@ import click
 import everstep
 from everstep.errors import EverstepError, UserError, escaped, escaped_lines
 
+CHECKPOINT_VERBS = "take|ls|show|verify|compact|export"
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
 
@@ -36,10 +37,11 @@ def cli() -> None:
     "--logical-workers", type=int, help="allreduce: parts of every batch, on any number of workers: same bits."
 )
 @click.option(
-    "--shard",
+    "--processes-per-worker",
     type=int,
     help="allreduce: processes of a worker, which share one replica of the model (FSDP2; default 1).",
 )
+@click.option("--shard", type=int, hidden=True)  # its old name
 @click.option(
     "--heal-from",
     help="allreduce, workers whose models drifted apart without a majority: none (default): stop; lowest, highest: "
@@ -59,11 +61,11 @@ def cli() -> None:
 @click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
 @click.option("--hardware", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--name", help="Name of the job.")
-@click.option("--parity", help="K+M: K data buckets and M parity buckets a stripe, on K+M ps; 1+1: replicas; 0: off.")
-@click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
 @click.option(
-    "--policy", help="Stragglers: none (default), nondedicated, dedicated, backup, or your own module:callable."
+    "--parity", help="K+M: K data partitions and M parity partitions a stripe, on K+M ps; 1+1: replicas; 0: off."
 )
+@click.option("--protect", help="acked (default): a push waits until parity has it; eager: it does not.")
+@click.option("--policy", help="Stragglers: none (default), shared, exclusive, backup, or your own module:callable.")
 @click.option("--nonfinite", help="A batch with NaN/Inf gradients: raise (default) or skip.")
 @click.option(
     "--progress-timeout", help="A worker whose script does nothing for so long is replaced (default 10m; off: never)."
@@ -172,22 +174,22 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
     drain_target(run_dir, target, deadline)
 
 
-@cli.command()
-@RUN_DIR
-@click.option("--base", is_flag=True, help="Everything, not only what changed since the last one.")
-@click.option("--no-wait", is_flag=True, help="Return as soon as it has begun.")
-def checkpoint(run_dir: Path, base: bool, no_wait: bool) -> None:
-    """Take a checkpoint of a running job now; training goes on meanwhile."""
-    from everstep.cli.checkpoint import take_checkpoint
+@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"{CHECKPOINT_VERBS} WHERE ...")
+def checkpoint(arguments: tuple[str, ...]) -> None:
+    """Checkpoints: take one now, list, show, verify, compact, export."""
+    from everstep.cli.checkpoint import checkpoint as verbs
+    from everstep.cli.checkpoint import with_verb
 
-    take_checkpoint(run_dir, base, not no_wait)
+    verbs.main(with_verb(arguments), prog_name="everstep checkpoint", standalone_mode=False)
 
 
 @cli.command(context_settings={"allow_interspersed_args": True})
 @click.argument("source", metavar="RUN_DIR|URL")
 @click.option("--workers", type=int, help="Worker processes (default: as before).")
 @click.option("--ps", type=int, help="Parameter servers, any number (default: as before).")
-@click.option("--shard", type=int, help="Processes of a worker, any number (default: as before).")
+@click.option("--processes-per-worker", type=int, help="Any number (default: as before).")
+@click.option("--shard", type=int, hidden=True)  # its old name
 @click.option("--run-dir", help="For the resumed run (default: RUN_DIR-resumed beside the old one).")
 @click.option("--script", help="The training script (default: as before).")
 @click.option("--checkpoint", type=int, help="This checkpoint (default: the newest that is complete and intact).")
@@ -307,13 +309,20 @@ def audit(run_dir: Path, as_json: bool, witness: bool, model: Path | None) -> No
     raise SystemExit(report.exit_code)
 
 
-@cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="ls|show|verify|compact|export DIR_OR_URL ...")
+@cli.command(add_help_option=False, hidden=True, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"{CHECKPOINT_VERBS} WHERE ...")
 def ckpt(arguments: tuple[str, ...]) -> None:
-    """Checkpoints: list, show, verify, compact, export."""
-    from everstep.cli.ckpt import ckpt as verbs
+    """The old name of everstep checkpoint."""
+    from everstep.cli.checkpoint import checkpoint as verbs
 
-    verbs.main(list(arguments), prog_name="everstep ckpt", standalone_mode=False)
+    _renamed("everstep ckpt", "everstep checkpoint")
+    verbs.main(list(arguments), prog_name="everstep checkpoint", standalone_mode=False)
+
+
+def _renamed(old: str, new: str) -> None:
+    from everstep.config.renamed import renamed_line
+
+    click.echo(f"everstep: {renamed_line(old, new)}", err=True)
 
 
 @cli.command()
@@ -323,8 +332,11 @@ def ckpt(arguments: tuple[str, ...]) -> None:
 @click.option("--ps", type=int, default=8, show_default=True, help="Parameter servers.")
 @click.option("--step", default="0", help="Time of a step, to give the interval in batches too: 100ms.")
 @click.option("--stall", type=float, default=0.02, show_default=True, help="Share of the writing time that is lost.")
-@click.option("--changed", type=float, default=0.4, show_default=True, help="Share of bytes that an increment has.")
-@click.option("--base-every", type=int, default=8, show_default=True, help="Increments between two bases.")
+@click.option(
+    "--changed", type=float, default=0.4, show_default=True, help="Share of bytes that an incremental snapshot has."
+)
+@click.option("--full-every", type=int, help="Incremental snapshots between two full ones.  [default: 8]")
+@click.option("--base-every", type=int, hidden=True)  # its old name
 @click.option("--restart", default="10s", show_default=True, help="From a loss to training on, reading not counted.")
 @click.option("--network", default="1GB", show_default=True, help="Of one ps, bytes a second.")
 @click.option("--parity", type=float, default=0.2, show_default=True, help="Share of throughput that K+1 costs.")
@@ -334,14 +346,27 @@ def ckpt(arguments: tuple[str, ...]) -> None:
 @click.option("--may-lose", type=float, default=0.02, show_default=True, help="Updates a lossy rollback may lose.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def advise(
-    tables: str, bandwidth: str, mtbf: str, step: str, restart: str, network: str, as_json: bool, **numbers: Any
+    tables: str,
+    bandwidth: str,
+    mtbf: str,
+    step: str,
+    restart: str,
+    network: str,
+    full_every: int | None,
+    base_every: int | None,
+    as_json: bool,
+    **numbers: Any,
 ) -> None:
     """Parity, replica or checkpoints: which costs least for these numbers, and where that turns."""
     from everstep.cli.advise import advise as say
     from everstep.policies.advise import Case
     from everstep.units import seconds, size_bytes
 
+    if base_every is not None:
+        _renamed("--base-every", "--full-every")
+        full_every = base_every if full_every is None else full_every
     case = Case(
+        base_every=8 if full_every is None else full_every,
         table_bytes=size_bytes(tables),
         bandwidth=size_bytes(bandwidth),
         mtbf_s=seconds(mtbf),

@@ -53,7 +53,8 @@ def leave_model(spec: JobSpec, run_dir: Path, outcome: JobOutcome) -> tuple[JobO
             write_tables(place, manifest, folder)
             about = write_about(folder, url, spec.name, summary.checkpoint, manifest.samples_done, summary.steps)
     except EverstepError as error:
-        text = f"the job ended, and its model could not be left at {url}: {error}; everstep ckpt export {run_dir} OUT"
+        way_out = f"everstep checkpoint export {run_dir} OUT"
+        text = f"the job ended, and its model could not be left at {url}: {error}; {way_out}"
         failed = JobOutcome(RESULT_LOST, text) if outcome.exit_code == 0 else outcome
         return failed, [f"model: {text}"]
     _note(run_dir, url, about)

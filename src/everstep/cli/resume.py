@@ -20,6 +20,7 @@ from everstep.agent.rundir import RunDirLock, in_use
 from everstep.cli.display import read_summary
 from everstep.cli.run import absolute, model_place, refuse_used, run_here, settled
 from everstep.config.load import check_script, load_spec, new_run_dir, read_origins, read_spec
+from everstep.config.renamed import SETTINGS as OLD_SETTINGS
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, ConfigError
 from everstep.ids import Incarnation
@@ -41,7 +42,7 @@ from everstep.protect.sources import Origin, own_url, write_origin
 from everstep.storage.journal import Journal
 from everstep.storage.places import StoragePlace, open_place
 
-KEPT = ("buckets", "seed")  # a row's bucket and first value, and the order of the data, depend on them
+KEPT = ("partitions", "seed")  # a row's partition and first value, and the order of the data, depend on them
 
 
 def resume_job(
@@ -137,7 +138,9 @@ def choose(place: StoragePlace, checkpoint: int | None, trust: ManifestTrust, be
         )
     manifest = read_manifest(place, checkpoint, trust)
     for problem in chain(problems(place, manifest), also(manifest)):
-        raise CheckpointError(f"checkpoint {checkpoint}: {problem}; everstep ckpt ls {place.url} shows the others")
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: {problem}; everstep checkpoint ls {place.url} shows the others"
+        )
     return manifest
 
 
@@ -151,6 +154,9 @@ def resumed_spec(
     kept = {name: getattr(old, name) for name in JobSpec.__struct_fields__ if name != "run_dir"}
     # (in the old run directory: the new run has its own)
     given = {name: value for name, value in flags.items() if value is not None}
+    for old_name, name in OLD_SETTINGS.items():
+        if old_name in given:
+            del kept[name]  # what is given by its old name counts, too
     values = {**kept, "resume_from": place.url, **given}
     values["model_to"] = model_place(given.get("model_to") or ("none" if old.model_to == "none" else ""))
     if given.get("checkpoint_to"):

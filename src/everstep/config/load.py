@@ -20,7 +20,7 @@ import tempfile
 import types
 import typing
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,9 @@ from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
 from everstep.config.notices import parse_notices
 from everstep.config.parity import parse_code, refuse_few
+from everstep.config.renamed import POLICIES as POLICY_ALIASES
+from everstep.config.renamed import SETTINGS as OLD_SETTINGS
+from everstep.config.renamed import renamed_line
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, PlatformError
 from everstep.units import seconds
@@ -51,9 +54,9 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "ps": (0, MEMBERS_MAX),
     "min_workers": (1, MEMBERS_MAX),
     "logical_workers": (0, 100_000),
-    "shard": (1, 1024),
+    "processes_per_worker": (1, 1024),
     "seed": (0, 2**63 - 1),
-    "buckets": (1, 4096),
+    "partitions": (1, 4096),
     "max_restarts": (0, 1_000_000),
     "script_retries": (0, 1_000_000),
     "quarantine_after": (1, 1_000_000),
@@ -68,43 +71,63 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "master_lost_s": (3.0, 86_400.0),
     "threads_per_worker": (0, 1024),
     "checkpoint_keep": (1, 1_000_000),
-    "checkpoint_base_every": (0, 1_000_000),
+    "checkpoint_full_every": (0, 1_000_000),
     "ps_limit_bytes": (0, 1 << 56),
 }
 
 
 def load_spec(
-    job_yaml: Path | None, flags: Mapping[str, Any], env: Mapping[str, str]
+    job_yaml: Path | None,
+    flags: Mapping[str, Any],
+    env: Mapping[str, str],
+    tell: Callable[[str], object] = lambda line: print(f"everstep: {line}", file=sys.stderr),
 ) -> tuple[JobSpec, dict[str, str]]:
-    """The job spec and, for every field, where its value came from.
+    """Return the job spec and, for every field, where its value came from.
 
-    ``flags``: field -> value of the command line; None means not given. Raises ConfigError, one line with the
-    field, the value, what was expected and the place.
+    ``flags``: field -> value of the command line; None means not given. ``tell`` gets one line for each setting that
+    was given by its old name. Raises ConfigError, one line with the field, the value, what was expected and the place.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(_TYPES, "default")
     if job_yaml is not None:
-        for field, value, line in _read_yaml(job_yaml):
+        for name, value, line in _read_yaml(job_yaml):
             origin = f"{job_yaml} line {line}"
+            field = OLD_SETTINGS.get(name, name)
+            if field != name:
+                tell(renamed_line(f"{origin}: {name}", field))
             values[field] = _convert(field, value, origin, text=False)
             origins[field] = origin
     for name, raw in env.items():
         env_field = _env_field(name)
         if env_field:
+            if name != _PREFIX + env_field.upper():
+                if _PREFIX + env_field.upper() in env:
+                    raise ConfigError(f"{name} and {_PREFIX + env_field.upper()} are one setting: set the second only")
+                tell(renamed_line(name, _PREFIX + env_field.upper()))
             values[env_field] = _convert(env_field, raw, name, text=True)
             origins[env_field] = name
-    for field, value in flags.items():
+    for name, value in flags.items():
         if value is None:
             continue
-        origin = "--" + field.replace("_", "-")
+        origin, field = _flag(name), OLD_SETTINGS.get(name, name)
+        if field != name:
+            if flags.get(field) is not None:
+                raise ConfigError(f"{origin} and {_flag(field)} are one setting: give the second only")
+            tell(renamed_line(origin, _flag(field)))
         _known(field, origin)
         values[field] = _convert(field, value, origin, text=isinstance(value, str))
         origins[field] = origin
+    if "policy" in values:
+        values["policy"] = POLICY_ALIASES.get(values["policy"], values["policy"])
     if values.get("mode") == "allreduce" and "ps" not in values:
         values["ps"] = 0
     spec = JobSpec(**values)
     check_spec(spec, origins)
     return spec, origins
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
@@ -117,8 +140,10 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", spec.name):
         raise ConfigError(f"name = {spec.name!r}{at['name']}: letters, digits, '.', '_' and '-' only, at most 100")
     _check_mode(spec, at)
-    if spec.ps > spec.buckets:
-        raise ConfigError(f"ps = {spec.ps}{at['ps']}: more than buckets = {spec.buckets}, so some would own nothing")
+    if spec.ps > spec.partitions:
+        raise ConfigError(
+            f"ps = {spec.ps}{at['ps']}: more than partitions = {spec.partitions}, so some would own nothing"
+        )
     try:
         code = parse_code(spec.parity)
     except ConfigError as error:
@@ -151,24 +176,28 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
 
 
-POLICIES: Final = ("none", "nondedicated", "dedicated", "backup")
+POLICIES: Final = ("none", "shared", "exclusive", "backup")
 
 
 def _check_policy(spec: JobSpec, at: Mapping[str, str]) -> None:
-    name, where = spec.policy, f"policy = {spec.policy!r}{at['policy']}"
+    name, where = POLICY_ALIASES.get(spec.policy, spec.policy), f"policy = {spec.policy!r}{at['policy']}"
     steps = spec.mode == "ps" and parse_consistency(spec.consistency).kind == "sync"
     module, colon, attribute = name.partition(":")
     if not colon and name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, 1)
-        what = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}, and module:callable"
+        near = difflib.get_close_matches(name, (*POLICIES, *POLICY_ALIASES), 1)
+        what = (
+            f"did you mean {POLICY_ALIASES.get(near[0], near[0])!r}?"
+            if near
+            else f"there are {', '.join(POLICIES)}, and module:callable"
+        )
         raise ConfigError(f"{where}: no such policy; {what}")
     if colon and not (attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ConfigError(f"{where}: expected module:callable, such as mine:choose for choose in mine.py")
     if name == "backup" and not steps:
         raise ConfigError(
-            f"{where}: needs steps with a quorum (mode ps, consistency sync); {_words(spec)} has none: see nondedicated"
+            f"{where}: needs steps with a quorum (mode ps, consistency sync); {_words(spec)} has none: see shared"
         )
-    if name == "dedicated" and spec.mode == "ps" and not steps:
+    if name == "exclusive" and spec.mode == "ps" and not steps:
         raise ConfigError(
             f"{where}: divides common steps, and mode ps ({spec.consistency}) has none; set consistency to sync"
         )
@@ -200,7 +229,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
         if spec.ps < 1:
             raise ConfigError(f"ps = {spec.ps}{at['ps']}: must be at least 1 in mode ps (see mode: allreduce)")
         defaults = JobSpec()
-        for field in ("strategy", "min_workers", "logical_workers", "shard", "lr_rule", "heal_from"):
+        for field in ("strategy", "min_workers", "logical_workers", "processes_per_worker", "lr_rule", "heal_from"):
             if getattr(spec, field) != getattr(defaults, field):
                 raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs mode: allreduce")
         return
@@ -222,14 +251,13 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
             f"logical_workers = {spec.logical_workers}{at['logical_workers']}: less than workers = {spec.workers}"
             f"{at['workers']}, so some would have nothing to do"
         )
-    if spec.shard > 1 and spec.ps:
+    per_worker = f"processes_per_worker = {spec.processes_per_worker}{at['processes_per_worker']}"
+    if spec.processes_per_worker > 1 and spec.ps:
+        raise ConfigError(f"{per_worker}: a sharded model cannot have tables on the ps yet: leave one out")
+    if spec.processes_per_worker > 1 and spec.logical_workers:
         raise ConfigError(
-            f"shard = {spec.shard}{at['shard']}: a sharded model cannot have tables on the ps yet: leave one out"
-        )
-    if spec.shard > 1 and spec.logical_workers:
-        raise ConfigError(
-            f"shard = {spec.shard}{at['shard']}: a logical worker has the whole model (the order of sums is not fixed "
-            "inside of a sharded one); leave shard or logical_workers out"
+            f"{per_worker}: a logical worker has the whole model (the order of sums is not fixed "
+            "inside of a sharded one); leave processes_per_worker or logical_workers out"
         )
     if spec.lr_rule != "none" and (spec.strategy == "fixed" or spec.logical_workers):
         raise ConfigError(
@@ -449,10 +477,11 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, Any, int]]:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             field = str(loader.construct_object(key_node, deep=True))
-            _known(field, f"{path} line {line}")
-            if field in seen:
-                raise ConfigError(f"{path} line {line}: {field} was given in line {seen[field]} already")
-            seen[field] = line
+            new = OLD_SETTINGS.get(field, field)
+            _known(new, f"{path} line {line}")
+            if new in seen:
+                raise ConfigError(f"{path} line {line}: {new} was given in line {seen[new]} already")
+            seen[new] = line
             yield field, loader.construct_object(value_node, deep=True), line
     finally:
         loader.dispose()
@@ -470,7 +499,10 @@ def _env_field(name: str) -> str:
     if not name.startswith(_PREFIX) or name in _NOT_SETTINGS:
         return ""
     field = name[len(_PREFIX) :].lower()
-    return field if field in _TYPES and name == _PREFIX + field.upper() else ""
+    if name != _PREFIX + field.upper():
+        return ""
+    field = OLD_SETTINGS.get(field, field)
+    return field if field in _TYPES else ""
 
 
 def _convert(field: str, value: Any, origin: str, text: bool) -> Any:

@@ -6,9 +6,17 @@ from typing import Literal
 
 import msgspec
 
+# In files and on the wire these fields keep the names that they had (decision 0190): run directories, journals and
+# checkpoints of before are read as they are.
+_ENCODED = {
+    "processes_per_worker": "shard",
+    "partitions": "buckets",
+    "checkpoint_full_every": "checkpoint_base_every",
+}
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training run, as in ``job.yaml`` (all fields optional there; flags win over the file)."""
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_ENCODED):
+    """One training run, as in ``job.yaml`` (all fields are optional there; flags win over the file)."""
 
     name: str = "job"
     script: str = ""  # path of the training script
@@ -20,12 +28,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     strategy: Literal["elastic", "fixed"] = "elastic"  # allreduce, fewer workers: smaller global batch, or the same
     min_workers: int = 1  # allreduce: below so many, training waits
     logical_workers: int = 0  # allreduce: parts of every global batch, on however many workers: same bits; 0: off
-    shard: int = 1  # allreduce: processes of one worker, which share one replica of the model (FSDP2: fully_shard)
+    processes_per_worker: int = 1  # allreduce: processes that share one replica of the model (FSDP2: fully_shard)
     lr_rule: Literal["none", "linear", "sqrt"] = "none"  # allreduce, elastic: learning rate when the batch changes
     heal_from: Literal["none", "lowest", "highest"] = "none"  # allreduce: whose state counts without a majority
     seed: int = 0
     run_dir: str = ""  # empty: runs/NAME-DATE-TIME under the current directory
-    buckets: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
+    partitions: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
     bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
     notices: str = ""  # who is asked whether a node goes away: aws, gcp, azure, alibaba, file:PATH, command:WORDS
     metrics: str = ""  # HOST:PORT of the Prometheus endpoint; empty: none; not this machine's own address: with a token
@@ -48,17 +56,27 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     start_s: float = 600.0  # from the order to start a process to its hello (es.join); then it is replaced
     threads_per_worker: int = 0  # OMP_NUM_THREADS of a worker; 0: cores of the node / workers on it, at least 1
     preload: tuple[str, ...] = ()  # more modules for the warm template to import
-    parity: str = "0"  # "K+M": K data buckets a stripe, M parity buckets; "1+1" is a replica; "0" is off
+    parity: str = "0"  # "K+M": K data partitions a stripe, M parity partitions; "1+1" is a replica; "0" is off
     protect: Literal["acked", "eager"] = "acked"  # whether a push waits until parity has it
     checkpoint_every: str = ""  # "30s", "10m" or "10000batches"; empty: only when asked
     model_to: str = ""  # where the model is left when the job ends: none, run_dir, a directory or URL; empty: run_dir
     checkpoint_to: str = ""  # directory or fsspec URL; empty: RUN_DIR/checkpoints
     checkpoint_keep: int = 3  # newest checkpoints that are kept
     checkpoint_keep_every: str = ""  # "6h": besides, one for every so long; empty: none
-    checkpoint_base_every: int = 8  # after so many increments a full base is written
+    checkpoint_full_every: int = 8  # after so many incremental snapshots of a partition a full one is written
     ps_limit_bytes: int = 0  # memory for rows of one ps; 0: no limit
     on_full: Literal["error", "evict"] = "error"  # at that limit: refuse the push, or free rows not used for longest
-    policy: str = "none"  # about stragglers: none, nondedicated, dedicated, or one's own, module:callable
+    policy: str = "none"  # about stragglers: none, shared, exclusive, backup, or one's own, module:callable
     resume_from: str = ""  # directory or URL of checkpoints this job began from
     trust_checkpoint: bool = False  # everstep resume: also one that was not written with the job's key
     trusted: tuple[str, ...] = ()  # digests of manifests that the user said to trust (everstep resume)
+
+    @property
+    def buckets(self) -> int:
+        """``partitions`` under the name that some rooms still use."""
+        return self.partitions
+
+    @property
+    def checkpoint_base_every(self) -> int:
+        """``checkpoint_full_every`` under the name that some rooms still use."""
+        return self.checkpoint_full_every

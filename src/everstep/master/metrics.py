@@ -187,7 +187,7 @@ def fill(
     set_all(page, "everstep_reported", status.values)
     if status.protection is not None:
         for level in ("full", "less", "none"):
-            page.set("everstep_protection_buckets", getattr(status.protection, level), level)
+            page.set("everstep_protection_partitions", getattr(status.protection, level), level)
         page.set("everstep_unconfirmed_bytes", status.protection.unconfirmed_bytes)
     if status.checkpoint is not None:
         page.set("everstep_checkpoint_newest", status.checkpoint.newest)
@@ -237,6 +237,6 @@ def _fill_members(page: MetricsPage, seen: SeenReport, windows: Callable[[str, i
             page.set("everstep_worker_sample_compute_seconds", w.short.per_sample_s, w.slot)
     for s in seen.seen.servers:
         page.set("everstep_ps_queue_requests", s.queue, s.slot)
-        page.set("everstep_ps_buckets", s.buckets, s.slot)
+        page.set("everstep_ps_partitions", s.buckets, s.slot)
         if s.service_s:
             page.set("everstep_ps_service_seconds", s.service_s, s.slot)

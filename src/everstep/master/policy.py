@@ -26,6 +26,7 @@ import msgspec
 from everstep.brain.brain import Brain
 from everstep.brain.events import FactType, PlanMade, PolicyDisabled
 from everstep.brain.policy_control import as_plan, as_returned, line, portions, refuse, said
+from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, Slot
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
@@ -164,6 +165,7 @@ class PolicyKeeper:
 def load(name: str, folder: Path) -> Policy:
     """The policy of this name; ``module:callable`` is found beside the training script (``folder``), or where Python
     finds modules. Raises what importing raises, AttributeError, TypeError."""
+    name = RENAMED_POLICIES.get(name, name)  # (job.json of a job of before)
     if name in SHIPPED:
         return SHIPPED[name]
     module, _, attribute = name.partition(":")

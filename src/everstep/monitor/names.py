@@ -14,6 +14,8 @@ class Metric(msgspec.Struct, frozen=True):
     kind: Literal["counter", "gauge"]
     labels: tuple[str, ...]
     help: str
+    formerly: str = ""
+    """Its old name, under which the endpoint shows it once more until the next version."""
 
 
 _MEMBER = ("role", "slot")
@@ -52,13 +54,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("everstep_ps_queue_requests", "gauge", ("slot",), "Requests at a ps at a time, mean of the short window."),
     Metric("everstep_ps_bytes_total", "counter", ("slot", "direction"), "Bytes of rows: in (pushed) and out (pulled)."),
     Metric("everstep_ps_rows", "gauge", ("slot",), "Rows that a ps holds."),
-    Metric("everstep_ps_buckets", "gauge", ("slot",), "Buckets that a ps owns."),
+    Metric("everstep_ps_partitions", "gauge", ("slot",), "Partitions that a ps owns.", "everstep_ps_buckets"),
     Metric("everstep_slowness_ratio", "gauge", _MEMBER, "Times the median of its hardware class; see everstep top."),
     Metric("everstep_process_cpu_seconds_total", "counter", _MEMBER, "Processor time of a member's process."),
     Metric("everstep_process_resident_memory_bytes", "gauge", _MEMBER, "Resident memory of a member's process."),
     Metric("everstep_process_throttled_seconds_total", "counter", _MEMBER, "Its cgroup was kept from running so long."),
     Metric("everstep_process_throttled_periods_total", "counter", _MEMBER, "Periods in which that happened."),
-    Metric("everstep_protection_buckets", "gauge", ("level",), "Buckets by the losses they survive: full, less, none."),
+    Metric(
+        "everstep_protection_partitions",
+        "gauge",
+        ("level",),
+        "Partitions by the losses they survive: full, less, none.",
+        "everstep_protection_buckets",
+    ),
     Metric("everstep_unconfirmed_bytes", "gauge", (), "Changes that mirrors do not have yet."),
     Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none."),
     Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970)."),

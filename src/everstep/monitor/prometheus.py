@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from everstep.config.renamed import renamed_line
 from everstep.errors import InternalError
-from everstep.monitor.names import BY_NAME, METRICS
+from everstep.monitor.names import BY_NAME, METRICS, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABEL_MAX = 200  # characters of a label's value: some come from scripts
@@ -46,10 +47,16 @@ class MetricsPage:
             values = self._values.get(metric.name)
             if not values:
                 continue
-            lines.append(f"# HELP {metric.name} {_help(metric.help)}")
-            lines.append(f"# TYPE {metric.name} {metric.kind}")
-            lines += [_line(metric.name, metric.labels, labels, value) for labels, value in sorted(values.items())]
+            lines += _block(metric, metric.name, metric.help, values)
+            if metric.formerly:
+                lines += _block(metric, metric.formerly, renamed_line(metric.formerly, metric.name), values)
         return "".join(line + "\n" for line in lines)
+
+
+def _block(metric: Metric, name: str, text: str, values: Mapping[tuple[str, ...], float]) -> list[str]:
+    """Return the lines of one metric under ``name``."""
+    series = [_line(name, metric.labels, labels, value) for labels, value in sorted(values.items())]
+    return [f"# HELP {name} {_help(text)}", f"# TYPE {name} {metric.kind}", *series]
 
 
 def _line(name: str, keys: Sequence[str], labels: Sequence[str], value: float) -> str:

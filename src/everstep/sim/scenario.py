@@ -57,7 +57,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             name="sim",
             workers=self.workers,
             ps=self.ps,
-            buckets=self.buckets,
+            partitions=self.buckets,
             suspect_after_s=1.2,
             lost_after_s=2.5,
             lease_s=self.lease_s,

@@ -49,7 +49,7 @@ def clip_norm_inf(es: Any) -> Result:
 
     def clip() -> None:
         params = list(s.model.parameters())
-        if getattr(s.job, "shards", 1) > 1:  # torch has no infinity norm of a process's part that is empty
+        if getattr(s.job, "processes_per_worker", 1) > 1:  # torch: no infinity norm of an empty part
             norm = torch.stack([whole(p.grad).abs().max() for p in params]).max()
             torch.nn.utils.clip_grads_with_norm_(params, 0.1, norm)
         else:
@@ -311,7 +311,7 @@ def l1_activations(es: Any) -> Result:
 )
 def gradient_penalty(es: Any) -> Result:
     s = Script(es)
-    if getattr(s.job, "shards", 1) > 1:  # the second pass over the graph needs the whole parameters, too
+    if getattr(s.job, "processes_per_worker", 1) > 1:  # the second pass over the graph needs the whole parameters, too
         s.model.set_reshard_after_backward(False)
     opt = s.sgd(0.05)
     for batch in s.batches():

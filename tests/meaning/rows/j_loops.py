@@ -315,7 +315,7 @@ def saved_in_loop(es: Any) -> Result:
 def loaded(es: Any) -> Result:
     s = Script(es)
     values = {k: torch.full_like(v, 0.1) for k, v in Net().state_dict().items()}
-    if getattr(s.job, "shards", 1) > 1:
+    if getattr(s.job, "processes_per_worker", 1) > 1:
         raise_shard(s)
     s.model.load_state_dict(values)
     epoch(s, s.sgd())

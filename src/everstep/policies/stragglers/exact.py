@@ -1,4 +1,4 @@
-"""The exact split of a step over members of different speed and memory (the *dedicated* problem).
+"""The exact split of a step over members of different speed and memory (the problem of the *exclusive* policy).
 
 Member i computes ``samples[i]`` in ``passes[i]`` micro-batches, as alike as whole numbers can be, which takes it
 ``passes * overhead + per_sample * samples`` seconds. Wanted: the smallest largest time, so that all together have

@@ -8,8 +8,8 @@ from typing import Any
 from everstep.model.observation import Observations
 from everstep.model.plan import Plan
 from everstep.policies.stragglers.backup import backup
-from everstep.policies.stragglers.dedicated import dedicated
-from everstep.policies.stragglers.nondedicated import nondedicated
+from everstep.policies.stragglers.exclusive import exclusive
+from everstep.policies.stragglers.shared import shared
 
 Policy = Callable[[Observations, Any], tuple[Plan | None, Any]]
 
@@ -19,4 +19,4 @@ def none(seen: Observations, state: None) -> tuple[Plan | None, None]:
     return None, None
 
 
-SHIPPED: dict[str, Policy] = {"none": none, "nondedicated": nondedicated, "dedicated": dedicated, "backup": backup}
+SHIPPED: dict[str, Policy] = {"none": none, "shared": shared, "exclusive": exclusive, "backup": backup}

@@ -1,4 +1,4 @@
-"""``everstep ckpt`` on checkpoints of a small store."""
+"""``everstep checkpoint`` on checkpoints of a small store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Ckpt = Callable[..., tuple[int, str, str]]
 def run(*arguments: str | Path) -> tuple[int, str, str]:
     """The command in this process: exit code, stdout, stderr."""
     with pytest.MonkeyPatch.context() as patch, StringIO() as out, StringIO() as err:
-        patch.setattr(sys, "argv", ["everstep", "ckpt", *map(str, arguments)])
+        patch.setattr(sys, "argv", ["everstep", "checkpoint", *map(str, arguments)])
         with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
             main()
         return int(ended.value.code or 0), out.getvalue(), err.getvalue()
@@ -72,7 +72,7 @@ def test_ls(where: Path) -> None:
     lines = out.splitlines()
     assert lines[0].split()[:3] == ["checkpoint", "taken", "kind"]
     assert [line.split()[0] for line in lines[1:]] == ["1", "2"]
-    assert " base " in lines[1] and " increment " in lines[2] and lines[2].endswith("whole")
+    assert " full " in lines[1] and " incremental " in lines[2] and lines[2].endswith("whole")
     code, out, _ = run("ls", where, "--json")
     assert [one["checkpoint"] for one in json.loads(out)] == [1, 2]
 
@@ -197,3 +197,25 @@ def test_verify_takes_what_it_reads_as_a_ps_would(where: Path, tmp_path: Path) -
     assert code == 2
     assert "1 of" in err
     assert "bucket 1: these are not the marks of a bucket: a blob of kind 3" in out
+
+
+def test_old_commands_work_and_say_their_new_names(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = run("ls", where)
+    with StringIO() as old_out, StringIO() as old_err:
+        monkeypatch.setattr(sys, "argv", ["everstep", "ckpt", "ls", str(where)])
+        with redirect_stdout(old_out), redirect_stderr(old_err), pytest.raises(SystemExit) as ended:
+            main()
+        assert (int(ended.value.code or 0), old_out.getvalue()) == (code, out) and err == ""
+        assert (
+            old_err.getvalue()
+            == "everstep: everstep ckpt is now everstep checkpoint; the old name works until everstep 0.2\n"
+        )
+    code, _, err = run("--base", where)  # as `everstep checkpoint --base RUN_DIR` was, of what is no run directory
+    lines = err.splitlines()
+    assert code == 2 and "no job.json" in lines[2]
+    assert (
+        "everstep checkpoint RUN_DIR is now everstep checkpoint take RUN_DIR" in lines[0]
+        and "--base is now" in lines[1]
+    )
+    code, _, err = run("verfy", where)
+    assert code == 2 and "verfy" in err and len(err.splitlines()) == 1

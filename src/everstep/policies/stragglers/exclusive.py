@@ -1,4 +1,4 @@
-"""``dedicated``: machines of several kinds, and nobody else on them. The exact split, once it is known what they take.
+"""``exclusive``: machines of several kinds, and nobody else on them. The exact split, once it is known what they take.
 
 What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; till
 there are two, the overhead counts as next to nothing. Where nobody knows what fits into memory, the loader's batch
@@ -6,7 +6,7 @@ does. What is seen first is acted on; a pace that is another one all at once beg
 (``belief``). Who reads like others is of their kind, and what is like is told more finely with every reading: noise is
 not followed. The split is worked out anew only when a pace has changed, and asked for only when it is clearly better
 than the one in force. Where splits do not pay, because paces change from window to window, the machines are not
-dedicated, and shares are equal.
+exclusive, and shares are equal.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Fit(msgspec.Struct, frozen=True):
         return Device((1 - LEAST) * pass_s / b1, LEAST * pass_s, memory_batch)
 
 
-class DedicatedState(msgspec.Struct, frozen=True):
+class ExclusiveState(msgspec.Struct, frozen=True):
     """``fits``: of each process that is up. ``devices``, ``best``: when the best split was worked out last. ``score``:
     whether splits paid so far; None: nothing was seen yet. ``proposed``: samples of the last look's best split."""
 
@@ -97,9 +97,9 @@ class DedicatedState(msgspec.Struct, frozen=True):
     changes: Changes = Changes()
 
 
-def dedicated(seen: Observations, state: DedicatedState | None) -> tuple[Plan | None, DedicatedState]:
+def exclusive(seen: Observations, state: ExclusiveState | None) -> tuple[Plan | None, ExclusiveState]:
     """See the top of this file."""
-    state = state or DedicatedState()
+    state = state or ExclusiveState()
     total, workers = seen.global_batch, seen.workers
     keys: list[Key] = [(w.slot, w.incarnation) for w in workers]
     before = {key: fit for key, fit in state.fits.items() if key in keys}
@@ -134,7 +134,7 @@ def dedicated(seen: Observations, state: DedicatedState | None) -> tuple[Plan | 
     best_s = max(map(time_s, devices, best))
     worth = level_s >= BETTER * best_s
     proposed = tuple(portion.samples for portion in best) if worth else level
-    state = DedicatedState(
+    state = ExclusiveState(
         fits, state.devices if same else devices, best, score, dict(zip(keys, proposed, strict=True)), changes
     )
     now = [ExactShare(w.share, max(1, w.accum)) for w in workers]

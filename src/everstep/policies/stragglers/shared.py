@@ -1,4 +1,4 @@
-"""``nondedicated``: machines that others use too. Slow for moments, for long, or always; workers and ps.
+"""``shared``: machines that others use too. Slow for moments, for long, or always; workers and ps.
 
 Theory. Dividing a step by the speeds of the last window is right as long as the next window is like the last. Where
 slow spells are about as long as a window it is wrong both times: nothing is done while somebody is slow, and when
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget: int = 8  # restarts by this policy in the whole job
 
 
-class NondedicatedState(msgspec.Struct, frozen=True, kw_only=True):
+class SharedState(msgspec.Struct, frozen=True, kw_only=True):
     """``score``: None: nothing was seen yet. ``proposed``: shares of the last look, by process. ``paces``: the newest
     seconds per sample that are alike and believed. ``slow``: who was slow at the last look. ``servers``: see there.
     ``in_place``: processes that were to be started anew where they had been, for want of another node: once for each
@@ -65,11 +65,11 @@ WINDOW_S = 10.0  # where nobody says
 ALIKE_LOOKS = 4  # of which the median is what a worker's pace is
 
 
-def nondedicated(
-    seen: Observations, state: NondedicatedState | None, settings: Settings = DEFAULT
-) -> tuple[Plan | None, NondedicatedState | None]:
+def shared(
+    seen: Observations, state: SharedState | None, settings: Settings = DEFAULT
+) -> tuple[Plan | None, SharedState | None]:
     """See the top of this file."""
-    state = state or NondedicatedState()
+    state = state or SharedState()
     workers = judge(seen.workers, state.slow)
     servers, watched = watch(seen, state.servers)
     state = msgspec.structs.replace(state, slow=frozenset(v.slot for v in workers if v.slow), servers=watched)
@@ -85,8 +85,8 @@ def nondedicated(
 
 
 def _divide(
-    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
-) -> tuple[Plan | None, NondedicatedState]:
+    seen: Observations, state: SharedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, SharedState]:
     """Shares by speed, where reacting has paid lately; equal ones else."""
     workers, total = seen.workers, seen.global_batch
     if len(verdicts) < len(workers) or not 2 <= len(workers) <= total or any(w.share <= 0 for w in workers):
@@ -132,8 +132,8 @@ def _divide(
 
 
 def _believed(
-    state: NondedicatedState, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
-) -> NondedicatedState:
+    state: SharedState, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
+) -> SharedState:
     """With what is believed of everybody's pace after this look; who is new is believed."""
     paces = {key: state.paces.get(key, (s,)) for key, s in readings.items()}
     expected = {key: (median(known), median(known)) for key, known in paces.items()}
@@ -151,8 +151,8 @@ def _believed(
 
 
 def _restart_worker(
-    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
-) -> tuple[Plan | None, NondedicatedState]:
+    seen: Observations, state: SharedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, SharedState]:
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)
     if worst is None or not _may_restart(seen, settings):
         return None, state
@@ -190,13 +190,13 @@ def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str
 
 def _restart(
     seen: Observations,
-    state: NondedicatedState,
+    state: SharedState,
     v: SlowVerdict,
     role: Role,
     place: str,
     inputs: Inputs,
     settings: Settings,
-) -> tuple[Plan | None, NondedicatedState]:
+) -> tuple[Plan | None, SharedState]:
     """``inputs``: what else speaks for it, ``saves_s`` among that: of the job's time."""
     if place == v.node:
         if state.in_place.get((role, v.slot), v.incarnation) != v.incarnation:
@@ -223,8 +223,8 @@ def _restart(
 
 
 def _mend_server(
-    seen: Observations, state: NondedicatedState, verdicts: Sequence[SlowVerdict], settings: Settings
-) -> tuple[Plan | None, NondedicatedState]:
+    seen: Observations, state: SharedState, verdicts: Sequence[SlowVerdict], settings: Settings
+) -> tuple[Plan | None, SharedState]:
     """Buckets move first; who is slow nevertheless, or because the others do its work, is replaced where that pays."""
     plan, servers = divide_buckets(seen, verdicts, state.servers)
     state = msgspec.structs.replace(state, servers=servers)

@@ -1,4 +1,4 @@
-"""A whole job with checkpoints: what ``everstep ckpt export`` gives is the model that the script ended with."""
+"""A whole job with checkpoints: what ``everstep checkpoint export`` gives is the model that the script ended with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_export_is_the_model_that_the_script_ended_with(tmp_path: Path) -> None:
     command = [*everstep, "run", "--ps", "2", "--checkpoint-every", "1s", "--run-dir", str(run_dir), "--no-display"]
     subprocess.run([*command, str(tmp_path / "train.py")], check=True, timeout=280, capture_output=True)
     for verb in (["verify", run_dir], ["export", run_dir, out]):
-        subprocess.run([*everstep, "ckpt", *map(str, verb)], check=True, timeout=240, capture_output=True)
+        subprocess.run([*everstep, "checkpoint", *map(str, verb)], check=True, timeout=240, capture_output=True)
     model = torch.load(run_dir / "model.pt", weights_only=True)
     dense = load_file(out / "dense.safetensors")
     assert set(dense) == {"1.weight", "1.bias", "3.weight", "3.bias"}
