@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from benchmarks._measure import ROOT, Child, everstep
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
+from everstep.model.job_view import JobView
 from everstep.model.member import MemberState, Role
 from everstep.monitor.audit import PsLog, audit, read_log
-from everstep.net.messages import GetStatus, StatusReport
+from everstep.net.messages import GetStatus
 
 SCRIPT = ROOT / "examples" / "01_flights_dlrm.py"
 
@@ -66,10 +67,10 @@ class Job:
     def words(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
-    def status(self) -> StatusReport | None:
+    def status(self) -> JobView | None:
         with contextlib.suppress(EverstepError, OSError):
             answer = ask_master(self.run_dir, GetStatus(), timeout_s=2.0)
-            return answer if isinstance(answer, StatusReport) else None
+            return answer if isinstance(answer, JobView) else None
         return None
 
     def samples_done(self) -> int:

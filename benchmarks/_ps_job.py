@@ -15,14 +15,13 @@ from benchmarks._measure import ROOT, median, say
 from everstep.brain.brain import Brain
 from everstep.brain.events import Note, PublishPlacement
 from everstep.cli.chaos import drill
-from everstep.cli.link import ask_master
+from everstep.cli.link import ask_view
 from everstep.cli.replay import JOURNAL_FILE
 from everstep.errors import EverstepError
 from everstep.ids import Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.monitor.schedules import Planned
-from everstep.net.messages import GetSeen, SeenReport
 from everstep.storage.journal import read_journal
 
 SCRIPT = ROOT / "benchmarks" / "twins" / "slow_device.py"
@@ -93,10 +92,10 @@ class PsJob(Job):
 
     def load(self) -> float:
         """Of the last window: for how much of it a ps was at work for a worker, mean over both."""
-        answer = ask_master(self.run_dir, GetSeen(), timeout_s=5.0)
-        if not isinstance(answer, SeenReport) or not answer.seen.servers:
+        speed = ask_view(self.run_dir, speed=True, timeout_s=5.0).speed
+        if speed is None or not speed.seen.servers:
             return 0.0
-        return sum(server.queue for server in answer.seen.servers) / len(answer.seen.servers) / WORKERS
+        return sum(server.queue for server in speed.seen.servers) / len(speed.seen.servers) / WORKERS
 
     def began(self) -> float:
         """When all workers were ready, seconds since 1970."""

@@ -38,11 +38,12 @@ from benchmarks._measure import ROOT, Result, say
 from everstep.brain.events import ScaleAsked, StopAsked
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
+from everstep.model.job_view import JobView, MemberView
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
 from everstep.monitor.report import Verdict
 from everstep.monitor.witness import witnessed
-from everstep.net.messages import GetStatus, MemberStatus, StatusReport
+from everstep.net.messages import GetStatus
 
 SCRIPT = ROOT / "benchmarks" / "_witness_job.py"
 FORKSERVER = ROOT / "tests" / "forkserver"
@@ -164,23 +165,23 @@ class Job:
             return process.wait(max(1.0, self.until - time.monotonic()))
         return -1
 
-    def _status(self) -> StatusReport | None:
+    def _status(self) -> JobView | None:
         with contextlib.suppress(EverstepError, OSError):
             answer = ask_master(self.run_dir, GetStatus(), timeout_s=5.0)
-            return answer if isinstance(answer, StatusReport) else None
+            return answer if isinstance(answer, JobView) else None
         return None
 
     def _reach(self, process: subprocess.Popen[bytes], share: float) -> None:
         self._wait(process, lambda s: s.samples_done >= share * self.plan.samples and s.samples_done > 0)
 
-    def _wait(self, process: subprocess.Popen[bytes], what: Callable[[StatusReport], bool]) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], what: Callable[[JobView], bool]) -> None:
         while process.poll() is None and time.monotonic() < self.until:
             status = self._status()
             if status is not None and what(status):
                 return
             time.sleep(0.1)
 
-    def _alive(self, role: Role) -> list[MemberStatus]:
+    def _alive(self, role: Role) -> list[MemberView]:
         status = self._status()
         return [m for m in (status.members if status else ()) if m.role is role and m.state == "alive" and m.pid]
 
@@ -201,7 +202,7 @@ class Job:
         victim = there[self.plan.number % len(there)]
         self._kill(victim.pid)
 
-        def replaced(s: StatusReport) -> bool:
+        def replaced(s: JobView) -> bool:
             return any(
                 (m.role, m.slot) == (Role.WORKER, victim.slot)
                 and m.incarnation > victim.incarnation

@@ -10,26 +10,24 @@ from everstep.cli.display import (
     LiveScreen,
     PlainScreen,
     ScriptOutput,
-    clock,
-    current_epoch,
-    eta_s,
-    progress_line,
-    render,
     summary_lines,
 )
 from everstep.cli.tail import LogTail
+from everstep.cli.view_text import clock, current_epoch, eta_s, picture, progress_line, protection_text
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.job_view import EpochView, JobView, MemberView, ProtectionView, ShownState
 from everstep.model.member import Role
-from everstep.net.messages import EpochStatus, MemberStatus, StatusReport
 
 
-def epoch(number: int, done: int, shards: int = 10) -> EpochStatus:
-    return EpochStatus("train", number, 3, shards, shards - done, 0, done, shards * 100, done * 100)
+def epoch(number: int, done: int, shards: int = 10) -> EpochView:
+    return EpochView("train", number, 3, shards, shards - done, 0, done, shards * 100, done * 100)
 
 
-def report(*epochs: EpochStatus, **changes: object) -> StatusReport:
-    member = MemberStatus(Role.WORKER, Slot(0), Incarnation(2), NodeId("node0"), 4711, "alive", 1, "train e0 #4", 90.0)
-    base = StatusReport(
+def report(*epochs: EpochView, **changes: object) -> JobView:
+    member = MemberView(
+        Role.WORKER, Slot(0), Incarnation(2), NodeId("node0"), 4711, ShownState.ALIVE, 1, "train e0 #4", 90.0
+    )
+    base = JobView(
         job="flights",
         phase="training",
         at=107.0,
@@ -39,18 +37,18 @@ def report(*epochs: EpochStatus, **changes: object) -> StatusReport:
         epochs=epochs,
         samples_done=sum(e.samples_done for e in epochs),
         samples_per_s=100.0,
-        values={"loss": 0.4321},
+        reported={"loss": 0.4321},
         failures={"worker": 1, "ps": 0},
         batches_retried=3,
     )
     return msgspec.structs.replace(base, **changes)
 
 
-def text_of(status: StatusReport) -> str:
+def text_of(status: JobView) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=120).print(render(status))
+    Console(file=out, width=120).print(picture(status))
     return out.getvalue()
 
 
@@ -70,7 +68,7 @@ def test_progress_line_and_picture_say_the_same_facts() -> None:
     status = report(epoch(0, 10), epoch(1, 4))
     line = progress_line(status)
     assert line == "train epoch 2/3 40.0%  100 samples/s  ETA 0:06  loss 0.4321  worker 1/1"
-    picture = text_of(status)
+    shown = text_of(status)
     for fact in (
         "worker:0",
         "alive",
@@ -82,11 +80,11 @@ def test_progress_line_and_picture_say_the_same_facts() -> None:
         "1 worker",
         "3 batches",
     ):
-        assert fact in picture
+        assert fact in shown
 
 
 def test_a_picture_before_anything_is_known() -> None:
-    assert "starting" in text_of(report(phase="starting", members=(), values={}, failures={}))
+    assert "starting" in text_of(report(phase="starting", members=(), reported={}, failures={}))
 
 
 def test_plain_screen_prints_progress_only_now_and_then() -> None:
@@ -170,15 +168,12 @@ def test_summary_names_what_was_survived(failures: dict[str, int], words: str, t
 
 
 def test_protection_in_words() -> None:
-    from everstep.cli.display import protection_text
-    from everstep.net.messages import ProtectionStatus
-
-    assert protection_text(ProtectionStatus("4+1", "acked", full=64)) == "parity 4+1: 64 of 64 buckets protected"
-    text = protection_text(ProtectionStatus("4+2", "eager", 40, 20, 4, moving=3, rebuilding=11, building=2))
+    assert protection_text(ProtectionView("4+1", "acked", full=64)) == "parity 4+1: 64 of 64 partitions protected"
+    text = protection_text(ProtectionView("4+2", "eager", 40, 20, 4, moving=3, rebuilding=11, building=2))
     assert text == (
-        "parity 4+2 eager: 40 of 64 buckets protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
+        "parity 4+2 eager: 40 of 64 partitions protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
     )
-    assert protection_text(ProtectionStatus("0", "acked", none=64, moving=1)) == "parity off; 1 moving"
+    assert protection_text(ProtectionView("0", "acked", none=64, moving=1)) == "parity off; 1 moving"
 
 
 def test_workers_that_wait_for_each_other_are_said() -> None:

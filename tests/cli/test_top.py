@@ -8,24 +8,44 @@ from rich.console import Console
 
 from everstep.cli.top import lines, span, table
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.job_view import JobView, RunningDrill
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
-from everstep.net.messages import RunningDrill, SeenReport
+from everstep.monitor.viewer import make_speed_view
 
 ONE, HOME = Incarnation(1), NodeId("node0")
 
 
-def report() -> SeenReport:
+def report() -> JobView:
     pace = Pace(samples=10, per_sample_s=0.004, phases={"forward": 1.0, "barrier": 3.0, "outside": 9.0})
     slow = Pace(samples=10, per_sample_s=0.016, phases={"forward": 4.0})
     workers = tuple(WorkerSeen(slot=Slot(i), incarnation=ONE, node=HOME, short=p) for i, p in enumerate((pace, slow)))
     servers = (ServerSeen(slot=Slot(0), incarnation=ONE, node=HOME),)
     seen = Observations(at=100.0, wanted_workers=3, remaining_s=60.0, workers=workers, servers=servers)
-    return SeenReport(seen, {"negative": 2}, (RunningDrill("worker:1", "slow", 4.0, 130.0),))
+    drills = (RunningDrill("worker:1", "slow", 4.0, 130.0),)
+    return JobView(
+        job="a job",
+        phase="training",
+        at=100.0,
+        started_at=0.0,
+        master_incarnation=ONE,
+        members=(),
+        members_wanted={"worker": 3},
+        epochs=(),
+        samples_done=0,
+        samples_per_s=0.0,
+        batches_retried=0,
+        failures={},
+        reported={},
+        speed=make_speed_view(seen, lambda member, incarnation: {}, {"negative": 2}, drills),
+    )
 
 
 def test_plain_lines_have_the_slowest_first_and_its_reason() -> None:
     head, names, first, *_ = lines(report())
-    assert head == "mode ps, 2 of 3 workers, 1 ps, about 60 s left; readings dropped: 2 negative"
+    assert head == (
+        "mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: worker:1 4 times slower for 30 s more; "
+        "readings dropped: 2 negative"
+    )
     assert names.split()[:2] == ["member", "slower"]
     assert first.startswith("worker:1") and "4.00x" in first and "16 ms" in first
     assert first.endswith("compute 4.0x the median of its class, drill: 4 times slower for 30 s more")

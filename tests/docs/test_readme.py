@@ -20,7 +20,8 @@ import pytest
 from embedded import run_embedded
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
-from everstep.net.messages import GetStatus, MemberStatus, StatusReport
+from everstep.model.job_view import JobView, MemberView
+from everstep.net.messages import GetStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -143,20 +144,20 @@ class Job:
             start_new_session=True,
         )
 
-    def status(self) -> StatusReport | None:
+    def status(self) -> JobView | None:
         try:
             answer = ask_master(self.folder / self.run_dir, GetStatus(), timeout_s=20.0)
         except (EverstepError, OSError):
             return None
-        assert isinstance(answer, StatusReport)
+        assert isinstance(answer, JobView)
         return answer
 
-    def living(self, role: str) -> MemberStatus | None:
+    def living(self, role: str) -> MemberView | None:
         """A member of this role that is up (a worker: at work)."""
         status = self.status()
         members = status.members if status is not None else ()
         alive = [m for m in members if m.role.value == role and m.state == "alive"]
-        up = [m for m in alive if role == "ps" or m.shard or self.replicated]
+        up = [m for m in alive if role == "ps" or m.works_on or self.replicated]
         return up[0] if up else None
 
     def samples(self) -> int:

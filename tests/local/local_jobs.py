@@ -14,8 +14,9 @@ from pathlib import Path
 from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
+from everstep.model.job_view import JobView, MemberView
 from everstep.model.member import Role
-from everstep.net.messages import GetStatus, MemberStatus, StatusReport
+from everstep.net.messages import GetStatus
 
 SCRIPT = """
 import os, time
@@ -112,26 +113,26 @@ class Run:
     def text(self) -> str:
         return self.out.read_text(errors="replace")
 
-    def status(self) -> StatusReport | None:
+    def status(self) -> JobView | None:
         if not in_use(self.run_dir):
             return None
         try:
             answer = ask_master(self.run_dir, GetStatus(), timeout_s=2.0)
         except (EverstepError, OSError):
             return None
-        assert isinstance(answer, StatusReport)
+        assert isinstance(answer, JobView)
         return answer
 
-    def member(self, role: Role, slot: int) -> MemberStatus | None:
+    def member(self, role: Role, slot: int) -> MemberView | None:
         status = self.status()
         for m in status.members if status is not None else ():
             if (m.role, m.slot) == (role, slot):
                 return m
         return None
 
-    def alive(self, role: Role, slot: int, at_least: int = 1) -> MemberStatus:
+    def alive(self, role: Role, slot: int, at_least: int = 1) -> MemberView:
         """That member, once it is alive with at least this incarnation."""
-        found: list[MemberStatus] = []
+        found: list[MemberView] = []
 
         def look() -> bool:
             m = self.member(role, slot)
@@ -226,9 +227,9 @@ class Run:
         self.joined[node].send_signal(signal.SIGKILL)
         self.joined[node].wait()
 
-    def alive_on(self, node: str) -> MemberStatus:
+    def alive_on(self, node: str) -> MemberView:
         """A worker of that node, once it is alive."""
-        found: list[MemberStatus] = []
+        found: list[MemberView] = []
 
         def look() -> bool:
             status = self.status()

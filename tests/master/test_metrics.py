@@ -10,14 +10,15 @@ import msgspec
 import pytest
 
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.master.metrics import REQUEST_MAX_BYTES, TOKEN_FILE, MetricsServer, fill, is_loopback
+from everstep.master.metrics import REQUEST_MAX_BYTES, TOKEN_FILE, MetricsServer, is_loopback
 from everstep.master.readings import METRICS_FILE, MetricsLine, Readings
+from everstep.model.job_view import GroupView, JobView, MemberView, ProtectionView, ShownState
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, ServerSeen, WorkerSeen
 from everstep.monitor.names import METRICS
 from everstep.monitor.prometheus import Key, MetricsPage, number
+from everstep.monitor.viewer import make_speed_view
 from everstep.monitor.windows import Windows
-from everstep.net.messages import GroupStatus, MemberStatus, SeenReport, StatusReport
 
 DOCS = Path(__file__).parents[2] / "docs" / "monitoring.md"
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -31,19 +32,37 @@ def job() -> MetricsPage:
         readings["bytes_out"] = 8 * at
         windows.take("worker:0", 1, readings, at)
         windows.take("ps:0", 1, {"requests": at, "bytes_in": 10 * at, "rows": 5.0, "rss_bytes": 1e6}, at)
-    status = StatusReport(
-        "a job", "training", 1.0, 0.0, Incarnation(2),
-        (MemberStatus(Role.WORKER, Slot(0), Incarnation(1), NodeId("node0"), 7, "alive"),),
-        (), 100, 50.0, {'odd "name"\n': float("nan")}, {"worker": 3}, 0,
-        group=GroupStatus(1, 1, 0, 42, 1.0, "elastic"),
-    )  # fmt: skip
     worker = WorkerSeen(
         slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), short=Pace(samples=100, per_sample_s=0.01)
     )
     ps = ServerSeen(slot=Slot(0), incarnation=Incarnation(1), node=NodeId("node0"), service_s=0.002, queue=1.5)
+    seen = Observations(at=1.0, workers=(worker,), servers=(ps,))
+    one, home = Incarnation(1), NodeId("node0")
+    view = JobView(
+        job="a job",
+        phase="training",
+        at=1.0,
+        started_at=0.0,
+        master_incarnation=Incarnation(2),
+        members=(
+            MemberView(Role.WORKER, Slot(0), one, home, 7, ShownState.ALIVE),
+            MemberView(Role.PS, Slot(0), one, home, 8, ShownState.ALIVE, partitions=64),
+            MemberView(Role.PS, Slot(1), one, home, 0, ShownState.LOST),
+        ),
+        members_wanted={"worker": 1, "ps": 2},
+        epochs=(),
+        samples_done=90,
+        samples_total=100,
+        samples_per_s=50.0,
+        batches_retried=0,
+        failures={"worker": 3},
+        reported={'odd "name"\n': float("nan")},
+        protection=ProtectionView("1+1", "acked", full=64),
+        group=GroupView(1, 1, 0, 42, 1.0, "elastic"),
+        speed=make_speed_view(seen, windows.newest, {"not a number": 2}, ()),
+    )
     page = MetricsPage()
-    seen = SeenReport(Observations(at=1.0, workers=(worker,), servers=(ps,)), {"not a number": 2})
-    fill(page, status, seen, windows.of, {"worker": 1, "ps": 1})
+    page.fill(view)
     return page
 
 
@@ -58,7 +77,14 @@ def test_every_line_is_what_prometheus_reads() -> None:
     assert 'everstep_ps_bytes_total{slot="0",direction="in"} 10\n' in text
     assert 'everstep_ps_queue_requests{slot="0"} 1.5\n' in text
     assert 'everstep_reported{name="odd \\"name\\"\\n"} NaN\n' in text
-    assert "everstep_group_steps_total 42\n" in text
+    assert "everstep_samples_total 100\n" in text and "everstep_group_steps_total 42\n" in text
+    assert "everstep_drills 0\n" in text and 'everstep_members{role="ps",state="lost"} 1\n' in text
+    assert text.count("\neverstep_ps_partitions{") == 1, "of ps that are up"
+    for old, new, values in (
+        ("ps_buckets", "ps_partitions", '{slot="0"} 64'),
+        ("protection_buckets", "protection_partitions", '{level="full"} 64'),
+    ):
+        assert f"everstep_{old}{values}\n" in text and f"everstep_{new}{values}\n" in text
     assert 'everstep_member_info{role="ps",slot="0",incarnation="1",node="node0",hardware=""} 1\n' in text
 
 

@@ -264,7 +264,6 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     RemarkMade: "command",
     wire.Drill: "command",
     wire.GetStatus: "command worker ps agent",
-    wire.GetSeen: "command",
     wire.GetSpec: "command agent",
 }
 

@@ -27,9 +27,10 @@ import numpy as np
 from everstep.agent.rundir import in_use
 from everstep.cli.link import ask_master
 from everstep.errors import EverstepError
+from everstep.model.job_view import JobView
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
-from everstep.net.messages import GetStatus, StatusReport
+from everstep.net.messages import GetStatus
 from meaning import third_party
 from meaning.cells import LAUNCH, _alone, _as_it_was
 from meaning.curves import Curves, compare, windows, within_spread
@@ -139,7 +140,7 @@ class Killer(threading.Thread):
             status = ask_master(self._run_dir, GetStatus(), timeout_s=5.0)
         except (EverstepError, OSError):
             return 0
-        assert isinstance(status, StatusReport)
+        assert isinstance(status, JobView)
         return next((m.pid for m in status.members if (m.role, m.slot, m.state) == (Role.PS, slot, "alive")), 0)
 
 

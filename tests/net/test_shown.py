@@ -14,8 +14,8 @@ from everstep.cli.main import _fail
 from everstep.errors import escaped, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
+from everstep.model.job_view import JobView, MemberView, ShownState
 from everstep.model.member import Role
-from everstep.net import messages as wire
 from everstep.net.log import PlainFormatter
 from everstep.net.shown import shown
 
@@ -34,8 +34,8 @@ def test_escaped() -> None:
 
 
 def test_every_text_of_a_message_is_escaped() -> None:
-    member = wire.MemberStatus(Role.WORKER, Slot(0), Incarnation(1), NodeId(EVIL), 1, "alive", shard=EVIL)
-    report = wire.StatusReport(
+    member = MemberView(Role.WORKER, Slot(0), Incarnation(1), NodeId(EVIL), 1, ShownState.ALIVE, works_on=EVIL)
+    report = JobView(
         job=EVIL,
         phase="training",
         at=0.0,
@@ -45,13 +45,13 @@ def test_every_text_of_a_message_is_escaped() -> None:
         epochs=(),
         samples_done=0,
         samples_per_s=0.0,
-        values={EVIL: 1.0},
+        reported={EVIL: 1.0},
         failures={},
         batches_retried=0,
         error=EVIL,
     )
     made = shown(report)
-    for text in (made.job, made.error, made.members[0].node, made.members[0].shard, *made.values):
+    for text in (made.job, made.error, made.members[0].node, made.members[0].works_on, *made.reported):
         assert plain(text) and "forged line" in text
     assert made.members[0].role is Role.WORKER  # an enum stays one
     harmless = Note("worker:1", Decision("joined", "process 7"))

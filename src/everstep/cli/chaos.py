@@ -14,12 +14,13 @@ import click
 
 from everstep.agent.rundir import in_use
 from everstep.brain.events import Refused
-from everstep.cli.link import ask_master
+from everstep.cli.link import ask_master, ask_view
 from everstep.cli.status import need_running
 from everstep.errors import ConfigError, EverstepError, UserError
-from everstep.model.member import MemberState, Role
+from everstep.model.job_view import ShownState
+from everstep.model.member import Role
 from everstep.monitor.schedules import Planned, choose, parse_recording, parse_schedule, plan_recording
-from everstep.net.messages import Drill, GetStatus, StatusReport
+from everstep.net.messages import Drill
 from everstep.units import seconds
 
 FOR_DEFAULT_S = 60.0
@@ -131,9 +132,7 @@ def _read(path: Path) -> str:
 
 
 def _members(run_dir: Path) -> list[str]:
-    status = ask_master(run_dir, GetStatus())
-    assert isinstance(status, StatusReport)
-    return [f"{m.role}:{m.slot}" for m in status.members if m.state == MemberState.ALIVE and m.role is not Role.MASTER]
+    return [str(m) for m in ask_view(run_dir).members if m.state is ShownState.ALIVE and m.role is not Role.MASTER]
 
 
 def _order(run_dir: Path, plan: Planned, burn: bool) -> None:

@@ -1,7 +1,7 @@
 """What a run looks like while it goes: a live table on a terminal, plain lines elsewhere.
 
-It only looks: the master's status (asked twice a second), the run's ``events.jsonl`` and worker 0's log. Losing any
-of them for a while (a master restarts) leaves the last picture standing.
+It only looks: the master's view of the job (asked twice a second), the run's ``events.jsonl`` and worker 0's log.
+Losing any of them for a while (a master restarts) leaves the last picture standing.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 import msgspec
 
 from everstep.agent.worker_process import ERROR_MARK, LOG_MARK
 from everstep.bounds import MALFORMED
 from everstep.cli.tail import LogTail
+from everstep.cli.view_text import count, failures_text, picture, progress_line, time_of_day, values_text
 from everstep.errors import escaped_lines
-from everstep.net.messages import CheckpointStatus, GroupStatus, MemberStatus, ProtectionStatus, StatusReport
-from everstep.units import human_bytes
+from everstep.model.job_view import JobView
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.live import Live
 
 POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
-_STATE_COLOURS = {"alive": "green", "starting": "yellow", "suspect": "yellow", "lost": "red", "left": "dim"}
 
 
 class EventLine(msgspec.Struct):
@@ -55,7 +54,7 @@ class Screen(Protocol):
     def line(self, text: str, kind: str, at: float = 0.0) -> None:
         """``kind``: "event", "script" (worker 0's own output). ``at``: seconds since 1970, 0 for now."""
 
-    def picture(self, status: StatusReport) -> None: ...
+    def picture(self, view: JobView) -> None: ...
 
     def close(self) -> None: ...
 
@@ -63,8 +62,8 @@ class Screen(Protocol):
 class Display:
     """A thread that shows a run on a screen until ``stop``. ``fetch`` gives the master's status, or None."""
 
-    def __init__(self, run_dir: Path, fetch: Callable[[], StatusReport | None], make: Callable[[], Screen]) -> None:
-        self.status: StatusReport | None = None
+    def __init__(self, run_dir: Path, fetch: Callable[[], JobView | None], make: Callable[[], Screen]) -> None:
+        self.view: JobView | None = None
         self._fetch = fetch
         self._make = make
         self._events = LogTail(run_dir / "events.jsonl")
@@ -96,10 +95,10 @@ class Display:
             while not self._stop.is_set():
                 with contextlib.suppress(OSError, ValueError):  # the terminal may be gone: the run goes on
                     self._lines(screen)
-                    status = self._fetch()
-                    if status is not None:
-                        self.status = status
-                        screen.picture(status)
+                    view = self._fetch()
+                    if view is not None:
+                        self.view = view
+                        screen.picture(view)
                 self._wake.wait(POLL_S)
                 self._wake.clear()
             with contextlib.suppress(OSError, ValueError):
@@ -138,122 +137,6 @@ class ScriptOutput:
         return shown
 
 
-# ---------------------------------------------------------------- words
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def time_of_day(at: float = 0.0) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at or None))
-
-
-def clock(seconds: float) -> str:
-    """``0:07``, ``1:02:03``."""
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def eta_s(status: StatusReport) -> float | None:
-    """Seconds until the epochs known so far are done, at the present speed."""
-    left = sum(e.samples - e.samples_done for e in status.epochs)
-    if not status.epochs or status.samples_per_s <= 0:
-        return None
-    return left / status.samples_per_s
-
-
-def values_text(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
-
-
-def checkpoint_text(found: CheckpointStatus, at: float) -> str:
-    """``checkpoint 12 0:34 ago (incremental 3.4 MiB); writing 13: 20/64``."""
-    text = "no checkpoint yet"
-    if found.newest:
-        text = f"checkpoint {found.newest} {clock(at - found.at)} ago"
-        if found.newest == found.resumed:
-            text += " (resumed from it)"
-        else:
-            text += f" ({'incremental' if found.increment else 'full'} {human_bytes(found.bytes_written)})"
-    if found.writing:
-        text += f"; writing {found.writing}: {found.images}/{found.buckets}"
-    if found.given_up:
-        text += f"; {found.given_up} given up"
-    return text
-
-
-def protection_text(found: ProtectionStatus) -> str:
-    """``parity 4+1: 52 of 64 buckets protected, 12 not; 11 rebuilding; 3 moving; 2 mirrors being made``."""
-    buckets = found.full + found.less + found.none
-    if found.parity in ("", "0"):
-        text = "parity off"
-    else:
-        kind = f"parity {found.parity}" + (" eager" if found.protect == "eager" else "")
-        text = f"{kind}: {found.full} of {buckets} buckets protected"
-        text += f", {found.less} less" if found.less else ""
-        text += f", {found.none} not" if found.none else ""
-    if found.rebuilding:
-        text += f"; {found.rebuilding} rebuilding"
-    text += f"; {found.moving} moving" if found.moving else ""
-    text += f"; {found.building} mirrors being made" if found.building else ""
-    if found.done_share > 0:
-        text += f" ({found.done_share:.0%}" + (f", {found.left_s:.0f} s left)" if found.left_s >= 0 else ")")
-    return text
-
-
-def group_text(found: GroupStatus) -> str:
-    """``group 5: 3 workers, step 1,204, 12.3 steps/s; 1 joining; on hold: ...``."""
-    text = (
-        f"group {found.generation}: {found.members} workers, step {count(found.step)}, {found.steps_per_s:.1f} steps/s"
-    )
-    text += f", {found.logical_workers} logical workers" if found.logical_workers else ""
-    text += ", fixed batch" if found.strategy == "fixed" and not found.logical_workers else ""
-    text += f"; {found.joining} joining" if found.joining else ""
-    text += f"; on hold: {found.hold}" if found.hold else ""
-    text += f"; {count(found.voided)} steps were done again" if found.voided else ""
-    return text
-
-
-def current_epoch(status: StatusReport) -> int | None:
-    """Index in ``status.epochs`` of the one being trained: the first that is not done, else the last."""
-    for index, epoch in enumerate(status.epochs):
-        if epoch.done < epoch.shards:
-            return index
-    return len(status.epochs) - 1 if status.epochs else None
-
-
-def progress_line(status: StatusReport) -> str:
-    """One plain line for a log."""
-    parts = []
-    index = current_epoch(status)
-    if index is None:
-        parts.append(status.phase)
-    else:
-        epoch = status.epochs[index]
-        share = 100.0 * epoch.samples_done / epoch.samples if epoch.samples else 100.0
-        parts.append(f"{epoch.dataset} epoch {epoch.epoch + 1}/{max(epoch.epochs, epoch.epoch + 1)} {share:.1f}%")
-        parts.append(f"{count(status.samples_per_s)} samples/s")
-        eta = eta_s(status)
-        if eta is not None:
-            parts.append(f"ETA {clock(eta)}")
-    if status.values:
-        parts.append(values_text(status.values))
-    if status.group is not None:
-        parts.append(group_text(status.group))
-    if status.protection is not None:
-        parts.append(protection_text(status.protection))
-    if status.checkpoint is not None:
-        parts.append(checkpoint_text(status.checkpoint, status.at))
-    for role in ("worker", "ps"):
-        members = [m for m in status.members if m.role == role and m.state != "left"]
-        if members:
-            parts.append(f"{role} {sum(m.state == 'alive' for m in members)}/{len(members)}")
-    return "  ".join(parts)
-
-
 # ---------------------------------------------------------------- screens
 
 
@@ -269,10 +152,10 @@ class PlainScreen:
     def line(self, text: str, kind: str, at: float = 0.0) -> None:
         self._print(text if kind == "script" else f"[{time_of_day(at)}] {escaped_lines(text)}")
 
-    def picture(self, status: StatusReport) -> None:
+    def picture(self, view: JobView) -> None:
         if self._now() >= self._next:
             self._next = self._now() + self._every_s
-            self._print(f"[{time_of_day()}] {progress_line(status)}")
+            self._print(f"[{time_of_day()}] {progress_line(view)}")
 
     def close(self) -> None:
         self._out.flush()
@@ -300,86 +183,11 @@ class LiveScreen:
         body = Text(stamp, style="dim") + Text.from_ansi(text, style="" if kind == "script" else "cyan")
         self._console.print(body)
 
-    def picture(self, status: StatusReport) -> None:
-        self._live.update(render(status))
+    def picture(self, view: JobView) -> None:
+        self._live.update(picture(view))
 
     def close(self) -> None:
         self._live.stop()
-
-
-def render(status: StatusReport) -> RenderableType:
-    """The whole picture of one status."""
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
-    head = Text.assemble((status.job, "bold"), f"  {status.phase}  {clock(status.at - status.started_at)}  ")
-    head.append(f"{count(status.samples_done)} samples  {count(status.samples_per_s)} samples/s")
-    if status.consistency != "async":
-        head.append(f"  {status.consistency}")
-    parts: list[RenderableType] = [head]
-    index = current_epoch(status)
-    if index is not None:
-        epoch = status.epochs[index]
-        grid: Any = Table.grid(padding=(0, 1))
-        label = f"{epoch.dataset} epoch {epoch.epoch + 1}/{max(epoch.epochs, epoch.epoch + 1)}"
-        share = 100.0 * epoch.samples_done / epoch.samples if epoch.samples else 100.0
-        eta = eta_s(status)
-        grid.add_row(
-            label,
-            ProgressBar(total=max(1, epoch.samples), completed=epoch.samples_done, width=36),
-            f"{share:5.1f}%",
-            f"shards {epoch.done}/{epoch.shards}" if status.group is None else f"step {count(status.group.step)}",
-            f"ETA {clock(eta)}" if eta is not None else "",
-        )
-        parts.append(grid)
-    if status.values:
-        parts.append(Text(values_text(status.values)))
-    parts.append(members_table(status))
-    if status.group is not None:
-        parts.append(Text(group_text(status.group), "yellow" if status.group.hold else "dim"))
-    if status.protection is not None:
-        style = "dim" if status.protection.full and not (status.protection.less or status.protection.none) else "yellow"
-        parts.append(Text(protection_text(status.protection), style))
-    if status.checkpoint is not None:
-        parts.append(Text(checkpoint_text(status.checkpoint, status.at), "dim"))
-    failures = failures_text(status.failures)
-    if failures or status.batches_retried:
-        parts.append(Text(f"survived: {failures or 'nothing yet'}  {status.batches_retried} batches retried", "dim"))
-    return Group(*parts)
-
-
-def members_table(status: StatusReport) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("member", "state", "#", "pid", "node", "samples/s", "works on"):
-        table.add_column(column, justify="right" if column in ("#", "pid", "samples/s") else "left")
-    for m in sorted(status.members, key=lambda m: (m.role, m.slot)):
-        table.add_row(
-            f"{m.role}:{m.slot}",
-            Text(m.state, _STATE_COLOURS.get(m.state, "")),
-            str(m.incarnation),
-            str(m.pid or ""),
-            m.node,
-            count(m.samples_per_s) if m.samples_per_s else "",
-            m.shard or held_text(m),
-        )
-    return table
-
-
-def held_text(member: MemberStatus) -> str:
-    """What a ps has: ``11 buckets, 3 mirrors``."""
-    parts = [f"{member.buckets} buckets"] if member.buckets else []
-    parts += [f"{member.mirrors} mirrors"] if member.mirrors else []
-    return ", ".join(parts)
-
-
-def failures_text(failures: dict[str, int]) -> str:
-    """``2 worker, 1 master``; "" if there were none."""
-    return ", ".join(f"{n} {role}" for role, n in sorted(failures.items()) if n)
 
 
 def make_screen(live: bool, out: TextIO | None = None) -> Screen:

@@ -8,14 +8,13 @@ from pathlib import Path
 import click
 
 from everstep.brain.events import DrainAsked, Ok, Refused
-from everstep.cli.link import ask_master
+from everstep.cli.link import ask_master, ask_view
 from everstep.cli.status import need_running
 from everstep.errors import ConfigError, DeadlineError, EverstepError, UserError
-from everstep.net.messages import GetStatus, MemberStatus, StatusReport
+from everstep.model.job_view import MemberView
 from everstep.units import seconds
 
 POLL_S = 0.5
-_RUNNING = ("starting", "alive", "suspect", "leaving")
 
 
 def drain(run_dir: Path, target: str, deadline: str) -> None:
@@ -32,22 +31,19 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
         raise ConfigError(f"--deadline {deadline}: must be above 0 and at most a day")
     need_running(run_dir)
     began = time.monotonic()
-    before = ask_master(run_dir, GetStatus())
-    assert isinstance(before, StatusReport)
-    newest = {(m.role, m.slot): m.incarnation for m in before.members}
+    newest = {(m.role, m.slot): m.incarnation for m in ask_view(run_dir).members}
     answer = ask_master(run_dir, DrainAsked(target, deadline_s))
     if isinstance(answer, Refused):
         raise UserError(answer.error)
     assert isinstance(answer, Ok)
-    here: list[MemberStatus] = []
+    here: list[MemberView] = []
     while True:
         try:
-            status = ask_master(run_dir, GetStatus())
+            view = ask_view(run_dir)
         except EverstepError:  # the job ended, or its master is coming back
             need_running(run_dir)
         else:
-            assert isinstance(status, StatusReport)
-            here = [m for m in status.members if target in (m.node, f"{m.role}:{m.slot}") and m.state in _RUNNING]
+            here = [m for m in view.members if target in (m.node, str(m)) and m.running]
             # (a slot that was filled again has another node, or a process of a later life)
             here = [m for m in here if m.incarnation <= newest.get((m.role, m.slot), m.incarnation)]
             if not here:
@@ -56,8 +52,8 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
         if time.monotonic() - began >= deadline_s:
             break
         time.sleep(min(POLL_S, max(0.01, deadline_s - (time.monotonic() - began))))
-    buckets, mirrors = sum(m.buckets for m in here), sum(m.mirrors for m in here)
+    partitions, mirrors = sum(m.partitions for m in here), sum(m.mirrors for m in here)
     raise DeadlineError(
-        f"{target} is not empty after {deadline_s:g} s: {len(here)} members, {buckets} buckets and {mirrors} mirrors "
-        "are still there; they go on being moved away"
+        f"{target} is not empty after {deadline_s:g} s: {len(here)} members, {partitions} partitions and "
+        f"{mirrors} mirrors are still there; they go on being moved away"
     )

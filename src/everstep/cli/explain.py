@@ -29,42 +29,47 @@ from everstep.brain.events import (
     StopProcess,
 )
 from everstep.cli.replay import JOURNAL_FILE
+from everstep.cli.view_text import ending_text, fact_lines, head_text
 from everstep.errors import ConfigError
 from everstep.machines.causes import Causes
 from everstep.model.decision import Decision
 from everstep.model.words import exit_words
+from everstep.monitor.viewer import make_job_view
 from everstep.storage.journal import read_journal
 
 NEAREST = 2  # causes that are shown besides the first one; all: --event
 
 
 def explain(run_dir: Path, member: str = "") -> Iterator[str]:
-    """Lines: when, who, what, why; below it the inputs and what was not done instead.
+    """Lines: when, who, what, why; below it the inputs and what was not done instead. Of the whole job: first what it
+    has come to, last how it stands.
 
     ``member``: ``worker:1``, ``ps:0``, ``master``, or a node's name: what was decided about it, and what its numbers
     were part of; "" for the whole job. Raises ConfigError (no
     journal there, nobody of that name), PlatformError (unreadable)."""
     brain = Brain()
     chains = _Chains()
-    shown = 0
+    decided: list[str] = []
+    at = 0.0
     for seq, event, _ in read_journal(run_dir / JOURNAL_FILE):
         instructions = brain.handle(event)
         chains.note(seq, event, instructions)
+        at = event.at
         for instruction in instructions:
             for who, decision in _decisions(instruction):
-                if member and who != member and member not in decision.inputs:
-                    continue
-                shown += 1
-                yield from _lines(event.at, who, decision, chains.because(seq))
-    if member and not shown:
+                if not member or who == member or member in decision.inputs:
+                    decided += _lines(event.at, who, decision, chains.because(seq))
+    if member and not decided:
         known = [str(seat.member.key) for seat in brain.members.all()] + list(brain.members.nodes)
         if member not in [*known, "master"]:
             raise ConfigError(f"{member} is not part of this job; known: {', '.join(known) or 'nobody yet'}")
-        yield f"nothing was decided about {member}"
-    elif not shown:
-        yield "nothing was decided yet"
+    view = make_job_view(brain, at)
     if not member:
-        yield _end(brain)
+        yield f"{view.job}  {head_text(view)}"
+        yield from (text for text, _ in fact_lines(view))
+    yield from decided or [f"nothing was decided {f'about {member}' if member else 'yet'}"]
+    if not member:
+        yield ending_text(view)
 
 
 def chain(run_dir: Path, number: int) -> Iterator[str]:
@@ -188,10 +193,3 @@ def _lines(at: float, who: str, decision: Decision, because: list[str]) -> Itera
         yield f"{'':<25}{cause}"
     for rejected in decision.rejected:
         yield f"{'':<25}not: {rejected}"
-
-
-def _end(brain: Brain) -> str:
-    job = brain.job
-    if job.exit_code is None:
-        return f"the job is {job.phase}"
-    return f"the job is {job.phase}, exit code {job.exit_code}" + (f": {job.error}" if job.error else "")

@@ -11,10 +11,11 @@ from pathlib import Path
 from everstep.agent.agent import BEAT_S, Agent
 from everstep.errors import PlatformError
 from everstep.ids import Incarnation, NodeId
+from everstep.model.job_view import JobView
 from everstep.model.member import Address
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control import ControlClient
-from everstep.net.messages import Answered, RequestType, SpecReport
+from everstep.net.messages import Answered, GetStatus, RequestType, SpecReport
 from everstep.net.rendezvous import SECRET_FILE, MasterInfo, master_address, write_master
 from everstep.net.shown import shown
 from everstep.net.sockets import parse_host_port
@@ -56,6 +57,13 @@ def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S)
     """Ask the master of a run, here or (in the run directory of a joined node) elsewhere."""
     secret = load_secret(run_dir / SECRET_FILE)
     return ask(lambda: master_address(run_dir), run_dir, secret, request, timeout_s)
+
+
+def ask_view(run_dir: Path, *, speed: bool = False, timeout_s: float = ANSWER_S) -> JobView:
+    """The read model of a running job. ``speed``: also how fast its members are. Raises as ``ask_master``."""
+    view = ask_master(run_dir, GetStatus(speed), timeout_s)
+    assert isinstance(view, JobView)
+    return view
 
 
 def ask_address(address: Address, secret: Secret, request: RequestType, timeout_s: float) -> Answered:

@@ -22,7 +22,8 @@ from everstep.config.load import check_policy_module, check_script, load_spec, n
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
 from everstep.ids import NodeId
-from everstep.net.messages import GetStatus, StatusReport
+from everstep.model.job_view import JobView
+from everstep.net.messages import GetStatus
 from everstep.net.sockets import listen_tcp, parse_host_port
 from everstep.platforms.notices import sources_of
 from everstep.protect.model import IN_RUN_DIR
@@ -153,14 +154,14 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
 
     agent: Agent | None = None
 
-    def fetch() -> StatusReport | None:
+    def fetch() -> JobView | None:
         if agent is None or agent.client is None:
             return None
         try:
             answer = agent.client.call(GetStatus(), timeout_s=STATUS_S)
         except EverstepError:
             return None
-        return answer if isinstance(answer, StatusReport) else None
+        return answer if isinstance(answer, JobView) else None
 
     display = Display(run_dir, fetch, lambda: make_screen(live))
     agent = Agent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -11,31 +12,27 @@ import msgspec
 from everstep.agent.rundir import in_use
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.events import StopAsked
-from everstep.cli.display import members_table, progress_line, read_summary, render, summary_lines
-from everstep.cli.link import ask_master
+from everstep.cli.display import read_summary, summary_lines
+from everstep.cli.link import ask_master, ask_view
 from everstep.cli.rundirs import open_run_dir
+from everstep.cli.view_text import picture
 from everstep.config.load import read_spec
+from everstep.config.renamed import renamed_line
 from everstep.errors import ConfigError
-from everstep.net.messages import GetStatus, StatusReport
-
-__all__ = ["members_table", "progress_line", "show_status", "stop_job"]
+from everstep.model.job_view import JobView
 
 
 def show_status(run_dir: Path, as_json: bool) -> None:
     """A running job: from its master. An ended one: its summary."""
     open_run_dir(run_dir)
     if in_use(run_dir):
-        report = ask_master(run_dir, GetStatus())
-        assert isinstance(report, StatusReport)
+        view = ask_view(run_dir)
         if as_json:
-            shown = msgspec.to_builtins(report)
-            for member in shown["members"]:
-                member["pid"] = member["pid"] or None  # (there is no process yet)
-            click.echo(json.dumps({"running": True, **shown}))
+            click.echo(json.dumps({"running": True, **as_builtins(view)}))
             return
         from rich.console import Console
 
-        Console(highlight=False).print(render(report))
+        Console(highlight=False).print(picture(view))
         return
     summary = read_summary(run_dir)
     if as_json:
@@ -49,6 +46,35 @@ def show_status(run_dir: Path, as_json: bool) -> None:
         click.echo(line)
     if summary.error:
         click.echo(f"error: {summary.error}")
+
+
+RENAMED = {
+    "values": "reported",
+    "members[].restarts": "members[].losses",
+    "members[].shard": "members[].works_on",
+    "members[].buckets": "members[].partitions",
+    "checkpoint.increment": "checkpoint.incremental",
+    "checkpoint.images": "checkpoint.snapshots",
+    "checkpoint.buckets": "checkpoint.partitions",
+    "group.hold": "group.paused",
+    "group.voided": "group.steps_void",
+}
+"""Fields of ``status --json`` that had another name in the version before: old path -> path. For one version the old
+names are there, too, and ``renamed`` in the output says so."""
+
+
+def as_builtins(view: JobView) -> dict[str, Any]:
+    """What ``status --json`` prints of a view."""
+    shown: dict[str, Any] = msgspec.to_builtins(view)
+    for member in shown["members"]:
+        member["pid"] = member["pid"] or None  # (there is no process yet)
+    for old, new in RENAMED.items():
+        *path, name = new.split(".")
+        found = shown[path[0].removesuffix("[]")] if path else shown
+        for one in found if isinstance(found, list | tuple) else [found]:
+            if one is not None:
+                one[old.rpartition(".")[2]] = one[name]
+    return {**shown, "renamed": [renamed_line(old, new) for old, new in RENAMED.items()]}
 
 
 def need_running(run_dir: Path) -> None:

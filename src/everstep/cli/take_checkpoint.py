@@ -9,11 +9,11 @@ import click
 
 from everstep.agent.rundir import in_use
 from everstep.brain.events import CheckpointAsked, CheckpointBegun, Refused
-from everstep.cli.link import ask_master
+from everstep.cli.link import ask_master, ask_view
 from everstep.cli.rundirs import open_run_dir
 from everstep.errors import ConfigError, DeadlineError, EverstepError, PlatformError, UserError
+from everstep.model.job_view import CheckpointView
 from everstep.model.reasons import CheckpointReason
-from everstep.net.messages import CheckpointStatus, GetStatus, StatusReport
 from everstep.units import human_bytes
 
 POLL_S = 0.1
@@ -34,20 +34,19 @@ def take_checkpoint(run_dir: Path, base: bool, wait: bool) -> None:
         click.echo(f"checkpoint {number} has begun")
         return
     status = _wait(run_dir, number)
-    kind = "incremental" if status.increment else "full"
+    kind = "incremental" if status.incremental else "full"
     click.echo(f"checkpoint {number}: {kind}, {human_bytes(status.bytes_written)} in {status.took_s:.1f} s")
 
 
-def _wait(run_dir: Path, number: int) -> CheckpointStatus:
+def _wait(run_dir: Path, number: int) -> CheckpointView:
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         try:
-            report = ask_master(run_dir, GetStatus())
+            found = ask_view(run_dir).checkpoint
         except EverstepError:
             if not in_use(run_dir):
                 raise PlatformError(f"the job ended before checkpoint {number} was complete") from None
             raise
-        found = report.checkpoint if isinstance(report, StatusReport) else None
         if found is not None and found.newest >= number:
             return found
         if found is not None and found.writing != number:

@@ -11,12 +11,12 @@ import click
 import msgspec
 
 from everstep.agent.rundir import in_use
-from everstep.cli.link import ANSWER_S, ask_master
+from everstep.cli.link import ask_view
 from everstep.cli.rundirs import open_run_dir
 from everstep.errors import ConfigError, EverstepError
-from everstep.model.observation import Observations, ServerSeen, WorkerSeen
-from everstep.monitor.slowness import Judged, judge
-from everstep.net.messages import GetSeen, SeenReport
+from everstep.model.job_view import JobView, Judged
+from everstep.model.observation import ServerSeen, WorkerSeen
+from everstep.monitor.slowness import drill_words
 from everstep.units import human_bytes
 
 if TYPE_CHECKING:
@@ -36,24 +36,23 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
             f"{run_dir}/members.jsonl, what was decided in everstep explain {run_dir}"
         )
     if once or as_json:
-        report = _ask(run_dir, ANSWER_S)
+        view = ask_view(run_dir, speed=True)
         if as_json:
-            rows = [msgspec.to_builtins(j) for j in judged(report)]
-            click.echo(json.dumps({"judged": rows, **msgspec.to_builtins(report)}))
+            click.echo(json.dumps(msgspec.to_builtins(view.speed)))
             return
-        for line in lines(report):
+        for line in lines(view):
             click.echo(line)
         return
     from rich.console import Console
     from rich.live import Live
 
     console = Console(highlight=False)
-    newest: SeenReport | None = None
+    newest: JobView | None = None
     answered_at = time.monotonic()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                newest = _ask(run_dir, LIVE_S)
+                newest = ask_view(run_dir, speed=True, timeout_s=LIVE_S)
                 answered_at = time.monotonic()
                 live.update(table(newest, console.width), refresh=True)
             except EverstepError as error:
@@ -65,32 +64,17 @@ def top(run_dir: Path, once: bool, as_json: bool) -> None:
     click.echo("the job has ended")
 
 
-def _ask(run_dir: Path, timeout_s: float) -> SeenReport:
-    answer = ask_master(run_dir, GetSeen(), timeout_s)
-    assert isinstance(answer, SeenReport)
-    return answer
-
-
-def judged(report: SeenReport) -> list[Judged]:
-    at = report.seen.at
-    words = [
-        (
-            d.target,
-            (f"{d.factor:g} times slower" if d.what == "slow" else "stopped") + f" for {d.until - at:.0f} s more",
-        )
-        for d in report.drills
-    ]
-    return judge(report.seen, words)
-
-
 HEAD = ("member", "slower", "per sample", "compute", "waits", "queue", "cpu", "throttled", "memory", "node", "why")
 
 
-def rows(report: SeenReport) -> list[tuple[str, ...]]:
+def rows(view: JobView) -> list[tuple[str, ...]]:
     """The cells of the table, by ``HEAD``; slowest member first."""
-    members: dict[str, WorkerSeen | ServerSeen] = {str(w): w for w in report.seen.workers}
-    members.update({str(s): s for s in report.seen.servers})
-    return [_row(j, members[j.member]) for j in judged(report)]
+    speed = view.speed
+    if speed is None:
+        return []
+    members: dict[str, WorkerSeen | ServerSeen] = {str(w): w for w in speed.seen.workers}
+    members.update({str(s): s for s in speed.seen.servers})
+    return [_row(j, members[j.member]) for j in speed.judged]
 
 
 def _row(j: Judged, m: WorkerSeen | ServerSeen) -> tuple[str, ...]:
@@ -117,22 +101,28 @@ def _row(j: Judged, m: WorkerSeen | ServerSeen) -> tuple[str, ...]:
     )
 
 
-def lines(report: SeenReport) -> list[str]:
+def lines(view: JobView) -> list[str]:
     """The table as plain text."""
-    cells = [HEAD, *rows(report)]
+    cells = [HEAD, *rows(view)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
     return [
-        headline(report.seen, report.dropped),
+        headline(view),
         *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells),
     ]
 
 
-def headline(seen: Observations, dropped: dict[str, int]) -> str:
-    text = f"mode {seen.mode}, {len(seen.workers)} of {seen.wanted_workers} workers, {len(seen.servers)} ps"
+def headline(view: JobView) -> str:
+    """``mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: ...; readings dropped: 2 negative``."""
+    assert view.speed is not None
+    seen, speed = view.speed.seen, view.speed
+    text = f"mode {view.mode}, {len(seen.workers)} of {view.members_wanted.get('worker', 0)} workers"
+    text += f", {len(seen.servers)} ps"
     if seen.remaining_s > 0:
         text += f", about {seen.remaining_s:.0f} s left"
-    if dropped:
-        text += "; readings dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(dropped.items()))
+    if speed.drills:
+        text += "; drills: " + ", ".join(f"{d.target} {drill_words(d, seen.at)}" for d in speed.drills)
+    if speed.dropped:
+        text += "; readings dropped: " + ", ".join(f"{n} {why}" for why, n in sorted(speed.dropped.items()))
     return text
 
 
@@ -140,19 +130,19 @@ NARROW = 110  # columns of a terminal; in fewer, what ``why`` tells in words any
 _LEFT_OUT = ("waits", "throttled", "memory", "node")
 
 
-def table(report: SeenReport, width: int = 200, silent_s: float = 0.0) -> Table:
+def table(view: JobView, width: int = 200, silent_s: float = 0.0) -> Table:
     """For a terminal of ``width`` columns. ``silent_s``: so long ago the master answered so, and not since."""
     from rich.markup import escape
     from rich.table import Table
 
     shown = [i for i, name in enumerate(HEAD) if width >= NARROW or name not in _LEFT_OUT]
-    title = headline(report.seen, report.dropped)
+    title = headline(view)
     if silent_s > 0:
         title = f"no answer of the master since {silent_s:.0f} s; until then: {title}"
     out = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
     for i in shown:
         out.add_column(HEAD[i], no_wrap=HEAD[i] != "why")
-    for row in rows(report):
+    for row in rows(view):
         out.add_row(*(escape(row[i]) for i in shown))
     return out
 

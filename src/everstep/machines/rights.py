@@ -357,7 +357,6 @@ RIGHTS: Final[dict[type, Right]] = {
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     wire.Drill: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),
-    wire.GetSeen: Right(_COMMAND, _anyone, _anyone),
     wire.GetSpec: Right(_COMMAND | _AGENT, _anyone, _anyone),
 }
 """Requests of which the check is ``_anyone`` name nobody: they are about their sender."""

@@ -8,8 +8,9 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import Ok, Refused
 from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.decision import Decision
+from everstep.model.job_view import RunningDrill
 from everstep.model.member import Member, MemberKey, Role
-from everstep.net.messages import Drill, Hit, OrderType, RunningDrill, Slow
+from everstep.net.messages import Drill, Hit, OrderType, Slow
 
 FACTOR_MAX = 1000.0
 FOR_MAX_S = 86_400.0

@@ -17,12 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.errors import PlatformError
-from everstep.model.observation import ServerSeen, WorkerSeen
-from everstep.monitor.names import BY_NAME
-from everstep.monitor.prometheus import CONTENT_TYPE, MetricsPage, set_all
-from everstep.monitor.slowness import judge
-from everstep.monitor.windows import MemberWindows
-from everstep.net.messages import SeenReport, StatusReport
+from everstep.monitor.prometheus import CONTENT_TYPE
 from everstep.net.sockets import parse_host_port
 from everstep.net.strangers import SPEAK_S, Strangers, address_of
 
@@ -155,88 +150,3 @@ def _answer(status: str, text: str, more: str = "", kind: str = "text/plain; cha
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-# ---------------------------------------------------------------- what it tells
-
-
-def fill(
-    page: MetricsPage,
-    status: StatusReport,
-    seen: SeenReport,
-    windows: Callable[[str, int], MemberWindows | None],
-    wanted: dict[str, int],
-) -> None:
-    """All metrics of a job. ``windows(member, incarnation)``: of a process, None where it told nothing."""
-    page.set("everstep_samples_total", status.samples_done)
-    page.set("everstep_throughput_samples_per_second", status.samples_per_s)
-    if status.group is not None:
-        page.set("everstep_group_steps_total", status.group.step)
-    states: dict[tuple[str, str], int] = {}
-    for m in status.members:
-        states[m.role, m.state] = states.get((m.role, m.state), 0) + 1
-    for (role, state), count in states.items():
-        page.set("everstep_members", count, role, state)
-    set_all(page, "everstep_members_wanted", wanted)
-    set_all(page, "everstep_failures_total", {k: float(v) for k, v in status.failures.items()})
-    page.set("everstep_batches_retried_total", status.batches_retried)
-    newest = {e.dataset: e for e in status.epochs}.values()
-    page.set("everstep_shards", sum(e.todo for e in newest), "todo")
-    page.set("everstep_shards", sum(e.doing for e in newest), "doing")
-    page.set("everstep_master_incarnation", status.master_incarnation)
-    set_all(page, "everstep_reported", status.values)
-    if status.protection is not None:
-        for level in ("full", "less", "none"):
-            page.set("everstep_protection_partitions", getattr(status.protection, level), level)
-        page.set("everstep_unconfirmed_bytes", status.protection.unconfirmed_bytes)
-    if status.checkpoint is not None:
-        page.set("everstep_checkpoint_newest", status.checkpoint.newest)
-        page.set("everstep_checkpoint_timestamp_seconds", status.checkpoint.at)
-    page.set("everstep_drills", len(seen.drills))
-    set_all(page, "everstep_readings_dropped_total", {k: float(v) for k, v in seen.dropped.items()})
-    _fill_members(page, seen, windows)
-
-
-_COUNTED = {  # reading -> metric
-    "worker": {"computed": "everstep_worker_samples_total", "compute_s": "everstep_worker_compute_seconds_total"},
-    "ps": {
-        "requests": "everstep_ps_requests_total",
-        "service_total_s": "everstep_ps_service_seconds_total",
-        "rows": "everstep_ps_rows",
-    },
-}
-_PROCESS = {
-    "cpu_s": "everstep_process_cpu_seconds_total",
-    "rss_bytes": "everstep_process_resident_memory_bytes",
-    "throttled_s": "everstep_process_throttled_seconds_total",
-    "throttled": "everstep_process_throttled_periods_total",
-}
-
-
-def _fill_members(page: MetricsPage, seen: SeenReport, windows: Callable[[str, int], MemberWindows | None]) -> None:
-    for j in judge(seen.seen):
-        if j.slowness:
-            page.set("everstep_slowness_ratio", j.slowness, *j.member.split(":"))
-    members: list[WorkerSeen | ServerSeen] = [*seen.seen.workers, *seen.seen.servers]
-    for m in members:
-        role, _, slot = str(m).partition(":")
-        page.set("everstep_member_info", 1, role, slot, m.incarnation, m.node, m.hardware)
-        found = windows(str(m), m.incarnation)
-        last = found.last if found is not None else {}
-        for reading, name in {**_COUNTED[role], **_PROCESS}.items():
-            if reading in last:
-                page.set(name, last[reading], *((role, slot) if BY_NAME[name].labels == ("role", "slot") else (slot,)))
-        for reading, value in last.items():
-            if reading.startswith("phase."):
-                page.set("everstep_worker_phase_seconds_total", value, slot, reading.removeprefix("phase."))
-        for way in ("in", "out"):
-            if f"bytes_{way}" in last:
-                page.set(f"everstep_{role}_bytes_total", last[f"bytes_{way}"], slot, way)
-    for w in seen.seen.workers:
-        if w.short.per_sample_s:
-            page.set("everstep_worker_sample_compute_seconds", w.short.per_sample_s, w.slot)
-    for s in seen.seen.servers:
-        page.set("everstep_ps_queue_requests", s.queue, s.slot)
-        page.set("everstep_ps_partitions", s.buckets, s.slot)
-        if s.service_s:
-            page.set("everstep_ps_service_seconds", s.service_s, s.slot)

@@ -62,7 +62,7 @@ class Observer:
         self._brain, self._readings, self._watch = brain, readings, watch
         short_s = float(os.environ.get(WINDOW_VARIABLE, SHORT_S))
         self.windows = Windows(short_s, SUBWINDOWS)
-        self._hardware: dict[NodeId, str] = {}
+        self.hardware: dict[NodeId, str] = {}
         self._line_at = 0.0
         self._file = RotatedFile(run_dir / HISTORY_FILE, HISTORY_BYTES)
 
@@ -73,8 +73,8 @@ class Observer:
 
     def node(self, node: NodeId, hardware: str) -> None:
         """Its agent said hello."""
-        if node in self._hardware or len(self._hardware) < _MEMBERS_MAX:
-            self._hardware[node] = clean_hardware(hardware)
+        if node in self.hardware or len(self.hardware) < _MEMBERS_MAX:
+            self.hardware[node] = clean_hardware(hardware)
 
     def take(
         self, key: MemberKey, incarnation: Incarnation, readings: Mapping[str, float], at: float
@@ -150,7 +150,7 @@ class Observer:
             slot=m.slot,
             incarnation=m.incarnation,
             node=m.node,
-            hardware=self._hardware.get(m.node, ""),
+            hardware=self.hardware.get(m.node, ""),
             since=m.since,
             batch=int(windows.last.get("batch", 0)) if windows is not None else 0,
             accum=max(1, int(windows.last.get("accum", 1))) if windows is not None else 1,
@@ -175,7 +175,7 @@ class Observer:
             slot=m.slot,
             incarnation=m.incarnation,
             node=m.node,
-            hardware=self._hardware.get(m.node, ""),
+            hardware=self.hardware.get(m.node, ""),
             since=m.since,
             service_s=load.service_s,
             queue=load.queue,

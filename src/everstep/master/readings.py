@@ -12,24 +12,14 @@ from pathlib import Path
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.checkpoints import has_checkpoints
 from everstep.brain.watch import HeartbeatWatch
-from everstep.ids import Incarnation, Slot
-from everstep.model.member import MemberKey, MemberState, Role
-from everstep.net.messages import (
-    CheckpointStatus,
-    EpochStatus,
-    GroupStatus,
-    MemberStatus,
-    ProtectionStatus,
-    StatusReport,
-)
-from everstep.policies.node_selection import HOME_NODE
+from everstep.ids import Incarnation
+from everstep.model.member import MemberKey, MemberState
+from everstep.monitor.viewer import Measured, failures_view, is_protected
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 64 * 1024
 _LINES_READ = 30  # the newest: a minute
-_EPOCHS_SHOWN = 20  # of each dataset, the newest
 
 
 VALUES_MAX = 1000  # names of reported values
@@ -172,7 +162,7 @@ class Readings:
 
     def metrics(self, brain: Brain, watch: HeartbeatWatch, at: float) -> MetricsLine:
         done = self.samples_done(brain, watch)
-        self.protection(brain, at)  # (how far it has come is counted by looking)
+        self._look_at_protection(brain, at)
         if self._last is not None and at > self._last[0]:
             self._rate = max(0.0, (done - self._last[1]) / (at - self._last[0]))
         self._last = (at, done)
@@ -193,119 +183,35 @@ class Readings:
             retried=self._retried,
         )
 
-    def status(self, brain: Brain, watch: HeartbeatWatch, at: float, finishing: bool, master_pid: int) -> StatusReport:
-        job = brain.job
-        members = [
-            MemberStatus(
-                Role.MASTER,
-                Slot(0),
-                job.master_incarnation,
-                HOME_NODE,
-                master_pid,
-                MemberState.ALIVE,
-                job.master_failures,
-            )
-        ]
-        for seat in brain.members.all():
-            member = seat.member
-            readings = self.of(member.key, member.incarnation)
-            state = "waiting" if seat.waiting else str(member.state)
-            if seat.stopping and seat.running:
-                state = "leaving"
-            members.append(
-                MemberStatus(
-                    member.role,
-                    member.slot,
-                    member.incarnation,
-                    member.node,
-                    member.pid,
-                    state,
-                    seat.losses,
-                    brain.shards.name(seat.held[0]) if seat.held else brain.groups.words(seat),
-                    readings.get("samples_per_s", 0.0) if seat.running else 0.0,
-                    int(readings.get("rss_bytes", 0)) if seat.running else 0,
-                    *(held(brain, member.slot) if member.role is Role.PS and seat.running else ()),
-                )
-            )
-        epochs = [
-            EpochStatus(
-                dataset.plan.name,
-                epoch.number,
-                dataset.epochs_known,
-                epoch.shards,
-                epoch.todo,
-                epoch.doing,
-                epoch.done,
-                dataset.plan.samples,
-                epoch.samples_done,
-            )
-            for dataset in brain.shards.datasets
-            for epoch in dataset.epochs[-_EPOCHS_SHOWN:]
-        ]
-        return StatusReport(
-            job=job.spec.name,
-            phase="finishing" if finishing else str(job.phase),
-            at=at,
-            started_at=job.started_at,
-            master_incarnation=job.master_incarnation,
-            members=tuple(members),
-            epochs=tuple(epochs),
-            samples_done=self.samples_done(brain, watch),
+    def measured(self, brain: Brain, watch: HeartbeatWatch, at: float) -> Measured:
+        """What the read model has beside the brain, but for what only the master's shell knows."""
+        levels = self._look_at_protection(brain, at)
+        done = self.samples_done(brain, watch)
+        self.samples_told = max(self.samples_told, done)
+        return Measured(
+            samples_done=done,
+            samples_total=self.samples_told,
             samples_per_s=self.samples_per_s(brain),
-            values=self.values,
-            failures=failures(brain),
+            steps_per_s=self._steps_per_s,
             batches_retried=self.batches_retried,
-            exit_code=job.exit_code,
-            error=job.error,
-            checkpoint=checkpoint_status(brain),
-            protection=self.protection(brain, at),
-            group=self.group(brain),
-            consistency=job.spec.consistency,
+            reported=self.values,
+            of_member=self.of,
+            levels=levels,
+            done_share=self._progress.share,
+            left_s=self._progress.left_s,
         )
 
-    def group(self, brain: Brain) -> GroupStatus | None:
-        """None: there is none, or not yet."""
-        books, spec = brain.state.groups, brain.job.spec
-        if books.group is None:
+    def _look_at_protection(self, brain: Brain, at: float) -> dict[str, int] | None:
+        """Partitions by the losses that they survive, counted anew when the books of it have changed; how far what
+        moves has come is counted by looking. None: nothing is protected."""
+        placement, keeper = brain.placement, brain.keeper
+        if placement is None or not is_protected(brain):
             return None
-        return GroupStatus(
-            generation=books.group.generation,
-            members=books.group.size,
-            joining=len(brain.groups.joining()),
-            step=books.step,
-            steps_per_s=round(self._steps_per_s, 2),
-            strategy=spec.strategy,
-            hold=books.group.hold,
-            logical_workers=spec.logical_workers,
-            voided=sum(v.last + 1 - v.first for v in books.voids),
-        )
-
-    def protection(self, brain: Brain, at: float) -> ProtectionStatus | None:
-        """None: nothing is protected, and nothing moves. Counted anew when the books of it have changed."""
-        keeper, spec = brain.keeper, brain.job.spec
-        placement, books = brain.placement, keeper.books
-        if placement is None or (not keeper.code.m and not books.missing and not placement.mirrors):
-            return None
-        key = (placement.version, len(books.ready), len(books.missing))
+        key = (placement.version, len(keeper.books.ready), len(keeper.books.missing))
         if self._levels is None or self._levels[0] != key:
             self._levels = (key, keeper.levels())
-        levels = self._levels[1]
         self._progress.look(keeper.moving() + keeper.rebuilding() + keeper.building(), at)
-        members = [seat.member for seat in brain.members.servers.values() if seat.running]
-        waiting = sum(self.of(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in members)
-        return ProtectionStatus(
-            parity=spec.parity,
-            protect=spec.protect,
-            full=levels["full"],
-            less=levels["less"],
-            none=levels["none"],
-            moving=keeper.moving(),
-            rebuilding=keeper.rebuilding(),
-            building=keeper.building(),
-            unconfirmed_bytes=int(waiting),
-            done_share=round(self._progress.share, 3),
-            left_s=round(self._progress.left_s, 1),
-        )
+        return self._levels[1]
 
     def summary(self, brain: Brain, at: float) -> SummaryFile:
         job = brain.job
@@ -318,7 +224,7 @@ class Readings:
             samples_done=brain.shards.samples_done,
             wall_s=round(wall_s, 3),
             samples_per_s=round(brain.shards.samples_done / wall_s, 1) if wall_s > 0 else 0.0,
-            failures=failures(brain),
+            failures=failures_view(brain),
             batches_retried=self.batches_retried,
             shards_returned=brain.shards.returns,
             workers=len(brain.members.workers),
@@ -333,40 +239,3 @@ class Readings:
             set_aside=brain.checkpoints.aside,
             trusted=brain.checkpoints.resumed if job.spec.trusted else 0,
         )
-
-
-def held(brain: Brain, slot: Slot) -> tuple[int, int]:
-    """How many buckets and mirrors the map gives to a ps."""
-    placement = brain.placement
-    return (len(placement.owned_by(slot)), len(placement.mirrors_at(slot))) if placement is not None else (0, 0)
-
-
-def failures(brain: Brain) -> dict[str, int]:
-    """Failures survived so far, by role."""
-    job = brain.job
-    return {
-        "worker": job.worker_failures,
-        "ps": job.ps_failures,
-        "master": job.master_failures,
-        "node": job.node_failures,
-    }
-
-
-def checkpoint_status(brain: Brain) -> CheckpointStatus | None:
-    """None: this job has nothing to do with checkpoints so far."""
-    found = brain.checkpoints
-    if not found.numbers and not has_checkpoints(brain.job.spec):
-        return None
-    last, writing = found.shown, found.writing
-    return CheckpointStatus(
-        newest=found.newest.checkpoint if found.newest is not None else 0,
-        at=found.newest.at if found.newest is not None else 0.0,
-        increment=last is not None and last.since > 0,
-        bytes_written=last.bytes_written if last is not None else 0,
-        took_s=last.took_s if last is not None else 0.0,
-        writing=writing.number if writing is not None else 0,
-        images=len(writing.images) if writing is not None else 0,
-        buckets=brain.job.spec.buckets,
-        given_up=found.given_up,
-        resumed=found.resumed,
-    )

@@ -68,16 +68,18 @@ from everstep.master.confirm import Confirmations
 from everstep.master.drills import Drills
 from everstep.master.hangs import Hangs
 from everstep.master.hot import HotKeeper
-from everstep.master.metrics import MetricsServer, fill
+from everstep.master.metrics import MetricsServer
 from everstep.master.observe import Observer
 from everstep.master.policy import PolicyKeeper
 from everstep.master.readings import METRICS_FILE, Readings
 from everstep.master.stalls import Stalls
 from everstep.master.store_server import StoreServer
 from everstep.model.decision import Decision
+from everstep.model.job_view import JobView
 from everstep.model.member import MemberKey, Role
 from everstep.model.turn import Turn
 from everstep.monitor.prometheus import Key, MetricsPage
+from everstep.monitor.viewer import make_job_view, make_speed_view
 from everstep.net import messages as wire
 from everstep.net.auth import Identity, Secret, load_secret
 from everstep.net.control_server import ControlServer, Peer
@@ -220,8 +222,7 @@ class Master:
                 wire.MayEnd: self._may_end,
                 wire.StoreSet: lambda r, sender: self.store.set(r.generation, r.attempt, r.values),
                 wire.StoreGet: lambda r, sender: self.store.get(r.generation, r.attempt, r.keys, r.wait_s),
-                wire.GetStatus: lambda r, sender: self.status(),
-                wire.GetSeen: lambda r, sender: self.seen(),
+                wire.GetStatus: lambda r, sender: self.view(r.speed),
                 wire.GetSpec: lambda r, sender: wire.SpecReport(self.spec),
                 wire.Drill: lambda r, sender: self.drills.ask(r, self.clock.now()),
             },
@@ -605,27 +606,25 @@ class Master:
         elif isinstance(peer.tag, str) and self._agents.get(NodeId(peer.tag)) is peer:
             del self._agents[NodeId(peer.tag)]
 
-    def status(self) -> wire.StatusReport:
-        finishing = self._finish is not None
-        return self.readings.status(self.brain, self.watch, self.clock.now(), finishing, os.getpid())
+    def view(self, speed: bool) -> JobView:
+        """The read model: all that is shown of the job. ``speed``: also how fast its members are."""
+        at, windows = self.clock.now(), self.observer.windows
+        measured = msgspec.structs.replace(
+            self.readings.measured(self.brain, self.watch, at),
+            hardware=self.observer.hardware,
+            master_pid=os.getpid(),
+            finishing=self._finish is not None,
+        )
+        seen = None
+        if speed:
+            seen = make_speed_view(self.observer.observe(at), windows.newest, windows.dropped, self.drills.running(at))
+        return make_job_view(self.brain, at, measured, seen)
 
     def _page(self) -> str:
         """For the endpoint of metrics."""
         page = MetricsPage(self._counted)
-        job = self.brain.job
-        fill(
-            page,
-            # (a new master hears only by and by how far the shards are that workers hold)
-            msgspec.structs.replace(self.status(), samples_done=self.readings.samples_told),
-            self.seen(),
-            self.observer.windows.of,
-            {"worker": job.workers_wanted, "ps": job.ps_wanted},
-        )
+        page.fill(self.view(speed=True))
         return page.text()
-
-    def seen(self) -> wire.SeenReport:
-        at = self.clock.now()
-        return wire.SeenReport(self.observer.observe(at), dict(self.observer.windows.dropped), self.drills.running(at))
 
     # ------------------------------------------------------------ time
 

@@ -8,70 +8,218 @@ import msgspec
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """``kind``: as in Prometheus; a counter's name ends in ``_total``, others in their unit where there is one."""
+    """``kind``: as in Prometheus; a counter's name ends in ``_total``, others in their unit where there is one.
+
+    ``field``: of the read model (``model.job_view``), where its values come from, as a path from ``JobView``:
+
+    - ``group.step``: a field of a field; there is no value where one of them is None.
+    - ``members[]``: each element; labels are fields of the element. ``[ps]``: only of that role, and only those up.
+      A path that ends so counts the elements, by labels.
+    - ``failures{role}``: each value of a dict; its key is the label ``role``.
+    - ``bytes_{direction:in|out}``: ``bytes_in`` and ``bytes_out``, with the label ``direction``.
+
+    ``omit_zero``: 0 means that there is no reading. ``formerly``: its old name, under which the endpoint shows it once
+    more until the next version."""
 
     name: str
     kind: Literal["counter", "gauge"]
     labels: tuple[str, ...]
     help: str
+    field: str
+    omit_zero: bool = False
     formerly: str = ""
-    """Its old name, under which the endpoint shows it once more until the next version."""
 
 
 _MEMBER = ("role", "slot")
 
 METRICS: tuple[Metric, ...] = (
-    Metric("everstep_samples_total", "counter", (), "Samples trained."),
-    Metric("everstep_throughput_samples_per_second", "gauge", (), "Samples trained in a second, all workers together."),
-    Metric("everstep_group_steps_total", "counter", (), "Committed steps of the group (mode allreduce)."),
-    Metric("everstep_members", "gauge", ("role", "state"), "Workers and ps by state."),
-    Metric("everstep_members_wanted", "gauge", ("role",), "How many workers and ps the job wants."),
+    Metric("everstep_samples_total", "counter", (), "Samples trained.", "samples_total"),
+    Metric(
+        "everstep_throughput_samples_per_second",
+        "gauge",
+        (),
+        "Samples trained in a second, all workers together.",
+        "samples_per_s",
+    ),
+    Metric("everstep_group_steps_total", "counter", (), "Committed steps of the group (mode allreduce).", "group.step"),
+    Metric("everstep_members", "gauge", ("role", "state"), "Workers and ps by state.", "members[]"),
+    Metric(
+        "everstep_members_wanted", "gauge", ("role",), "How many workers and ps the job wants.", "members_wanted{role}"
+    ),
     Metric(
         "everstep_member_info",
         "gauge",
         (*_MEMBER, "incarnation", "node", "hardware"),
         "1; where a member that is up runs.",
-    ),
-    Metric("everstep_failures_total", "counter", ("role",), "Processes and nodes that were lost, and survived."),
-    Metric("everstep_batches_retried_total", "counter", (), "Batches or steps that were computed again."),
-    Metric("everstep_shards", "gauge", ("state",), "Shards of the newest epochs: todo or doing."),
-    Metric("everstep_master_incarnation", "gauge", (), "How many masters this job has had."),
-    Metric("everstep_reported", "gauge", ("name",), "Newest values that the script reported (job.report)."),
-    Metric("everstep_worker_samples_total", "counter", ("slot",), "Samples whose own compute a worker process did."),
-    Metric("everstep_worker_compute_seconds_total", "counter", ("slot",), "Own compute of a worker process."),
-    Metric(
-        "everstep_worker_phase_seconds_total", "counter", ("slot", "phase"), "Time of its training thread by phase."
+        "members[worker|ps]",
     ),
     Metric(
-        "everstep_worker_bytes_total", "counter", ("slot", "direction"), "Bytes of rows: in (pulled) and out (pushed)."
+        "everstep_failures_total",
+        "counter",
+        ("role",),
+        "Processes and nodes that were lost, and survived.",
+        "failures{role}",
     ),
     Metric(
-        "everstep_worker_sample_compute_seconds", "gauge", ("slot",), "Median own compute of a sample, short window."
+        "everstep_batches_retried_total", "counter", (), "Batches or steps that were computed again.", "batches_retried"
     ),
-    Metric("everstep_ps_requests_total", "counter", ("slot",), "Pulls and pushes that a ps process answered."),
-    Metric("everstep_ps_service_seconds_total", "counter", ("slot",), "Own time of these, without waiting for others."),
-    Metric("everstep_ps_service_seconds", "gauge", ("slot",), "Median own time of a request, short window."),
-    Metric("everstep_ps_queue_requests", "gauge", ("slot",), "Requests at a ps at a time, mean of the short window."),
-    Metric("everstep_ps_bytes_total", "counter", ("slot", "direction"), "Bytes of rows: in (pushed) and out (pulled)."),
-    Metric("everstep_ps_rows", "gauge", ("slot",), "Rows that a ps holds."),
-    Metric("everstep_ps_partitions", "gauge", ("slot",), "Partitions that a ps owns.", "everstep_ps_buckets"),
-    Metric("everstep_slowness_ratio", "gauge", _MEMBER, "Times the median of its hardware class; see everstep top."),
-    Metric("everstep_process_cpu_seconds_total", "counter", _MEMBER, "Processor time of a member's process."),
-    Metric("everstep_process_resident_memory_bytes", "gauge", _MEMBER, "Resident memory of a member's process."),
-    Metric("everstep_process_throttled_seconds_total", "counter", _MEMBER, "Its cgroup was kept from running so long."),
-    Metric("everstep_process_throttled_periods_total", "counter", _MEMBER, "Periods in which that happened."),
+    Metric(
+        "everstep_shards",
+        "gauge",
+        ("state",),
+        "Shards of the newest epochs: todo, doing or done.",
+        "shards.{state:todo|doing|done}",
+    ),
+    Metric("everstep_master_incarnation", "gauge", (), "How many masters this job has had.", "master_incarnation"),
+    Metric(
+        "everstep_reported",
+        "gauge",
+        ("name",),
+        "Newest values that the script reported (job.report).",
+        "reported{name}",
+    ),
+    Metric(
+        "everstep_worker_samples_total",
+        "counter",
+        ("slot",),
+        "Samples whose own compute a worker process did.",
+        "speed.counters[worker].samples",
+    ),
+    Metric(
+        "everstep_worker_compute_seconds_total",
+        "counter",
+        ("slot",),
+        "Own compute of a worker process.",
+        "speed.counters[worker].compute_s",
+    ),
+    Metric(
+        "everstep_worker_phase_seconds_total",
+        "counter",
+        ("slot", "phase"),
+        "Time of its training thread by phase.",
+        "speed.counters[worker].phase_s{phase}",
+    ),
+    Metric(
+        "everstep_worker_bytes_total",
+        "counter",
+        ("slot", "direction"),
+        "Bytes of rows: in (pulled) and out (pushed).",
+        "speed.counters[worker].bytes_{direction:in|out}",
+    ),
+    Metric(
+        "everstep_worker_sample_compute_seconds",
+        "gauge",
+        ("slot",),
+        "Median own compute of a sample, short window.",
+        "speed.seen.workers[].short.per_sample_s",
+        True,
+    ),
+    Metric(
+        "everstep_ps_requests_total",
+        "counter",
+        ("slot",),
+        "Pulls and pushes that a ps process answered.",
+        "speed.counters[ps].requests",
+    ),
+    Metric(
+        "everstep_ps_service_seconds_total",
+        "counter",
+        ("slot",),
+        "Own time of these, without waiting for others.",
+        "speed.counters[ps].service_s",
+    ),
+    Metric(
+        "everstep_ps_service_seconds",
+        "gauge",
+        ("slot",),
+        "Median own time of a request, short window.",
+        "speed.seen.servers[].service_s",
+        True,
+    ),
+    Metric(
+        "everstep_ps_queue_requests",
+        "gauge",
+        ("slot",),
+        "Requests at a ps at a time, mean of the short window.",
+        "speed.seen.servers[].queue",
+    ),
+    Metric(
+        "everstep_ps_bytes_total",
+        "counter",
+        ("slot", "direction"),
+        "Bytes of rows: in (pushed) and out (pulled).",
+        "speed.counters[ps].bytes_{direction:in|out}",
+    ),
+    Metric("everstep_ps_rows", "gauge", ("slot",), "Rows that a ps holds.", "speed.counters[ps].rows"),
+    Metric(
+        "everstep_ps_partitions",
+        "gauge",
+        ("slot",),
+        "Partitions that a ps owns.",
+        "members[ps].partitions",
+        formerly="everstep_ps_buckets",
+    ),
+    Metric(
+        "everstep_slowness_ratio",
+        "gauge",
+        _MEMBER,
+        "Times the median of its hardware class; see everstep top.",
+        "speed.judged[].slowness",
+        True,
+    ),
+    Metric(
+        "everstep_process_cpu_seconds_total",
+        "counter",
+        _MEMBER,
+        "Processor time of a member's process.",
+        "speed.counters[].cpu_s",
+    ),
+    Metric(
+        "everstep_process_resident_memory_bytes",
+        "gauge",
+        _MEMBER,
+        "Resident memory of a member's process.",
+        "speed.counters[].resident_memory_bytes",
+    ),
+    Metric(
+        "everstep_process_throttled_seconds_total",
+        "counter",
+        _MEMBER,
+        "Its cgroup was kept from running so long.",
+        "speed.counters[].throttled_s",
+    ),
+    Metric(
+        "everstep_process_throttled_periods_total",
+        "counter",
+        _MEMBER,
+        "Periods in which that happened.",
+        "speed.counters[].throttled_periods",
+    ),
     Metric(
         "everstep_protection_partitions",
         "gauge",
         ("level",),
         "Partitions by the losses they survive: full, less, none.",
-        "everstep_protection_buckets",
+        "protection.{level:full|less|none}",
+        formerly="everstep_protection_buckets",
     ),
-    Metric("everstep_unconfirmed_bytes", "gauge", (), "Changes that mirrors do not have yet."),
-    Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none."),
-    Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970)."),
-    Metric("everstep_drills", "gauge", (), "Drills that run (everstep chaos)."),
-    Metric("everstep_readings_dropped_total", "counter", ("reason",), "Readings that were wrong: NaN, negative, ..."),
+    Metric(
+        "everstep_unconfirmed_bytes",
+        "gauge",
+        (),
+        "Changes that mirrors do not have yet.",
+        "protection.unconfirmed_bytes",
+    ),
+    Metric("everstep_checkpoint_newest", "gauge", (), "Number of the newest checkpoint; 0: none.", "checkpoint.newest"),
+    Metric("everstep_checkpoint_timestamp_seconds", "gauge", (), "When it was taken (since 1970).", "checkpoint.at"),
+    Metric("everstep_drills", "gauge", (), "Drills that run (everstep chaos).", "speed.drills[]"),
+    Metric(
+        "everstep_readings_dropped_total",
+        "counter",
+        ("reason",),
+        "Readings that were wrong: NaN, negative, ...",
+        "speed.dropped{reason}",
+    ),
 )
 
 BY_NAME = {m.name: m for m in METRICS}

@@ -1,12 +1,16 @@
-"""The text format of Prometheus, version 0.0.4. Pure."""
+"""The text format of Prometheus, version 0.0.4, filled from the read model. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from everstep.config.renamed import renamed_line
 from everstep.errors import InternalError
+from everstep.model.job_view import JobView
 from everstep.monitor.names import BY_NAME, METRICS, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +45,14 @@ class MetricsPage:
                 value = self._counted[name, key] = max(value, self._counted.get((name, key), value))
             self._values.setdefault(name, {})[key] = value
 
+    def fill(self, view: JobView) -> None:
+        """Every metric, from its field of the view."""
+        for metric in METRICS:
+            for labels, value in read_metric(view, metric):
+                self.set(metric.name, value, *labels)
+
     def text(self) -> str:
+        """The whole page. What has an old name stands there once more by that."""
         lines: list[str] = []
         for metric in METRICS:
             values = self._values.get(metric.name)
@@ -51,6 +62,68 @@ class MetricsPage:
             if metric.formerly:
                 lines += _block(metric, metric.formerly, renamed_line(metric.formerly, metric.name), values)
         return "".join(line + "\n" for line in lines)
+
+
+# ---------------------------------------------------------------- out of the read model
+
+_PART = re.compile(r"(?P<field>\w*)(\[(?P<roles>[a-z|]*)\]|\{(?P<label>\w+)(:(?P<names>[a-z|]+))?\})?")
+
+
+def read_metric(view: JobView, metric: Metric) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Labels (in the metric's order) and value, for each value that its field has. See ``Metric.field``."""
+    counts = metric.field.endswith("]")
+    counted: Counter[tuple[str, ...]] = Counter()
+    if counts and not metric.labels and _exists(view, metric.field):
+        counted[()] = 0
+    for labels, value in _read(view, metric.field.split("."), {}, metric.labels):
+        if value is None or (metric.omit_zero and not value):
+            continue
+        key = tuple(labels[name] for name in metric.labels)
+        if counts:
+            counted[key] += 1
+        else:
+            yield key, value
+    yield from counted.items()
+
+
+def _exists(view: JobView, path: str) -> bool:
+    """Whether the last field of a path is there (with elements or without)."""
+    value: Any = view
+    for part in path.split("."):
+        if value is None:
+            return False
+        value = getattr(value, part.partition("[")[0])
+    return value is not None
+
+
+def _read(value: Any, path: Sequence[str], labels: dict[str, str], wanted: Sequence[str]) -> Iterator[Any]:
+    """(labels, value) of all that lies at ``path`` below ``value``."""
+    if value is None or not path:
+        yield labels, value
+        return
+    part = _PART.fullmatch(path[0])
+    if part is None:
+        raise InternalError(f"{path[0]!r} is no field of the read model, in monitor/names.py")
+    field, roles, label, names = part.group("field", "roles", "label", "names")
+    if names is not None:
+        for name in names.split("|"):
+            yield from _read(getattr(value, field + name), path[1:], {**labels, label: name}, wanted)
+        return
+    inside = getattr(value, field)
+    if label is not None:
+        for key, item in inside.items():
+            yield from _read(item, path[1:], {**labels, label: key}, wanted)
+    elif roles is not None:
+        for element in inside:
+            if roles and (element.role not in roles.split("|") or not getattr(element, "up", True)):
+                continue
+            own = {name: str(getattr(element, name)) for name in wanted if hasattr(element, name)}
+            yield from _read(element, path[1:], {**labels, **own}, wanted)
+    else:
+        yield from _read(inside, path[1:], labels, wanted)
+
+
+# ---------------------------------------------------------------- into text
 
 
 def _block(metric: Metric, name: str, text: str, values: Mapping[tuple[str, ...], float]) -> list[str]:
@@ -79,9 +152,3 @@ def _label(text: str) -> str:
 
 def _help(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def set_all(page: MetricsPage, name: str, values: Mapping[str, float]) -> None:
-    """Of a metric with one label: its values by that."""
-    for label, value in values.items():
-        page.set(name, value, label)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from everstep.model.job_view import Judged, RunningDrill
+from everstep.model.member import Role
 from everstep.model.observation import Observations, ServerSeen, WorkerSeen
 from everstep.monitor.stepclock import NEWS
 
@@ -24,14 +26,10 @@ _WAITING = {
 }
 
 
-class Judged(msgspec.Struct, frozen=True):
-    """One member. ``slowness``: times the median of its peers of the same hardware class; 0.0: nothing to judge by.
-    ``seconds``: per sample of own compute (worker), per request (ps)."""
-
-    member: str
-    slowness: float
-    seconds: float
-    why: str
+def drill_words(drill: RunningDrill, at: float) -> str:
+    """``4 times slower for 30 s more``; ``at``: now, seconds."""
+    what = f"{drill.factor:g} times slower" if drill.what == "slow" else "stopped"
+    return f"{what} for {drill.until - at:.0f} s more"
 
 
 def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Judged]:
@@ -42,11 +40,11 @@ def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Ju
     paces = {w.slot: w.short.per_sample_s or w.long.per_sample_s for w in seen.workers}
     for w in seen.workers:
         peers = [paces[p.slot] for p in seen.workers if p.hardware == w.hardware]
-        found.append(_judge(str(w), paces[w.slot], peers, _worker_words(w), "compute", "no reading yet", told))
+        found.append(_judge(w, paces[w.slot], peers, _worker_words(w), "compute", "no reading yet", told))
     for s in seen.servers:
         peers = [p.service_s for p in seen.servers if p.hardware == s.hardware]
         idle = "no requests now" if s.long_load.service_s else "no requests yet"
-        found.append(_judge(str(s), s.service_s, peers, _server_words(s), "service", idle, told))
+        found.append(_judge(s, s.service_s, peers, _server_words(s), "service", idle, told))
     return sorted(found, key=lambda j: (-j.slowness, j.member))
 
 
@@ -67,8 +65,15 @@ def by_the_step_under_way(workers: Sequence[WorkerSeen]) -> tuple[WorkerSeen, ..
 
 
 def _judge(
-    member: str, seconds: float, peers: list[float], words: list[str], what: str, idle: str, told: dict[str, str]
+    m: WorkerSeen | ServerSeen,
+    seconds: float,
+    peers: list[float],
+    words: list[str],
+    what: str,
+    idle: str,
+    told: dict[str, str],
 ) -> Judged:
+    member, role = str(m), Role.WORKER if isinstance(m, WorkerSeen) else Role.PS
     known = [p for p in peers if p > 0]
     # The lower one of two: of two members the slow one must not hide in their mean.
     slowness = seconds / statistics.median_low(known) if seconds > 0 and known else 0.0
@@ -78,7 +83,7 @@ def _judge(
         words = [f"{what} {slowness:.1f}x the median of its class", *words]
     if member in told:
         words.append(f"drill: {told[member]}")
-    return Judged(member, slowness, seconds, ", ".join(words))
+    return Judged(member, slowness, seconds, ", ".join(words), role, m.slot)
 
 
 def _worker_words(w: WorkerSeen) -> list[str]:

@@ -177,6 +177,11 @@ class Windows:
         known = self._members.get(member)
         return known[1] if known is not None and known[0] == incarnation else None
 
+    def newest(self, member: str, incarnation: int) -> Mapping[str, float]:
+        """The last good reading of each name of a process; {}: none."""
+        found = self.of(member, incarnation)
+        return found.last if found is not None else {}
+
     def keep(self, members: set[str]) -> None:
         """Forget all others."""
         for member in self._members.keys() - members:

@@ -26,10 +26,10 @@ from everstep.brain.events import (
     StopProcess,
 )
 from everstep.config.spec import JobSpec
-from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot, TableId
+from everstep.ids import BucketId, Incarnation, LeaseNo, ShardKey, Slot, TableId
 from everstep.model.group import Mark
+from everstep.model.job_view import JobView
 from everstep.model.member import Role
-from everstep.model.observation import Observations
 from everstep.model.shard import Span, Token
 from everstep.model.table import TableSpec
 from everstep.model.turn import Turn, WorkerClock
@@ -97,11 +97,9 @@ class ValuesReported(Query, frozen=True, tag="report"):
 
 
 class GetStatus(Query, frozen=True, tag="get_status"):
-    """Answer: StatusReport."""
+    """How the job is. ``speed``: also how fast its members are. Answer: JobView."""
 
-
-class GetSeen(Query, frozen=True, tag="get_seen"):
-    """How fast everybody is. Answer: SeenReport."""
+    speed: bool = False
 
 
 class Drill(Query, frozen=True, tag="drill"):
@@ -127,19 +125,7 @@ class TellPlace(Query, frozen=True, tag="tell_place"):
     place: WorkerClock
 
 
-QueryType = (
-    Beat
-    | ValuesReported
-    | GetStatus
-    | GetSpec
-    | GetSeen
-    | Drill
-    | StoreSet
-    | StoreGet
-    | TellPlace
-    | StackTaken
-    | MayEnd
-)
+QueryType = Beat | ValuesReported | GetStatus | GetSpec | Drill | StoreSet | StoreGet | TellPlace | StackTaken | MayEnd
 """Requests that are answered from what the master knows, or that it keeps in memory: none becomes an event."""
 
 RequestType = Said | QueryType
@@ -155,130 +141,12 @@ class StoreValues(msgspec.Struct, frozen=True, tag="store_values"):
     values: dict[str, bytes]
 
 
-class MemberStatus(msgspec.Struct, frozen=True):
-    role: Role
-    slot: Slot
-    incarnation: Incarnation
-    node: NodeId
-    pid: int
-    state: str
-    restarts: int = 0
-    shard: str = ""  # what a worker works on: "train e0 #12"
-    samples_per_s: float = 0.0
-    rss_bytes: int = 0
-    buckets: int = 0  # of a ps: that it owns
-    mirrors: int = 0
-
-
-class ProtectionStatus(msgspec.Struct, frozen=True):
-    """Buckets by what they survive now: ``full``: as many lost ps as the parity promises, ``less``: fewer, but one,
-    ``none``: not one. ``moving``: on their way to another ps; ``rebuilding``: their owner does not hold them yet, the
-    old one is dead; ``building``: mirrors being made. ``unconfirmed_bytes``: of differences that wait.
-    ``done_share``: how much of what is rebuilding, moving and being built is done, since it began; ``left_s``: the rest
-    takes about so long, -1.0: not known."""
-
-    parity: str
-    protect: str
-    full: int = 0
-    less: int = 0
-    none: int = 0
-    moving: int = 0
-    rebuilding: int = 0
-    building: int = 0
-    unconfirmed_bytes: int = 0
-    done_share: float = 0.0
-    left_s: float = -1.0
-
-
-class EpochStatus(msgspec.Struct, frozen=True):
-    dataset: str
-    epoch: int
-    epochs: int  # known so far
-    shards: int
-    todo: int
-    doing: int
-    done: int
-    samples: int
-    samples_done: int
-
-
-class CheckpointStatus(msgspec.Struct, frozen=True):
-    """``newest``, ``at``: number and time of the newest checkpoint, 0: none; ``increment``, ``bytes_written``,
-    ``took_s``: of the last one of this job. ``writing``: the one in progress, 0: none, of which ``images`` of
-    ``buckets`` are written. ``resumed``: the checkpoint that the job went on from."""
-
-    newest: int = 0
-    at: float = 0.0
-    increment: bool = False
-    bytes_written: int = 0
-    took_s: float = 0.0
-    writing: int = 0
-    images: int = 0
-    buckets: int = 0
-    given_up: int = 0
-    resumed: int = 0
-
-
-class GroupStatus(msgspec.Struct, frozen=True):
-    """The group of mode allreduce. ``step``: committed so far; ``voided``: of those that were, done again."""
-
-    generation: int
-    members: int
-    joining: int
-    step: int
-    steps_per_s: float
-    strategy: str
-    hold: str = ""
-    logical_workers: int = 0
-    voided: int = 0
-
-
-class StatusReport(msgspec.Struct, frozen=True, tag="status_report"):
-    """Everything that ``everstep status`` and the display show."""
-
-    job: str
-    phase: str  # starting | training | finishing | done | failed | stopped
-    at: float
-    started_at: float
-    master_incarnation: Incarnation
-    members: tuple[MemberStatus, ...]
-    epochs: tuple[EpochStatus, ...]
-    samples_done: int
-    samples_per_s: float
-    values: dict[str, float]
-    failures: dict[str, int]  # worker, ps, master, node
-    batches_retried: int
-    exit_code: int | None = None
-    error: str = ""
-    checkpoint: CheckpointStatus | None = None
-    protection: ProtectionStatus | None = None  # None: no parity, and nothing moves
-    group: GroupStatus | None = None  # None: mode ps, or no group yet
-    consistency: str = "async"  # of mode ps
-
-
 class Call(msgspec.Struct, frozen=True, array_like=True):
     id: WholeOrNone
     request: RequestType
 
 
-class RunningDrill(msgspec.Struct, frozen=True):
-    """``until``: seconds of the master's clock."""
-
-    target: str
-    what: str
-    factor: float
-    until: float
-
-
-class SeenReport(msgspec.Struct, frozen=True, tag="seen_report"):
-    """What policies of stragglers get to see. ``dropped``: readings that were wrong, by reason."""
-
-    seen: Observations
-    dropped: dict[str, int] = {}
-    drills: tuple[RunningDrill, ...] = ()
-
-
-Answered = AnswerType | StatusReport | SpecReport | StoreValues | SeenReport
+Answered = AnswerType | JobView | SpecReport | StoreValues
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,396 @@
+"""The read model: everything that is shown of a job, in one struct.
+
+The master makes a :class:`JobView` (``monitor.viewer``). ``everstep status``, ``everstep top``, the display of a run,
+the metrics and the head of ``everstep explain`` are made of it, and know nothing else. A fact has one name here, and
+the same name in ``status --json`` and in the metrics.
+
+Each docstring names its fields, each with its unit in brackets: ``[text]``, ``[one of ...]``, ``[number]`` (an ordinal
+or a version), ``[flag]``, or what is counted or measured. Times without another word are seconds since 1970 by the
+master's clock.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import Role
+from everstep.model.observation import Observations
+
+
+class ShownState(StrEnum):
+    """What a member is doing: the states of ``MemberState``, and two that follow from more than one fact."""
+
+    STARTING = "starting"
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    LEFT = "left"
+    WAITING = "waiting"  # no node has a place for it
+    LEAVING = "leaving"  # it is being ended on purpose
+
+
+UP_STATES = (ShownState.ALIVE, ShownState.SUSPECT, ShownState.LEAVING)
+RUNNING_STATES = (ShownState.STARTING, *UP_STATES)
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    """The process that fills a slot, or the last one that did.
+
+    - ``role``: of the slot [one of master, worker, ps]
+    - ``slot``: of its role [number]
+    - ``incarnation``: how many processes have filled the slot [number]
+    - ``node``: where it runs [text]
+    - ``hardware``: class of that node's machine, as its agent said; "": unknown [text]
+    - ``pid``: of the process; 0: there is none yet [number]
+    - ``state``: what it is doing [one of ShownState]
+    - ``losses``: processes of this slot that were lost [processes]
+    - ``works_on``: a worker's shard or its place in the group [text]
+    - ``samples_per_s``: that a worker trains, by its last beat [samples/second]
+    - ``rss_bytes``: resident memory, by its last beat [bytes]
+    - ``partitions``: that a ps owns [partitions]
+    - ``mirrors``: that a ps keeps of other ps' partitions [mirrors]
+    """
+
+    role: Role
+    slot: Slot
+    incarnation: Incarnation
+    node: NodeId
+    pid: int
+    state: ShownState
+    losses: int = 0
+    works_on: str = ""
+    samples_per_s: float = 0.0
+    rss_bytes: int = 0
+    partitions: int = 0
+    mirrors: int = 0
+    hardware: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.slot}"
+
+    @property
+    def up(self) -> bool:
+        """The process runs, and has said hello."""
+        return self.state in UP_STATES
+
+    @property
+    def running(self) -> bool:
+        """The process was started, and has not ended."""
+        return self.state in RUNNING_STATES
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """A node and what runs on it.
+
+    - ``node``: its name [text]
+    - ``host``: the machine that it stands on [text]
+    - ``alive``: its agent is there [flag]
+    - ``draining``: it takes no more processes [flag]
+    - ``workers``: that run on it [processes]
+    - ``ps``: that run on it [processes]
+    """
+
+    node: NodeId
+    host: str = ""
+    alive: bool = True
+    draining: bool = False
+    workers: int = 0
+    ps: int = 0
+
+
+class EpochView(msgspec.Struct, frozen=True):
+    """One epoch of one dataset, in shards.
+
+    - ``dataset``: its name [text]
+    - ``epoch``: from 0 [number]
+    - ``epochs``: of this dataset that were asked for so far [epochs]
+    - ``shards``: of the epoch [shards]
+    - ``todo``: that nobody works on [shards]
+    - ``doing``: that workers hold [shards]
+    - ``done``: that are trained [shards]
+    - ``samples``: of the epoch [samples]
+    - ``samples_done``: of shards that are done [samples]
+    """
+
+    dataset: str
+    epoch: int
+    epochs: int
+    shards: int
+    todo: int
+    doing: int
+    done: int
+    samples: int
+    samples_done: int
+
+
+class ShardsView(msgspec.Struct, frozen=True):
+    """Shards of the newest epoch of each dataset together.
+
+    - ``todo``: that nobody works on [shards]
+    - ``doing``: that workers hold [shards]
+    - ``done``: that are trained [shards]
+    - ``returned``: that came back unfinished, in the whole job [shards]
+    """
+
+    todo: int = 0
+    doing: int = 0
+    done: int = 0
+    returned: int = 0
+
+
+class PlacementView(msgspec.Struct, frozen=True):
+    """Which ps owns which partition.
+
+    - ``version``: of the map; 0: there is none yet [number]
+    - ``partitions``: of the job [partitions]
+    - ``ps``: that own at least one [processes]
+    """
+
+    version: int = 0
+    partitions: int = 0
+    ps: int = 0
+
+
+class ProtectionView(msgspec.Struct, frozen=True):
+    """What partitions survive now, and what is on its way.
+
+    - ``parity``: as the job was started, e.g. 4+1 [text]
+    - ``protect``: when a push is acknowledged [one of acked, eager]
+    - ``full``: that survive as many lost ps as the parity promises [partitions]
+    - ``less``: that survive fewer, but one [partitions]
+    - ``none``: that survive not one [partitions]
+    - ``moving``: on their way to another ps [partitions]
+    - ``rebuilding``: whose old owner is dead and whose new one does not hold them yet [partitions]
+    - ``building``: mirrors being made [mirrors]
+    - ``unconfirmed_bytes``: changes that mirrors do not have yet [bytes]
+    - ``done_share``: of what is rebuilding, moving and being built, since it began [share, 0 to 1]
+    - ``left_s``: that the rest takes at this pace; -1: not known [seconds]
+    """
+
+    parity: str
+    protect: str
+    full: int = 0
+    less: int = 0
+    none: int = 0
+    moving: int = 0
+    rebuilding: int = 0
+    building: int = 0
+    unconfirmed_bytes: int = 0
+    done_share: float = 0.0
+    left_s: float = -1.0
+
+
+class CheckpointView(msgspec.Struct, frozen=True):
+    """Checkpoints of the job.
+
+    - ``newest``: that is complete; 0: none [number]
+    - ``at``: when that one was taken [seconds since 1970]
+    - ``incremental``: the last one has only what changed since the one before [flag]
+    - ``bytes_written``: by the last one [bytes]
+    - ``took_s``: the last one, from its order to its manifest [seconds]
+    - ``writing``: the one in progress; 0: none [number]
+    - ``snapshots``: of that one that are written [partitions]
+    - ``partitions``: of the job [partitions]
+    - ``given_up``: that came to nothing [checkpoints]
+    - ``resumed``: that the job went on from; 0: it began anew [number]
+    """
+
+    newest: int = 0
+    at: float = 0.0
+    incremental: bool = False
+    bytes_written: int = 0
+    took_s: float = 0.0
+    writing: int = 0
+    snapshots: int = 0
+    partitions: int = 0
+    given_up: int = 0
+    resumed: int = 0
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """The group of mode allreduce.
+
+    - ``generation``: how often its members have changed [number]
+    - ``members``: that train together [processes]
+    - ``joining``: that copy the state, to enter [processes]
+    - ``step``: steps that are committed [steps]
+    - ``steps_per_s``: lately [steps/second]
+    - ``strategy``: what is kept when workers come and go [one of elastic, fixed]
+    - ``paused``: why no step may begin; "": steps go on [text]
+    - ``logical_workers``: that a step is cut for; 0: for the members [workers]
+    - ``steps_void``: that were committed and done again, since every state was lost [steps]
+    """
+
+    generation: int
+    members: int
+    joining: int
+    step: int
+    steps_per_s: float
+    strategy: str
+    paused: str = ""
+    logical_workers: int = 0
+    steps_void: int = 0
+
+
+class PlanView(msgspec.Struct, frozen=True):
+    """What the job's policy wanted last.
+
+    - ``version``: plans that were taken so far [plans]
+    - ``last``: the decision of the last one; "": there was none [text]
+    - ``restarts``: of members, by plans [processes]
+    - ``disabled``: why the policy is asked no more; "": it is asked [text]
+    """
+
+    version: int = 0
+    last: str = ""
+    restarts: int = 0
+    disabled: str = ""
+
+
+class ProcessCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has counted since it began, by its last beat; None: it has not said. They begin anew with each
+    incarnation.
+
+    - ``role``: of the process [one of worker, ps]
+    - ``slot``: that it fills [number]
+    - ``samples``: whose own compute a worker did [samples]
+    - ``compute_s``: own compute of a worker [seconds]
+    - ``phase_s``: time of a worker's training thread, by phase of a step [seconds]
+    - ``bytes_in``: rows that a worker pulled, or that were pushed to a ps [bytes]
+    - ``bytes_out``: rows that a worker pushed, or that were pulled from a ps [bytes]
+    - ``requests``: pulls and pushes that a ps answered [requests]
+    - ``service_s``: own time of a ps for these [seconds]
+    - ``rows``: that a ps holds [rows]
+    - ``cpu_s``: processor time [seconds]
+    - ``resident_memory_bytes``: now [bytes]
+    - ``throttled_s``: that its cgroup kept it from running [seconds]
+    - ``throttled_periods``: in which that happened [periods]
+    """
+
+    role: Role
+    slot: Slot
+    samples: float | None = None
+    compute_s: float | None = None
+    phase_s: dict[str, float] = {}
+    bytes_in: float | None = None
+    bytes_out: float | None = None
+    requests: float | None = None
+    service_s: float | None = None
+    rows: float | None = None
+    cpu_s: float | None = None
+    resident_memory_bytes: float | None = None
+    throttled_s: float | None = None
+    throttled_periods: float | None = None
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """How slow a member is, and why.
+
+    - ``member``: its role and slot, e.g. worker:1 [text]
+    - ``slowness``: times the median of its peers of the same hardware class; 0: nothing to judge by [ratio]
+    - ``seconds``: own compute of a sample (worker), own time for a request (ps); 0: no reading [seconds]
+    - ``why``: what is noticed of it [text]
+    - ``role``: of it [one of worker, ps]
+    - ``slot``: of it [number]
+    """
+
+    member: str
+    slowness: float
+    seconds: float
+    why: str
+    role: Role = Role.WORKER
+    slot: Slot = Slot(0)
+
+
+class RunningDrill(msgspec.Struct, frozen=True):
+    """A member that ``everstep chaos`` made slow, or stopped.
+
+    - ``target``: the member [text]
+    - ``what``: is done to it [one of slow, stop]
+    - ``factor``: so many times slower [ratio]
+    - ``until``: when it ends [seconds since 1970]
+    """
+
+    target: str
+    what: str
+    factor: float
+    until: float
+
+
+class SpeedView(msgspec.Struct, frozen=True):
+    """How fast the members are: what policies see, and what is made of it.
+
+    - ``seen``: what policies see, over the short and the long window [readings]
+    - ``judged``: members that are up, slowest first [members]
+    - ``counters``: of members that are up [processes]
+    - ``dropped``: readings that were wrong, by reason [readings]
+    - ``drills``: that run [drills]
+    """
+
+    seen: Observations
+    judged: tuple[Judged, ...] = ()
+    counters: tuple[ProcessCounters, ...] = ()
+    dropped: dict[str, int] = {}
+    drills: tuple[RunningDrill, ...] = ()
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
+    """A job at one moment.
+
+    - ``job``: its name [text]
+    - ``mode``: how it trains [one of ps, allreduce]
+    - ``consistency``: of mode ps [one of async, sync, bounded]
+    - ``phase``: of the job [one of starting, training, finishing, done, failed, stopped]
+    - ``at``: the moment [seconds since 1970]
+    - ``started_at``: when it began [seconds since 1970]
+    - ``exit_code``: that it ended with; None: it has not [exit status]
+    - ``error``: for which it failed; "": none [text]
+    - ``master_incarnation``: masters that the job has had [number]
+    - ``members``: the master, all slots of workers and of ps [members]
+    - ``members_wanted``: how many workers and ps the job wants, by role [processes]
+    - ``nodes``: that have joined [nodes]
+    - ``epochs``: the newest of each dataset [epochs]
+    - ``shards``: of the newest epochs [shards]
+    - ``samples_done``: that are trained; goes back where a state was lost [samples]
+    - ``samples_total``: the most that ``samples_done`` ever was: never goes back [samples]
+    - ``samples_per_s``: of all workers together [samples/second]
+    - ``batches_retried``: batches or steps that were computed again [batches]
+    - ``failures``: processes and nodes that were lost and survived, by role [failures]
+    - ``reported``: newest values that the script reported (job.report), by name [as the script has it]
+    - ``placement``: None: mode allreduce without tables, or not yet [map]
+    - ``protection``: None: nothing is protected, and nothing moves [partitions]
+    - ``checkpoint``: None: this job has nothing to do with checkpoints so far [checkpoints]
+    - ``group``: None: mode ps, or no group yet [group]
+    - ``plan``: None: no policy has wanted anything so far [plans]
+    - ``speed``: None: it was not asked for [members]
+    """
+
+    job: str
+    mode: str = "ps"
+    consistency: str = "async"
+    phase: str
+    at: float
+    started_at: float
+    exit_code: int | None = None
+    error: str = ""
+    master_incarnation: Incarnation
+    members: tuple[MemberView, ...]
+    members_wanted: dict[str, int] = {}
+    nodes: tuple[NodeView, ...] = ()
+    epochs: tuple[EpochView, ...]
+    shards: ShardsView = ShardsView()
+    samples_done: int
+    samples_total: int = 0
+    samples_per_s: float
+    batches_retried: int
+    failures: dict[str, int]
+    reported: dict[str, float]
+    placement: PlacementView | None = None
+    protection: ProtectionView | None = None
+    checkpoint: CheckpointView | None = None
+    group: GroupView | None = None
+    plan: PlanView | None = None
+    speed: SpeedView | None = None

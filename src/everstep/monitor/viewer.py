@@ -1,0 +1,331 @@
+"""Make the read model of a job: the one place that turns what the brain and the readings say into what is shown. Pure.
+
+The master makes a view of its brain and of what its members told. ``everstep explain`` makes one of a replayed journal,
+where nobody told anything: what was only measured is missing then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import has_checkpoints
+from everstep.brain.members import SlotRecord
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.job_view import (
+    CheckpointView,
+    EpochView,
+    GroupView,
+    JobView,
+    MemberView,
+    NodeView,
+    PlacementView,
+    PlanView,
+    ProcessCounters,
+    ProtectionView,
+    RunningDrill,
+    ShardsView,
+    ShownState,
+    SpeedView,
+)
+from everstep.model.member import MemberKey, Role
+from everstep.model.observation import Observations, ServerSeen, WorkerSeen
+from everstep.monitor.slowness import drill_words, judge
+from everstep.policies.node_selection import HOME_NODE
+
+EPOCHS_SHOWN = 20  # of each dataset, the newest
+
+
+def _nothing(key: MemberKey, incarnation: Incarnation) -> Mapping[str, float]:
+    return {}
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master knows beside its brain. ``of_member``: the newest readings of one process, {}: none.
+    ``levels``: partitions by the losses that they survive (full, less, none), where they were counted already.
+    ``samples_done``: -1: of shards that are done, only. Other fields: as in ``JobView``, ``GroupView`` and
+    ``ProtectionView``."""
+
+    samples_done: int = -1
+    samples_total: int = 0
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    batches_retried: int = 0
+    reported: dict[str, float] = {}
+    of_member: Callable[[MemberKey, Incarnation], Mapping[str, float]] = _nothing
+    levels: dict[str, int] | None = None
+    done_share: float = 0.0
+    left_s: float = -1.0
+    hardware: Mapping[NodeId, str] = {}
+    master_pid: int = 0
+    finishing: bool = False
+
+
+def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), speed: SpeedView | None = None) -> JobView:
+    """The whole model at ``at`` (seconds)."""
+    job, shards = brain.job, brain.shards
+    done = measured.samples_done if measured.samples_done >= 0 else shards.samples_done
+    return JobView(
+        job=job.spec.name,
+        mode=job.spec.mode,
+        consistency=job.spec.consistency,
+        phase="finishing" if measured.finishing else str(job.phase),
+        at=at,
+        started_at=job.started_at,
+        exit_code=job.exit_code,
+        error=job.error,
+        master_incarnation=job.master_incarnation,
+        members=tuple(members_view(brain, measured)),
+        members_wanted={"worker": job.workers_wanted, "ps": job.ps_wanted},
+        nodes=tuple(nodes_view(brain)),
+        epochs=tuple(epochs_view(brain)),
+        shards=shards_view(brain),
+        samples_done=done,
+        samples_total=max(done, measured.samples_total),
+        samples_per_s=measured.samples_per_s,
+        batches_retried=measured.batches_retried,
+        failures=failures_view(brain),
+        reported=measured.reported,
+        placement=placement_view(brain),
+        protection=protection_view(brain, measured),
+        checkpoint=checkpoint_view(brain),
+        group=group_view(brain, measured.steps_per_s),
+        plan=plan_view(brain),
+        speed=speed,
+    )
+
+
+# ---------------------------------------------------------------- members and nodes
+
+
+def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
+    """The master first, then workers and ps by slot."""
+    job, placement = brain.job, brain.placement
+    yield MemberView(
+        Role.MASTER,
+        Slot(0),
+        job.master_incarnation,
+        HOME_NODE,
+        measured.master_pid,
+        ShownState.LEFT if job.over and not measured.master_pid else ShownState.ALIVE,
+        job.master_failures,
+    )
+    for seat in brain.members.all():
+        member = seat.member
+        told = measured.of_member(member.key, member.incarnation) if seat.running else {}
+        has = seat.running and member.role is Role.PS and placement is not None
+        yield MemberView(
+            role=member.role,
+            slot=member.slot,
+            incarnation=member.incarnation,
+            node=member.node,
+            pid=member.pid,
+            state=shown_state(seat),
+            losses=seat.losses,
+            works_on=brain.shards.name(seat.held[0]) if seat.held else brain.groups.words(seat),
+            samples_per_s=told.get("samples_per_s", 0.0),
+            rss_bytes=int(told.get("rss_bytes", 0)),
+            partitions=len(placement.owned_by(member.slot)) if has and placement is not None else 0,
+            mirrors=len(placement.mirrors_at(member.slot)) if has and placement is not None else 0,
+            hardware=measured.hardware.get(member.node, ""),
+        )
+
+
+def shown_state(seat: SlotRecord) -> ShownState:
+    """What the process of a slot is doing."""
+    if seat.stopping and seat.running:
+        return ShownState.LEAVING
+    return ShownState.WAITING if seat.waiting else ShownState(seat.member.state)
+
+
+def nodes_view(brain: Brain) -> Iterable[NodeView]:
+    """All nodes that have joined, in that order."""
+    running: dict[tuple[NodeId, Role], int] = {}
+    for seat in brain.members.all():
+        if seat.running:
+            key = seat.member.node, seat.member.role
+            running[key] = running.get(key, 0) + 1
+    for n in brain.members.nodes.values():
+        yield NodeView(
+            node=n.node,
+            host=n.host,
+            alive=n.alive,
+            draining=n.draining,
+            workers=running.get((n.node, Role.WORKER), 0),
+            ps=running.get((n.node, Role.PS), 0),
+        )
+
+
+def failures_view(brain: Brain) -> dict[str, int]:
+    """Failures survived so far, by role."""
+    job = brain.job
+    return {
+        "worker": job.worker_failures,
+        "ps": job.ps_failures,
+        "master": job.master_failures,
+        "node": job.node_failures,
+    }
+
+
+# ---------------------------------------------------------------- data
+
+
+def epochs_view(brain: Brain) -> Iterable[EpochView]:
+    """The newest epochs of each dataset."""
+    for dataset in brain.shards.datasets:
+        for epoch in dataset.epochs[-EPOCHS_SHOWN:]:
+            yield EpochView(
+                dataset.plan.name,
+                epoch.number,
+                dataset.epochs_known,
+                epoch.shards,
+                epoch.todo,
+                epoch.doing,
+                epoch.done,
+                dataset.plan.samples,
+                epoch.samples_done,
+            )
+
+
+def shards_view(brain: Brain) -> ShardsView:
+    """The newest epoch of each dataset together."""
+    newest = [dataset.epochs[-1] for dataset in brain.shards.datasets if dataset.epochs]
+    return ShardsView(
+        todo=sum(e.todo for e in newest),
+        doing=sum(e.doing for e in newest),
+        done=sum(e.done for e in newest),
+        returned=brain.shards.returns,
+    )
+
+
+# ---------------------------------------------------------------- where parameters are
+
+
+def placement_view(brain: Brain) -> PlacementView | None:
+    """None: there is no map."""
+    placement = brain.placement
+    if placement is None:
+        return None
+    return PlacementView(placement.version, placement.buckets, len(set(placement.owner)))
+
+
+def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
+    """None: nothing is protected, and nothing moves."""
+    if not is_protected(brain):
+        return None
+    keeper, spec = brain.keeper, brain.job.spec
+    levels = measured.levels if measured.levels is not None else keeper.levels()
+    up = [seat.member for seat in brain.members.servers.values() if seat.running]
+    return ProtectionView(
+        parity=spec.parity,
+        protect=spec.protect,
+        full=levels["full"],
+        less=levels["less"],
+        none=levels["none"],
+        moving=keeper.moving(),
+        rebuilding=keeper.rebuilding(),
+        building=keeper.building(),
+        unconfirmed_bytes=int(sum(measured.of_member(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in up)),
+        done_share=round(measured.done_share, 3),
+        left_s=round(measured.left_s, 1),
+    )
+
+
+def is_protected(brain: Brain) -> bool:
+    """Whether there are mirrors, or partitions that nobody holds yet."""
+    keeper, placement = brain.keeper, brain.placement
+    return placement is not None and bool(keeper.code.m or keeper.books.missing or placement.mirrors)
+
+
+def checkpoint_view(brain: Brain) -> CheckpointView | None:
+    """None: this job has nothing to do with checkpoints so far."""
+    found = brain.checkpoints
+    if not found.numbers and not has_checkpoints(brain.job.spec):
+        return None
+    last, writing = found.shown, found.writing
+    return CheckpointView(
+        newest=found.newest.checkpoint if found.newest is not None else 0,
+        at=found.newest.at if found.newest is not None else 0.0,
+        incremental=last is not None and last.since > 0,
+        bytes_written=last.bytes_written if last is not None else 0,
+        took_s=last.took_s if last is not None else 0.0,
+        writing=writing.number if writing is not None else 0,
+        snapshots=len(writing.images) if writing is not None else 0,
+        partitions=brain.job.spec.partitions,
+        given_up=found.given_up,
+        resumed=found.resumed,
+    )
+
+
+def group_view(brain: Brain, steps_per_s: float) -> GroupView | None:
+    """None: there is none, or not yet."""
+    books, spec = brain.state.groups, brain.job.spec
+    if books.group is None:
+        return None
+    return GroupView(
+        generation=books.group.generation,
+        members=books.group.size,
+        joining=len(brain.groups.joining()),
+        step=books.step,
+        steps_per_s=round(steps_per_s, 2),
+        strategy=spec.strategy,
+        paused=books.group.hold,
+        logical_workers=spec.logical_workers,
+        steps_void=sum(v.last + 1 - v.first for v in books.voids),
+    )
+
+
+def plan_view(brain: Brain) -> PlanView | None:
+    """None: no policy has wanted anything so far."""
+    control = brain.state.control
+    if not control.version and not control.disabled:
+        return None
+    last = str(control.plan.decision) if control.plan is not None else ""
+    return PlanView(control.version, last, control.restarts, control.disabled)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def make_speed_view(
+    seen: Observations,
+    newest: Callable[[str, int], Mapping[str, float]],
+    dropped: Mapping[str, int],
+    drills: tuple[RunningDrill, ...],
+) -> SpeedView:
+    """``newest(member, incarnation)``: the last good readings of a process, {}: none."""
+    up: list[tuple[Role, WorkerSeen | ServerSeen]] = [(Role.WORKER, w) for w in seen.workers]
+    up += [(Role.PS, s) for s in seen.servers]
+    return SpeedView(
+        seen=seen,
+        judged=tuple(judge(seen, [(d.target, drill_words(d, seen.at)) for d in drills])),
+        counters=tuple(process_counters(role, m.slot, newest(str(m), m.incarnation)) for role, m in up),
+        dropped=dict(dropped),
+        drills=drills,
+    )
+
+
+_PHASE = "phase."
+
+
+def process_counters(role: Role, slot: Slot, told: Mapping[str, float]) -> ProcessCounters:
+    """What a process told, by the names of the model."""
+    worker = role is Role.WORKER
+    return ProcessCounters(
+        role=role,
+        slot=slot,
+        samples=told.get("computed") if worker else None,
+        compute_s=told.get("compute_s") if worker else None,
+        phase_s={name.removeprefix(_PHASE): s for name, s in told.items() if name.startswith(_PHASE)},
+        bytes_in=told.get("bytes_in"),
+        bytes_out=told.get("bytes_out"),
+        requests=None if worker else told.get("requests"),
+        service_s=None if worker else told.get("service_total_s"),
+        rows=None if worker else told.get("rows"),
+        cpu_s=told.get("cpu_s"),
+        resident_memory_bytes=told.get("rss_bytes"),
+        throttled_s=told.get("throttled_s"),
+        throttled_periods=told.get("throttled"),
+    )
