@@ -90,7 +90,7 @@ class World:
 
     def begin(self, spec: JobSpec, manifest: Manifest | None = None) -> None:
         master = Incarnation(1 if manifest is None else manifest.master_incarnation + 1)
-        self.tell(Event(self.at, MasterStarted(master, spec)))
+        self.tell(Event(self.at, MasterStarted(master, spec, True)))
         if manifest is not None:
             self.tell(Event(self.at, JobResumed(manifest, "old", manifest.checkpoint + 3)))
             self.live = [None] * BUCKETS

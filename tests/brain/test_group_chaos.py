@@ -169,7 +169,7 @@ class Chaos:
         kind = rng.randrange(16)
         if kind == 0:
             self.master += rng.choice((0, 1))
-            self.say(Event(at, MasterStarted(Incarnation(self.master), self.spec)))
+            self.say(Event(at, MasterStarted(Incarnation(self.master), self.spec, True)))
         elif kind == 1:
             node = rng.choice(NODES)
             self.say(Event(at, NodeJoined(node, "", 0 if node == "node0" else 2, 0, self.running(node))))
@@ -214,7 +214,7 @@ class Chaos:
     def heal(self) -> None:
         """Everybody who runs does what a healthy worker does; the job comes to its end."""
         self.master += 1
-        self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec)))
+        self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec, True)))
         self.say(Event(self.at, NodeJoined(NODES[0], "", 0, 0, self.running(NODES[0]))))
         self.say(Event(self.at, NodeJoined(NODES[1], "", 4, 0, self.running(NODES[1]))))  # some slots are at home there
         self.say(Event(self.at, ScaleAsked(Role.WORKER, 3)))

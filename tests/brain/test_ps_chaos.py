@@ -268,7 +268,7 @@ class World:
             self.hello(ps)
         elif what < 0.9:
             self.master += 1
-            self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec)))
+            self.say(Event(self.at, MasterStarted(Incarnation(self.master), self.spec, True)))
         elif what < 0.93:
             self.brain = Brain.restore(self.brain.snapshot())
         elif what < 0.95:

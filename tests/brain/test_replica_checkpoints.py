@@ -53,7 +53,7 @@ FILE = ImageFile("images/000001/replica-0.1-x.rep", 1000, "0" * 32)
 class Script:
     def __init__(self, spec: JobSpec = SPEC, resumed: Manifest | None = None) -> None:
         self.brain, self.at = Brain(), 0.0
-        self.say(Event(0.0, MasterStarted(Incarnation(1), spec)))
+        self.say(Event(0.0, MasterStarted(Incarnation(1), spec, True)))
         if resumed is not None:
             self.say(Event(0.0, JobResumed(resumed, "old", resumed.checkpoint)))
         self.say(Event(0.0, NodeJoined(NodeId("node0"), "", 8, 8)))

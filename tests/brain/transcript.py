@@ -160,7 +160,7 @@ class Story:
         match verb:
             case "master":
                 fields = {name: msgspec.json.decode(value) for name, value in named.items()}
-                return Event(at, MasterStarted(Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec)))
+                return Event(at, MasterStarted(Incarnation(int(plain[0])), msgspec.convert(fields, JobSpec), True))
             case "node":
                 running = [(*parse_member(text), 0) for text in named.get("running", "").split(",") if text]
                 node = NodeId(plain[0])

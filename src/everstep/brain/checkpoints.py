@@ -30,6 +30,7 @@ from everstep.brain.shards import RELEASE_BATCH, Shards
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, ShardKey, Slot
 from everstep.model.decision import Decision
+from everstep.model.group import Mark
 from everstep.model.image import BucketImage, Manifest
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import shard_key, split_key
@@ -216,8 +217,11 @@ class Checkpoints(msgspec.Struct):
 
     # ------------------------------------------------------------ one checkpoint
 
-    def begin(self, job: JobState, at: float, reason: CheckpointReason, base: bool) -> list[InstructionType]:
-        """Order images from every ps; nothing if one is being written."""
+    def begin(
+        self, job: JobState, at: float, reason: CheckpointReason, base: bool, what: str = ""
+    ) -> list[InstructionType]:
+        """Order images from every ps; nothing if one is being written. ``what``: it will have, for people; "": those
+        images."""
         if self.writing is not None:
             return []
         self.numbers += 1
@@ -225,9 +229,7 @@ class Checkpoints(msgspec.Struct):
         since = since_of(newest, self.increments, job.spec.checkpoint_base_every, base)
         self.writing = Writing(number=self.numbers, since=since, reason=reason, began_at=at)
         self.begun_at = at
-        what = f"what changed since checkpoint {since}" if since else "a base: every page"
-        if job.spec.mode == "allreduce":
-            what = "the state of rank 0" + (", then every page" if job.spec.ps else "")
+        what = what or (f"what changed since checkpoint {since}" if since else "a base: every page")
         words = checkpoint_words(reason)
         inputs: Inputs = {"checkpoint": self.numbers, "since": since, "reason": words}
         why = Decision("checkpoint begun", f"checkpoint {self.numbers} ({words}): {what}", inputs)
@@ -250,8 +252,6 @@ class Checkpoints(msgspec.Struct):
         writing = self.writing
         if writing is None or writing.number != checkpoint or writing.manifest is not None:
             return []
-        if job.spec.mode == "allreduce" and writing.draft is None:
-            return []  # an image from before the replica may lack what that has
         if error:
             return self.failed(f"ps:{slot}", slot, error)
         for image in images:
@@ -398,12 +398,12 @@ class Checkpoints(msgspec.Struct):
             return []
         return self.give_up(f"not complete after {at - writing.began_at:.0f} s ({len(writing.images)} buckets are)")
 
-    def finish(self, job: JobState, at: float) -> list[InstructionType] | None:
+    def finish(self, job: JobState, at: float, can_save: bool) -> list[InstructionType] | None:
         """Every script has ended. With checkpoints configured the job ends with one that has everything: what leads
-        there; None: it is over, committed or not."""
+        there; None: it is over, committed or not. ``can_save``: there is still somebody who could write one."""
         if self.final or not ends_with_checkpoint(job.spec):
             return None
-        if job.spec.mode == "allreduce":  # nobody is left to write one; the last member did before it went
+        if not can_save:  # (the last member did before it went)
             begun = self.writing is not None and (self.writing.manifest or self.writing.draft) is not None
             return [] if begun else None
         # (nothing while another is written, which may lack the end)
@@ -441,8 +441,9 @@ class Checkpoints(msgspec.Struct):
             assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
         if self.writing is not None:
             assert self.writing.number == self.numbers and self.writing.since < self.numbers
-            whole = len(self.writing.images) == job.spec.buckets or job.spec.mode == "allreduce"
-            assert (self.writing.manifest is not None) <= whole
+            manifest = self.writing.manifest
+            whole = manifest is None or manifest.replica is not None or len(self.writing.images) == job.spec.buckets
+            assert whole, "a manifest that lacks images"
 
 
 def by_word(job: JobState) -> str:
@@ -450,6 +451,21 @@ def by_word(job: JobState) -> str:
     if not job.spec.trusted:
         return ""
     return "; it was not written with the job's key, and is trusted by --trust-checkpoint"
+
+
+def turned(mark: Mark, manifest: Manifest) -> Mark:
+    """The end of an epoch is the begin of the next."""
+    if mark.dataset < len(manifest.datasets) and mark.position >= manifest.datasets[mark.dataset].plan.samples:
+        return Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
+    return mark
+
+
+def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
+    """Where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from nothing)."""
+    newest = checkpoints.newest
+    if newest is None or newest.replica is None:
+        return Mark(), 0
+    return turned(newest.replica.mark, newest), newest.checkpoint
 
 
 def lacks(draft: Manifest, image: BucketImage) -> str:

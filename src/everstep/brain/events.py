@@ -36,10 +36,13 @@ class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class MasterStarted(Fact, frozen=True, tag="master_started"):
-    """A master took over the journal. Its incarnation numbers its leases and fences older masters."""
+    """A master took over the journal. Its incarnation numbers its leases and fences older masters. ``settles``: its
+    brain settles after each fact until nothing more follows. Brains of before this release asked each concern once, so
+    that some instructions came with the next fact; what their masters recorded is replayed in their way."""
 
     incarnation: Incarnation
     spec: JobSpec
+    settles: bool = False
 
 
 class NodeJoined(Fact, frozen=True, tag="node_joined"):

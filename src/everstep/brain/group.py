@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from everstep.brain.checkpoints import Checkpoints, replica_start
 from everstep.brain.duty import Duty
 from everstep.brain.events import (
     Event,
@@ -37,6 +38,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.job import JobState, Phase
 from everstep.brain.members import Members, SlotRecord
+from everstep.brain.protection import Protection
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
@@ -186,18 +188,46 @@ class Groups(msgspec.Struct, kw_only=True):
 
 
 class GroupKeeper:
-    """Changes :class:`Groups`; a thin hand of the brain. ``start``: where a new line begins: (mark, checkpoint);
-    ``saving``: a checkpoint is being written, and who has the only state stays for it; ``committing``: its manifest is,
-    so that it is about to be the newest: nobody begins from an older one any more; ``void``: buckets of its tables go
-    back to what is older than the group's state, as soon as all who have that have ended: nobody may copy it."""
+    """Changes :class:`Groups`; a thin hand of the brain."""
 
-    __slots__ = ("_leaving", "books", "committing", "duty", "job", "members", "saving", "shards", "start", "void")
+    __slots__ = ("_leaving", "_protection", "books", "checkpoints", "duty", "job", "members", "shards")
 
-    def __init__(self, job: JobState, members: Members, shards: Shards, books: Groups, duty: Duty) -> None:
+    def __init__(
+        self,
+        job: JobState,
+        members: Members,
+        shards: Shards,
+        books: Groups,
+        duty: Duty,
+        checkpoints: Checkpoints,
+        protection: Protection,
+    ) -> None:
         self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
-        self.start: tuple[Mark, int] = (Mark(), 0)
-        self.saving = self.committing = self.void = False
+        self.checkpoints, self._protection = checkpoints, protection
         self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # of the books, by process; None: changed
+
+    # ------------------------------------------------------------ of checkpoints and tables
+
+    @property
+    def start(self) -> tuple[Mark, int]:
+        """Where a new line begins: the mark, and the checkpoint that has it."""
+        return replica_start(self.checkpoints)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written: who has the only state stays for it."""
+        return self.checkpoints.writing is not None
+
+    @property
+    def committing(self) -> bool:
+        """Whether a manifest is being written, and so is about to be the newest: no line begins from an older one."""
+        return self.checkpoints.writing is not None and self.checkpoints.writing.manifest is not None
+
+    @property
+    def void(self) -> bool:
+        """Whether buckets of its tables go back to what is older than the group's state, as soon as all who have that
+        have ended: nobody may copy it."""
+        return bool(self._protection.ending)
 
     # ------------------------------------------------------------ views
 

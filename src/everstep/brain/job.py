@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers."""
+    numbers. ``settles``: see :class:`everstep.brain.events.MasterStarted`."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -36,6 +36,7 @@ class JobState(msgspec.Struct, kw_only=True):
     ps_failures: int = 0
     master_failures: int = 0
     node_failures: int = 0
+    settles: bool = False
 
     @property
     def over(self) -> bool:

@@ -9,13 +9,12 @@ of a plan against what the policy was shown: what it finds is the policy's fault
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from everstep.brain.job import JobState
-from everstep.config.consistency import parse_consistency
 from everstep.ids import Incarnation, Slot
 from everstep.model.decision import Decision
 from everstep.model.member import Role
@@ -180,13 +179,19 @@ def _refuse(action: Action, seen: Observations) -> str:
     return ""
 
 
-def stale(plan: Plan, job: JobState, here: Mapping[Role, Mapping[Slot, int]], waiting: str) -> str:
+def stale(
+    plan: Plan,
+    job: JobState,
+    here: Mapping[Role, Mapping[Slot, int]],
+    waiting: str,
+    cannot_follow: Callable[[Action], str],
+) -> str:
     """Why a plan cannot be followed any more; "": it can. ``here``: incarnations of the members that are up, by role;
-    ``waiting``: who is not, "" if nobody."""
+    ``waiting``: who is not, "" if nobody; ``cannot_follow``: why an action is none for this job, "": it is one."""
     for action in plan.actions:
+        if why := cannot_follow(action):
+            return why
         match action:
-            case AdjustBatch() | AdjustAccum() | AdjustRate() if job.spec.mode == "ps" and not _steps(job):
-                return f"mode ps ({job.spec.consistency}) has no common step"
             case KillRestart(role=role, slot=slot, incarnation=incarnation):
                 if here[role].get(slot) != incarnation:
                     return f"{role}:{slot} #{incarnation} is gone"
@@ -198,8 +203,6 @@ def stale(plan: Plan, job: JobState, here: Mapping[Role, Mapping[Slot, int]], wa
                 gone = [slot for slot in numbers if slot not in here[Role.WORKER]]
                 if gone:
                     return f"worker:{gone[0]} is gone"
-            case Scale(workers=count) if job.spec.mode == "allreduce" and count < job.spec.min_workers:
-                return f"{count} workers: fewer than min_workers={job.spec.min_workers}, so nobody would train"
             case Scale(workers=count) if count > max(job.workers_wanted, MOST_WORKERS * job.spec.workers):
                 return f"{count} workers: more than {MOST_WORKERS} times the {job.spec.workers} it was begun with"
             case MoveBuckets(owners=owners):
@@ -229,10 +232,6 @@ def portions(control: PolicyControl, here: Mapping[Slot, Incarnation]) -> tuple[
     if any(here.get(slot) != incarnation for slot, (incarnation, _) in control.divided.items()):
         return ()
     return tuple(portion for _, (_, portion) in sorted(control.divided.items()))
-
-
-def _steps(job: JobState) -> bool:
-    return parse_consistency(job.spec.consistency).kind == "sync"
 
 
 def _tag(kind: type[Action]) -> str:

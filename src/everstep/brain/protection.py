@@ -79,11 +79,19 @@ class Protection(msgspec.Struct, kw_only=True):
 class PlacementController:
     """Changes :class:`Protection`; a thin hand of the brain, without a state of its own."""
 
-    __slots__ = ("books", "checkpoints", "job", "members", "shards")
+    __slots__ = ("_ahead", "books", "checkpoints", "job", "members", "shards")
 
     def __init__(
-        self, job: JobState, members: Members, shards: Shards, checkpoints: Checkpoints, books: Protection
+        self,
+        job: JobState,
+        members: Members,
+        shards: Shards,
+        checkpoints: Checkpoints,
+        books: Protection,
+        ahead: bool,
     ) -> None:
+        """``ahead``: workers have a state of their own, which must not be newer than the buckets."""
+        self._ahead = ahead
         self.job, self.members, self.shards = job, members, shards
         self.checkpoints, self.books = checkpoints, books
 
@@ -303,7 +311,7 @@ class PlacementController:
             if self._workers_end(recovered.lost):
                 return []
             begin_again(draft, recovered)
-        elif self.job.spec.mode == "allreduce" and recovered.behind and self._workers_end(recovered.behind):
+        elif self._ahead and recovered.behind and self._workers_end(recovered.behind):
             return []  # nobody has the gradients of what they lack: all go back to the newest checkpoint
         books.gone, books.ending = [], []
         draft.living |= reborn

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints
+from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints, replica_start, turned
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
 from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
 from everstep.brain.job import JobState
 from everstep.brain.shards import Shards
+from everstep.config.spec import JobSpec
 from everstep.model.decision import Decision
 from everstep.model.group import Mark
 from everstep.model.image import REPLICA_VERSION, DatasetPosition, EpochPosition, Manifest, ReplicaImage
@@ -123,26 +124,16 @@ def resume_replica(
         if number != mark.dataset and position.finished_epochs:
             books.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
     books.skips = [Skip(*skip) for skip in manifest.skipped]
-    begin = _turned(mark, manifest)
+    begin = turned(mark, manifest)
     keeper.fall_back(begin)
     inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}
     words = f"checkpoint {manifest.checkpoint} of {url}: {mark.step} steps, {shards.samples_done} samples are in it"
     return [Note("", Decision("resume", words + by_word(job), inputs))]
 
 
-def _turned(mark: Mark, manifest: Manifest) -> Mark:
-    """The end of an epoch is the begin of the next."""
-    if mark.dataset < len(manifest.datasets) and mark.position >= manifest.datasets[mark.dataset].plan.samples:
-        return Mark(mark.step, mark.dataset, mark.epoch + 1, 0)
-    return mark
-
-
-def replica_start(checkpoints: Checkpoints) -> tuple[Mark, int]:
-    """Where a group begins of which nobody has a state: the mark, and the checkpoint that has it (0: from nothing)."""
-    newest = checkpoints.newest
-    if newest is None or newest.replica is None:
-        return Mark(), 0
-    return _turned(newest.replica.mark, newest), newest.checkpoint
+def replica_words(spec: JobSpec) -> str:
+    """What a checkpoint of a group has, for people."""
+    return "the state of rank 0" + (", then every page" if spec.ps else "")
 
 
 def why_save(event: object, out: Sequence[InstructionType], job: JobState) -> CheckpointReason | None:
@@ -163,4 +154,4 @@ def save_in_time(
     begun = replica_start(checkpoints)[0].step
     if (groups.step <= begun and not more) or checkpoints.writing is not None:
         return []
-    return checkpoints.begin(job, at, reason, base=True)
+    return checkpoints.begin(job, at, reason, True, replica_words(job.spec))

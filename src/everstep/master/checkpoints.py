@@ -17,10 +17,9 @@ import msgspec
 
 from everstep import __version__, faultpoints
 from everstep.brain.brain import Brain
-from everstep.brain.checkpoints import has_checkpoints, leaves_model
+from everstep.brain.checkpoints import has_checkpoints, leaves_model, replica_start
 from everstep.brain.events import CheckpointAsked, CheckpointCommitted, FactType, JobResumed
 from everstep.brain.job import Phase
-from everstep.brain.replicas import replica_start
 from everstep.config.every import parse_every
 from everstep.config.spec import JobSpec
 from everstep.errors import EverstepError, StorageError

@@ -239,7 +239,7 @@ class Master:
         """0: the job is over, summary.json says how. Else the number of an error that stderr tells of."""
         try:
             faultpoints.begin("master", 0, self.journal.incarnation)
-            self._tell(MasterStarted(self.journal.incarnation, self.spec))
+            self._tell(MasterStarted(self.journal.incarnation, self.spec, settles=True))
             self.checkpoints.start()
             self.watch.look(self.brain, self.clock.now())
             await self._listen()

@@ -145,7 +145,7 @@ class SimMaster(SimProcess):
         self.watch = sim.parts.watch(sim.spec)
         self.pace = PaceKeeper(self.brain, self.watch, sim.spec, self.incarnation, self.order_turn, sim.parts.pacing)
         self.clock = max(EPOCH_S + self.kernel.now, disk.log[-1][0].at if disk.log else 0.0)
-        self.record(MasterStarted(self.incarnation, sim.spec))
+        self.record(MasterStarted(self.incarnation, sim.spec, settles=True))
         self.later(TICK_S, self.tick)
 
     def die(self) -> None:

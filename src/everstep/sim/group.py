@@ -15,6 +15,7 @@ from typing import Any, Literal
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.brain.brain import Brain
+from everstep.brain.checkpoints import replica_start
 from everstep.brain.events import (
     AnswerType,
     ChiefAsked,
@@ -41,7 +42,6 @@ from everstep.brain.events import (
     Yes,
     by_worker,
 )
-from everstep.brain.replicas import replica_start
 from everstep.brain.watch import HeartbeatWatch
 from everstep.config.spec import JobSpec
 from everstep.ids import Incarnation, NodeId, Slot

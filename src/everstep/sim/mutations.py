@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from everstep.brain import brain as brain_module
 from everstep.brain.brain import Brain
+from everstep.brain.concerns import leases as leases_module
+from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.events import (
     Event,
     InstructionType,
@@ -31,7 +32,7 @@ from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
 from everstep.brain.watch import HeartbeatWatch, WatchEvent
 from everstep.errors import EverstepError
-from everstep.ids import Incarnation, LeaseNo, Slot
+from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.member import Role
 from everstep.model.placement import Placement
 from everstep.model.shard import Lease, Token, shard_key, split_key
@@ -180,71 +181,69 @@ class ForgetsReleased(PushLedger):
 # ---------------------------------------------------------------- the brain
 
 
-class DoneOfDeadPs(Brain):
-    def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
-        placement = self.state.placement
-        if placement is not None:
-            now = tuple((p.slot, p.incarnation) for p in placement.servers)
-            e = ShardDone(e.shard, e.lease, now, e.skipped)  # nor by which map
-        return super()._shard_done(e, told)
+_shard_asked, _shard_done = LeaseConcern._shard_asked, LeaseConcern._shard_done
+_lease_expired, _drop_leases = LeaseConcern._lease_expired, LeaseConcern.drop_leases
+_confirm = LeaseConcern.confirm
 
 
-class ReturnedToNoPlace(Brain):
-    def _lease_expired(self, e: LeaseExpired, told: Event) -> list[InstructionType]:
-        out = super()._lease_expired(e, told)
-        self.lose(e.shard, bool(out))
-        return out
-
-    def _drop_leases(self, seat: SlotRecord, at: float, reason: str) -> list[InstructionType]:
-        held = list(seat.held)
-        out = super()._drop_leases(seat, at, reason)
-        for key in held:
-            self.lose(key, True)
-        return out
-
-    def lose(self, key: int, really: bool) -> None:
-        epoch = self.shards.epoch_of(key)  # type: ignore[arg-type]
-        if really and epoch is not None:
-            epoch.returned.remove(split_key(key)[2])  # type: ignore[arg-type]
-
-    def validate(self) -> None:
-        """Blind: the simulator must find it by itself."""
+def _done_of_dead_ps(self: LeaseConcern, e: ShardDone, told: Event) -> list[InstructionType]:
+    placement = self.state.placement
+    if placement is not None:
+        now = tuple((p.slot, p.incarnation) for p in placement.servers)
+        e = ShardDone(e.shard, e.lease, now, e.skipped)  # nor by which map
+    return _shard_done(self, e, told)
 
 
-class DuplicateGrant(Brain):
-    def _shard_asked(self, e: ShardAsked, told: Event) -> list[InstructionType]:
-        seat = self.members.workers.get(told.slot)
-        if seat is not None and seat.member.incarnation == told.incarnation and e.dataset in seat.granted:
-            seat.granted[e.dataset].pop(e.ask, None)
-        return super()._shard_asked(e, told)
+def _lose(self: LeaseConcern, key: ShardKey, really: bool) -> None:
+    epoch = self.shards.epoch_of(key)
+    if really and epoch is not None:
+        epoch.returned.remove(split_key(key)[2])
 
 
-class ReleasesTooMuch(Brain):
-    def _shard_done(self, e: ShardDone, told: Event) -> list[InstructionType]:
-        out = super()._shard_done(e, told)
-        if out and type(out[0]) is Reply and type(out[0].answer) is Ok:
-            dataset, epoch, index = split_key(e.shard)
-            out.append(ReleaseShards(tuple(shard_key(dataset, epoch, i) for i in range(index + 1))))
-        return out
+def _expired_to_no_place(self: LeaseConcern, e: LeaseExpired, told: Event) -> list[InstructionType]:
+    out = _lease_expired(self, e, told)
+    _lose(self, e.shard, bool(out))
+    return out
 
 
-class ReleasesAtReturn(Brain):
-    def _drop_leases(self, seat: SlotRecord, at: float, reason: str) -> list[InstructionType]:
-        held = tuple(seat.held)
-        out = super()._drop_leases(seat, at, reason)
-        return [*out, ReleaseShards(held)] if held else out
+def _dropped_to_no_place(self: LeaseConcern, seat: SlotRecord, reason: str) -> list[InstructionType]:
+    held = list(seat.held)
+    out = _drop_leases(self, seat, reason)
+    for key in held:
+        _lose(self, key, True)
+    return out
 
 
-class AdoptsFencedLease(Brain):
-    def _confirm(self, seat: SlotRecord, lease: Lease) -> bool:
-        held = self.shards.leases.get(lease.shard)
-        if held is None or held.no <= lease.no:
-            return super()._confirm(seat, lease)
-        self._release_hold(self.members.workers[held.worker], held, settled=False)
-        self.shards.take_back(lease.shard, 0)
-        self.shards.adopt(lease, seat.member.slot, seat.member.incarnation)
-        seat.held.append(lease.shard)
-        return True
+def _grants_twice(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
+    seat = self.members.workers.get(told.slot)
+    if seat is not None and seat.member.incarnation == told.incarnation and e.dataset in seat.granted:
+        seat.granted[e.dataset].pop(e.ask, None)
+    return _shard_asked(self, e, told)
+
+
+def _releases_too_much(self: LeaseConcern, e: ShardDone, told: Event) -> list[InstructionType]:
+    out = _shard_done(self, e, told)
+    if out and type(out[0]) is Reply and type(out[0].answer) is Ok:
+        dataset, epoch, index = split_key(e.shard)
+        out.append(ReleaseShards(tuple(shard_key(dataset, epoch, i) for i in range(index + 1))))
+    return out
+
+
+def _releases_at_return(self: LeaseConcern, seat: SlotRecord, reason: str) -> list[InstructionType]:
+    held = tuple(seat.held)
+    out = _drop_leases(self, seat, reason)
+    return [*out, ReleaseShards(held)] if held else out
+
+
+def _adopts_fenced_lease(self: LeaseConcern, seat: SlotRecord, lease: Lease) -> bool:
+    held = self.shards.leases.get(lease.shard)
+    if held is None or held.no <= lease.no:
+        return _confirm(self, seat, lease)
+    self._release_hold(self.members.workers[held.worker], held, settled=False)
+    self.shards.take_back(lease.shard, 0)
+    self.shards.adopt(lease, seat.member.slot, seat.member.incarnation)
+    seat.held.append(lease.shard)
+    return True
 
 
 # ---------------------------------------------------------------- the worker's protocol
@@ -370,15 +369,12 @@ class PendingClaimsTooMuch(WorkerProtocol):
         return AskShard(self._dataset, self._until, self._asked, pending)
 
 
-def _pending_of_all(self: Brain, e: ShardAsked, told: Event) -> list[InstructionType]:
+def _pending_of_all(self: LeaseConcern, e: ShardAsked, told: Event) -> list[InstructionType]:
     """A worker that names one lease as pending is taken to mean all that it was granted."""
     seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
     if seat is not None and e.pending:
         e = msgspec.structs.replace(e, pending=tuple(self.shards.leases[key].no for key in seat.held))
     return _shard_asked(self, e, told)
-
-
-_shard_asked = Brain._shard_asked
 
 
 def _forgets_what_was_told(self: Shards, dataset: Dataset, until_epoch: int) -> None:
@@ -431,11 +427,37 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("repeat-applied", "a push sent again is applied again", Parts(ledger=RepeatApplied)),
     Mutation("overlap-applied", "a push that overlaps the watermark is applied whole", Parts(ledger=OverlapApplied)),
     Mutation("forgets-released", "a released shard may be opened again", Parts(ledger=ForgetsReleased)),
-    Mutation("done-of-dead-ps", "acknowledgements of a dead ps count", Parts(brain=DoneOfDeadPs)),
-    Mutation("returned-to-no-place", "a returned shard is not to do again", Parts(brain=ReturnedToNoPlace)),
-    Mutation("duplicate-grant", "one ask is granted two shards", Parts(brain=DuplicateGrant)),
-    Mutation("releases-too-much", "shards are released with a later one that is done", Parts(brain=ReleasesTooMuch)),
-    Mutation("releases-at-return", "shards are released when their worker is lost", Parts(brain=ReleasesAtReturn)),
+    Mutation(
+        "done-of-dead-ps",
+        "acknowledgements of a dead ps count",
+        Parts(),
+        ((LeaseConcern, "_shard_done", _done_of_dead_ps),),
+    ),
+    Mutation(
+        "returned-to-no-place",
+        "a returned shard is not to do again",
+        Parts(),
+        (
+            (LeaseConcern, "_lease_expired", _expired_to_no_place),
+            (LeaseConcern, "drop_leases", _dropped_to_no_place),
+            _BLIND,
+        ),
+    ),
+    Mutation(
+        "duplicate-grant", "one ask is granted two shards", Parts(), ((LeaseConcern, "_shard_asked", _grants_twice),)
+    ),
+    Mutation(
+        "releases-too-much",
+        "shards are released with a later one that is done",
+        Parts(),
+        ((LeaseConcern, "_shard_done", _releases_too_much),),
+    ),
+    Mutation(
+        "releases-at-return",
+        "shards are released when their worker is lost",
+        Parts(),
+        ((LeaseConcern, "drop_leases", _releases_at_return),),
+    ),
     Mutation(
         "zombies-welcome",
         "what an older incarnation says counts",
@@ -446,7 +468,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "lease-numbers-reused",
         "lease numbers start over with each master",
         Parts(),
-        ((brain_module, "lease_no", _one_number_line), _BLIND),
+        ((leases_module, "lease_no", _one_number_line), _BLIND),
     ),
     Mutation(
         "early-epoch",
@@ -454,7 +476,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         Parts(),
         ((Epoch, "finished", property(_early_epoch)), _BLIND),
     ),
-    Mutation("adopts-fenced-lease", "a lease that was taken back is adopted again", Parts(brain=AdoptsFencedLease)),
+    Mutation(
+        "adopts-fenced-lease",
+        "a lease that was taken back is adopted again",
+        Parts(),
+        ((LeaseConcern, "confirm", _adopts_fenced_lease),),
+    ),
     Mutation("early-replies", "the master answers before the event is durable", Parts(early_replies=True)),
     Mutation("snapshot-ahead", "a snapshot of unsynced events is used", Parts(), ((Disk, "crash", _keep_snapshots),)),
     Mutation(
@@ -478,7 +505,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pending-of-all",
         "leases that a worker never heard of count as pending",
         Parts(),
-        ((Brain, "_shard_asked", _pending_of_all),),
+        ((LeaseConcern, "_shard_asked", _pending_of_all),),
     ),
     Mutation(
         "end-was-told",

@@ -28,7 +28,7 @@ from everstep.sim.simulation import Parts
 
 _told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
-_tell_groups, _fall_back = Brain._tell_groups, GroupKeeper.fall_back
+_fall_back = GroupKeeper.fall_back
 
 # ---------------------------------------------------------------- the brain
 
@@ -68,9 +68,8 @@ def _never_stuck(self: GroupKeeper, slot: Slot, generation: int, waited_s: float
     return None, ""
 
 
-def _begins_too_early(self: Brain) -> None:
-    _tell_groups(self)
-    self.groups.committing = False
+def _begins_too_early(self: GroupKeeper) -> bool:
+    return False
 
 
 def _falls_back_too_far(self: GroupKeeper, begin: Mark) -> None:
@@ -185,7 +184,13 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         False,
     ),
     _patch("never-stuck", "members that wait for each other go on waiting", GroupKeeper, "stuck", _never_stuck),
-    _patch("begins-too-early", "a line begins before the newest manifest", Brain, "_tell_groups", _begins_too_early),
+    _patch(
+        "begins-too-early",
+        "a line begins before the newest manifest",
+        GroupKeeper,
+        "committing",
+        property(_begins_too_early),
+    ),
     _patch("falls-back-too-far", "a restart forgets the checkpoint", GroupKeeper, "fall_back", _falls_back_too_far),
     _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
     _patch("counts-too-much", "samples are counted beyond what was told", Shards, "reach", _counts_repeats),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.brain.brain import Brain
+from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.events import InstructionType
 from everstep.brain.members import SlotRecord
 from everstep.brain.shards import Dataset, Epoch, Shards
@@ -257,7 +257,7 @@ def _no_loop(self: Dataset, epoch: int) -> int:
 
 
 def _nobody_goes_back(
-    self: Brain, loop: int, asker: SlotRecord, dataset: Dataset, epoch: Epoch
+    self: LeaseConcern, loop: int, asker: SlotRecord, dataset: Dataset, epoch: Epoch
 ) -> list[InstructionType]:
     return []
 
@@ -303,7 +303,7 @@ PS_MUTATIONS: tuple[Mutation, ...] = (
         "nobody-goes-back",
         "workers wait for somebody who trains what belongs to a loop that all have passed",
         Parts(),
-        ((Brain, "_back_to", _nobody_goes_back),),
+        ((LeaseConcern, "_back_to", _nobody_goes_back),),
     ),
     Mutation(
         "reopens-nothing",

@@ -1,0 +1,55 @@
+"""All that the brain knows, in one struct: each part belongs to one concern."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.bounds import MALFORMED
+from everstep.brain.checkpoints import Checkpoints
+from everstep.brain.duty import Duty
+from everstep.brain.group import Groups
+from everstep.brain.job import JobState
+from everstep.brain.members import Members
+from everstep.brain.policy_control import PolicyControl
+from everstep.brain.protection import Protection
+from everstep.brain.shards import Shards
+from everstep.model.placement import Placement
+
+SNAPSHOT_VERSION = 5
+
+
+class State(msgspec.Struct, kw_only=True):
+    """All that the brain knows; a snapshot is this, encoded."""
+
+    version: int = SNAPSHOT_VERSION
+    job: JobState = msgspec.field(default_factory=JobState)
+    members: Members = msgspec.field(default_factory=Members)
+    shards: Shards = msgspec.field(default_factory=Shards)
+    checkpoints: Checkpoints = msgspec.field(default_factory=Checkpoints)
+    protection: Protection = msgspec.field(default_factory=Protection)
+    groups: Groups = msgspec.field(default_factory=Groups)
+    control: PolicyControl = msgspec.field(default_factory=PolicyControl)
+    duty: Duty = msgspec.field(default_factory=Duty)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.protection.placement
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)
+
+
+def encode_state(state: State) -> bytes:
+    return _encoder.encode(state)
+
+
+def decode_state(snapshot: bytes) -> State:
+    """Read a snapshot. Raises ``msgspec.ValidationError`` on bytes that are none (of this version)."""
+    try:
+        state = _decoder.decode(snapshot)
+    except MALFORMED as error:
+        raise msgspec.ValidationError(f"no snapshot: {error}") from None
+    if state.version != SNAPSHOT_VERSION:
+        raise msgspec.ValidationError(f"snapshot version {state.version}, this everstep reads {SNAPSHOT_VERSION}")
+    return state

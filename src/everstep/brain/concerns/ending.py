@@ -1,0 +1,114 @@
+"""The end of the job: it is stopped, its scripts have ended, or training goes on behind that."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from everstep.brain.checkpoints import ends_with_checkpoint
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Out
+from everstep.brain.events import Event, FinishJob, Note, StopAsked
+from everstep.brain.job import Phase
+from everstep.model.decision import Decision
+from everstep.model.member import Role
+from everstep.model.reasons import CheckpointReason
+
+RESULT_LOST = 5  # exit code of a job whose data is trained, and whose script did not get to its end
+MAX_RERUNS = 3  # of a script that has ended, for shards that came back afterwards
+
+
+class EndingConcern(Concern):
+    """Ends the job, with a last checkpoint where it takes one."""
+
+    __slots__ = ()
+
+    def handlers(self) -> Handlers:
+        return {
+            StopAsked: self._stop_asked,
+        }
+
+    def _stop_asked(self, e: StopAsked, told: Event) -> Out:
+        if self.job.over:
+            return [OK, FinishJob(cast(int, self.job.exit_code), self.job.error)]
+        if e.checkpoint and ends_with_checkpoint(self.job.spec) and self.concerns.training.unsaved():
+            if self.checkpoints.stopping:
+                return [OK]
+            self.checkpoints.stopping = e.reason
+            why = Decision("stop the job", f"{e.reason}: after a last checkpoint", {}, ("stop it at once",))
+            return [OK, Note("", why), *self._stop_when_saved(told.at)]
+        why = Decision("stop the job", e.reason)
+        return [OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def _stop_when_saved(self, at: float) -> Out:
+        """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
+        if not self.checkpoints.stopped:
+            # (nothing while another one is written)
+            return self.checkpoints.begin(
+                self.job, at, CheckpointReason.STOP, False, self.concerns.training.saved_words()
+            )
+        why = Decision("stop the job", self.checkpoints.stopping)
+        return [Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
+
+    def _train_again(self, at: float) -> Out:
+        """Shards came back after scripts had ended, as a ps was lost, or a worker that had not stepped with what was
+        left: somebody must train them."""
+        shards = self.shards
+        left = ", ".join(shards.name(key) for key in sorted(shards.came_back)[:3])
+        words = f"{len(shards.came_back)} shards came back after every script had ended ({left}, ...)"
+        slot = min(slot for slot, seat in self.members.workers.items() if seat.finished)
+        if self.checkpoints.reruns >= MAX_RERUNS:
+            error = f"{words} and the script did not train them when it ran again; everstep resume goes on from here"
+            return [self.fail(4, error)]
+        if self.members.workers[slot].waiting:
+            return []  # for a node with a place
+        self.checkpoints.not_the_end()
+        self.duty.undone()
+        self.members.workers[slot].finished = False
+        why = Decision("start", words, {"shards": len(shards.came_back)}, ("end the job: results would be wrong",))
+        return self.concerns.processes.start(Role.WORKER, slot, at, why)
+
+    def not_the_end(
+        self,
+        at: float,
+        words: str = "its script had ended, and buckets went back to what is older than its result",
+        what: str = "buckets were lost while scripts ended",
+    ) -> Out:
+        """Buckets of a group's tables go back to what is older than the state that its scripts end with. Whose script
+        had ended runs it again, once the others have ended too: from them it would copy what does not count."""
+        out: Out = []
+        ended = [seat for seat in self.members.workers.values() if seat.finished]
+        for seat in ended:
+            seat.finished, seat.waiting = False, True
+            self.duty.undone()
+            out.append(Note(str(seat.member.key), Decision("not the end", words)))
+        if ended:
+            if self.checkpoints.reruns >= MAX_RERUNS:
+                error = f"the result is lost: {what}, {MAX_RERUNS + 1} times; everstep resume goes on from here"
+                return [*out, self.fail(RESULT_LOST, error)]
+            self.checkpoints.not_the_end()
+        if not self.state.protection.gone:
+            out += self.concerns.processes.fill(at)
+        return out
+
+    def finish_if_all_left(self, at: float) -> Out:
+        """The job is done when every script ran to its end and nobody is left who could still train."""
+        seats = self.members.workers.values()
+        training = self.concerns.training
+        if self.checkpoints.stopping and not self.job.over and (training.can_save() or self.checkpoints.stopped):
+            return self._stop_when_saved(at)
+        if self.job.over or not any(s.finished for s in seats) or any(s.running for s in seats):
+            return []
+        if not any(dataset.epochs_known for dataset in self.shards.datasets):
+            error = "the script ended without taking a batch from job.steps(...): nothing was trained"
+            return [self.fail(1, error)]
+        if self.shards.came_back:
+            return self._train_again(at)
+        self.duty.settle(self.members)
+        if not self.duty.done:
+            return self.concerns.chief.run_again(at)
+        if training.lost_the_end():
+            what = "every state was lost before what the job ends with was written"
+            return self.not_the_end(at, f"its script had ended, and {what}", what)
+        if (last := self.checkpoints.finish(self.job, at, training.can_save())) is not None:
+            return last
+        why = Decision("finish the job", "every worker's script ran to its end", {"samples": self.shards.samples_done})
+        return [Note("", why), self.job.finish(Phase.DONE, 0, "")]

@@ -1,0 +1,184 @@
+"""The group of workers that train one replicated model: they ask, follow, leave, stall and commit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.brain.brain_state import State
+from everstep.brain.concerns.concern import END, OK, Concern, Handlers, Inputs, Out
+from everstep.brain.concerns.processes import STOP_GRACE_S
+from everstep.brain.events import (
+    Event,
+    GroupAsked,
+    GroupDue,
+    GroupLeft,
+    GroupStalled,
+    GroupSynced,
+    Refused,
+    ReplicaWritten,
+    Reply,
+    StepsCommitted,
+    StopProcess,
+)
+from everstep.brain.replicas import save_in_time, take_replica, why_save
+from everstep.model.decision import Decision
+from everstep.model.member import Role
+from everstep.model.reasons import CheckpointReason, LeaveReason
+
+if TYPE_CHECKING:
+    from everstep.brain.concerns.composition import Concerns
+
+
+class GroupConcern(Concern):
+    """What workers say of their group. Only in jobs that train in one; ``brain.group`` has its rules."""
+
+    __slots__ = ("_left", "groups")
+
+    def __init__(self, state: State, concerns: Concerns) -> None:
+        super().__init__(state, concerns)
+        self.groups = concerns.groups
+        self._left = False  # whether, before this event, everybody who has the state was to go
+
+    def handlers(self) -> Handlers:
+        return {
+            GroupAsked: self._group_asked,
+            GroupSynced: self._group_synced,
+            GroupLeft: self._group_left,
+            GroupStalled: self._group_stalled,
+            StepsCommitted: self._steps_committed,
+            ReplicaWritten: self._replica_written,
+            GroupDue: self._group_due,
+        }
+
+    def before(self, event: Event) -> None:
+        self._left = type(event.fact) is not StepsCommitted and self.groups.last_ones_leave()
+
+    def settle(self, event: Event, out: Out) -> Out:
+        """The next generation, if anything calls for one; a checkpoint, while somebody is there who can write it."""
+        if type(event.fact) is StepsCommitted:  # (many, and what follows from them is in their handler)
+            return []
+        more = self._save_for_leavers(self._left, event.at)
+        more += self.groups.settle(event.at)
+        if (why := why_save(event.fact, [*out, *more], self.job)) is not None:
+            more += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
+        return more
+
+    def validate(self) -> None:
+        self.groups.validate()
+
+    def _group_due(self, e: GroupDue, told: Event) -> Out:
+        return []  # (the group is settled after every event)
+
+    def _replica_written(self, e: ReplicaWritten, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        if self.job.over:
+            return [OK]
+        out, again = take_replica(
+            self.checkpoints,
+            self.job,
+            self.shards,
+            self.state.groups,
+            e.checkpoint,
+            told.slot,
+            e.replica,
+            e.error,
+            told.at,
+        )
+        return [Reply(Refused(again)) if again else OK, *out]
+
+    def _group_asked(self, e: GroupAsked, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        if self.job.over:
+            return [END]
+        if self.groups.over_for(seat, e):
+            self.groups.told_over(seat)
+            return [END]
+        refused = self.groups.asks(seat, e)
+        if refused is not None:
+            return [Reply(refused)]
+        out, home = self.groups.settle(told.at), self.groups.too_late(e)
+        out += home
+        if not home and seat.stopping and (not self.groups.trains(seat) or self.groups.left_to_wait(seat)):
+            m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_GRACE_S, why))
+        return [self.groups.grouped(e.dataset), *out]
+
+    def _group_synced(self, e: GroupSynced, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        before = self.state.groups.confirmed
+        out: Out = [OK, *self.groups.synced(seat, e.generation)]
+        if self.state.groups.confirmed != before:
+            out += self.groups.settle(told.at)
+        return out
+
+    def _group_left(self, e: GroupLeft, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        before = self.groups.last_ones_leave()
+        self.groups.leaves(seat, e.reason)
+        if e.reason is LeaveReason.DONE and not seat.stopping:
+            self.duty.ended_well(self.members, seat)
+        out = self._save_for_leavers(before, told.at)
+        out += self.groups.settle(told.at)
+        return [self.groups.grouped(0), *out]
+
+    def _save_for_leavers(self, before: bool, at: float) -> Out:
+        """A checkpoint if the last ones that have the state were asked to go just now (``before``: they had been)."""
+        out: Out = []
+        if not before and self.groups.last_ones_leave():
+            more = self.groups.steps_on()
+            why = CheckpointReason.RECLAIM
+            out = save_in_time(self.checkpoints, self.job, self.state.groups, why, at, more)
+        return out
+
+    def _group_stalled(self, e: GroupStalled, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        if self.job.over:
+            return [OK]
+        out: Out = []
+        for slot in e.silent:
+            silent = self.members.workers.get(slot)
+            if silent is None or silent is seat or not silent.running or not self.groups.trains(silent):
+                continue
+            m = silent.member
+            reason = f"worker:{told.slot} waits for it in step {e.step} for {e.waited_s:.1f} s, and it is not heard"
+            why = Decision("stop", f"it was declared lost ({reason}); it must not come back to life")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
+            inputs: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            self.concerns.nodes.await_word(m.node, told.at)
+            out += self.concerns.losses.gone(silent, told.at, reason, inputs)
+            if self.job.over:
+                return [OK, *out]
+        last, reason = self.groups.stuck(told.slot, e.generation, e.waited_s, told.at)
+        if last is not None:
+            m = last.member
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
+            facts: Inputs = {"waited_s": round(e.waited_s, 3), "step": e.step}
+            out += self.concerns.losses.gone(last, told.at, reason, facts, node_lost=True)  # (not the script's fault)
+            if self.job.over:
+                return [OK, *out]
+        self.groups.stalled(e.generation)
+        out += self.groups.settle(told.at)
+        group = self.state.groups.group
+        stale = group is not None and group.generation != e.generation
+        return [self.groups.grouped(0) if stale else OK, *out]
+
+    def _steps_committed(self, e: StepsCommitted, told: Event) -> Out:
+        seat = self.members.current(Role.WORKER, told.slot, told.incarnation)
+        if seat is None:
+            return [self.fence_worker(told.slot, told.incarnation)]
+        if self.job.over:
+            return [OK]
+        out, error = self.groups.committed(e, told)
+        if error:
+            return [OK, *out, self.fail(3, error)]
+        return [OK, *out]

@@ -1,0 +1,127 @@
+"""Nodes: their agents say hello with what they run, are lost, and are heard again."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Out
+from everstep.brain.concerns.processes import STOP_GRACE_S
+from everstep.brain.events import Event, FinishJob, NodeHeard, NodeJoined, NodeLost, Note, StartProcess, StopProcess
+from everstep.brain.members import Node, Rooms, set_state
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.decision import Decision
+from everstep.model.member import MemberState, Role
+from everstep.policies.node_selection import HOME_NODE
+
+
+class NodeConcern(Concern):
+    """Which nodes the job has, and what becomes of the processes on one that comes, goes or comes back."""
+
+    __slots__ = ()
+
+    def handlers(self) -> Handlers:
+        return {
+            NodeJoined: self._node_joined,
+            NodeLost: self._node_lost,
+            NodeHeard: self.node_heard,
+        }
+
+    def _node_joined(self, e: NodeJoined, told: Event) -> Out:
+        job, members = self.job, self.members
+        node = members.nodes.get(e.node)
+        out: Out = [OK]
+        if node is None:
+            node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
+            if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
+                node.brought = e.worker_places
+                for slot in range(job.workers_wanted, job.workers_wanted + e.worker_places):
+                    members.homes[Slot(slot)] = e.node
+                job.workers_wanted += e.worker_places
+            places = e.worker_places if e.worker_places else "any number of"
+            out.append(Note(e.node, Decision("node joined", f"it has {places} places for workers", {"host": e.host})))
+        else:
+            if e.returns > node.returns:
+                node.draining, node.returns = False, e.returns  # what it was to be emptied for is over
+            if not node.alive:
+                out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
+            node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
+        node.quiet_since = 0.0
+        runs: set[tuple[Role, Slot, Incarnation]] = set()
+        for role, slot, incarnation, pid in e.running:
+            seat = members.of(role).get(slot)
+            if seat is not None and incarnation > seat.member.incarnation:
+                out += self.concerns.training.take_back(seat, "its place was taken by a later process")
+                self.concerns.training.ended(seat, clean=False)
+                seat = members.adopt(role, slot, incarnation, e.node, told.at)
+            if (
+                job.over
+                or seat is None
+                or incarnation < seat.member.incarnation
+                or not seat.running
+                or seat.member.node != e.node
+            ):
+                now = f"#{seat.member.incarnation} {seat.member.state}" if seat is not None else "nobody's"
+                why = Decision("stop", "the job is over" if job.over else f"it was replaced: the slot is {now}")
+                out.append(StopProcess(e.node, role, slot, incarnation, 0.0, why))
+                continue
+            runs.add((role, slot, incarnation))
+            seat.member.pid = pid or seat.member.pid
+            if seat.stopping and not self.concerns.training.in_step(seat):
+                why = Decision("stop", "it was asked to leave; its agent may not have heard")
+                out.append(StopProcess(e.node, role, slot, incarnation, STOP_GRACE_S, why))
+        if job.over:
+            out.append(FinishJob(cast(int, job.exit_code), job.error))
+            return out
+        for seat in members.on(e.node):
+            member = seat.member
+            if not seat.running or (member.role, member.slot, member.incarnation) in runs:
+                continue
+            if member.state is MemberState.STARTING and not seat.stopping:
+                why = Decision("start", "it was ordered before, and its agent does not run it")
+                out.append(StartProcess(e.node, member.role, member.slot, member.incarnation, why))
+            elif member.role is Role.PS:
+                # Its loss is final, and this word may be an old one: let its own silence prove it.
+                if member.state is MemberState.ALIVE:
+                    set_state(seat, MemberState.SUSPECT, told.at)
+                    why = Decision("suspect", f"the agent of {e.node} does not list it")
+                    out.append(Note(str(member.key), why))
+            else:
+                out += self.concerns.losses.gone(seat, told.at, "its agent no longer runs it", {"node": e.node})
+                if job.over:
+                    return out
+        return out + self.concerns.processes.fill(told.at)
+
+    def _node_lost(self, e: NodeLost, told: Event) -> Out:
+        node = self.members.nodes.get(e.node)
+        if node is None or not node.alive:
+            return []
+        node.alive, node.quiet_since = False, 0.0
+        if self.job.over:
+            return []
+        self.job.node_failures += 1
+        seats = [seat for seat in self.members.on(e.node) if seat.running]
+        for seat in seats:  # all at once: none of them is to take over from another one
+            if seat.member.role is Role.PS and not seat.stopping:
+                set_state(seat, MemberState.LOST, told.at)
+        out: Out = [
+            Note(e.node, Decision("node lost", e.reason, {"members": ", ".join(str(s.member.key) for s in seats)}))
+        ]
+        rooms, why = Rooms(self.members, Role.WORKER), f"its node {e.node} was lost: {e.reason}"
+        for seat in seats:
+            out += self.concerns.losses.gone(seat, told.at, why, {"node": e.node}, node_lost=True, counted=rooms)
+            if self.job.over:
+                return out
+        return out + self.concerns.processes.fill(told.at)
+
+    def await_word(self, node: NodeId, at: float) -> None:
+        """A process of this node was silent for too long: it alone, or a node that is cut off. One that is started
+        there now would be lost with the node, a second time."""
+        if (known := self.members.nodes.get(node)) is not None:
+            known.quiet_since = at
+
+    def node_heard(self, e: NodeHeard, told: Event) -> Out:
+        node = self.members.nodes.get(e.node)
+        if node is None or not node.quiet_since:
+            return []
+        node.quiet_since = 0.0
+        return self.concerns.processes.fill(told.at)

@@ -1,0 +1,160 @@
+"""Where buckets and mirrors are: ps say what they have, and the next map follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.brain.brain_state import State
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
+from everstep.brain.events import BucketsReady, Event, Fenced, HotBuckets, LoadFailed, MirrorsReady, Note, Reply
+from everstep.brain.job import Phase
+from everstep.brain.members import SlotRecord
+from everstep.brain.protection import PlacementController
+from everstep.ids import Slot
+from everstep.model.decision import Decision
+from everstep.model.image import Holdings
+from everstep.model.member import Role
+from everstep.model.plan import MoveBuckets
+from everstep.model.reasons import Arrival
+
+if TYPE_CHECKING:
+    from everstep.brain.concerns.composition import Concerns
+
+
+END_GRACE_S = 0.1  # one whose work is void
+_CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its own doing
+
+
+class PlacementConcern(Concern):
+    """Keeps the map of buckets. ``keeper``: what works the next one out."""
+
+    __slots__ = ("keeper",)
+
+    def __init__(self, state: State, concerns: Concerns, ahead: bool) -> None:
+        """``ahead``: workers have a state of their own, which must not be newer than the tables on the ps."""
+        super().__init__(state, concerns)
+        self.keeper = PlacementController(
+            self.job, self.members, self.shards, self.checkpoints, state.protection, ahead
+        )
+
+    def handlers(self) -> Handlers:
+        return {
+            MirrorsReady: self._ps_told,
+            BucketsReady: self._ps_told,
+            LoadFailed: self._load_failed,
+            HotBuckets: self._hot_buckets,
+        }
+
+    def before(self, event: Event) -> None:
+        self.state.protection.went_back = False
+
+    def settle(self, event: Event, out: Out) -> Out:
+        """Buckets wait for workers to end, before they go back to something older."""
+        return self.settle_map() if self.state.protection.gone and not self.job.over else []
+
+    def validate(self) -> None:
+        self.keeper.validate()
+
+    def place(self, seat: SlotRecord, changed: bool, holds: Holdings | None) -> Out:
+        """A ps said hello: make the first map once all have, or take up what it tells."""
+        member, keeper = seat.member, self.keeper
+        old = self.state.placement
+        if old is None:
+            servers = self.members.servers
+            missing = [
+                slot
+                for slot in map(Slot, range(self.job.ps_wanted))
+                if (s := servers.get(slot)) is None or not s.running or s.member.address is None
+            ]
+            if missing:
+                return []
+            if self.job.phase is Phase.STARTING:
+                self.job.phase = Phase.TRAINING
+            return keeper.first()
+        known = next((p for p in old.servers if p.slot == member.slot), None)
+        trusted = False
+        if known is None:
+            why = f"{member.key} joined"
+        else:
+            why = f"{member.key} is at a new address or in a new life" if changed else f"{member.key} said hello"
+            trusted = known.incarnation != member.incarnation and holds is None
+        if holds is not None:
+            keeper.holds(member.slot, holds)
+        return self.settle_map(why, trusted)
+
+    def settle_map(self, why: str = "", trusted: bool = False) -> Out:
+        """The next map, if anything calls for one; the end of the job, if something is lost for good; the end of ps
+        that have given everything away."""
+        out = self.keeper.settle(why, trusted)
+        if self.state.protection.lost and not self.job.over:
+            spec, lost = self.job.spec, len(self.state.protection.lost)
+            what = (
+                "which nothing protects" if spec.parity in ("", "0") else f"more than parity {spec.parity} can rebuild"
+            )
+            error = (
+                f"{why} and with it {lost} of {spec.buckets} buckets, {what}; "
+                "trust nothing of the run directory beyond the last export"
+            )
+            rejected = ("go on without its rows: results would be wrong",)
+            out.append(Note("", Decision("fail the job", error, {"buckets_lost": lost}, rejected)))
+            return [*out, self.fail(4, error)]
+        for slot, incarnation in self.state.protection.ending:
+            worker = self.members.current(Role.WORKER, slot, incarnation)
+            if worker is not None and not worker.stopping:
+                words = self.concerns.training.why_ends(len(self.keeper.books.gone))
+                out.append(self.concerns.processes.send_away(worker, Decision("stop", words), END_GRACE_S))
+        for slot in self.state.protection.leaving:
+            seat = self.members.servers.get(slot)
+            if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
+                out.append(self.concerns.processes.send_away(seat, Decision("stop", "others have all that it held")))
+        return out + self.keeper.covers()
+
+    def _ps_told(self, e: MirrorsReady | BucketsReady, told: Event) -> Out:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
+        if self.job.over:
+            return [OK]
+        out = self.keeper.told(told.slot, e)
+        if isinstance(e, BucketsReady) and e.how is Arrival.STUCK:
+            return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot get what it was given")]
+        seat.streak = 0  # it got somewhere
+        return [OK, *out, *self.settle_map()]
+
+    def _load_failed(self, e: LoadFailed, told: Event) -> Out:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
+        if self.job.over:
+            return [OK]
+        out = self.keeper.load_failed(told.slot, e)
+        if self.checkpoints.aside:
+            return [OK, *out, self.fail(4, self.checkpoints.aside_words)]
+        return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.bucket}")]
+
+    def died_loading(self, seat: SlotRecord, reason: str, status: int) -> Out:
+        """A ps crashed: if it was loading, that may have been why."""
+        if status not in _CRASHES:
+            return []
+        slot = seat.member.slot
+        out: Out = []
+        for checkpoint in sorted({c for _, c in self.keeper.loading(slot)}):
+            out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
+        return out
+
+    def _hot_buckets(self, e: HotBuckets, told: Event) -> Out:
+        """Move them, if nothing else is on its way and no policy divides them: it goes by time where this goes by rows,
+        so one would take back what the other gives."""
+        plan = self.state.control.plan
+        if plan is not None and any(isinstance(action, MoveBuckets) for action in plan.actions):
+            return []
+        if self.job.over or not self.keeper.at_rest():
+            return []
+        moved = self.keeper.spread(e.moves)
+        if not moved:
+            return []
+        loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)
+        words = f"ps:{moved[0].source} has too much to do ({loads} rows a second)"
+        inputs: Inputs = {f"bucket {m.bucket}": f"to ps:{m.target}" for m in moved}
+        rejected = ("leave them: the slowest ps sets everybody's pace", "move all: each move costs contents once")
+        return [Note("", Decision("move hot buckets", words, inputs, rejected)), *self.settle_map("buckets are hot")]

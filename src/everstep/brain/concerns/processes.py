@@ -1,0 +1,189 @@
+"""Which processes shall run: slots are filled, scaled, and emptied before their node or place goes."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
+from everstep.brain.events import DrainAsked, Event, Note, Refused, Reply, ScaleAsked, StartProcess, StopProcess
+from everstep.brain.members import Rooms, SlotRecord
+from everstep.ids import NodeId, Slot
+from everstep.model.decision import Decision
+from everstep.model.failure import pause_s
+from everstep.model.member import Role
+from everstep.policies.node_selection import HOME_NODE
+from everstep.policies.scaling import after_drain, refuse_ps, refuse_workers
+
+STOP_GRACE_S = 10.0  # a worker asked to leave finishes its batch and gives its shards back
+
+
+class ProcessConcern(Concern):
+    """Starts a process in each slot that wants one, and asks processes to leave."""
+
+    __slots__ = ()
+
+    def handlers(self) -> Handlers:
+        return {
+            ScaleAsked: self._scale_asked,
+            DrainAsked: self.drain,
+        }
+
+    def fill(self, at: float) -> Out:
+        """Start a process in every slot that wants one and finds a place."""
+        if self.job.over:
+            return []
+        out: Out = []
+        rooms = Rooms(self.members, Role.PS)
+        for slot in map(Slot, range(self.job.ps_wanted)):
+            seat = self.members.servers.get(slot)
+            if (seat is None or seat.waiting) and slot not in self.state.protection.leaving:
+                out += self.start(Role.PS, slot, at, Decision("start", "the job wants this ps"), rooms)
+        rooms = Rooms(self.members, Role.WORKER)
+        for slot in map(Slot, range(self.job.workers_wanted)):
+            seat = self.members.workers.get(slot)
+            if seat is None or seat.waiting:
+                out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
+        return out
+
+    def start(
+        self,
+        role: Role,
+        slot: Slot,
+        at: float,
+        why: Decision,
+        counted: Rooms | None = None,
+        replaces: bool = False,
+    ) -> Out:
+        """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
+        take, where many slots are started at once. ``replaces``: a process that was lost; if its script failed, the new
+        one comes a little later."""
+        members = self.members
+        home = members.homes.get(slot) if role is Role.WORKER else None
+        seat = members.of(role).get(slot)
+        node = (counted or Rooms(members, role)).choose(home, seat.avoid if seat is not None else None)
+        quiet = node is not None and bool(members.nodes[node].quiet_since)
+        if node is None or quiet:
+            if seat is None or seat.waiting:
+                return []
+            seat.waiting = True
+            words = "no node has a free place for it"
+            if quiet:
+                words = f"{node} may be cut off: its agent has to be heard first"
+            return [Note(str(seat.member.key), Decision("waiting", words, {"slot": slot}))]
+        seat = members.fill(role, slot, node, at)
+        seat.avoid = None
+        if counted is not None:
+            counted.taken(node)
+        after_s = pause_s(seat.failures) if replaces else 0.0
+        return [StartProcess(node, role, slot, seat.member.incarnation, why, after_s)]
+
+    def send_away(self, seat: SlotRecord, why: Decision, grace_s: float = STOP_GRACE_S) -> StopProcess | Note:
+        """``grace_s`` 0: as long as it takes."""
+        seat.stopping = True
+        m = seat.member
+        if not grace_s and self.concerns.training.leaves_first(seat):
+            # told to end when the group has changed over to one without it: a step may take longer than any grace
+            return Note(str(m.key), Decision("leave", f"{why.reason}; it leaves the group first", why.inputs))
+        grace_s = grace_s or STOP_GRACE_S
+        return StopProcess(m.node, m.role, m.slot, m.incarnation, grace_s, why)
+
+    def _scale_asked(self, e: ScaleAsked, told: Event) -> Out:
+        """All or nothing: a plan for both roles is refused as a whole."""
+        job = self.job
+        if job.over:
+            return [Reply(Refused("the job is over"))]
+        wanted = {e.role: e.count, **dict(e.also)}
+        for role, count in wanted.items():
+            error = f"the number of {role}s cannot be changed"
+            if role is Role.WORKER:
+                error = refuse_workers(count)
+            elif role is Role.PS and not job.spec.ps:
+                error = "this job of mode allreduce has no ps: every worker has the whole model"
+            elif role is Role.PS:
+                error = refuse_ps(count, self.concerns.placement.keeper.code, job.spec.buckets)
+                if not error and self.state.placement is None:
+                    error = "not yet: not every ps has joined"
+            if error:
+                return [Reply(Refused(error))]
+        out: Out = [OK]
+        if Role.PS in wanted:  # first: where there are more of both, the rows have a place when the workers come
+            out += self.concerns.ps_slots.scale(wanted[Role.PS], told.at)
+        if Role.WORKER in wanted:
+            out += self.scale_workers(wanted[Role.WORKER], told.at)
+        return out
+
+    def scale_workers(self, count: int, at: float) -> Out:
+        job, workers = self.job, self.members.workers
+        old, job.workers_wanted = job.workers_wanted, count
+        out: Out = []
+        if count != old:
+            inputs: Inputs = {"from": old, "to": count}
+            out.append(Note("", Decision("scale workers", f"asked for {count} instead of {old}", inputs)))
+        for slot in map(Slot, range(count, old)):
+            seat = workers.get(slot)
+            if seat is None:
+                continue
+            seat.waiting = False
+            if not seat.running or seat.stopping:
+                continue
+            why = Decision("stop", f"scaled in to {count} workers; the highest slots leave", {"to": count})
+            out.append(self.send_away(seat, why, 0.0))
+        drained = [slot for slot, seat in workers.items() if seat.drained and slot < old]
+        rooms = Rooms(self.members, Role.WORKER)
+        for slot in sorted({*map(Slot, range(old, count)), *drained} & set(map(Slot, range(count)))):
+            seat = workers.get(slot)
+            if seat is not None:
+                seat.drained = False
+            if seat is None or (not seat.running and not seat.finished):
+                if seat is not None:
+                    seat.waiting = True
+                why = Decision("start", f"scaled out to {count} workers", {"to": count})
+                out += self.start(Role.WORKER, slot, at, why, rooms)
+        return out
+
+    def drain(self, e: DrainAsked, told: Event) -> Out:
+        """Empty a member, or all members of a node, so that nothing is lost when it goes."""
+        if self.job.over:
+            return [Reply(Refused("the job is over"))]
+        members = self.members
+        node = members.nodes.get(NodeId(e.target))
+        if node is not None:
+            if node.node == HOME_NODE:
+                return [Reply(Refused(f"{e.target} has the job's master: everstep stop ends the job"))]
+            seats = [seat for seat in members.on(node.node) if seat.running]
+        else:
+            role, _, number = e.target.partition(":")
+            seat = None
+            if role in (Role.WORKER, Role.PS) and number.isascii() and number.isdigit():
+                seat = members.of(Role(role)).get(Slot(int(number)))
+            if seat is None or not seat.running:
+                return [Reply(Refused(f"{e.target!r} is no node, and no running worker or ps such as ps:1"))]
+            seats = [seat]
+        servers = [seat.member.slot for seat in seats if seat.member.role is Role.PS and not seat.stopping]
+        leaving = self.state.protection.leaving
+        left = [
+            m.slot for m in self.concerns.placement.keeper.servers() if m.slot not in leaving and m.slot not in servers
+        ]
+        if servers and self.state.placement is None:
+            return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
+        if servers and not left:
+            return [Reply(Refused(f"{e.target}: no other ps could take its buckets; first: everstep scale --ps N"))]
+        if node is not None:
+            node.draining = True
+        out: Out = [OK]
+        words = f"empty it within {e.deadline_s:g} s" if e.deadline_s else "empty it"
+        words += f": {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
+        words += ", and start another process in its place" if e.again else ""
+        less = after_drain(self.concerns.placement.keeper.code, len(left)) if servers else ""
+        words += f"; {less}" if less else ""
+        inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
+        inputs["buckets"] = sum(self.concerns.placement.keeper.left_at(slot) for slot in servers)
+        out.append(Note(e.target, Decision("drain", words, inputs)))
+        for seat in seats:
+            if seat.member.role is Role.WORKER and not seat.stopping:
+                seat.drained = node is None
+                why = Decision("stop", f"{e.target} is to be emptied")
+                grace_s = self.concerns.training.grace_s(e.deadline_s)
+                out.append(self.send_away(seat, why, grace_s))
+        leaving[:] = sorted({*leaving, *servers})
+        if e.again:
+            self.state.protection.refill = sorted({*self.state.protection.refill, *servers})
+        return out + self.concerns.placement.settle_map(f"{e.target} is to be emptied")

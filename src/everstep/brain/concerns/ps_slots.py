@@ -1,0 +1,103 @@
+"""Processes of ps: one is lost, gives everything away, or is scaled in."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.concern import Concern, Inputs, Out
+from everstep.brain.events import Note, StopProcess
+from everstep.brain.members import Rooms, SlotRecord, set_state
+from everstep.ids import Slot
+from everstep.model.decision import Decision
+from everstep.model.member import MemberState, Role
+from everstep.policies.restarts import may_restart
+
+
+class PsSlotConcern(Concern):
+    """What becomes of the slot of a ps that is no more, and how many there shall be."""
+
+    __slots__ = ()
+
+    def gone(self, seat: SlotRecord, at: float, reason: str, inputs: Inputs, failed: str) -> Out:
+        """Others take over what it had; without protection its loss is the end, unless it held nothing. ``failed``: the
+        error that it told of itself: a new one would tell the same."""
+        job, member = self.job, seat.member
+        if seat.stopping:
+            return self._ps_stopped(seat, at)
+        set_state(seat, MemberState.LOST, at)
+        job.ps_failures += 1
+        seat.losses += 1
+        seat.streak += 1
+        out: Out = [Note(str(member.key), Decision("lost", reason, inputs))]
+        if self.state.placement is None:
+            if not failed and may_restart(seat.streak, min(3, job.spec.max_restarts)):
+                why = Decision("restart", f"it was lost before it held anything: {reason}", inputs)
+                return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
+            return [*out, self.fail(4, f"{member.key} does not start: {reason}; see logs/ps-{member.slot}.log")]
+        out += self.concerns.placement.settle_map(f"{member.key} was lost ({reason})")
+        self._refill(member.slot)
+        if job.over or member.slot in self.state.protection.leaving or member.slot >= job.ps_wanted:
+            return out
+        if not may_restart(seat.streak, job.spec.max_restarts):
+            if not any(other.running for other in self.members.servers.values()):
+                error = (
+                    f"no ps is left that could serve: {member.key} was lost {seat.streak} times in a row (last: "
+                    f"{reason}); gave up after max_restarts={job.spec.max_restarts}: see logs/ps-{member.slot}.log"
+                )
+                return [*out, self.fail(4, error)]
+            words = f"it was lost {seat.streak} times in a row (last: {reason}); the others go on without it"
+            return [*out, Note(str(member.key), Decision("not started again", words, inputs))]
+        why = Decision(
+            "restart",
+            f"it was lost: {reason}",
+            {**inputs, "in_a_row": seat.streak, "max_restarts": job.spec.max_restarts},
+            ("go on without it: the others hold its buckets, with less protection and memory",),
+        )
+        return out + self.concerns.processes.start(Role.PS, member.slot, at, why, replaces=True)
+
+    def _ps_stopped(self, seat: SlotRecord, at: float) -> Out:
+        """A ps that had given everything away has ended."""
+        set_state(seat, MemberState.LEFT, at)
+        seat.stopping, slot = False, seat.member.slot
+        out: Out = [Note(str(seat.member.key), Decision("left", "others have all that it held"))]
+        leaving, node = self.state.protection.leaving, self.members.nodes.get(seat.member.node)
+        self._refill(slot)
+        if slot in leaving and (slot >= self.job.ps_wanted or (node is not None and node.draining)):
+            leaving.remove(slot)
+        if slot < self.job.ps_wanted and slot not in leaving:
+            out += self.concerns.processes.start(
+                Role.PS, slot, at, Decision("start", "the job wants this ps, here or elsewhere")
+            )
+        return out
+
+    def _refill(self, slot: Slot) -> None:
+        """It has ended: whether another one may be started there, although it was emptied."""
+        books = self.state.protection
+        if slot in books.refill:
+            books.refill.remove(slot)
+            books.leaving[:] = [other for other in books.leaving if other != slot]
+
+    def scale(self, count: int, at: float) -> Out:
+        """The highest slots give everything away and end; new ones get their share when they have joined."""
+        job, servers, leaving = self.job, self.members.servers, self.state.protection.leaving
+        old, job.ps_wanted = job.ps_wanted, count
+        out: Out = []
+        if count != old:
+            inputs: Inputs = {"from": old, "to": count}
+            out.append(Note("", Decision("scale ps", f"asked for {count} instead of {old}", inputs)))
+        leaving[:] = [slot for slot, seat in sorted(servers.items()) if slot >= count and seat.running]
+        for slot, seat in servers.items():
+            if slot >= count:
+                seat.waiting = False
+                if seat.member.state is MemberState.STARTING:  # it has nothing yet
+                    seat.stopping = True
+                    m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
+                    out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
+        wave = []
+        rooms = Rooms(self.members, Role.PS)
+        for slot in map(Slot, range(count)):
+            known = servers.get(slot)
+            if known is None or not known.running:
+                why = Decision("start", f"scaled out to {count} ps", {"to": count})
+                out += self.concerns.processes.start(Role.PS, slot, at, why, rooms)
+                wave.append(slot)
+        self.state.protection.wave = wave
+        return out + self.concerns.placement.settle_map(f"scaled from {old} to {count} ps")

@@ -1,0 +1,82 @@
+"""Checkpoints: asked for, written in parts, committed, and gone on from."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Out
+from everstep.brain.events import (
+    CheckpointAsked,
+    CheckpointBegun,
+    CheckpointCommitted,
+    Event,
+    Fenced,
+    ImagesWritten,
+    JobResumed,
+    Refused,
+    Reply,
+    ShardsConfirmed,
+)
+from everstep.model.member import Role
+from everstep.model.reasons import CheckpointReason
+
+
+class SavingConcern(Concern):
+    """Takes checkpoints. What is in one, ``brain.checkpoints`` says."""
+
+    __slots__ = ()
+
+    def handlers(self) -> Handlers:
+        return {
+            CheckpointAsked: self._checkpoint_asked,
+            ImagesWritten: self._images_written,
+            CheckpointCommitted: self._checkpoint_committed,
+            ShardsConfirmed: self._shards_confirmed,
+            JobResumed: self._job_resumed,
+        }
+
+    def _checkpoint_asked(self, e: CheckpointAsked, told: Event) -> Out:
+        job, checkpoints = self.job, self.checkpoints
+        if job.over:
+            return [Reply(Refused("the job is over"))]
+        if nothing := self.concerns.training.nothing_to_save():
+            return [Reply(Refused(nothing))]
+        out, training = checkpoints.late(told.at), self.concerns.training
+        if e.reason is not CheckpointReason.LATE:
+            out += checkpoints.begin(job, told.at, e.reason, e.base or training.saves_all, training.saved_words())
+        else:
+            out += self.concerns.ending.finish_if_all_left(told.at)
+        return [Reply(CheckpointBegun(checkpoints.numbers)), *out]
+
+    def _images_written(self, e: ImagesWritten, told: Event) -> Out:
+        seat = self.members.current(Role.PS, told.slot, told.incarnation)
+        if seat is None:
+            return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
+        if self.job.over:
+            return [OK]
+        writing = self.checkpoints.writing
+        draft = writing.draft if writing is not None else None
+        if draft is not None and draft.replica is not None and draft.replica.origin != self.state.groups.origin:
+            return [
+                OK,
+                *self.checkpoints.give_up("every state was lost meanwhile; its replica is of steps that are void"),
+            ]
+        owned = set(self.state.placement.owned_by(told.slot)) if self.state.placement is not None else set()
+        out: Out = [OK]
+        if draft is not None or not self.concerns.training.saves_all:  # (else it may lack what the replica will have)
+            out += self.checkpoints.take(
+                self.job, self.shards, told.at, told.slot, e.checkpoint, e.images, e.tables, e.error, owned
+            )
+        return out + self.concerns.ending.finish_if_all_left(told.at)
+
+    def _checkpoint_committed(self, e: CheckpointCommitted, told: Event) -> Out:
+        pinned = {number for _, number in self.state.placement.images} if self.state.placement is not None else set()
+        out = self.checkpoints.commit(self.job, self.shards, told.at, e.checkpoint, e.error, pinned)
+        return out + self.concerns.ending.finish_if_all_left(told.at)
+
+    def _shards_confirmed(self, e: ShardsConfirmed, told: Event) -> Out:
+        return self.checkpoints.confirm(self.job, self.shards, e.before)
+
+    def _job_resumed(self, e: JobResumed, told: Event) -> Out:
+        return self.concerns.training.resume(e)
+
+    def validate(self) -> None:
+        self.checkpoints.validate(self.job)
