@@ -47,6 +47,11 @@ TASKS: dict[str, tuple[str, list[list[str]]]] = {
         [[sys.executable, "-m", "benchmarks"]],
     ),
     "marks": ("the marks of docs/benchmarks.md: --write corrects them", [[sys.executable, "-m", "benchmarks._marks"]]),
+    "decisions": ("write the list of docs/decisions/README.md", [[sys.executable, "tests/docs/decision_index.py"]]),
+    "prose": (
+        "words per sentence of pages, first lines of docstrings without a verb: [PAGE|FOLDER ...] [--show]",
+        [[sys.executable, "tests/docs/prose.py"]],
+    ),
     "sim": ("replay a seed of the simulator: --seed SEED [--mix ps]", [[sys.executable, "-m", "everstep.sim"]]),
 }
 
