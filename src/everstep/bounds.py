@@ -41,6 +41,11 @@ Measured = Annotated[float, Meta(extra={"any": "shown, or judged where it is use
 
 NameOfNode = Annotated[str, Meta(pattern=r"\A(?!\.\.?\Z)[^\x00-\x1f\x7f-\x9f/\\]{0,255}\Z")]
 """Bare: no separator, not ``.`` or ``..``, no control characters."""
+PLACE_NAME = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,255}\Z"
+PlaceName = Annotated[str, Meta(pattern=PLACE_NAME)]
+"""Of a zone, or a class of machines; shown, and compared with those of prices."""
+PriceUsd = Annotated[float, Meta(ge=0.0, le=1e6)]
+"""Of one machine, for an hour."""
 SocketPath = Annotated[str, Meta(pattern=r"\A(?!/)(?!.*\.\.)[^\x00-\x1f\x7f-\x9f\\]{0,255}\Z")]
 """Below the run directory."""
 HostName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:%\[\]-]{0,255}\Z")]

@@ -10,6 +10,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "everstep"
 
 SAME_NOUN = {
     "advise.py",  # the verb, and what it works out
+    "capacity.py",  # where machines come from: its name, its facts, the ports, the command line
     "checkpoints.py",  # when they are due, what the brain knows of them, who writes them
     "group.py",  # the model of a group, the brain's part, the simulator's
     "hot.py",  # hot partitions: what is seen, and what to do

@@ -20,6 +20,7 @@ from thrown import NODES, Thrower, identity
 
 from everstep.brain.events import (
     BucketsReady,
+    CapacityChanged,
     CheckpointAsked,
     ChiefAsked,
     DrainAsked,
@@ -262,6 +263,7 @@ MAY: dict[type, str] = {  # who may send what, said a second time
     ScaleAsked: "command",
     StopAsked: "command agent",
     RemarkMade: "command",
+    CapacityChanged: "command",
     wire.Drill: "command",
     wire.GetStatus: "command worker ps agent",
     wire.GetSpec: "command agent",

@@ -50,6 +50,7 @@ from everstep.brain.events import (
 from everstep.config.spec import JobSpec
 from everstep.errors import DeadlineError, EverstepError, escaped_lines
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.capacity import Market
 from everstep.model.member import Role
 from everstep.model.notice import Certainty, Notice
 from everstep.monitor.process_readings import clean_hardware, hardware_class
@@ -151,6 +152,8 @@ class Agent:
         hardware: str = "",
         notices: Sequence[NoticeSource] = (),
         returns: int = 0,
+        zone: str = "",
+        market: Market | None = None,
     ) -> None:
         """``notices``: who is asked whether this node goes away. ``returns``: how often it was emptied, and stayed."""
         self.spec = spec
@@ -160,6 +163,7 @@ class Agent:
         self.worker_places = worker_places
         self.ps_places = ps_places
         self.hardware = clean_hardware(hardware) or hardware_class()
+        self.zone, self.market = zone, market
         self.client: ControlPort | None = None
         self.outcome: JobOutcome | None = None
         self._connect = connect
@@ -786,7 +790,7 @@ class Agent:
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
         places = self.worker_places, self.ps_places
-        return NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns)
+        return NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns, self.zone, self.market)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}

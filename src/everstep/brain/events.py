@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from everstep.bounds import ExitStatus, HostName, Members, Places, Seconds, Whole, WholeOrNone
+from everstep.bounds import ExitStatus, HostName, Members, PlaceName, Places, PriceUsd, Seconds, Whole, WholeOrNone
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
+from everstep.model.capacity import CapacityStep, Market
 from everstep.model.decision import Decision
 from everstep.model.failure import Failure
 from everstep.model.group import Committed, Group, Mark
@@ -55,6 +56,8 @@ class NodeJoined(Fact, frozen=True, tag="node_joined"):
     running: tuple[tuple[Role, Slot, Incarnation, Whole], ...] = ()  # role, slot, incarnation, pid
     hardware: str = ""  # the class of its machine: members on machines of one class should be equally fast
     returns: Whole = 0  # how often it was emptied because it was to go away, and stayed
+    zone: PlaceName = ""  # where its machine is, as prices name it
+    market: Market | None = None  # whether the platform may take its machine back; None: nobody said
 
 
 class NodeLost(Fact, frozen=True, tag="node_lost"):
@@ -362,6 +365,20 @@ class RemarkMade(Fact, frozen=True, tag="remark_made"):
     text: str
 
 
+class CapacityChanged(Fact, frozen=True, tag="capacity_changed"):
+    """From ``everstep run --capacity``: what became of a machine beside the first one. Costs are reckoned from it.
+    ``price``: USD for an hour, where the source says one. ``recorded_s``: the moment of the recording that is played.
+    Answer: Ok."""
+
+    node: NodeId
+    step: CapacityStep
+    hardware: PlaceName = ""
+    zone: PlaceName = ""
+    market: Market = Market.ON_DEMAND
+    price: PriceUsd | None = None
+    recorded_s: Seconds | None = None
+
+
 Said = (
     NodeJoined
     | MemberJoined
@@ -387,6 +404,7 @@ Said = (
     | ChiefAsked
     | OnceAsked
     | RemarkMade
+    | CapacityChanged
 )
 """Facts that come as requests; who may send which: ``machines.rights``."""
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from everstep.agent.agent import Agent
 from everstep.agent.rundir import RunDirLock, disk_error, remove_sockets
 from everstep.bounds import PLACES_MAX
+from everstep.config.capacity import check_zone
 from everstep.config.load import check_script, new_run_dir, save_spec
 from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
+from everstep.model.capacity import Market
 from everstep.model.member import Address
 from everstep.net.auth import Secret, load_secret
 from everstep.net.messages import GetSpec, SpecReport
@@ -24,6 +26,8 @@ from everstep.net.sockets import parse_host_port
 from everstep.platforms.notices import NoticeWatch, sources_of
 
 JOIN_S = 30.0
+LIVES = 1000
+"""So often one machine comes back to a job from which it was emptied, before numbers of lives meet."""
 STILL_HERE_S = 600.0
 """So long after a node should have gone it is still here: the notice was wrong."""
 _LOOK_S = 1.0
@@ -38,14 +42,18 @@ def join_job(
     node: str,
     hardware: str = "",
     notices: str | None = None,
+    zone: str = "",
+    market: str = "",
+    life: int = 0,
 ) -> int:
     """Until the job ends or this agent is stopped; the exit code. ``notices``: as in ``--notices``; None: as the job
-    says."""
+    says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many machines of this name came before."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not 1 <= workers <= PLACES_MAX:
         raise ConfigError(f"--workers {workers}: must be from 1 to {PLACES_MAX:,}")
     sources_of(notices or "")
+    check_zone(zone, f"--zone {zone!r}")
     host, port = parse_host_port(master)
     secret = load_secret(secret_file)
     address = Address(NodeId("node0"), "", host, port)
@@ -71,7 +79,7 @@ def join_job(
         print(
             f"everstep: {name} joins {spec.name} at {master} with {workers} workers, run directory {here}", flush=True
         )
-        for returns in itertools.count():
+        for returns in itertools.count(life * LIVES):
             agent = Agent(
                 spec,
                 here,
@@ -84,6 +92,8 @@ def join_job(
                 hardware=hardware,
                 notices=sources_of(spec.notices if notices is None else notices),
                 returns=returns,
+                zone=zone,
+                market=Market(market) if market else None,
             )
             outcome = agent.run()
             if agent.emptied_for is None or not outcome.exit_code:

@@ -58,6 +58,16 @@ def cli() -> None:
 @click.option("--bind", help="HOST:PORT for agents on other nodes (default: this machine only).")
 @click.option("--tls", help="Between nodes: all (default), or control: data can be read on the way.")
 @click.option("--notices", help="Who says that a node goes: aws, gcp, azure, alibaba, file:PATH, command:WORDS, ...")
+@click.option(
+    "--capacity", help="Where further machines come from: trace:FILE, command:WORDS (default: who joins by hand)."
+)
+@click.option("--speed", "capacity_speed", type=float, help="Of a trace: so many times as fast (default 1).")
+@click.option("--quiet", "capacity_quiet", help="Of a trace: no pause between two events longer than this.")
+@click.option("--lead", "capacity_lead", help="Of a trace: notice before a machine goes, e.g. 30s (default: none).")
+@click.option("--capacity-nodes", type=int, help="Machines to hold at a time, at most (default: all of a trace).")
+@click.option("--capacity-workers", type=int, help="Workers of each machine of a trace (default 1).")
+@click.option("--zone", help="Where this machine is, as prices name it.")
+@click.option("--market", help="Of this machine: on_demand (default) or spot.")
 @click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
 @click.option("--hardware", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--name", help="Name of the job.")
@@ -394,6 +404,9 @@ def doctor() -> None:
 @click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
 @click.option("--hardware", default="", help="Class of this machine (default: from its GPUs or processor).")
 @click.option("--notices", help="Who says that this node goes (default: as the job says).")
+@click.option("--zone", default="", help="Where this machine is, as prices name it.")
+@click.option("--market", type=click.Choice(["on_demand", "spot"]), help="Of this machine (default: not said).")
+@click.option("--life", type=click.IntRange(0, 1 << 30), default=0, hidden=True)
 def agent(
     master: str,
     secret_file: Path,
@@ -402,11 +415,14 @@ def agent(
     node: str,
     hardware: str,
     notices: str | None,
+    zone: str,
+    market: str | None,
+    life: int,
 ) -> None:
     """Give this machine to a running job; the script must exist here under the same path."""
     from everstep.cli.join import join_job
 
-    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware, notices))
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware, notices, zone, market or "", life))
 
 
 def need_run_dir(run_dir: Path) -> None:

@@ -16,19 +16,22 @@ import msgspec
 from everstep import faultpoints
 from everstep.agent.agent import Agent, JobOutcome
 from everstep.agent.rundir import FOLDERS, RunDirLock, disk_error, remove_sockets
+from everstep.cli.capacity import make_fleet
 from everstep.cli.display import Display, make_screen, read_summary, summary_lines
 from everstep.cli.model import leave_model
+from everstep.config.capacity import parse_capacity
 from everstep.config.load import check_policy_module, check_script, load_spec, new_run_dir, read_spec, save_spec
 from everstep.config.spec import JobSpec
 from everstep.errors import ConfigError, EverstepError, StorageError
-from everstep.ids import NodeId
+from everstep.model.capacity import Market
 from everstep.model.job_view import JobView
 from everstep.net.messages import GetStatus
 from everstep.net.sockets import listen_tcp, parse_host_port
+from everstep.platforms.capacity import JoinedHosts, first_machine
 from everstep.platforms.notices import sources_of
+from everstep.platforms.trace_capacity import read_trace
 from everstep.protect.model import IN_RUN_DIR
 
-NODE = NodeId("node0")
 LEFT = (  # by a run in which nothing was started
     "job.json",
     "secret",
@@ -51,6 +54,8 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     faultpoints.planted()  # a wrong one is refused before anything starts
     spec, origins = load_spec(config, dict(flags), os.environ)
     script = check_script(spec.script)
+    if parse_capacity(spec.capacity).kind == "trace":
+        spec = traced(spec)
     check_policy_module(spec.policy, script.parent)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""
@@ -63,6 +68,14 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     with RunDirLock.take(run_dir):
         refuse_used(run_dir)
         return run_here(spec, origins, run_dir, live)
+
+
+def traced(spec: JobSpec) -> JobSpec:
+    """Return the spec of a job whose machines come from a recording: the file can be read, and the agents, which are
+    processes of this machine, can join. Raise ConfigError."""
+    path = Path(absolute(parse_capacity(spec.capacity).rest))
+    read_trace(path)
+    return msgspec.structs.replace(spec, capacity=f"trace:{path}", bind=spec.bind or "127.0.0.1:0")
 
 
 def absolute(url: str) -> str:
@@ -164,16 +177,19 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
         return answer if isinstance(answer, JobView) else None
 
     display = Display(run_dir, fetch, lambda: make_screen(live))
+    machine = first_machine(spec.hardware, spec.zone, Market(spec.market))
     agent = Agent(
         spec,
         run_dir,
-        NODE,
+        machine.node,
         lambda a: connect_agent(a, lambda: master_address(run_dir), load_secret(run_dir / "secret")),
         display.say,
         keeps_master=True,
         host=reachable_host(spec.bind),
         prepare=prepare,
-        hardware=spec.hardware,
+        hardware=machine.offer.hardware,
+        zone=machine.offer.zone,
+        market=machine.offer.market,
         notices=sources_of(spec.notices),
     )
     servers = f"{spec.ps} ps" if spec.mode == "ps" else "mode allreduce" + (f", {spec.ps} ps" if spec.ps else "")
@@ -183,7 +199,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
     if spec.bind:
         host, port = agent.host, parse_host_port(spec.bind)[1]
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        sys.stdout.write(f"other nodes: everstep agent --join {at} --secret-file (a copy of {run_dir}/secret)\n")
+        JoinedHosts(at, f"{run_dir}/secret", lambda text: print(text)).request(1)
     if spec.bind and spec.mode == "allreduce" and spec.tls == "control":
         sys.stdout.write(
             "tls: control: between nodes gradients are neither encrypted nor authenticated: only on a network of the "
@@ -192,11 +208,16 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
     if spec.metrics:
         sys.stdout.write(f"metrics: http://{spec.metrics}/metrics\n")
     sys.stdout.flush()
+    fleet = make_fleet(spec, run_dir, agent.host, fetch, display.say)
     began = time.monotonic()
     display.start()
+    if fleet is not None:
+        fleet.start()
     try:
         outcome = agent.run()
     finally:
+        if fleet is not None:
+            fleet.close()
         display.stop()
     outcome, lines = leave_model(spec, run_dir, outcome)
     return conclude(outcome, run_dir, time.monotonic() - began, lines)

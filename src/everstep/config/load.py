@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import msgspec
 
-from everstep.bounds import MEMBERS_MAX
+from everstep.bounds import MEMBERS_MAX, PLACES_MAX
+from everstep.config.capacity import check_zone, parse_capacity
 from everstep.config.consistency import parse_consistency
 from everstep.config.every import parse_every
 from everstep.config.limit import parse_limit
@@ -51,6 +52,9 @@ _TYPES: Final[dict[str, Any]] = typing.get_type_hints(JobSpec)
 # field -> (least, most); what lies outside is a typing error, or would only fail later and less clearly.
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "workers": (1, MEMBERS_MAX),
+    "capacity_speed": (0.001, 1e6),
+    "capacity_nodes": (0, MEMBERS_MAX),
+    "capacity_workers": (1, PLACES_MAX),
     "ps": (0, MEMBERS_MAX),
     "min_workers": (1, MEMBERS_MAX),
     "logical_workers": (0, 100_000),
@@ -170,10 +174,36 @@ def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"{where}: expected a span such as '6h' ({error})") from None
     if spec.notices:
         parse_notices(spec.notices, f"notices = {spec.notices!r}{at['notices']}")
+    _check_capacity(spec, at)
     if spec.metrics:
         parse_host_port(spec.metrics, f"metrics = {spec.metrics!r}{at['metrics']}")
     if spec.bind:
         parse_host_port(spec.bind, f"bind = {spec.bind!r}{at['bind']}")
+
+
+def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
+    kind = parse_capacity(spec.capacity, f"capacity = {spec.capacity!r}{at['capacity']}").kind
+    for field in ("capacity_quiet", "capacity_lead"):
+        where = f"{field} = {getattr(spec, field)!r}{at[field]}"
+        try:
+            seconds(getattr(spec, field))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: expected a span such as '30s' ({error})") from None
+    defaults = JobSpec()
+    for field in ("capacity_speed", "capacity_quiet", "capacity_lead", "capacity_workers"):
+        if kind != "trace" and getattr(spec, field) != getattr(defaults, field):
+            raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs capacity: trace:FILE")
+    check_zone(spec.zone, f"zone = {spec.zone!r}{at['zone']}")
+    if spec.capacity_nodes and not kind:
+        raise ConfigError(f"capacity_nodes = {spec.capacity_nodes}{at['capacity_nodes']}: needs capacity")
+    if kind == "command" and not spec.bind:
+        raise ConfigError(
+            f"capacity = {spec.capacity!r}{at['capacity']}: its machines join over the network: give bind HOST:PORT"
+        )
+    if kind == "command" and not spec.capacity_nodes:
+        raise ConfigError(
+            f"capacity = {spec.capacity!r}{at['capacity']}: give capacity_nodes, how many machines it is asked for"
+        )
 
 
 POLICIES: Final = ("none", "shared", "exclusive", "backup")

@@ -36,6 +36,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     partitions: int = 64  # unit of placement and recovery; fixed for the life of the job (design: 64 to 256)
     bind: str = ""  # HOST:PORT of the master for other nodes; empty: this machine only, over Unix sockets
     notices: str = ""  # who is asked whether a node goes away: aws, gcp, azure, alibaba, file:PATH, command:WORDS
+    capacity: str = ""  # where further machines come from: trace:FILE, command:WORDS; empty: who joins by hand
+    capacity_speed: float = 1.0  # trace: so many times as fast as it was recorded
+    capacity_quiet: str = "0s"  # trace: no pause longer than this between two events; 0s: as recorded
+    capacity_lead: str = "0s"  # trace: notice before a machine goes, as it passes here; 0s: gone without a word
+    capacity_nodes: int = 0  # machines to hold at a time, at most; 0: all that a trace has
+    capacity_workers: int = 1  # workers of each machine of a trace
+    zone: str = ""  # of the first node's machine, as prices name it
+    market: Literal["on_demand", "spot"] = "on_demand"  # of the first node's machine
     metrics: str = ""  # HOST:PORT of the Prometheus endpoint; empty: none; not this machine's own address: with a token
     hardware: str = ""  # class of the first node's machine; empty: named after its GPUs or its processor
     tls: Literal["all", "control"] = "all"  # between nodes: all, or the control plane; the rest is authenticated

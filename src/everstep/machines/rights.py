@@ -16,6 +16,7 @@ from everstep.brain.brain import Brain
 from everstep.brain.events import (
     AnswerType,
     BucketsReady,
+    CapacityChanged,
     CheckpointAsked,
     ChiefAsked,
     DrainAsked,
@@ -50,6 +51,7 @@ from everstep.model.member import Role
 from everstep.model.reasons import CheckpointReason
 from everstep.model.shard import split_key
 from everstep.net import messages as wire
+from everstep.policies.node_selection import HOME_NODE
 
 DATASETS_MAX: Final = 1 << 10  # what a shard key has bits for
 EPOCHS_MAX: Final = 1 << 20
@@ -317,6 +319,12 @@ def _remark(brain: Brain, who: Sender, r: RemarkMade) -> str:
     return ""
 
 
+def _capacity(brain: Brain, who: Sender, r: CapacityChanged) -> str:
+    if not r.node or r.node == HOME_NODE:
+        return f"{r.node!r} is no further machine"
+    return ""
+
+
 def _exited(brain: Brain, who: Sender, r: ProcessExited) -> str:
     return ""
 
@@ -354,6 +362,7 @@ RIGHTS: Final[dict[type, Right]] = {
     CheckpointAsked: Right(_COMMAND | _WORKER, _anyone, _checkpoint_asked),
     ScaleAsked: Right(_COMMAND, _anyone, _scale),
     RemarkMade: Right(_COMMAND, _anyone, _remark),
+    CapacityChanged: Right(_COMMAND, _anyone, _capacity),
     StopAsked: Right(_COMMAND | _AGENT, _anyone, _anyone),
     wire.Drill: Right(_COMMAND, _anyone, _anyone),
     wire.GetStatus: Right(_COMMAND | _WORKER | _PS | _AGENT, _anyone, _anyone),

@@ -13,10 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import os
 import shlex
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +27,7 @@ from everstep.config.notices import parse_notices
 from everstep.errors import PlatformError
 from everstep.model.notice import Certainty, Notice
 from everstep.net.retry import backoff
+from everstep.platforms.commands import run_command
 
 DESIGN_LEAD_S: Final = 15.0
 """The shortest time that a platform with notices gives (GKE); what is assumed where nobody says when."""
@@ -226,7 +224,8 @@ class CommandSource:
         self.name = f"command:{self._argv[0]}"
 
     def look(self) -> tuple[Notice, ...]:
-        code, text = self._run()
+        code, text = run_command(self._argv, self.limit_s, TEXT_MAX_BYTES)
+        text = text.partition("\n")[0]
         if code not in (0, 1):
             raise PlatformError(f"exit code {code}; 0 with a line means that the node goes, 1 that it stays")
         if code == 1 or not text:
@@ -239,40 +238,6 @@ class CommandSource:
             at = said.at if not isinstance(said.at, str) else time_of(said.at)
             return (Notice(self.name, said.key or self.name, said.what or "it says so", at, said.certainty),)
         return (Notice(self.name, self.name, "it says so", time_of(text)),)
-
-    def _run(self) -> tuple[int, str]:
-        try:
-            process = subprocess.Popen(
-                self._argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise PlatformError(f"cannot be started: {error.strerror or error}") from None
-        assert process.stdout is not None
-        timer = threading.Timer(self.limit_s, _kill_group, (process.pid,))
-        timer.start()
-        try:
-            text = process.stdout.read(TEXT_MAX_BYTES)
-            if len(text) == TEXT_MAX_BYTES:
-                raise PlatformError(f"prints more than {TEXT_MAX_BYTES >> 10} KB")
-            code = process.wait()
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                _kill_group(process.pid)
-                process.wait()
-            process.stdout.close()
-        if code == -signal.SIGKILL:
-            raise PlatformError(f"did not end within {self.limit_s:g} s")
-        return code, text.decode("utf-8", "replace").strip().partition("\n")[0]
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _is_number(text: str) -> bool:

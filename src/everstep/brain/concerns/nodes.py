@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import cast
 
-from everstep.brain.concerns.concern import OK, Concern, Handlers, Out
+from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.concerns.processes import STOP_GRACE_S
-from everstep.brain.events import Event, FinishJob, NodeHeard, NodeJoined, NodeLost, Note, StartProcess, StopProcess
+from everstep.brain.events import (
+    CapacityChanged,
+    Event,
+    FinishJob,
+    NodeHeard,
+    NodeJoined,
+    NodeLost,
+    Note,
+    StartProcess,
+    StopProcess,
+)
 from everstep.brain.members import Node, Rooms, set_state
 from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.capacity import Offer, offer_words
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.policies.node_selection import HOME_NODE
@@ -24,7 +35,13 @@ class NodeConcern(Concern):
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
             NodeHeard: self.node_heard,
+            CapacityChanged: self._capacity_changed,
         }
+
+    def _capacity_changed(self, e: CapacityChanged, told: Event) -> Out:
+        inputs: Inputs = {} if e.recorded_s is None else {"recorded_s": round(e.recorded_s, 1)}
+        words = offer_words(Offer(e.hardware, e.zone, e.market, e.price))
+        return [OK, Note(e.node, Decision(e.step.value, words, inputs))]
 
     def _node_joined(self, e: NodeJoined, told: Event) -> Out:
         job, members = self.job, self.members

@@ -1,0 +1,69 @@
+"""The machines of ``everstep run --capacity``: the source, the agents, and the journal's word of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from everstep.brain.events import CapacityChanged, DrainAsked
+from everstep.cli.link import ask_master
+from everstep.config.capacity import parse_capacity
+from everstep.config.spec import JobSpec
+from everstep.ids import NodeId
+from everstep.model.job_view import JobView
+from everstep.net.rendezvous import SECRET_FILE, master_address
+from everstep.platforms.agents import AgentsElsewhere, LocalAgents
+from everstep.platforms.capacity import AgentPlatform, Capacity
+from everstep.platforms.command_capacity import CommandCapacity
+from everstep.platforms.fleet import Remember
+from everstep.platforms.fleet_runner import FleetRunner
+from everstep.platforms.notices import DESIGN_LEAD_S
+from everstep.platforms.trace_capacity import TraceCapacity
+from everstep.units import seconds
+
+REMEMBER_S = 60.0
+"""A master that restarts is waited for so long."""
+
+
+def make_fleet(
+    spec: JobSpec,
+    run_dir: Path,
+    host: str,
+    fetch: Callable[[], JobView | None],
+    say: Callable[[str], None],
+) -> FleetRunner | None:
+    """Return what has machines come and go for this job; None: nothing does. ``host``: of the master, as other nodes
+    reach it. Raise ConfigError or PlatformError."""
+    kind, rest = parse_capacity(spec.capacity)
+    if not kind:
+        return None
+
+    def at() -> str:
+        address = master_address(run_dir)
+        port = address.port if address is not None else 0
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def drain(node: NodeId, in_s: float | None) -> None:
+        ask_master(run_dir, DrainAsked(node, DESIGN_LEAD_S if in_s is None else max(1.0, in_s)))
+
+    def remember(fact: Remember) -> None:
+        offer = fact.grant.offer
+        said = CapacityChanged(
+            fact.grant.node, fact.step, offer.hardware, offer.zone, offer.market, offer.price, fact.recorded_s
+        )
+        ask_master(run_dir, said, REMEMBER_S)
+
+    source: Capacity
+    agents: AgentPlatform
+    if kind == "trace":
+        quiet_s, lead_s = seconds(spec.capacity_quiet), seconds(spec.capacity_lead)
+        source = TraceCapacity(Path(rest), spec.capacity_speed, quiet_s, lead_s)
+        agents = LocalAgents(run_dir, at, spec.capacity_workers)
+        most = spec.capacity_nodes or source.most
+    else:
+        port = spec.bind.rpartition(":")[2]
+        join = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        source = CommandCapacity(rest, {"EVERSTEP_JOIN": join, "EVERSTEP_SECRET_FILE": str(run_dir / SECRET_FILE)})
+        agents = AgentsElsewhere(drain)
+        most = spec.capacity_nodes
+    return FleetRunner(source, agents, most, lambda: fetch() is not None, remember, say)

@@ -1,0 +1,41 @@
+"""``--capacity``: where further machines come from, by name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Final, NamedTuple
+
+from everstep.bounds import PLACE_NAME
+from everstep.errors import ConfigError
+
+KINDS: Final = ("trace", "command")
+
+
+class CapacityName(NamedTuple):
+    """``kind``: one of ``KINDS``, or "" for this machine and whoever joins by hand. ``rest``: its file or words."""
+
+    kind: str
+    rest: str
+
+
+def parse_capacity(text: str, where: str = "--capacity") -> CapacityName:
+    """Return the source of machines that ``text`` names. Raise ConfigError, which names ``where``."""
+    if not text:
+        return CapacityName("", "")
+    kind, _, rest = text.partition(":")
+    rest = rest.strip()
+    if kind not in KINDS or not rest:
+        raise ConfigError(f"{where}: {text!r} is no source of machines: there are trace:FILE and command:WORDS")
+    if kind == "command":
+        try:
+            shlex.split(rest)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {text!r}: {error}") from None
+    return CapacityName(kind, rest)
+
+
+def check_zone(zone: str, where: str = "--zone") -> None:
+    """Raise ConfigError, which names ``where``, unless ``zone`` can be the name of a place."""
+    if re.search(PLACE_NAME, zone) is None:
+        raise ConfigError(f"{where}: expected one line of at most 255 characters")

@@ -1,0 +1,135 @@
+"""The thread of ``everstep run`` that has machines come and go: asks the source, does what ``Fleet`` says."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.errors import EverstepError, PlatformError
+from everstep.net.retry import backoff
+from everstep.platforms.capacity import AgentPlatform, Capacity
+from everstep.platforms.fleet import (
+    Complain,
+    Fleet,
+    FleetAction,
+    ReleaseMachine,
+    Remember,
+    StartAgent,
+    StopAgent,
+    WarnAgent,
+)
+
+_TURN_S = 0.1
+_AGENTS_END_S = 15.0
+_BACK_OFF_MAX_S = 60.0
+
+
+class FleetRunner:
+    """Runs from ``start`` to ``close``. ``ready()``: whether the master can be joined. ``remember`` has the journal say
+    what became of a machine; it may take long, and is called on a thread of its own. ``say``: a line for people."""
+
+    def __init__(
+        self,
+        source: Capacity,
+        platform: AgentPlatform,
+        most: int,
+        ready: Callable[[], bool],
+        remember: Callable[[Remember], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._source, self._platform, self._most = source, platform, most
+        self._ready, self._remember, self._say = ready, remember, say
+        self._fleet = Fleet()
+        self._over = threading.Event()
+        self._late: list[tuple[float, StartAgent]] = []
+        self._facts: queue.SimpleQueue[Remember | None] = queue.SimpleQueue()
+        self._told: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="capacity", daemon=True)
+        self._teller = threading.Thread(target=self._tell, name="capacity-journal", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<{self._fleet!r} from {self._source.name}>"
+
+    def start(self) -> None:
+        self._thread.start()
+        self._teller.start()
+
+    def close(self) -> None:
+        """The job is over: wait for agents, which end with it, give every machine back, and end the threads."""
+        self._over.set()
+        self._facts.put(None)
+        self._thread.join(_AGENTS_END_S + 3 * _BACK_OFF_MAX_S)
+
+    def _run(self) -> None:
+        waits = backoff(2 * self._source.every_s, _BACK_OFF_MAX_S, spread=0.0, at_once=False)
+        requested, ask_at = False, 0.0
+        try:
+            while not self._over.is_set() and not self._ready():
+                self._over.wait(_TURN_S)
+            while not self._over.is_set():
+                now = time.monotonic()
+                if now >= ask_at:
+                    try:
+                        if not requested:
+                            self._source.request(self._most)
+                            requested = True
+                        news = self._source.watch()
+                    except PlatformError as error:
+                        self._complain("source", f"{self._source.name}: {error}; it is asked again")
+                        ask_at = now + next(waits)
+                    else:
+                        if self._told.pop("source", ""):
+                            self._say(f"capacity: {self._source.name}: it answers again")
+                        waits = backoff(2 * self._source.every_s, _BACK_OFF_MAX_S, spread=0.0, at_once=False)
+                        ask_at = now + self._source.every_s
+                        for one in news:
+                            self._do(self._fleet.told(one))
+                for node, status, lived_s in ((e.node, e.status, e.lived_s) for e in self._platform.ended()):
+                    self._do(self._fleet.ended(node, status, lived_s))
+                due = [start for at, start in self._late if at <= now]
+                self._late = [(at, start) for at, start in self._late if at > now]
+                self._do([s for s in due if self._fleet.starts(s)], late=True)
+                self._over.wait(min(_TURN_S, self._source.every_s))
+        finally:
+            self._platform.close(_AGENTS_END_S)
+            self._do(self._fleet.over())
+            self._source.close()
+
+    def _do(self, actions: list[FleetAction] | list[StartAgent], late: bool = False) -> None:
+        for action in actions:
+            try:
+                match action:
+                    case StartAgent(grant, life, after_s):
+                        if after_s > 0 and not late:
+                            self._late.append((time.monotonic() + after_s, action))
+                        else:
+                            self._platform.start(grant, life)
+                    case WarnAgent(node, in_s):
+                        self._platform.warn(node, in_s)
+                    case StopAgent(node):
+                        self._platform.stop(node)
+                    case ReleaseMachine(node):
+                        self._source.release(node)
+                    case Remember():
+                        self._facts.put(action)
+                    case Complain(text):
+                        self._say(f"capacity: {text}")
+            except EverstepError as error:
+                self._complain(type(action).__name__, str(error))
+
+    def _complain(self, about: str, text: str) -> None:
+        """Once for each kind of failure."""
+        if self._told.get(about) != text:
+            self._told[about] = text
+            self._say(f"capacity: {text}")
+
+    def _tell(self) -> None:
+        while (fact := self._facts.get()) is not None:
+            if self._over.is_set():
+                return
+            try:
+                self._remember(fact)
+            except EverstepError as error:
+                self._complain("journal", f"not noted: {error}")
