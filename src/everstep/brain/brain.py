@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from everstep.brain.brain_state import State, decode_state, encode_state
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.concerns.composition import Concerns
+from everstep.brain.concerns.group_facts import GroupFacts
 from everstep.brain.duty import Duty
 from everstep.brain.events import Event, InstructionType, Refused, Reply, Said
-from everstep.brain.group import GroupKeeper
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
 from everstep.brain.protection import PlacementController
@@ -132,7 +132,7 @@ class Brain:
         return self.concerns.placement.keeper
 
     @property
-    def groups(self) -> GroupKeeper:
+    def groups(self) -> GroupFacts:
         return self.concerns.groups
 
     @property

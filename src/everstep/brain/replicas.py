@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.brain.checkpoints import Checkpoints, by_word, has_checkpoints, replica_start, turned
+from everstep.brain.concerns.generations import Generations
 from everstep.brain.events import CommitManifest, DrainAsked, InstructionType, Note, OrderImages, PublishGroup
-from everstep.brain.group import GroupKeeper, Groups, Skip, Stint
+from everstep.brain.group import Groups, Skip, Stint
 from everstep.brain.job import JobState
 from everstep.brain.shards import Shards
 from everstep.config.spec import JobSpec
@@ -105,7 +106,7 @@ def resume_replica(
     checkpoints: Checkpoints,
     job: JobState,
     shards: Shards,
-    keeper: GroupKeeper,
+    generations: Generations,
     manifest: Manifest,
     url: str,
     numbers: int,
@@ -118,14 +119,14 @@ def resume_replica(
     checkpoints.numbers = max(numbers, manifest.checkpoint)
     checkpoints.newest, checkpoints.usable = manifest, True
     checkpoints.datasets = len(manifest.datasets)
-    books, mark = keeper.books, replica.mark
+    books, mark = generations.books, replica.mark
     for number, position in enumerate(manifest.datasets):
         shards.register(position.plan)
         if number != mark.dataset and position.finished_epochs:
             books.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
     books.skips = [Skip(*skip) for skip in manifest.skipped]
     begin = turned(mark, manifest)
-    keeper.fall_back(begin)
+    generations.fall_back(begin)
     inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}
     words = f"checkpoint {manifest.checkpoint} of {url}: {mark.step} steps, {shards.samples_done} samples are in it"
     return [Note("", Decision("resume", words + by_word(job), inputs))]

@@ -13,9 +13,12 @@ from typing import Any
 
 from everstep.allreduce.commits import Commits
 from everstep.allreduce.group_machine import Action, GroupMachine, Tally
-from everstep.brain import group as group_module
 from everstep.brain.brain import Brain
-from everstep.brain.group import GroupKeeper
+from everstep.brain.concerns import generations as generations_module
+from everstep.brain.concerns.generations import Generations
+from everstep.brain.concerns.group_askers import GroupAskers
+from everstep.brain.concerns.group_facts import GroupFacts
+from everstep.brain.concerns.group_stalls import GroupStalls
 from everstep.brain.members import Members, SlotRecord
 from everstep.brain.shards import Shards
 from everstep.ids import Incarnation, Slot
@@ -26,53 +29,53 @@ from everstep.sim.group import GroupWorker
 from everstep.sim.mutations import Mutation
 from everstep.sim.simulation import Parts
 
-_told, _count, _next = GroupMachine.told, GroupMachine.count, GroupKeeper._next
+_told, _count, _next = GroupMachine.told, GroupMachine.count, Generations._next
 _to_tell, _reach = Commits.to_tell, Shards.reach
-_fall_back = GroupKeeper.fall_back
+_fall_back = Generations.fall_back
 
 # ---------------------------------------------------------------- the brain
 
 
-def _loss_not_told(self: GroupKeeper, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
+def _loss_not_told(self: GroupFacts, lives: Iterable[tuple[Slot, Incarnation]]) -> None: ...
 
 
-def _copies_count(self: GroupKeeper, m: GroupMember) -> bool:
+def _copies_count(self: GroupFacts, m: GroupMember) -> bool:
     return self.living(m.slot, m.incarnation) is not None
 
 
-def _nothing_void(self: GroupKeeper, begin: Mark) -> None: ...
+def _nothing_void(self: Generations, begin: Mark) -> None: ...
 
 
 def _one_line(
-    self: GroupKeeper, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
 ) -> Group:
     return _next(self, members, hold, begin, restore, 1)
 
 
 def _leavers_are_lost(
-    self: GroupKeeper, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
+    self: Generations, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int
 ) -> Group:
-    self._lose((x.slot, x.incarnation) for x in self.books.leavers)
+    self.facts.lose((x.slot, x.incarnation) for x in self.books.leavers)
     return _next(self, members, hold, begin, restore, origin)
 
 
-def _any_mark_is_the_end(self: GroupKeeper, seat: SlotRecord, e: Any) -> bool:
+def _any_mark_is_the_end(self: GroupAskers, seat: SlotRecord, e: Any) -> bool:
     at_end = self.books.cursor(e.dataset).epoch >= e.until_epoch
-    return e.mark is not None and not self.member(seat) and at_end
+    return e.mark is not None and not self.facts.member(seat) and at_end
 
 
-def _never_stalled(self: GroupKeeper, generation: int) -> None: ...
+def _never_stalled(self: GroupStalls, generation: int) -> None: ...
 
 
-def _never_stuck(self: GroupKeeper, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[None, str]:
+def _never_stuck(self: GroupStalls, slot: Slot, generation: int, waited_s: float, at: float) -> tuple[None, str]:
     return None, ""
 
 
-def _begins_too_early(self: GroupKeeper) -> bool:
+def _begins_too_early(self: GroupFacts) -> bool:
     return False
 
 
-def _falls_back_too_far(self: GroupKeeper, begin: Mark) -> None:
+def _falls_back_too_far(self: Generations, begin: Mark) -> None:
     _fall_back(self, Mark())
 
 
@@ -156,25 +159,25 @@ def _patch(name: str, what: str, owner: object, attribute: str, value: object, *
 
 
 GROUP_MUTATIONS: tuple[Mutation, ...] = (
-    _patch("loss-not-told", "a group does not name the lost", GroupKeeper, "_lose", _loss_not_told, _BLIND),
-    _patch("copies-count", "a copy counts as the state before a step was told", GroupKeeper, "holds", _copies_count),
+    _patch("loss-not-told", "a group does not name the lost", GroupFacts, "lose", _loss_not_told, _BLIND),
+    _patch("copies-count", "a copy counts as the state before a step was told", GroupFacts, "holds", _copies_count),
     _patch(
         "nothing-void",
         "the journal stays where it was when all states are lost",
-        GroupKeeper,
+        Generations,
         "fall_back",
         _nothing_void,
     ),
     _patch(
-        "one-line", "a new line keeps the old one's number: void states count", GroupKeeper, "_next", _one_line, _BLIND
+        "one-line", "a new line keeps the old one's number: void states count", Generations, "_next", _one_line, _BLIND
     ),
-    _patch("leavers-are-lost", "a planned leave breaks the step", GroupKeeper, "_next", _leavers_are_lost, _BLIND),
+    _patch("leavers-are-lost", "a planned leave breaks the step", Generations, "_next", _leavers_are_lost, _BLIND),
     _patch("newcomers-break-in", "a newcomer breaks the step", GroupMachine, "told", _newcomers_break_in),
     _patch(
-        "any-mark-ends", "a stale state is told that the data is over", GroupKeeper, "over_for", _any_mark_is_the_end
+        "any-mark-ends", "a stale state is told that the data is over", GroupAskers, "over_for", _any_mark_is_the_end
     ),
     _patch(
-        "never-stalled", "members that wait for one that ended are not heard", GroupKeeper, "stalled", _never_stalled
+        "never-stalled", "members that wait for one that ended are not heard", GroupStalls, "stalled", _never_stalled
     ),
     _patch(
         "never-copies-the-end",
@@ -183,16 +186,16 @@ GROUP_MUTATIONS: tuple[Mutation, ...] = (
         "copies_the_end",
         False,
     ),
-    _patch("never-stuck", "members that wait for each other go on waiting", GroupKeeper, "stuck", _never_stuck),
+    _patch("never-stuck", "members that wait for each other go on waiting", GroupStalls, "stuck", _never_stuck),
     _patch(
         "begins-too-early",
         "a line begins before the newest manifest",
-        GroupKeeper,
+        GroupFacts,
         "committing",
         property(_begins_too_early),
     ),
-    _patch("falls-back-too-far", "a restart forgets the checkpoint", GroupKeeper, "fall_back", _falls_back_too_far),
-    _patch("hold-forgotten", "a group is on hold for ever", group_module, "hold_words", _hold_forgotten),
+    _patch("falls-back-too-far", "a restart forgets the checkpoint", Generations, "fall_back", _falls_back_too_far),
+    _patch("hold-forgotten", "a group is on hold for ever", generations_module, "hold_words", _hold_forgotten),
     _patch("counts-too-much", "samples are counted beyond what was told", Shards, "reach", _counts_repeats),
     _patch("zombies-welcome", "what an older incarnation says counts", Members, "current", _forget_incarnation, _BLIND),
     _patch("trusts-itself", "an entered vote counts as committed", GroupMachine, "resolve", _trusts_itself),

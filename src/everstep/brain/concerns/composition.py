@@ -9,6 +9,7 @@ from everstep.brain.concerns.datasets import DatasetConcern
 from everstep.brain.concerns.ending import EndingConcern
 from everstep.brain.concerns.group import GroupConcern
 from everstep.brain.concerns.group_ending import GroupEndingConcern
+from everstep.brain.concerns.group_facts import GroupFacts
 from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.concerns.lifetime import LifetimeConcern
 from everstep.brain.concerns.losses import LossConcern
@@ -20,7 +21,6 @@ from everstep.brain.concerns.processes import ProcessConcern
 from everstep.brain.concerns.ps_slots import PsSlotConcern
 from everstep.brain.concerns.saving import SavingConcern
 from everstep.brain.concerns.training import GroupTraining, LeaseTraining, Training
-from everstep.brain.group import GroupKeeper
 
 
 class Concerns:
@@ -59,7 +59,7 @@ class Concerns:
     def __init__(self, state: State) -> None:
         self.state = state
         parts = (state.checkpoints, state.protection)
-        self.groups = GroupKeeper(state.job, state.members, state.shards, state.groups, state.duty, *parts)
+        self.groups = GroupFacts(state.job, state.members, state.shards, state.groups, state.duty, *parts)
         self.lifetime = LifetimeConcern(state, self)
         self.nodes = NodeConcern(state, self)
         self.members = MemberConcern(state, self)
@@ -79,7 +79,7 @@ class Concerns:
         last: tuple[Concern, ...] = ()
         if self.state.job.spec.mode == "allreduce":
             group = GroupConcern(self.state, self)
-            self.training = GroupTraining(self.state, self)
+            self.training = GroupTraining(self.state, self, group)
             self.group_ending = GroupEndingConcern(self.state, self)
             first, last = (group,), (self.group_ending,)
         else:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from everstep.brain.brain_state import State
+from everstep.brain.concerns.committed_steps import CommittedSteps
 from everstep.brain.concerns.concern import END, OK, Concern, Handlers, Inputs, Out
+from everstep.brain.concerns.generations import Generations
+from everstep.brain.concerns.group_askers import GroupAskers
+from everstep.brain.concerns.group_splits import StepSplits
+from everstep.brain.concerns.group_stalls import GroupStalls
 from everstep.brain.concerns.processes import STOP_GRACE_S
 from everstep.brain.events import (
     Event,
@@ -20,6 +25,7 @@ from everstep.brain.events import (
     StepsCommitted,
     StopProcess,
 )
+from everstep.brain.members import SlotRecord
 from everstep.brain.replicas import save_in_time, take_replica, why_save
 from everstep.model.decision import Decision
 from everstep.model.member import Role
@@ -32,11 +38,16 @@ if TYPE_CHECKING:
 class GroupConcern(Concern):
     """What workers say of their group. Only in jobs that train in one; ``brain.group`` has its rules."""
 
-    __slots__ = ("_left", "groups")
+    __slots__ = ("_askers", "_left", "_stalls", "generations", "groups", "splits", "steps")
 
     def __init__(self, state: State, concerns: Concerns) -> None:
         super().__init__(state, concerns)
-        self.groups = concerns.groups
+        self.groups = facts = concerns.groups
+        self.splits = StepSplits(facts)
+        self.generations = Generations(facts, self.splits)
+        self.steps = CommittedSteps(facts, self.generations)
+        self._askers = GroupAskers(facts, self.generations, self.steps)
+        self._stalls = GroupStalls(facts)
         self._left = False  # whether, before this event, everybody who has the state was to go
 
     def handlers(self) -> Handlers:
@@ -58,13 +69,36 @@ class GroupConcern(Concern):
         if type(event.fact) is StepsCommitted:  # (many, and what follows from them is in their handler)
             return []
         more = self._save_for_leavers(self._left, event.at)
-        more += self.groups.settle(event.at)
+        more += self.generations.settle(event.at)
         if (why := why_save(event.fact, [*out, *more], self.job)) is not None:
             more += save_in_time(self.checkpoints, self.job, self.state.groups, why, event.at)
         return more
 
     def validate(self) -> None:
-        self.groups.validate()
+        books = self.state.groups
+        group = books.group
+        if group is not None:
+            assert group.generation == books.generations, f"{books!r} published g{group.generation}"
+            assert len({m.slot for m in group.members}) == group.size, f"a slot twice in {group}"
+            assert books.origin <= group.generation
+            assert not {(m.slot, m.incarnation) for m in group.members} & set(group.lost), f"{group} has a lost member"
+        for number, (epoch, position) in books.cursors.items():
+            plan = self.shards.datasets[number].plan
+            assert 0 <= position < plan.samples, f"cursor of dataset {number} at {position} of {plan.samples}"
+            begun = self.shards.datasets[number].epochs
+            assert len(begun) >= epoch and all(e.finished for e in begun[:epoch]), f"epochs below {epoch} not finished"
+        for slot, ask in books.asked.items():
+            assert self.groups.living(slot, ask.incarnation) is not None, (
+                f"worker:{slot} #{ask.incarnation} asked and is gone"
+            )
+
+    def ended(self, seat: SlotRecord, clean: bool) -> None:
+        """A process is no more. ``clean``: it left by itself, as it was told to."""
+        self._askers.ended(seat, clean)
+
+    def blame(self, seat: SlotRecord, at: float, reason: str) -> str:
+        """A member was lost: the error if the group gets nowhere, else ""."""
+        return self._stalls.blame(seat, at, reason)
 
     def _group_due(self, e: GroupDue, told: Event) -> Out:
         return []  # (the group is settled after every event)
@@ -94,13 +128,13 @@ class GroupConcern(Concern):
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [END]
-        if self.groups.over_for(seat, e):
-            self.groups.told_over(seat)
+        if self._askers.over_for(seat, e):
+            self._askers.told_over(seat)
             return [END]
-        refused = self.groups.asks(seat, e)
+        refused = self._askers.asks(seat, e)
         if refused is not None:
             return [Reply(refused)]
-        out, home = self.groups.settle(told.at), self.groups.too_late(e)
+        out, home = self.generations.settle(told.at), self._askers.too_late(e)
         out += home
         if not home and seat.stopping and (not self.groups.trains(seat) or self.groups.left_to_wait(seat)):
             m, why = seat.member, Decision("stop", "it was asked to leave; its agent may not have heard")
@@ -112,9 +146,9 @@ class GroupConcern(Concern):
         if seat is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         before = self.state.groups.confirmed
-        out: Out = [OK, *self.groups.synced(seat, e.generation)]
+        out: Out = [OK, *self._askers.synced(seat, e.generation)]
         if self.state.groups.confirmed != before:
-            out += self.groups.settle(told.at)
+            out += self.generations.settle(told.at)
         return out
 
     def _group_left(self, e: GroupLeft, told: Event) -> Out:
@@ -122,11 +156,11 @@ class GroupConcern(Concern):
         if seat is None:
             return [self.fence_worker(told.slot, told.incarnation)]
         before = self.groups.last_ones_leave()
-        self.groups.leaves(seat, e.reason)
+        self._askers.asks_to_leave(seat, e.reason)
         if e.reason is LeaveReason.DONE and not seat.stopping:
             self.duty.ended_well(self.members, seat)
         out = self._save_for_leavers(before, told.at)
-        out += self.groups.settle(told.at)
+        out += self.generations.settle(told.at)
         return [self.groups.grouped(0), *out]
 
     def _save_for_leavers(self, before: bool, at: float) -> Out:
@@ -158,7 +192,7 @@ class GroupConcern(Concern):
             out += self.concerns.losses.gone(silent, told.at, reason, inputs)
             if self.job.over:
                 return [OK, *out]
-        last, reason = self.groups.stuck(told.slot, e.generation, e.waited_s, told.at)
+        last, reason = self._stalls.stuck(told.slot, e.generation, e.waited_s, told.at)
         if last is not None:
             m = last.member
             out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, Decision("stop", reason)))
@@ -166,8 +200,8 @@ class GroupConcern(Concern):
             out += self.concerns.losses.gone(last, told.at, reason, facts, node_lost=True)  # (not the script's fault)
             if self.job.over:
                 return [OK, *out]
-        self.groups.stalled(e.generation)
-        out += self.groups.settle(told.at)
+        self._stalls.stalled(e.generation)
+        out += self.generations.settle(told.at)
         group = self.state.groups.group
         stale = group is not None and group.generation != e.generation
         return [self.groups.grouped(0) if stale else OK, *out]
@@ -178,7 +212,7 @@ class GroupConcern(Concern):
             return [self.fence_worker(told.slot, told.incarnation)]
         if self.job.over:
             return [OK]
-        out, error = self.groups.committed(e, told)
+        out, error = self.steps.committed(e, told)
         if error:
             return [OK, *out, self.fail(3, error)]
         return [OK, *out]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from everstep.brain.brain_state import State
 from everstep.brain.checkpoints import replica_start
 from everstep.brain.concerns.concern import Concern, Handlers, Out
+from everstep.brain.concerns.group import GroupConcern
 from everstep.brain.concerns.leases import LeaseConcern
 from everstep.brain.concerns.processes import STOP_GRACE_S
 from everstep.brain.events import (
@@ -261,15 +262,15 @@ class GroupTraining(Training):
     """Mode allreduce: every worker has the whole model, and they train it together, step by step. Tables may be on the
     ps."""
 
-    __slots__ = ("_groups",)
+    __slots__ = ("_group", "_groups")
 
     unit = "a step"
     saves_all = True
     ahead = True
 
-    def __init__(self, state: State, concerns: Concerns) -> None:
+    def __init__(self, state: State, concerns: Concerns, group: GroupConcern) -> None:
         super().__init__(state, concerns)
-        self._groups = concerns.groups
+        self._group, self._groups = group, group.groups
 
     def begun_words(self) -> str:
         spec = self.job.spec
@@ -301,14 +302,14 @@ class GroupTraining(Training):
         said = self._groups.said_done(seat) and not e.error  # (however it went then)
         if said or (e.status == 0 and self._groups.ended_well(seat)):
             finished, seat.stopping = True, False
-        self._groups.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
+        self._group.ended(seat, e.status in _CLEAN_EXITS or (seat.stopping and e.status >= 0))
         return finished
 
     def said_done(self, seat: SlotRecord) -> bool:
         return self._groups.said_done(seat)
 
     def ended(self, seat: SlotRecord, clean: bool) -> None:
-        self._groups.ended(seat, clean)
+        self._group.ended(seat, clean)
 
     def may_end(self, seat: SlotRecord) -> bool:
         return self.concerns.group_ending.may_end(seat)
@@ -316,7 +317,7 @@ class GroupTraining(Training):
     def lost(
         self, seat: SlotRecord, at: float, reason: str, node_lost: bool, progress: tuple[tuple[LeaseNo, int], ...]
     ) -> Out:
-        if self._groups.member(seat) and not node_lost and (error := self._groups.blame(seat, at, reason)):
+        if self._groups.member(seat) and not node_lost and (error := self._group.blame(seat, at, reason)):
             return [self.fail(4, error)]
         return []
 
@@ -343,7 +344,9 @@ class GroupTraining(Training):
         return replica_words(self.job.spec)
 
     def resume(self, e: JobResumed) -> Out:
-        return resume_replica(self.checkpoints, self.job, self.shards, self._groups, e.manifest, e.url, e.numbers)
+        return resume_replica(
+            self.checkpoints, self.job, self.shards, self._group.generations, e.manifest, e.url, e.numbers
+        )
 
     def why_ends(self, buckets: int) -> str:
         return f"{buckets} buckets go back to what is older than its state"
@@ -358,11 +361,11 @@ class GroupTraining(Training):
         return ""
 
     def cannot_replace(self, slot: Slot, incarnation: Incarnation) -> str:
-        return self._groups.cannot_replace(slot, incarnation)
+        return self._group.splits.cannot_replace(slot, incarnation)
 
     def cannot_divide(self, batch: dict[Slot, int]) -> str:
-        return self._groups.cannot_divide(batch)
+        return self._group.splits.cannot_divide(batch)
 
     def divide(self, plan: Plan, adjusts: list[Adjust], here: Mapping[Slot, Incarnation]) -> Out:
         why = Decision("divide steps", plan.decision.reason, {"plan": plan.version})
-        return list(self._groups.adjust(adjusts, why))
+        return list(self._group.splits.adjust(adjusts, why))

@@ -1,0 +1,131 @@
+"""Steps that a group committed: how far the data is, and which generation has met."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.generations import Generations
+from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.events import Event, InstructionType, Note, StepsCommitted, StopProcess
+from everstep.brain.group import STOP_AFTER_S, Skip, Stint
+from everstep.model.decision import Decision
+from everstep.model.group import Committed
+
+STEPS_REMEMBERED = 1024  # ends of committed ranges, against which repeats are checked
+
+
+class CommittedSteps(GroupPart):
+    """Takes told steps in; they continue each other without a gap."""
+
+    __slots__ = ("_generations",)
+
+    def __init__(self, facts: GroupFacts, generations: Generations) -> None:
+        super().__init__(facts)
+        self._generations = generations
+
+    def committed(self, e: StepsCommitted, told: Event) -> tuple[list[InstructionType], str]:
+        """Take committed steps in. Returns what follows, and the error if they cannot be."""
+        out: list[InstructionType] = []
+        books = self.books
+        before, confirmed = books.step, books.confirmed
+        for steps in e.steps:
+            if steps.generation < books.origin:
+                continue  # of a line that has ended
+            error = self._commit(steps, out)
+            if error:
+                return out, f"bug in everstep: {error}, said by {told.sender}"
+            if steps.generation > books.confirmed:
+                out += self.confirm(steps.generation)
+        if books.step > before:
+            group = books.group
+            if group is not None and group.generation == books.confirmed and books.step > books.furthest:
+                books.blamed = 0
+        held = books.step > before and books.group is not None and bool(books.group.hold)
+        if books.confirmed != confirmed or (held and self.facts.data_done()):
+            # newcomers have the state for certain now; a group on hold waits for nothing any more
+            out += self._generations.settle(told.at)
+        return out, ""
+
+    def _commit(self, c: Committed, out: list[InstructionType]) -> str:
+        books = self.books
+        what = f"steps {c.first}..{c.last} of generation {c.generation}"
+        if not 0 <= c.dataset < len(self.shards.datasets):
+            return f"{what}: dataset {c.dataset} is not registered"
+        plan = self.shards.datasets[c.dataset].plan
+        if not (0 <= c.first <= c.last and 0 <= c.lo < c.hi <= plan.samples):
+            return f"{what}: positions [{c.lo}, {c.hi}) of {plan.samples}"
+        if c.generation > books.generations:
+            return f"{what}: there are only {books.generations} generations"
+        after = _turned(c.epoch, c.hi, plan.samples)
+        ends = {c.first: (c.dataset, c.epoch, c.lo), c.last + 1: (c.dataset, *after)}
+        for step, place in ends.items():
+            known = books.boundaries.get(step)
+            if known is not None and known[1:] != place[1:] and known[0] == place[0]:
+                return f"{what}: step {step} is at {_place(place)} there, but was at {_place(known)}"
+        if c.last < books.step:
+            return ""  # known
+        if c.first > books.step:
+            return f"{what}: step {books.step} is missing before them"
+        at = books.cursors.get(c.dataset, (0, 0))
+        if c.first == books.step:
+            if at != (c.epoch, c.lo):
+                return f"{what} begin at {_place(ends[c.first])}, but step {books.step} is at e{at[0]} {at[1]}"
+        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and books.stints[-1].dataset == c.dataset):
+            return f"{what} are e{c.epoch} [{c.lo}, {c.hi}), but step {books.step} is at e{at[0]} {at[1]}"
+        self._advance(c, at[1], after, out)
+        return ""
+
+    def _advance(self, c: Committed, lo: int, after: tuple[int, int], out: list[InstructionType]) -> None:
+        books = self.books
+        if books.stints and books.stints[-1].dataset == c.dataset:
+            books.stints[-1].end = after
+        else:
+            books.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
+        books.step = c.last + 1
+        books.cursors[c.dataset] = after
+        books.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
+        books.boundaries[books.step] = (c.dataset, *after)
+        while len(books.boundaries) > STEPS_REMEMBERED:
+            del books.boundaries[next(iter(books.boundaries))]
+        skipped = 0
+        for a, b in c.skipped:
+            a, b = max(a, lo), min(b, c.hi)
+            if a < b:
+                skipped += b - a
+                books.skips.append(Skip(c.dataset, c.epoch, a, b))
+        if skipped:
+            name = self.shards.datasets[c.dataset].plan.name
+            words = f"'{name}' epoch {c.epoch}: steps in [{c.lo}, {c.hi}) gave gradients that are not finite"
+            policy = self.job.spec.nonfinite
+            out.append(Note("", Decision("samples skipped", words, {"samples": skipped, "policy": policy})))
+        if self.shards.reach(c.dataset, c.epoch, c.hi, c.hi - lo - skipped):
+            dataset = self.shards.datasets[c.dataset]
+            done = dataset.epochs[c.epoch].samples_done
+            words = f"'{dataset.plan.name}' epoch {c.epoch}: all {dataset.plan.samples} samples, up to step {c.last}"
+            out.append(Note("", Decision("epoch finished", words, {"samples": done, "steps": books.step})))
+
+    def confirm(self, generation: int) -> list[InstructionType]:
+        """The members have changed over to ``generation``: who was left out of it trains no more."""
+        books = self.books
+        books.confirmed = generation
+        out: list[InstructionType] = []
+        changed = [x for x in books.leavers if x.generation <= generation]
+        self.facts.set_leavers([x for x in books.leavers if x.generation > generation])
+        for x in changed:
+            seat = self.facts.living(x.slot, x.incarnation)
+            if seat is not None and seat.stopping:
+                why = Decision("stop", f"group {generation} goes on without it")
+                m = seat.member
+                out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
+        if books.group is not None:
+            for member in books.group.members:
+                if (seat := self.facts.living(member.slot, member.incarnation)) is not None:
+                    seat.streak = 0
+        return out
+
+
+def _turned(epoch: int, position: int, samples: int) -> tuple[int, int]:
+    """The end of an epoch is the begin of the next."""
+    return (epoch + 1, 0) if position == samples else (epoch, position)
+
+
+def _place(place: tuple[int, int, int]) -> str:
+    return f"dataset {place[0]} e{place[1]} {place[2]}"

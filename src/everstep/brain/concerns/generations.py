@@ -1,0 +1,291 @@
+"""Generations of a group: the next one is published where the members have to be others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.concerns.group_splits import StepSplits
+from everstep.brain.events import InstructionType, Note, PublishGroup, StopProcess
+from everstep.brain.group import STOP_AFTER_S, Inputs, Leaver, Stint, Void
+from everstep.brain.job import Phase
+from everstep.model.decision import Decision
+from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.member import Role
+from everstep.model.reasons import LeaveReason
+from everstep.model.shard import lease_no
+from everstep.policies.groups import FORM_GRACE_S, absent_words, admitted, hold_words, quiet_s, ready_to_form
+
+LOST_REMEMBERED = 256
+
+
+class Generations(GroupPart):
+    """Publishes generations, and begins new lines of states."""
+
+    __slots__ = ("_splits",)
+
+    def __init__(self, facts: GroupFacts, splits: StepSplits) -> None:
+        super().__init__(facts)
+        self._splits = splits
+
+    def settle(self, at: float) -> list[InstructionType]:
+        """Publish the next generation if there has to be one."""
+        books, job = self.books, self.job
+        if job.over:
+            return []
+        group, force = books.group, books.force
+        members = group.members if group is not None else ()
+        staying = [m for m in members if self.facts.living(m.slot, m.incarnation) is not None]
+        lost = [m for m in members if self.facts.living(m.slot, m.incarnation) is None]
+        synced = [] if self.facts.void else self.facts.newcomers(True)
+        held = group is not None and bool(group.hold)
+        copies: list[GroupMember] = []
+        if self.facts.data_done() and any(map(self.facts.has_the_end, members)):
+            # Members are behind their last loop: who is not in it with them for certain copies what they end with.
+            synced, copies = [], [m for m in staying if not self.facts.holds(m)]
+            staying = [m for m in staying if self.facts.holds(m)]
+            if copies:
+                books.broken = books.generations
+                force = force or "the others have come to the end of their scripts"
+        if not force and not synced and not held and self.facts.all_over(members):
+            if staying:
+                return []
+            if self.duty.done:
+                return [*self._dismiss(), *self.send_home()]
+        self.facts.lose((m.slot, m.incarnation) for m in lost)
+        leavers = [x.member for x in books.leavers]
+        self._keep_the_last([m for m in (*staying, *leavers) if self.facts.holds(m)])
+        if not self.facts.goes_on(members):
+            return [] if self.facts.void else self._form(at)
+        if not any(map(self.facts.holds, staying)) and not synced:
+            staying += [m for m in leavers if self.facts.holds(m)]  # they have the only state
+        here = set(staying)
+        synced = [m for m in synced if m not in here]
+        wanted = [m for m in staying if not self.facts.leaves(m)]
+        handed_on = bool(wanted or synced or self._awaited() or self.facts.saving) and not self.facts.void
+        if handed_on and not any(map(self.facts.holds, wanted)):
+            # One who has the state stays until somebody else has it for certain, or a checkpoint.
+            keeper = next((m for m in staying if self.facts.holds(m)), None)
+            wanted = [m for m in staying if m is keeper or not self.facts.leaves(m)]
+        wanted = admitted(wanted, synced, job.spec.logical_workers)
+        hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
+        if wanted and self.facts.data_done():
+            hold = ""  # nothing is left to wait for
+        assert group is not None
+        if tuple(wanted) == members and hold == group.hold and not force:
+            books.due_at = 0.0
+            return []
+        if at < books.quiet_until:
+            books.due_at = books.quiet_until
+            return []
+        return self._publish(at, group, wanted, lost, hold, force, copies)
+
+    def _keep_the_last(self, holders: list[GroupMember]) -> None:
+        """Who was to be replaced (by a policy) stays if it has the only state now: its replacement comes only when it
+        has gone, and could get the state from nobody."""
+        seats = [self.members.workers[m.slot] for m in holders]
+        if seats and all(seat.stopping and seat.avoid is not None for seat in seats):
+            seats[0].stopping, seats[0].avoid = False, None
+
+    def _awaited(self) -> bool:
+        """Whether a process is on its way that could take over the state of those who leave."""
+        return any(
+            seat.running and not seat.stopping and not self.facts.has_left(seat) and not self.facts.trains(seat)
+            for seat in self.members.workers.values()
+        )
+
+    def _publish(
+        self,
+        at: float,
+        old: Group,
+        wanted: list[GroupMember],
+        lost: list[GroupMember],
+        hold: str,
+        force: str,
+        copies: list[GroupMember],
+    ) -> list[InstructionType]:
+        books = self.books
+        new, before = set(wanted), set(old.members)
+        came = [m for m in wanted if m not in before]
+        for m in copies:
+            books.entered.pop(m.slot, None)
+            if (ask := books.asked.get(m.slot)) is not None:
+                ask.synced = 0
+        gone = {*lost, *copies}
+        left = [m for m in old.members if m not in new and m not in gone]
+        generation = books.generations + 1
+        returned = {x.member for x in books.leavers if x.member in new}
+        leavers = [x for x in books.leavers if x.member not in new]
+        for m in came:
+            if m not in returned:
+                books.entered[m.slot] = (m.incarnation, generation)
+        for m in left:
+            leavers.append(Leaver(m.slot, m.incarnation, generation, m))
+            if (ask := books.asked.get(m.slot)) is not None:
+                ask.synced = 0  # should it want to come back
+        self.facts.set_leavers(leavers)
+        group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
+        books.quiet_until = at + quiet_s(len(wanted))
+        words = [f"lost {_names(lost)}"] if lost else []
+        words += [f"{_names(came)} entered"] if came else []
+        words += [f"{_names(left)} left"] if left else []
+        words += [force] if force and not words else []
+        words += [f"on hold: {hold}"] if hold else (["goes on"] if old.hold else [])
+        why = f"{'; '.join(words) or 'again'}: {_workers(len(wanted))} from step {books.step} on"
+        rejected = ("wait for the lost one: nobody could train meanwhile",) if lost else ()
+        return [PublishGroup(group, self._why(f"group {generation}", why, rejected))]
+
+    def _why(self, action: str, reason: str, rejected: tuple[str, ...] = ()) -> Decision:
+        books = self.books
+        size = books.group.size if books.group is not None else 0
+        inputs: Inputs = {"generation": books.generations, "members": size, "step": books.step}
+        return Decision(action, reason, inputs, rejected)
+
+    def _next(self, members: tuple[GroupMember, ...], hold: str, begin: Mark, restore: int, origin: int) -> Group:
+        books, job = self.books, self.job
+        split = self._splits.carried(members)
+        books.generations += 1
+        books.due_at, books.force = 0.0, ""
+        books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
+        books.group = Group(
+            generation=books.generations,
+            members=members,
+            lost=tuple((g.slot, g.incarnation) for g in books.gone),
+            hold=hold,
+            begin=begin,
+            restore=restore,
+            origin=origin,
+            split=split,
+            lease=lease_no(job.master_incarnation, books.generations),
+            broken=books.broken,
+        )
+        books.group = msgspec.structs.replace(books.group, joining=self.facts.joining())
+        return books.group
+
+    def _form(self, at: float) -> list[InstructionType]:
+        """Nobody has a state: begin a group with those who are there, once they are enough."""
+        books, job = self.books, self.job
+        there = self.facts.newcomers(False, members=True)
+        out = self._dismiss()
+        if not there or self.facts.committing:
+            books.due_at = 0.0
+            return out
+        if self.facts.data_done() and self.duty.done:
+            return out + self.send_home()
+        if self.facts.data_done() and any(
+            self.facts.living(slot, life) is not None for slot, life in books.passed.items()
+        ):
+            return out  # (their scripts are behind the loop with what all had: perhaps the chief's)
+        seats = self.members.workers.values()
+        expected = {s.member.slot for s in seats if s.running and not s.stopping and not self.facts.has_left(s)}
+        least = job.spec.min_workers
+        if books.too_few != (too_few := len(there) < max(1, least)):
+            books.too_few, books.due_at = too_few, 0.0
+        due_at = books.due_at
+        now, books.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
+        absent = absent_words(expected - {m.slot for m in there})
+        if not now:
+            if too_few and 0 < due_at <= at:
+                words = f"{len(there)} of at least {least} workers are there"
+                words += f"; they wait for {absent}" if absent else "; nobody else has been started yet"
+                out.append(Note("job", Decision("group waits", words, {"there": len(there), "least": least})))
+            return out
+        first = books.group is None
+        self.duty.undone()  # (what a chief's script ended with was of a line that is no more)
+        books.passed = {}
+        begin, restore = self.facts.start
+        out += self._void(begin, restore)
+        if job.phase is Phase.STARTING:
+            job.phase = Phase.TRAINING
+        for ask in books.asked.values():
+            ask.synced = 0
+        members = admitted(there, [], job.spec.logical_workers)[: job.spec.logical_workers or None]
+        books.origin = books.generations + 1
+        books.entered = {m.slot: (m.incarnation, books.origin) for m in members}
+        hold = hold_words(len(members), job.spec.min_workers)
+        group = self._next(tuple(members), hold, begin, restore, books.origin)
+        place = f"step {begin.step}" + (f", from checkpoint {restore}" if restore else "")
+        words = f"{len(members)} of {job.workers_wanted} workers begin at {place}"
+        if absent:
+            words += f", without {absent}: not there within {FORM_GRACE_S:g} s"
+        if not first:
+            words = f"nobody of the last group is left: {words}"
+        return [*out, PublishGroup(group, self._why(f"group {group.generation}", words))]
+
+    def _dismiss(self) -> list[InstructionType]:
+        """Whoever was to leave the last group has nothing to leave any more."""
+        books = self.books
+        self.facts.set_leavers([])
+        told = {(slot, incarnation) for slot, incarnation in books.dismissed}
+        going = [s.member for s in self.members.workers.values() if s.running and s.stopping]
+        out: list[InstructionType] = []
+        for m in going:
+            if (m.slot, m.incarnation) not in told:
+                why = Decision("stop", "the group that it was to leave is no more")
+                out.append(StopProcess(m.node, Role.WORKER, m.slot, m.incarnation, STOP_AFTER_S, why))
+        books.dismissed = [[m.slot, m.incarnation] for m in going]
+        return out
+
+    def _void(self, begin: Mark, restore: int) -> list[InstructionType]:
+        """Steps from ``begin`` on do not count any more."""
+        books = self.books
+        last = books.step - 1
+        self.fall_back(begin)
+        if last < begin.step:
+            return []
+        books.voids.append(Void(books.generations + 1, begin.step, last, restore))
+        source = f"checkpoint {restore}" if restore else "the beginning: there is no checkpoint"
+        words = f"every state was lost; steps {begin.step}..{last} are done again, from {source}"
+        inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
+        return [Note("", Decision("steps void", words, inputs))]
+
+    def fall_back(self, begin: Mark) -> None:
+        """Be at ``begin``, as if what came after it had never been."""
+        books = self.books
+        books.step = begin.step
+        books.stints = [s for s in books.stints if s.first < begin.step]
+        cursors: dict[int, tuple[int, int]] = {}
+        for stint in books.stints:
+            cursors[stint.dataset] = stint.end
+        if begin != Mark():
+            cursors[begin.dataset] = (begin.epoch, begin.position)
+            if books.stints and books.stints[-1].dataset == begin.dataset:
+                books.stints[-1].end = (begin.epoch, begin.position)
+            else:
+                books.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
+        books.cursors = cursors
+        books.boundaries = {}
+        kept = [s for s in books.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
+        books.skips = kept
+        for dataset in self.shards.datasets:
+            epoch, position = cursors.get(dataset.number, (0, 0))
+            mine = [(s.epoch, s.hi - s.lo) for s in kept if s.dataset == dataset.number]
+            skipped: dict[int, int] = {}
+            for number, samples in mine:
+                skipped[number] = skipped.get(number, 0) + samples
+            self.shards.fall_back(dataset.number, epoch, position, skipped)
+
+    def send_home(self) -> list[InstructionType]:
+        """The data is done and somebody's script ended well: a newcomer could only end without the trained state."""
+        out: list[InstructionType] = []
+        for slot in sorted(self.books.asked):
+            ask = self.books.asked[slot]
+            seat = self.facts.living(slot, ask.incarnation)
+            behind = ask.leaving is LeaveReason.DONE or self.books.passed.get(slot) == ask.incarnation
+            if seat is None or seat.stopping or behind:
+                continue
+            seat.stopping = True
+            m = seat.member
+            self.books.dismissed.append([m.slot, m.incarnation])
+            why = Decision("stop", "all steps are committed and nobody is left to give it the state")
+            out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, STOP_AFTER_S, why))
+        return out
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
+def _names(members: list[GroupMember]) -> str:
+    names = [f"worker:{m.slot}" for m in members]
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"

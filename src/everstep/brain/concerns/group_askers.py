@@ -1,0 +1,111 @@
+"""What workers ask of their group: to enter, to follow, to leave."""
+
+from __future__ import annotations
+
+from everstep.brain.concerns.committed_steps import CommittedSteps
+from everstep.brain.concerns.generations import Generations
+from everstep.brain.concerns.group_facts import GroupFacts, GroupPart
+from everstep.brain.events import GroupAsked, InstructionType, Refused
+from everstep.brain.group import Asker
+from everstep.brain.members import SlotRecord
+from everstep.model.member import Role
+from everstep.model.reasons import LeaveReason
+
+
+class GroupAskers(GroupPart):
+    """Keeps who asked for what."""
+
+    __slots__ = ("_generations", "_steps")
+
+    def __init__(self, facts: GroupFacts, generations: Generations, steps: CommittedSteps) -> None:
+        super().__init__(facts)
+        self._generations, self._steps = generations, steps
+
+    def asks(self, seat: SlotRecord, e: GroupAsked) -> Refused | None:
+        """A worker is in its loop. Returns why not."""
+        books, shards, m = self.books, self.shards, seat.member
+        if not 0 <= e.dataset < len(shards.datasets):
+            return Refused(f"dataset {e.dataset} is not registered")
+        if e.batch_samples < 1:
+            return Refused(f"batch size {e.batch_samples}: must be at least 1")
+        for there, other in sorted(books.asked.items()):
+            if there == m.slot or self.facts.living(there, other.incarnation) is None or other.dataset != e.dataset:
+                continue
+            if other.batch_samples != e.batch_samples:
+                return Refused(
+                    f"batch size {e.batch_samples} in worker:{m.slot}, but {other.batch_samples} in worker:{there}; "
+                    "every worker must use the same"
+                )
+        dataset = shards.datasets[e.dataset]
+        dataset.epochs_known = max(dataset.epochs_known, e.until_epoch)
+        known = books.asked.get(m.slot)
+        ask = Asker(m.incarnation, e.dataset, e.until_epoch, e.batch_samples, e.address, e.mark)
+        if known is not None and known.incarnation == m.incarnation:
+            ask.synced = known.synced
+            ask.leaving = known.leaving if self.facts.member(seat) or seat.stopping else LeaveReason.STAYS
+        books.asked[m.slot] = ask
+        return None
+
+    def over_for(self, seat: SlotRecord, e: GroupAsked) -> bool:
+        """Whether the loop of an asker that has the newest state, and is in no group, is over."""
+        newest = self.books.cursor(e.dataset)
+        has_it = e.mark is not None and e.mark.step >= newest.step
+        return has_it and not self.facts.void and not self.facts.member(seat) and newest.epoch >= e.until_epoch
+
+    def told_over(self, seat: SlotRecord) -> None:
+        """This asker hears that its loop is over. What it had said of following the group comes to nothing: in a group
+        it would wait for members that end."""
+        self.books.passed[seat.member.slot] = seat.member.incarnation
+        ask = self.facts.ask_of(seat)
+        if ask is not None:
+            ask.over = True
+
+    def too_late(self, e: GroupAsked) -> list[InstructionType]:
+        """An asker lacks steps, all is trained, and whoever had those has ended well: it came into a group that the
+        others never changed over to."""
+        behind = e.mark is None or e.mark.step < self.books.step
+        members = self.books.group.members if self.books.group is not None else ()
+        left = [*members, *(x.member for x in self.books.leavers)]
+        if (
+            not self.duty.done
+            or not behind
+            or self.facts.void
+            or any(map(self.facts.holds, left))
+            or not self.facts.all_over(members)
+        ):
+            return []
+        return self._generations.send_home()
+
+    def synced(self, seat: SlotRecord, generation: int) -> list[InstructionType]:
+        """A newcomer follows the group of ``generation``; or a member of that has met the others, and the journal has
+        all that it had committed before."""
+        books, m = self.books, seat.member
+        group = books.group
+        me = [x for x in group.members if (x.slot, x.incarnation) == (m.slot, m.incarnation)] if group else []
+        if group is not None and me:
+            met = generation == group.generation > books.confirmed and not self.facts.void and self.facts.holds(me[0])
+            return self._steps.confirm(generation) if met else []
+        ask = self.facts.ask_of(seat)
+        if ask is not None and generation >= self.books.origin:
+            ask.synced = max(ask.synced, generation)
+        return []
+
+    def asks_to_leave(self, seat: SlotRecord, reason: LeaveReason) -> None:
+        ask = self.facts.ask_of(seat)
+        if ask is not None:
+            ask.leaving = reason if reason is LeaveReason.DONE else ask.leaving or reason or LeaveReason.ASKED
+
+    def ended(self, seat: SlotRecord, clean: bool) -> None:
+        """A process is no more, or is declared lost. ``clean``: it left by itself, as it was told to."""
+        books, m = self.books, seat.member
+        if m.role is not Role.WORKER:
+            return
+        ask = books.asked.get(m.slot)
+        if ask is not None and ask.incarnation == m.incarnation:
+            del books.asked[m.slot]
+        if self.facts.leaver(seat) is None:
+            return
+        self.facts.set_leavers([x for x in books.leavers if (x.slot, x.incarnation) != (m.slot, m.incarnation)])
+        if not clean:
+            self.facts.lose([(m.slot, m.incarnation)])
+            books.force = f"{m.key} was lost before it had left"

@@ -1,0 +1,267 @@
+"""What follows from what is known of a group: who is in it, who has its state, who may enter or leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from everstep.brain.checkpoints import Checkpoints, replica_start
+from everstep.brain.duty import Duty
+from everstep.brain.events import Grouped, Reply
+from everstep.brain.group import Asker, Groups, Leaver, LostMember
+from everstep.brain.job import JobState
+from everstep.brain.members import Members, SlotRecord
+from everstep.brain.protection import Protection
+from everstep.brain.shards import Shards
+from everstep.ids import Incarnation, Slot
+from everstep.model.group import Group, GroupMember, Mark
+from everstep.model.member import Role
+from everstep.model.reasons import LeaveReason
+
+
+class GroupFacts:
+    """Reads :class:`Groups`, for all that change it and for displays."""
+
+    __slots__ = ("_leaving", "_protection", "books", "checkpoints", "duty", "job", "members", "shards")
+
+    def __init__(
+        self,
+        job: JobState,
+        members: Members,
+        shards: Shards,
+        books: Groups,
+        duty: Duty,
+        checkpoints: Checkpoints,
+        protection: Protection,
+    ) -> None:
+        self.job, self.members, self.shards, self.books, self.duty = job, members, shards, books, duty
+        self.checkpoints, self._protection = checkpoints, protection
+        self._leaving: dict[tuple[Slot, Incarnation], Leaver] | None = None  # of the books, by process; None: changed
+
+    @property
+    def start(self) -> tuple[Mark, int]:
+        """Where a new line begins: the mark, and the checkpoint that has it."""
+        return replica_start(self.checkpoints)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written: who has the only state stays for it."""
+        return self.checkpoints.writing is not None
+
+    @property
+    def committing(self) -> bool:
+        """Whether a manifest is being written, and so is about to be the newest: no line begins from an older one."""
+        return self.checkpoints.writing is not None and self.checkpoints.writing.manifest is not None
+
+    @property
+    def void(self) -> bool:
+        """Whether buckets of its tables go back to what is older than the group's state, as soon as all who have that
+        have ended: nobody may copy it."""
+        return bool(self._protection.ending)
+
+    def living(self, slot: Slot, incarnation: Incarnation) -> SlotRecord | None:
+        return self.members.current(Role.WORKER, slot, incarnation)
+
+    def ask_of(self, seat: SlotRecord) -> Asker | None:
+        """What this process asked; None: nothing, or a process before it in its slot did."""
+        ask = self.books.asked.get(seat.member.slot)
+        return ask if ask is not None and ask.incarnation == seat.member.incarnation else None
+
+    def member(self, seat: SlotRecord) -> bool:
+        """Whether this process is in the group published last."""
+        group, m = self.books.group, seat.member
+        return m.role is Role.WORKER and group is not None and group.rank(m.slot, m.incarnation) >= 0
+
+    def trains(self, seat: SlotRecord) -> bool:
+        """Whether this process may be in the midst of a step: in the group, or on its way out of it."""
+        m = seat.member
+        if m.role is not Role.WORKER or (self.leaver(seat) is None and not self.member(seat)):
+            return False
+        return [m.slot, m.incarnation] not in self.books.dismissed
+
+    def leaver(self, seat: SlotRecord) -> Leaver | None:
+        """What is noted of this process while it is on its way out of the group."""
+        return self.leaving_now().get((seat.member.slot, seat.member.incarnation))
+
+    def leaving_now(self) -> dict[tuple[Slot, Incarnation], Leaver]:
+        """Asked for every member after most events: a search each time would cost the square of their number."""
+        if self._leaving is None:
+            self._leaving = {(x.slot, x.incarnation): x for x in self.books.leavers}
+        return self._leaving
+
+    def set_leavers(self, leavers: list[Leaver]) -> None:
+        self.books.leavers, self._leaving = leavers, None
+
+    def left_to_wait(self, seat: SlotRecord) -> bool:
+        """Whether this process is on its way out of the group into one that is on hold: no step will say that all the
+        others have changed over. (Who asks is in no group that works, or has a new master.)"""
+        group = self.books.group
+        return self.leaver(seat) is not None and group is not None and bool(group.hold)
+
+    def holds(self, m: GroupMember) -> bool:
+        """Whether this member lives, and has the state that the journal tells of (see the top of this file)."""
+        books = self.books
+        life, generation = books.entered.get(m.slot, (Incarnation(0), 0))
+        if life != m.incarnation or self.living(m.slot, m.incarnation) is None:
+            return False
+        return generation == books.origin or generation <= books.confirmed
+
+    def goes_on(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether the line does: somebody has the state that the journal tells of, and somebody each step behind it."""
+        return any(map(self.holds, members)) or self._leads_on(members)
+
+    def _leads_on(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether nobody is beyond the state of one on its way out by steps that nobody left can tell of: those who
+        only copied theirs may be, where all of them came after it had left."""
+        entered = self.books.entered
+        staying = [m.slot for m in members if self.living(m.slot, m.incarnation) is not None]
+        first = min((entered[slot][1] for slot in staying if slot in entered), default=0)
+        return any(self.holds(x.member) and first <= x.generation for x in self.books.leavers)
+
+    def joining(self) -> tuple[GroupMember, ...]:
+        """Living workers that asked and are not in the group, by slot."""
+        return tuple(self.newcomers(False))
+
+    def last_ones_leave(self) -> bool:
+        """Whether everybody who has the state was asked to go, before the data is done."""
+        group = self.books.group
+        holders = [m for m in group.members if self.holds(m)] if group is not None else []
+        return bool(holders) and all(map(self.leaves, holders)) and not self.data_done()
+
+    def view(self) -> Group | None:
+        """The group published last, with who is joining now; None: nobody of it is left."""
+        group = self.books.group
+        if group is None or self.void or not self.goes_on(group.members):
+            return None
+        over = self.data_done() and any(map(self.has_the_end, group.members))
+        return msgspec.structs.replace(group, joining=self.joining(), over=over)
+
+    def words(self, seat: SlotRecord) -> str:
+        """What a worker is in the group, for displays: ``rank 2``, ``joining``, ``leaving``; "" if nothing."""
+        group, m = self.books.group, seat.member
+        rank = group.rank(m.slot, m.incarnation) if group is not None else -1
+        if not seat.running or m.role is not Role.WORKER:
+            return ""
+        if rank >= 0:
+            return f"rank {rank}"
+        if self.trains(seat):
+            return "leaving"
+        if self.ask_of(seat) is None:
+            return ""
+        return "joining" if group is not None else "waits for the group"
+
+    def data_done(self) -> bool:
+        """Whether every epoch that was asked for is committed."""
+        datasets = [d for d in self.shards.datasets if d.epochs_known]
+        return bool(datasets) and all(self.books.cursors.get(d.number, (0, 0))[0] >= d.epochs_known for d in datasets)
+
+    def newcomers(self, synced: bool, members: bool = False) -> list[GroupMember]:
+        """Living workers that asked and do not want to leave. ``synced``: only those that have followed the group;
+        ``members``: also those in the group."""
+        out: list[GroupMember] = []
+        group = self.books.group
+        inside = {(m.slot, m.incarnation) for m in group.members} if group is not None and not members else set()
+        for slot, ask in sorted(self.books.asked.items()):
+            seat = self.living(slot, ask.incarnation)
+            if seat is None or seat.stopping or ask.leaving or ask.over or (slot, ask.incarnation) in inside:
+                continue
+            if not synced or (ask.synced and ask.synced >= self.books.origin):
+                out.append(self._as_member(seat, ask))
+        return out
+
+    def _as_member(self, seat: SlotRecord, ask: Asker) -> GroupMember:
+        m = seat.member
+        return GroupMember(m.slot, m.incarnation, m.node, ask.address)
+
+    def grouped(self, dataset: int) -> Reply:
+        return Reply(Grouped(self.view(), self.books.cursor(dataset)))
+
+    def steps_on(self) -> bool:
+        """Whether members have surely committed more than was told, which is so while they train: they tell it every
+        50 ms, and take less for most steps."""
+        books = self.books
+        group = books.group
+        trains = group is not None and bool(group.members) and not group.hold and not self.data_done()
+        return trains and books.confirmed >= books.origin
+
+    def said_done(self, seat: SlotRecord) -> bool:
+        """Whether this process told that its script came to its end, with all data trained."""
+        m = seat.member
+        return self.has_ended(seat) and self.data_done() and self.living(m.slot, m.incarnation) is not None
+
+    def end_is_lost(self) -> bool:
+        """Whether all data was trained, and nobody is left who has, or copied, the state of then."""
+        group, living = self.books.group, self.living
+        if group is None or self.void or not self.data_done() or self.goes_on(group.members):
+            return False
+        return not any(living(slot, life) is not None for slot, life in self.books.passed.items())
+
+    def has_ended(self, seat: SlotRecord) -> bool:
+        """Whether this process told that its script came to its end."""
+        ask = self.ask_of(seat)
+        return ask is not None and ask.leaving is LeaveReason.DONE
+
+    def has_state(self, seat: SlotRecord) -> bool:
+        """Whether this process has the state of all committed steps for certain."""
+        group, m = self.books.group, seat.member
+        life = (m.slot, m.incarnation)
+        known = [group.members[rank]] if group is not None and (rank := group.rank(*life)) >= 0 else []
+        if (leaver := self.leaving_now().get(life)) is not None:
+            known.append(leaver.member)
+        return not self.void and any(map(self.holds, known))
+
+    def ended_well(self, seat: SlotRecord) -> bool:
+        """Of one that ended with status 0 though it was to leave: whether its script had come to its end before."""
+        return self.said_done(seat) or (self.data_done() and self.member(seat) and self.trains(seat))
+
+    def lose(self, lives: Iterable[tuple[Slot, Incarnation]]) -> None:
+        books = self.books
+        known = {(g.slot, g.incarnation) for g in books.gone}
+        for slot, incarnation in lives:
+            if (slot, incarnation) not in known:
+                known.add((slot, incarnation))
+                books.gone.append(LostMember(slot, incarnation, books.generations + 1))
+
+    def all_over(self, members: tuple[GroupMember, ...]) -> bool:
+        """Whether the last step is committed, and nobody can miss those of the group that are not there any more."""
+        return bool(members) and self.data_done() and all(self._well(m) for m in members)
+
+    def _well(self, m: GroupMember) -> bool:
+        """Whether it lives, or its script ended well."""
+        seat = self.members.workers.get(m.slot)
+        return seat is not None and seat.member.incarnation == m.incarnation and (seat.running or seat.finished)
+
+    def leaves(self, m: GroupMember) -> bool:
+        seat, ask = self.living(m.slot, m.incarnation), self.books.asked.get(m.slot)
+        leaving = ask is not None and ask.incarnation == m.incarnation and bool(ask.leaving)
+        return seat is None or seat.stopping or (leaving and not self.has_the_end(m))
+
+    def has_the_end(self, m: GroupMember) -> bool:
+        """Whether this member's script has come to its end with the final state, which it keeps for a new chief."""
+        seat = self.living(m.slot, m.incarnation)
+        kept = seat is not None and not seat.stopping and self.has_ended(seat) and self.holds(m)
+        return kept and not self.duty.done and self.data_done()
+
+    def samples(self) -> int:
+        """Of one whole step of the group published last; 0: there is none."""
+        group, spec = self.books.group, self.job.spec
+        if group is None:
+            return 0
+        ask = self.books.asked
+        batch = max((a.batch_samples for a in ask.values()), default=1)
+        return batch * (spec.logical_workers or (group.size if spec.strategy == "elastic" else spec.workers))
+
+    def has_left(self, seat: SlotRecord) -> bool:
+        ask = self.ask_of(seat)
+        return ask is not None and bool(ask.leaving)
+
+
+class GroupPart:
+    """Base of what changes :class:`Groups`."""
+
+    __slots__ = ("books", "duty", "facts", "job", "members", "shards")
+
+    def __init__(self, facts: GroupFacts) -> None:
+        self.facts, self.books, self.job = facts, facts.books, facts.job
+        self.members, self.shards, self.duty = facts.members, facts.shards, facts.duty
