@@ -1,1 +1,1 @@
-"""One per node: starts, watches and stops processes."""
+"""Starts, watches and stops the processes of one node."""

@@ -1,4 +1,4 @@
-"""One node's agent: starts what the master orders, keeps it apart, tells what ended, leaves nothing behind.
+"""Runs one node's agent: it starts what the master orders, keeps it apart, tells what ended, leaves nothing behind.
 
 One loop in the main thread owns every process (the kernel ties a child's life to the thread that started it). It
 waits on pidfds, the template's socketpair and a wake-up socket; the control client's thread, the reporter and signal
@@ -86,7 +86,7 @@ _worker_error_decoder = msgspec.json.Decoder(WorkerError)
 
 
 class ControlPort(Protocol):
-    """What the agent needs of ``net.control.ControlClient``."""
+    """Is what the agent needs of ``net.control.ControlClient``."""
 
     def call(self, request: RequestType, timeout_s: float) -> Answered: ...
 
@@ -103,7 +103,7 @@ class ControlPort(Protocol):
 
 
 class JobOutcome(msgspec.Struct, frozen=True):
-    """How the job ended. ``detail``: the failed script's traceback, and which log holds more."""
+    """Says how the job ended. ``detail``: the failed script's traceback, and which log holds more."""
 
     exit_code: int
     error: str = ""
@@ -112,7 +112,7 @@ class JobOutcome(msgspec.Struct, frozen=True):
 
 
 class Running(msgspec.Struct):
-    """One process that the master ordered, until its end is acknowledged."""
+    """Is one process that the master ordered, until its end is acknowledged."""
 
     role: Role
     slot: Slot
@@ -131,7 +131,7 @@ class Running(msgspec.Struct):
 
 
 class Agent:
-    """``run`` returns when the job is over and every process that this agent started has ended.
+    """Runs the processes of one node: ``run`` returns when the job is over and every process that it started has ended.
 
     ``connect(agent)`` makes the control connection. ``say(text)`` shows a line to people. ``prepare`` fills the run
     directory (secret, job.json) while the template already starts."""
@@ -155,7 +155,8 @@ class Agent:
         zone: str = "",
         market: Market | None = None,
     ) -> None:
-        """``notices``: who is asked whether this node goes away. ``returns``: how often it was emptied, and stayed."""
+        """Take ``notices``, who is asked whether this node goes away, and ``returns``, how often it was emptied, and
+        stayed. ``returns``: how often it was emptied, and stayed."""
         self.spec = spec
         self.run_dir = run_dir.resolve()
         self.node = node
@@ -204,7 +205,7 @@ class Agent:
     # ------------------------------------------------------------ the loop
 
     def run(self) -> JobOutcome:
-        """Until the job is over here. Call it in the main thread. Leaves no process behind, whatever happens."""
+        """Run until the job is over here. Call it in the main thread. Leaves no process behind, whatever happens."""
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._woken)
         reporter = threading.Thread(target=self._report_loop, name="agent-reports", daemon=True)
         self._watch_parent()
@@ -271,7 +272,7 @@ class Agent:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_no), job))
 
     def log(self, text: str) -> None:
-        """A line in logs/agent.log."""
+        """Write a line into logs/agent.log."""
         stamp = time.strftime("%H:%M:%S") + f".{int(time.time() * 1000) % 1000:03d}"
         with contextlib.suppress(OSError), open(self._log_path, "a", opener=private) as out:
             out.write(f"{stamp} {escaped_lines(text)}\n")
@@ -296,7 +297,7 @@ class Agent:
         return old
 
     def _watch_parent(self) -> None:
-        """Whoever started us is gone: stop. Not under nohup, nor where the parent is init."""
+        """Stop if the process that started us is gone. Not under nohup, nor where the parent is init."""
         parent = os.getppid()
         if parent <= 1 or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             return
@@ -479,7 +480,8 @@ class Agent:
             self._after(LOOK_S, self._look_at_disk)
 
     def _look_for_hung_master(self) -> None:
-        """On the master's node: one that hangs (stopped, or its disk does) is not seen by its end."""
+        """Look, on the master's node, for a master that hangs (stopped, or its disk does): it is not seen by its
+        end."""
         if self._leaving:
             return
         assert self.client is not None
@@ -627,7 +629,7 @@ class Agent:
     # ------------------------------------------------------------ orders
 
     def on_order(self, order: OrderType) -> None:
-        """From the control client's thread."""
+        """Take an order, from the control client's thread."""
         if isinstance(order, FinishJob | Note):
             order = shown(order)
         self.post(lambda: self._obey(order))
@@ -650,7 +652,8 @@ class Agent:
                 pass
 
     def _hit(self, order: Hit) -> None:
-        """A drill (``everstep chaos``). What was stopped goes on after ``stop_s``, whatever becomes of the master."""
+        """Do a drill (``everstep chaos``). What was stopped goes on after ``stop_s``, whatever becomes of the
+        master."""
         entry = self._running.get((order.role, order.slot))
         if entry is None or entry.incarnation != order.incarnation or entry.pidfd < 0 or entry.status is not None:
             return
@@ -720,7 +723,7 @@ class Agent:
         self._terminate(entry, order.grace_s)
 
     def _terminate(self, entry: Running, grace_s: float) -> None:
-        """SIGTERM now, SIGKILL after ``grace_s`` seconds."""
+        """Send SIGTERM now, and SIGKILL after ``grace_s`` seconds."""
         entry.ending = True
         if entry.pid == 0:
             self._ended(entry, -signal.SIGTERM)  # never forked; should it come yet, it is killed at once
@@ -768,7 +771,7 @@ class Agent:
             job()
 
     def _report(self, entry: Running, report: ProcessExited) -> None:
-        """Until the master has it (it may be restarting); harmless when said twice."""
+        """Report until the master has it (it may be restarting); a report said twice is harmless."""
         while not self._closed:
             assert self.client is not None
             try:
@@ -786,7 +789,7 @@ class Agent:
         self.post(lambda: None)
 
     def hello(self) -> NodeJoined:
-        """What runs here, and what ended and was not taken note of yet. From the control client's thread."""
+        """Return what runs here, and what ended and was not taken note of yet. From the control client's thread."""
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
         places = self.worker_places, self.ps_places
@@ -885,7 +888,7 @@ class Agent:
             self._master.signal(signo)
 
     def _kill_all(self) -> None:
-        """SIGKILL whatever this agent started, and see that it is gone."""
+        """Send SIGKILL to all that this agent started, and see that it is gone."""
         for entry in list(self._running.values()):
             if entry.status is None:
                 self._kill(entry)
@@ -918,13 +921,13 @@ class Agent:
 
 
 def free_number(taken: Iterable[int]) -> int:
-    """The lowest from 0 that is not taken: whoever comes for one that was lost gets its number."""
+    """Return the lowest number from 0 that is not taken: a process in the place of a lost one gets its number."""
     held = set(taken)
     return next(n for n in range(len(held) + 1) if n not in held)
 
 
 def describe_status(status: int) -> str:
-    """``signal 9 (SIGKILL)`` or ``exit code 1``."""
+    """Return ``signal 9 (SIGKILL)`` or ``exit code 1``."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"signal {-status} ({signal.Signals(-status).name})"
@@ -937,7 +940,7 @@ def error_path(run_dir: Path, slot: int) -> Path:
 
 
 def read_worker_error(run_dir: Path, entry: Running) -> WorkerError | None:
-    """What the script of this incarnation raised, if it did."""
+    """Return what the script of this incarnation raised, if it did."""
     try:
         found = _worker_error_decoder.decode(error_path(run_dir, entry.slot).read_bytes())
     except (OSError, *MALFORMED):
@@ -946,7 +949,7 @@ def read_worker_error(run_dir: Path, entry: Running) -> WorkerError | None:
 
 
 def last_error_line(log: Path, any_line: bool = False) -> str:
-    """The last line that begins with ``everstep:`` among the last ones of a log; "" if there is none."""
+    """Return the last line that begins with ``everstep:`` among the last ones of a log; "" if there is none."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, log.stat().st_size - 8192))

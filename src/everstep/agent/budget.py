@@ -1,4 +1,4 @@
-"""How often something that keeps dying is started again. Pure: time is passed in."""
+"""Decides how often something that keeps dying is started again. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import msgspec
 
 
 class RestartBudget(msgspec.Struct):
-    """First restart at once, then with growing pauses; no more after ``limit`` deaths without ``calm_s`` of life."""
+    """Allows the first restart at once, then with growing pauses; no more after ``limit`` deaths without ``calm_s`` of
+    life."""
 
     limit: int = 10
     calm_s: float = 10.0
@@ -15,7 +16,7 @@ class RestartBudget(msgspec.Struct):
     deaths: int = 0  # in a row, without a calm life between them
 
     def died(self, lived_s: float) -> float | None:
-        """Seconds to wait before the next start; None: give up."""
+        """Return seconds to wait before the next start; None: give up."""
         self.deaths = 1 if lived_s >= self.calm_s else self.deaths + 1
         if self.deaths >= self.limit:
             return None

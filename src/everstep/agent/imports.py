@@ -13,7 +13,7 @@ _MAX_FILES = 64  # local modules followed
 
 
 def script_imports(script: Path) -> list[str]:
-    """Dotted names of installed (or standard) modules that ``script`` and its local modules import, in order.
+    """Return dotted names of installed (or standard) modules that ``script`` and its local modules import, in order.
 
     Local modules (beside the script) are followed but never named: they may change, and must run in the worker.
     Unreadable or malformed files give nothing: the worker will show their error."""
@@ -48,7 +48,7 @@ def _imported(path: Path) -> list[str]:
 
 
 def _statements(tree: ast.Module) -> list[ast.stmt]:
-    """Statements that run at import: not the bodies of functions, nor of ``if TYPE_CHECKING``."""
+    """Return statements that run at import: not the bodies of functions, nor of ``if TYPE_CHECKING``."""
     found: list[ast.stmt] = []
     stack: list[ast.stmt] = list(reversed(tree.body))
     while stack:
@@ -67,7 +67,7 @@ def _statements(tree: ast.Module) -> list[ast.stmt]:
 
 
 def is_installed(top: str) -> bool:
-    """Whether the top-level module is the standard library's or lies in a site-packages directory."""
+    """Return whether the top-level module is the standard library's or lies in a site-packages directory."""
     if top in sys.stdlib_module_names:
         return True
     try:

@@ -72,7 +72,7 @@ class CutOff:
 
 
 class Hung:
-    """The master of our own node. ``say_s``, ``replace_s``: without an answer for so long."""
+    """Judges the master of our own node. ``say_s``, ``replace_s``: without an answer for so long."""
 
     def __init__(self, say_s: float, replace_s: float) -> None:
         self._say_s, self._replace_s = say_s, replace_s

@@ -66,7 +66,8 @@ class RunDirLock:
 
 
 def _check_own(path: Path) -> None:
-    """ConfigError for a directory in which somebody else can make us write elsewhere: another user's, or with links."""
+    """Raise ConfigError for a directory in which another user can make us write elsewhere: another user's, or with
+    links."""
     owner = path.stat().st_uid
     if owner != os.geteuid() and os.geteuid() != 0:  # (root may be given a directory of its user, in a container)
         raise ConfigError(f"run directory {path}: belongs to another user (uid {owner}); choose another --run-dir")
@@ -82,7 +83,7 @@ def _check_own(path: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a living agent holds the run directory."""
+    """Return whether a living agent holds the run directory."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -97,14 +98,14 @@ def in_use(path: Path) -> bool:
 
 
 def disk_error(path: Path, error: OSError) -> PlatformError:
-    """One line for what the disk refused."""
+    """Return the error, in one line, for what the disk refused."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return PlatformError(f"run directory {path}: no space left on the disk; free some or choose another --run-dir")
     return PlatformError(f"run directory {path}: {error.strerror or error}; choose another --run-dir")
 
 
 def remove_sockets(path: Path) -> None:
-    """Socket files of processes that are gone. Only while holding the lock, with no process running."""
+    """Remove the socket files of processes that are gone. Only while holding the lock, with no process running."""
     folder = path / "sock"
     if folder.is_dir():
         for entry in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What an exception of a script may come from: by its type, its bases, its words and its causes."""
+"""Finds what an exception of a script may come from: by its type, its bases, its words and its causes."""
 
 from __future__ import annotations
 

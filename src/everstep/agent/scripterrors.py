@@ -14,7 +14,7 @@ _KEPT: Final = 64
 
 
 class SeenError(msgspec.Struct):
-    """``name``: of the worker. ``shown``: its traceback."""
+    """Is an error that a script raised. ``shown``: its traceback."""
 
     name: str
     error: WorkerError
@@ -33,7 +33,7 @@ class ScriptErrors:
         return f"<ScriptErrors {len(self._seen)}>"
 
     def learn(self, name: str, error: WorkerError) -> None:
-        """One that may pass is shown now; any other ends the job, and is shown then."""
+        """Take in an error: one that may pass is shown now; any other ends the job, and is shown then."""
         if error.too_large:
             return
         failure = error.failure
@@ -45,6 +45,6 @@ class ScriptErrors:
         self._seen.append(SeenError(name, error, where in self._shown))
 
     def of(self, text: str) -> SeenError | None:
-        """The first one that the end of a job speaks of."""
+        """Return the first one that the end of a job speaks of."""
         found = [seen for seen in self._seen if seen.error.line in text]
         return next((seen for seen in found if f"{seen.name}:" in text), found[0] if found else None)

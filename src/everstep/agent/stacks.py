@@ -23,7 +23,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 def stack_path(log: Path) -> Path:
-    """``logs/worker-0.log`` -> ``logs/worker-0.stack``."""
+    """Return the path of the stacks beside a log: ``logs/worker-0.log`` -> ``logs/worker-0.stack``."""
     return log.with_suffix(".stack")
 
 
@@ -61,7 +61,7 @@ def size_of(path: Path) -> int:
 
 
 def read_stacks(path: Path, start: int) -> str:
-    """What was written behind ``start``."""
+    """Return what was written behind ``start``."""
     try:
         with path.open("rb") as stream:
             stream.seek(start)
@@ -71,7 +71,7 @@ def read_stacks(path: Path, start: int) -> str:
 
 
 def main_stack(text: str) -> list[tuple[str, int, str]]:
-    """The frames (file, line, function) of the main thread, outermost first: the last that a dump shows."""
+    """Return the frames (file, line, function) of the main thread, outermost first: the last that a dump shows."""
     frames: list[tuple[str, int, str]] = []
     for line in text.splitlines():
         if line.startswith(("Thread 0x", "Current thread 0x")):
@@ -82,7 +82,7 @@ def main_stack(text: str) -> list[tuple[str, int, str]]:
 
 
 def words_of(frames: Sequence[tuple[str, int, str]], script: Path) -> tuple[str, tuple[str, ...]]:
-    """The place in a few words, and the frames as lines. ``script``: its innermost frame is named first."""
+    """Return the place in a few words, and the frames as lines. ``script``: its innermost frame is named first."""
     if not frames:
         return "", ()
     own = [f for f in frames if f[0] == str(script) or Path(f[0]).parent == script.parent]

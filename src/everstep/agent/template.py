@@ -68,7 +68,7 @@ def send(conn: socket.socket, packet: Packet) -> None:
 
 
 def receive(conn: socket.socket) -> Packet | None:
-    """The next packet; None when the other side is gone."""
+    """Return the next packet; None when the other side is gone."""
     try:
         data = conn.recv(MAX_PACKET_BYTES)
     except ConnectionError:
@@ -114,7 +114,7 @@ def warm_up() -> None:
 
 
 class Template:
-    """The loop: fork on demand, report every exit at once."""
+    """Runs the template's loop: it forks on demand and reports every exit at once."""
 
     def __init__(self, conn: socket.socket, run_dir: Path) -> None:
         self._conn = conn
@@ -124,7 +124,7 @@ class Template:
         self._poll.register(conn, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the agent is gone; then everything that it started here ends, and its sockets are removed."""
+        """Serve until the agent is gone; then everything that it started here ends, and its sockets are removed."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd != self._conn.fileno():
@@ -181,7 +181,7 @@ class Template:
 
 
 def main(argv: list[str]) -> None:
-    """``template FD RUN_DIR SCRIPT [MODULE...]``"""
+    """Run ``template FD RUN_DIR SCRIPT [MODULE...]``."""
     fd, run_dir, script, *modules = argv
     conn = socket.socket(fileno=int(fd))
     conn.set_inheritable(False)

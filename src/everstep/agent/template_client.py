@@ -1,4 +1,4 @@
-"""The agent's side of the template: start it, ask it for workers, hear of their ends."""
+"""Is the agent's side of the template: it starts it, asks it for workers, and hears of their ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SINGLE_THREADED = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MK
 
 
 class WarmTemplate:
-    """One template process. ``conn`` is readable when it has something to say, or is gone."""
+    """Is one template process. ``conn`` is readable when it has something to say, or is gone."""
 
     def __init__(self, run_dir: Path, script: Path, modules: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

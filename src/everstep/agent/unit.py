@@ -32,7 +32,7 @@ _LAST_S: Final = 60.0  # for mates whose script ends later than the leader's
 
 
 class MateWatch:
-    """The leader's thread that ends the worker with its first mate."""
+    """Is the leader's thread that ends the worker with its first mate."""
 
     def __init__(self, pids: list[int]) -> None:
         self._fds = {os.pidfd_open(pid): pid for pid in pids}
@@ -112,7 +112,8 @@ def become_unit(size: int) -> None:
 
 
 def await_fate() -> None:
-    """After an error: where another process of this worker was lost, that was the cause, and ends us too."""
+    """Wait, after an error, for what becomes of this worker: if another process of it was lost, that was the cause, and
+    ends us too."""
     if VARIABLE in os.environ:
         time.sleep(_FATE_S)
 
@@ -124,7 +125,7 @@ def await_mates() -> None:
 
 
 def _state(pid: int) -> str:
-    """R, S, T (stopped), ... as in ``ps``; "?" once it is gone."""
+    """Return a process's state as in ``ps``: R, S, T (stopped), ...; "?" once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):

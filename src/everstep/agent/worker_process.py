@@ -1,4 +1,5 @@
-"""What a freshly forked worker does: become a clean process, run the user's script as ``__main__``, tell its error."""
+"""Runs in a freshly forked worker: it becomes a clean process, runs the user's script as ``__main__``, tells its
+error."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ TERMINATED = 128 + signal.SIGTERM  # exit code of a worker that was told to end 
 
 
 class WorkerError(msgspec.Struct, frozen=True):
-    """Why a worker's script ended, in ``logs/worker-N.error.json``.
+    """Says why a worker's script ended, in ``logs/worker-N.error.json``.
 
     ``line``: one line with its place. ``text``: the traceback from the script's first frame on, "" where the line
     says it all. ``exit_code``: what the job shall end with. ``too_large``, ``failure``: see
@@ -52,7 +53,7 @@ class WorkerError(msgspec.Struct, frozen=True):
 
 
 def run_worker(request: Fork) -> NoReturn:
-    """In the forked child: never returns. Exit status 0: the script ended by itself."""
+    """Run the worker, in the forked child: never returns. Exit status 0: the script ended by itself."""
     _become(request)
     sys.argv = list(request.argv)
     script = Path(request.argv[0])
@@ -127,7 +128,7 @@ def _become(request: Fork) -> None:
 
 
 class _LogFile(io.FileIO):
-    """A full disk costs the script's lines, not the script."""
+    """Is a worker's log: a full disk costs the script's lines, not the script."""
 
     def write(self, data: Any) -> int:
         try:
@@ -147,7 +148,7 @@ def _log_stream(fd: int, name: str) -> io.TextIOWrapper:
 
 
 def _run_script(script: Path) -> None:
-    """As ``python script``: a fresh ``__main__``, the script's directory first on the path."""
+    """Run the script as ``python script`` does: a fresh ``__main__``, the script's directory first on the path."""
     path = str(script)
     sys.path.insert(0, str(script.resolve().parent))
     main = types.ModuleType("__main__")
@@ -158,7 +159,7 @@ def _run_script(script: Path) -> None:
 
 
 def _leave_job() -> None:
-    """The script ended well: leave the job. Raises ScriptError if it never joined, or never took a batch."""
+    """Leave the job: the script ended well. Raises ScriptError if it never joined, or never took a batch."""
     from everstep.api import job
 
     if job._job is None:
@@ -237,8 +238,8 @@ _OF_SHARDED = (
 
 
 def with_advice(line: str, sharded: bool = False) -> str:
-    """An error's line; of torch.distributed, which advises to make a process group, and of sharded models, with what to
-    do here."""
+    """Return an error's line; of torch.distributed, which advises to make a process group, and of sharded models, with
+    what to do here."""
     for words, advice in _OF_SHARDED if sharded else ():
         if words in line:
             return f"{line} (with --processes-per-worker: {advice})"
@@ -252,7 +253,7 @@ def with_advice(line: str, sharded: bool = False) -> str:
 
 
 def _trim(error: BaseException, script: Path) -> traceback.TracebackException:
-    """The traceback without our own frames above the script's first."""
+    """Return the traceback without our own frames above the script's first."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -275,7 +276,7 @@ def _tell(request: Fork, error: WorkerError) -> None:
 
 
 def _leave(request: Fork, code: int, script: Path) -> int:
-    """What the interpreter does at its end; an error of everstep in there counts as the script's."""
+    """Do what the interpreter does at its end; an error of everstep in there counts as the script's."""
     hook = sys.unraisablehook
     raised: list[BaseException] = []
 

@@ -1,1 +1,1 @@
-"""The command line, one file per noun."""
+"""Is the command line, one file per noun."""

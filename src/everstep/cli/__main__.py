@@ -1,4 +1,4 @@
-"""``python -m everstep.cli``: the same as ``everstep``."""
+"""Runs ``python -m everstep.cli``: the same as ``everstep``."""
 
 from everstep.cli.main import main
 

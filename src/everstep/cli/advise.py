@@ -1,4 +1,4 @@
-"""``everstep advise``: which protection costs least for given numbers, and where that turns."""
+"""Runs ``everstep advise``: it says which protection costs least for given numbers, and where that turns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check(case: Case) -> None:
 
 
 def lines(case: Case, found: list[Option]) -> list[str]:
-    """For a person."""
+    """Return the lines for a person."""
     best = found[0]
     out = [
         f"{human_bytes(case.table_bytes)} of tables on {case.ps} ps, storage {human_bytes(case.bandwidth)}/s, "
@@ -105,7 +105,7 @@ def interval(case: Case, option: Option) -> str:
 
 
 def span(seconds: float) -> str:
-    """``90 s``, ``18 min``, ``2.7 h``, ``33 d``."""
+    """Return a span in words: ``90 s``, ``18 min``, ``2.7 h``, ``33 d``."""
     for limit, unit, size in ((120, "s", 1.0), (7200, "min", 60.0), (172800, "h", 3600.0)):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"

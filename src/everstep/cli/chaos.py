@@ -52,7 +52,7 @@ def chosen(what: Mapping[str, Any], more: Iterable[str]) -> tuple[str, Any]:
 
 
 def one(what: str, target: str, factor: float, span: str) -> Planned:
-    """What the flags ask for. Raises ConfigError."""
+    """Return what the flags ask for. Raises ConfigError."""
     default_s = STOP_DEFAULT_S if what == "stop" else FOR_DEFAULT_S
     try:
         for_s = seconds(span) if span else default_s
@@ -62,14 +62,14 @@ def one(what: str, target: str, factor: float, span: str) -> Planned:
 
 
 def drill(run_dir: Path, plan: Planned, burn: bool) -> None:
-    """One thing, now. Raises UserError with the master's reason."""
+    """Do one drill, now. Raises UserError with the master's reason."""
     need_running(run_dir)
     _order(run_dir, plan, burn)
     click.echo(str(plan))
 
 
 def play(run_dir: Path, plans: list[Planned], seed: int, burn: bool) -> None:
-    """A whole schedule; returns at its end or the job's. Ctrl-C heals what it had begun."""
+    """Play a whole schedule; returns at its end or the job's. Ctrl-C heals what it had begun."""
     need_running(run_dir)
     rng = random.Random(seed)
     began = time.monotonic()
@@ -93,7 +93,7 @@ def play(run_dir: Path, plans: list[Planned], seed: int, burn: bool) -> None:
 
 
 def _wait(run_dir: Path, until: float) -> bool:
-    """Until this moment (monotonic seconds); False: the job is over before."""
+    """Wait until this moment (monotonic seconds); False: the job is over before."""
     while in_use(run_dir):
         left_s = until - time.monotonic()
         if left_s <= 0:

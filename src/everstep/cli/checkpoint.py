@@ -226,7 +226,7 @@ def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], f
 
 
 def describe(place: StoragePlace, manifest: Manifest) -> list[str]:
-    """One checkpoint for a person."""
+    """Return one checkpoint for a person."""
     if manifest.replica is not None:
         return _describe_replica(place, manifest)
     files = {file for image in manifest.images for file in image.files}
@@ -288,7 +288,7 @@ def _choose(place: StoragePlace, number: int | None, deep: bool) -> Manifest:
 
 
 def _key_of(where: str) -> bytes:
-    """Of the run whose directory this is; empty: it is none, or has no secret any more."""
+    """Return the key of the run whose directory this is; empty: it is none, or has no secret any more."""
     secret = Path(where) / SECRET_FILE
     if "://" in where or not (Path(where) / "job.json").exists() or not secret.exists():
         return b""
@@ -296,7 +296,7 @@ def _key_of(where: str) -> bytes:
 
 
 def _unreadable(place: StoragePlace, manifest: Manifest) -> list[str]:
-    """What would be refused where it is loaded, though every byte is right."""
+    """Return what would be refused where it is loaded, though every byte is right."""
     wrong = list(unloadable(place, manifest)) if manifest.images else []
     if manifest.replica is not None:
         from everstep.allreduce.replica_checkpoint import read_replica, state_dicts

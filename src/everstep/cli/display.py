@@ -1,4 +1,4 @@
-"""What a run looks like while it goes: a live table on a terminal, plain lines elsewhere.
+"""Shows a run while it goes: a live table on a terminal, plain lines elsewhere.
 
 It only looks: the master's view of the job (asked twice a second), the run's ``events.jsonl`` and worker 0's log.
 Losing any of them for a while (a master restarts) leaves the last picture standing.
@@ -32,7 +32,7 @@ PLAIN_EVERY_S = 5.0
 
 
 class EventLine(msgspec.Struct):
-    """One line of ``events.jsonl``."""
+    """Is one line of ``events.jsonl``."""
 
     at: float = 0.0
     member: str = ""
@@ -49,10 +49,10 @@ _event_line_decoder = msgspec.json.Decoder(EventLine)
 
 
 class Screen(Protocol):
-    """Where lines and the picture go."""
+    """Is where lines and the picture go."""
 
     def line(self, text: str, kind: str, at: float = 0.0) -> None:
-        """``kind``: "event", "script" (worker 0's own output). ``at``: seconds since 1970, 0 for now."""
+        """Show a line of ``kind``: "event", "script" (worker 0's own output). ``at``: seconds since 1970, 0 for now."""
 
     def picture(self, view: JobView) -> None: ...
 
@@ -60,7 +60,7 @@ class Screen(Protocol):
 
 
 class Display:
-    """A thread that shows a run on a screen until ``stop``. ``fetch`` gives the master's status, or None."""
+    """Is a thread that shows a run on a screen until ``stop``. ``fetch`` gives the master's status, or None."""
 
     def __init__(self, run_dir: Path, fetch: Callable[[], JobView | None], make: Callable[[], Screen]) -> None:
         self.view: JobView | None = None
@@ -78,7 +78,7 @@ class Display:
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """A line of the agent's own; from any thread."""
+        """Show a line of the agent's own; from any thread."""
         with self._lock:
             self._said.append(text)
         self._wake.set()
@@ -121,7 +121,8 @@ class Display:
 
 
 class ScriptOutput:
-    """The script's own lines of a worker's log: not everstep's marks, not the traceback (shown once, at the end)."""
+    """Picks the script's own lines of a worker's log: not everstep's marks, not the traceback (shown once, at the
+    end)."""
 
     def __init__(self, path: Path) -> None:
         self._tail = LogTail(path)
@@ -141,7 +142,7 @@ class ScriptOutput:
 
 
 class PlainScreen:
-    """Lines only: events at once, progress every few seconds."""
+    """Shows lines only: events at once, progress every few seconds."""
 
     def __init__(self, out: TextIO, every_s: float = PLAIN_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
         self._out = out
@@ -166,7 +167,7 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """Progress, members and values at the bottom; lines scroll above them."""
+    """Shows progress, members and values at the bottom; lines scroll above them."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -191,7 +192,7 @@ class LiveScreen:
 
 
 def make_screen(live: bool, out: TextIO | None = None) -> Screen:
-    """A live screen where ``out`` (stdout) is a terminal and ``live`` is wanted, else plain lines."""
+    """Return a live screen where ``out`` (stdout) is a terminal and ``live`` is wanted, else plain lines."""
     stream = out or sys.stdout
     if live and stream.isatty():
         return LiveScreen(stream)
@@ -202,7 +203,7 @@ def make_screen(live: bool, out: TextIO | None = None) -> Screen:
 
 
 class JobSummary(msgspec.Struct):
-    """What ``summary.json`` says (more fields there are fine)."""
+    """Is what ``summary.json`` says (more fields there are fine)."""
 
     phase: str = ""
     exit_code: int | None = None
@@ -232,7 +233,7 @@ def read_summary(run_dir: Path) -> JobSummary | None:
 
 
 def summary_lines(summary: JobSummary, run_dir: Path) -> list[str]:
-    """The last words of a run."""
+    """Return the last words of a run."""
     lines = [
         f"{summary.phase or 'ended'}: {count(summary.samples_done)} samples in {summary.wall_s:.1f} s, "
         f"{count(summary.samples_per_s)} samples/s"

@@ -50,7 +50,7 @@ def check_disk(where: Path | None = None) -> Finding:
 
 
 def check_fsync(where: Path | None = None) -> Finding:
-    """What a durable event costs here."""
+    """Return what a durable event costs here."""
     times = []
     try:
         with tempfile.NamedTemporaryFile(dir=where or Path.cwd(), prefix=".everstep-doctor-") as file:
@@ -115,7 +115,7 @@ def check_open_files() -> Finding:
 
 
 def check_clock() -> Finding:
-    """Wall clock against the monotonic one over a moment, and a sane year."""
+    """Compare the wall clock with the monotonic one over a moment, and look for a sane year."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.02)
     drift_s = abs((time.time() - wall) - (time.monotonic() - steady))

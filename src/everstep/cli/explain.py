@@ -1,4 +1,4 @@
-"""``everstep explain``: the chain of decisions with their reasons, from the journal by replay."""
+"""Runs ``everstep explain``: the chain of decisions with their reasons, from the journal by replay."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class _Chains:
 
 
 def fact_words(event: Event) -> str:
-    """An event in a few words."""
+    """Return an event in a few words."""
     fact, by = event.fact, event.sender
     match fact:
         case MemberJoined(role, slot, incarnation):
@@ -177,7 +177,7 @@ def _clock(at: float) -> str:
 
 
 def _short(causes: list[str]) -> list[str]:
-    """The nearest causes, and the first one of all."""
+    """Return the nearest causes, and the first one of all."""
     lines = [f"which came of {cause}" for cause in causes]
     between = len(lines) - NEAREST - 1
     return (

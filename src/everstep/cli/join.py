@@ -46,8 +46,9 @@ def join_job(
     market: str = "",
     life: int = 0,
 ) -> int:
-    """Until the job ends or this agent is stopped; the exit code. ``notices``: as in ``--notices``; None: as the job
-    says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many machines of this name came before."""
+    """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
+    ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
+    machines of this name came before."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not 1 <= workers <= PLACES_MAX:

@@ -1,4 +1,4 @@
-"""The master, as commands and agents reach it."""
+"""Reaches the master, for commands and agents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logging.getLogger("everstep").addHandler(logging.NullHandler())
 
 
 def connect_agent(agent: Agent, address: Callable[[], Address | None], secret: Secret) -> ControlClient:
-    """The agent's lasting connection."""
+    """Return the agent's lasting connection."""
     return ControlClient(
         address=address,
         run_dir=agent.run_dir,
@@ -44,7 +44,7 @@ def connect_agent(agent: Agent, address: Callable[[], Address | None], secret: S
 def ask(
     address: Callable[[], Address | None], run_dir: Path | None, secret: Secret, request: RequestType, timeout_s: float
 ) -> Answered:
-    """One question, on a connection of its own. Raises DeadlineError, SecretError, VersionError."""
+    """Ask one question, on a connection of its own. Raises DeadlineError, SecretError, VersionError."""
     node = NodeId("node0") if run_dir is not None else NodeId("")
     identity = Identity(purpose="control", role="command", node=node, pid=os.getpid())
     with ControlClient(address=address, run_dir=run_dir, secret=secret, identity=identity) as client:
@@ -60,7 +60,7 @@ def ask_master(run_dir: Path, request: RequestType, timeout_s: float = ANSWER_S)
 
 
 def ask_view(run_dir: Path, *, speed: bool = False, timeout_s: float = ANSWER_S) -> JobView:
-    """The read model of a running job. ``speed``: also how fast its members are. Raises as ``ask_master``."""
+    """Return the read model of a running job. ``speed``: also how fast its members are. Raises as ``ask_master``."""
     view = ask_master(run_dir, GetStatus(speed), timeout_s)
     assert isinstance(view, JobView)
     return view
@@ -72,7 +72,7 @@ def ask_address(address: Address, secret: Secret, request: RequestType, timeout_
 
 
 def write_remote_master(run_dir: Path, address: Address) -> None:
-    """So that workers of a joined node find the master in their own run directory."""
+    """Write down where the master is, so that workers of a joined node find it in their own run directory."""
     info = MasterInfo(
         pid=0, incarnation=Incarnation(0), node=address.node, unix="", host=address.host, port=address.port
     )
@@ -80,7 +80,8 @@ def write_remote_master(run_dir: Path, address: Address) -> None:
 
 
 def reachable_host(bind: str) -> str:
-    """Where other nodes find a job bound to ``bind``: its host, or for "all addresses" the one of the default route."""
+    """Return where other nodes find a job bound to ``bind``: its host, or for "all addresses" the one of the default
+    route."""
     if not bind:
         return ""
     host, port = parse_host_port(bind)
@@ -93,7 +94,7 @@ def reachable_host(bind: str) -> str:
 
 
 def own_host(host: str, port: int) -> str:
-    """This machine's address on the way to ``host`` (nothing is sent)."""
+    """Return this machine's address on the way to ``host`` (nothing is sent)."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

@@ -1,4 +1,4 @@
-"""``everstep logs``."""
+"""Runs ``everstep logs``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ FOLLOW_EVERY_S = 0.2
 
 
 def log_name(member: str) -> str:
-    """``worker:1`` -> ``worker-1``; ``master``, ``agent``, ``template`` as they are."""
+    """Return the name of a member's log: ``worker:1`` -> ``worker-1``; ``master``, ``agent``, ``template`` as they
+    are."""
     match = re.fullmatch(r"(worker|ps)[:\-](\d+)", member)
     if match:
         return f"{match[1]}-{match[2]}"

@@ -1,4 +1,4 @@
-"""``everstep``: the command line. Every verb imports what it needs when it is called, so that all start fast.
+"""Runs ``everstep``, the command line. Every verb imports what it needs when it is called, so that all start fast.
 
 A mistake ends in one line on stderr and an exit code (see ``everstep.errors``); EVERSTEP_DEBUG=1 shows tracebacks.
 """
@@ -433,7 +433,7 @@ def need_run_dir(run_dir: Path) -> None:
 
 
 def main() -> None:
-    """Entry point: runs a verb; every failure is one line and an exit code."""
+    """Run a verb; every failure is one line and an exit code."""
     debug = os.environ.get("EVERSTEP_DEBUG", "") not in ("", "0")
     try:
         code = cli.main(standalone_mode=False)

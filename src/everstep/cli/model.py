@@ -1,4 +1,4 @@
-"""What ``everstep run`` does last: see that the job's model is where it shall be, and say so."""
+"""Does what ``everstep run`` does last: it sees that the job's model is where it shall be, and says so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _ENDED = ("done", "stopped")
 
 
 def leave_model(spec: JobSpec, run_dir: Path, outcome: JobOutcome) -> tuple[JobOutcome, list[str]]:
-    """Out of the checkpoint that the job ended with; the outcome with what came of that, and lines for the summary."""
+    """Leave the model, out of the checkpoint that the job ended with; return the outcome with what came of that, and
+    lines for the summary."""
     summary = read_summary(run_dir)
     if not leaves_model(spec) or summary is None or summary.phase not in _ENDED or not summary.samples_done:
         return outcome, []
@@ -69,7 +70,7 @@ def _lines(run_dir: Path, url: str, about: About) -> list[str]:
 
 
 def _note(run_dir: Path, url: str, about: About) -> None:
-    """In summary.json, for programs."""
+    """Note it in summary.json, for programs."""
     path = run_dir / "summary.json"
     summary = json.loads(path.read_text())
     summary["model"] = {"url": url, "load": loads_with(url, about.files), **msgspec.to_builtins(about)}
@@ -77,7 +78,7 @@ def _note(run_dir: Path, url: str, about: About) -> None:
 
 
 def _why_not(run_dir: Path) -> str:
-    """The reason of the last checkpoint that was given up, if one was."""
+    """Return the reason of the last checkpoint that was given up, if one was."""
     try:
         lines = (run_dir / "events.jsonl").read_text(errors="replace").splitlines()
     except OSError:

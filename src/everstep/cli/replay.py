@@ -16,7 +16,7 @@ JOURNAL_FILE = "journal.sqlite"
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first event whose instructions are not those of the journal. ``got``: what this brain wants."""
+    """Is the first event whose instructions are not those of the journal. ``got``: what this brain wants."""
 
     seq: int
     event: str
@@ -38,7 +38,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
         return self.difference is None
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Return the lines for a terminal."""
         if self.difference is None:
             masters = f" of {self.masters} masters" if self.masters > 1 else ""
             return [f"{self.events} events{masters} replayed: every instruction is the same", self.state]

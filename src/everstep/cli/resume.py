@@ -1,4 +1,4 @@
-"""``everstep resume RUN_DIR|URL``: a new run that begins with a checkpoint of an old one.
+"""Runs ``everstep resume RUN_DIR|URL``: a new run that begins with a checkpoint of an old one.
 
 The old run is only read. The new one has a run directory, a journal and audit logs of its own; what it begins with is
 in its ``resume.json``, and the first event of its journal but one is that checkpoint's position.
@@ -73,7 +73,7 @@ def resume_job(
 
 
 def _beside(run_dir: Path) -> str:
-    """A run directory that is not there yet, for the next attempt."""
+    """Return a run directory that is not there yet, for the next attempt."""
     stem = re.sub(r"-\d+\Z", "", str(run_dir))
     return next(name for number in range(2, 1000) if not Path(name := f"{stem}-{number}").exists())
 
@@ -114,8 +114,8 @@ def is_run_dir(source: str) -> bool:
 
 
 def lineage(old_dir: Path | None, secret: str) -> bytes:
-    """The key of the checkpoints: out of the old run directory, or of the file that was named; empty: not known. Raises
-    ConfigError: the file is damaged, or open to others."""
+    """Return the key of the checkpoints: out of the old run directory, or of the file that was named; empty: not known.
+    Raises ConfigError: the file is damaged, or open to others."""
     if secret:
         return load_secret(Path(absolute(secret))).checkpoint_key
     if old_dir is None or not (old_dir / SECRET_FILE).exists():
@@ -124,9 +124,9 @@ def lineage(old_dir: Path | None, secret: str) -> bytes:
 
 
 def choose(place: StoragePlace, checkpoint: int | None, trust: ManifestTrust, below: int = 0) -> Manifest:
-    """The newest checkpoint that is whole and may be loaded (``below``: an older one), or the one asked for if it is.
-    Of one that was not written with the job's key every part is tried, too. Raises CheckpointError, UntrustedError,
-    StorageError."""
+    """Return the newest checkpoint that is whole and may be loaded (``below``: an older one), or the one asked for if
+    it is. Of one that was not written with the job's key every part is tried, too. Raises CheckpointError,
+    UntrustedError, StorageError."""
 
     def also(manifest: Manifest) -> Iterator[str]:
         if not trust.authentic(read_bytes(place, manifest.checkpoint)):
@@ -147,7 +147,7 @@ def choose(place: StoragePlace, checkpoint: int | None, trust: ManifestTrust, be
 def resumed_spec(
     manifest: Manifest, place: StoragePlace, old_dir: Path | None, flags: Mapping[str, Any]
 ) -> tuple[JobSpec, dict[str, str]]:
-    """The old job's spec with what was given now. Raises ConfigError."""
+    """Return the old job's spec with what was given now. Raises ConfigError."""
     old = manifest.spec or (read_spec(old_dir) if old_dir is not None else None)
     if old is None:
         raise ConfigError(f"{place.url}: its manifests do not say of which job; name the run directory instead")
@@ -174,7 +174,7 @@ def resumed_spec(
 
 
 def new_dir(spec: JobSpec, old_dir: Path | None) -> Path:
-    """Given, or ``OLD-resumed``, ``OLD-resumed-2`` and so on beside the old one."""
+    """Return the run directory: given, or ``OLD-resumed``, ``OLD-resumed-2`` and so on beside the old one."""
     if spec.run_dir:
         return Path(absolute(spec.run_dir))
     if old_dir is None:
@@ -188,8 +188,8 @@ def new_dir(spec: JobSpec, old_dir: Path | None) -> Path:
 
 
 def prepare(run_dir: Path, spec: JobSpec, place: StoragePlace, manifest: Manifest) -> None:
-    """What the first master finds. Leases must be later than every fence in the images, so the masters' incarnations
-    go on from the old job's; checkpoint numbers go on too, also past those that are not intact."""
+    """Prepare what the first master finds. Leases must be later than every fence in the images, so the masters'
+    incarnations go on from the old job's; checkpoint numbers go on too, also past those that are not intact."""
     own = open_place(own_url(spec, run_dir))
     numbers = max([manifest.checkpoint, *list_checkpoints(place), *list_checkpoints(own)])
     for stale in run_dir.glob("journal.sqlite*"):  # of an attempt that did not get as far as a job.json

@@ -1,4 +1,4 @@
-"""``everstep run``."""
+"""Runs ``everstep run``."""
 
 from __future__ import annotations
 
@@ -79,18 +79,19 @@ def traced(spec: JobSpec) -> JobSpec:
 
 
 def absolute(url: str) -> str:
-    """A path that stays the same wherever a process of the job runs; URLs as they are."""
+    """Return a path that stays the same wherever a process of the job runs; URLs as they are."""
     return url if "://" in url else os.path.normpath(Path(url).absolute())
 
 
 def model_place(url: str) -> str:
-    """As it is in job.json: ``none``, ``run_dir``, or a place that stays the same wherever a process runs."""
+    """Return the place as it is in job.json: ``none``, ``run_dir``, or a place that stays the same wherever a process
+    runs."""
     return url if url in ("none", IN_RUN_DIR) else absolute(url) if url else IN_RUN_DIR
 
 
 def settled(bind: str, tried: bool = True) -> str:
-    """``--bind HOST:0`` takes a free port now, so that every later master of the job listens on the same one.
-    ``tried``: an address that cannot be had is an error (PlatformError)."""
+    """Return the address with its port: ``--bind HOST:0`` takes a free one now, so that every later master of the job
+    listens on the same one. ``tried``: an address that cannot be had is an error (PlatformError)."""
     if not bind:
         return bind
     host, port = parse_host_port(bind)
@@ -224,7 +225,7 @@ def _run(spec: JobSpec, origins: dict[str, str], run_dir: Path, live: bool, line
 
 
 def conclude(outcome: JobOutcome, run_dir: Path, wall_s: float, model: Sequence[str] = ()) -> int:
-    """The last lines: a failed script's own error once, or the summary."""
+    """Print the last lines, a failed script's own error once, or the summary; return the exit code."""
     out = sys.stdout if outcome.exit_code == 0 else sys.stderr
     sys.stdout.flush()
     lines: list[str] = []

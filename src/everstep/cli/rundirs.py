@@ -9,5 +9,5 @@ from everstep.config.spec import JobSpec
 
 
 def open_run_dir(run_dir: Path) -> JobSpec:
-    """The job of a run directory. Raises ConfigError: not there, not one, or from another version."""
+    """Return the job of a run directory. Raises ConfigError: not there, not one, or from another version."""
     return read_spec(run_dir)

@@ -1,4 +1,4 @@
-"""``everstep scale``: more or fewer workers and ps while the job trains."""
+"""Runs ``everstep scale``: more or fewer workers and ps while the job trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from everstep.model.member import Role
 
 
 def scale(run_dir: Path, workers: int | None, ps: int | None) -> None:
-    """One plan for both, taken or refused as a whole. Raises ConfigError, UserError with the master's reason."""
+    """Ask for one plan for both, taken or refused as a whole. Raises ConfigError, UserError with the master's
+    reason."""
     wanted = [(role, count) for role, count in ((Role.WORKER, workers), (Role.PS, ps)) if count is not None]
     if not wanted:
         raise ConfigError("nothing to scale: give --workers N, --ps N or both")

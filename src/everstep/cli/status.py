@@ -1,4 +1,4 @@
-"""``everstep status`` and ``stop``: what talks to a running master."""
+"""Runs ``everstep status`` and ``stop``: what talks to a running master."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from everstep.model.job_view import JobView
 
 
 def show_status(run_dir: Path, as_json: bool) -> None:
-    """A running job: from its master. An ended one: its summary."""
+    """Show a running job, from its master, or an ended one, from its summary. An ended one: its summary."""
     open_run_dir(run_dir)
     if in_use(run_dir):
         view = ask_view(run_dir)
@@ -64,7 +64,7 @@ names are there, too, and ``renamed`` in the output says so."""
 
 
 def as_builtins(view: JobView) -> dict[str, Any]:
-    """What ``status --json`` prints of a view."""
+    """Return what ``status --json`` prints of a view."""
     shown: dict[str, Any] = msgspec.to_builtins(view)
     for member in shown["members"]:
         member["pid"] = member["pid"] or None  # (there is no process yet)

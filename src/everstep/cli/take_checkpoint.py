@@ -1,4 +1,4 @@
-"""``everstep checkpoint take RUN_DIR``."""
+"""Runs ``everstep checkpoint take RUN_DIR``."""
 
 from __future__ import annotations
 

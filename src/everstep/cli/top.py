@@ -1,4 +1,4 @@
-"""``everstep top``: who is slow and why, slowest first, as long as one looks."""
+"""Runs ``everstep top``: who is slow and why, slowest first, as long as one looks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPUTE = ("forward", "backward", "update")
 
 
 def top(run_dir: Path, once: bool, as_json: bool) -> None:
-    """Until Ctrl-C or the job's end; ``once``: one picture. Raises ConfigError: it is not running."""
+    """Show the table until Ctrl-C or the job's end; ``once``: one picture. Raises ConfigError: it is not running."""
     open_run_dir(run_dir)
     if not in_use(run_dir):
         raise ConfigError(
@@ -68,7 +68,7 @@ HEAD = ("member", "slower", "per sample", "compute", "waits", "queue", "cpu", "t
 
 
 def rows(view: JobView) -> list[tuple[str, ...]]:
-    """The cells of the table, by ``HEAD``; slowest member first."""
+    """Return the cells of the table, by ``HEAD``; slowest member first."""
     speed = view.speed
     if speed is None:
         return []
@@ -102,7 +102,7 @@ def _row(j: Judged, m: WorkerSeen | ServerSeen) -> tuple[str, ...]:
 
 
 def lines(view: JobView) -> list[str]:
-    """The table as plain text."""
+    """Return the table as plain text."""
     cells = [HEAD, *rows(view)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
     return [
@@ -131,7 +131,8 @@ _LEFT_OUT = ("waits", "throttled", "memory", "node")
 
 
 def table(view: JobView, width: int = 200, silent_s: float = 0.0) -> Table:
-    """For a terminal of ``width`` columns. ``silent_s``: so long ago the master answered so, and not since."""
+    """Return the table for a terminal of ``width`` columns. ``silent_s``: so long ago the master answered so, and not
+    since."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -148,7 +149,7 @@ def table(view: JobView, width: int = 200, silent_s: float = 0.0) -> Table:
 
 
 def span(seconds: float) -> str:
-    """A short time for people: 1.23 ms."""
+    """Return a short time for people: 1.23 ms."""
     if seconds <= 0:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

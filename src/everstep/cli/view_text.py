@@ -34,17 +34,17 @@ _STATE_COLOURS = {
 
 
 def count(value: float) -> str:
-    """A number of things: ``1,234``."""
+    """Return a number of things: ``1,234``."""
     return f"{value:,.0f}"
 
 
 def time_of_day(at: float = 0.0) -> str:
-    """The local time at ``at`` (seconds since 1970; 0: now): ``12:34:56``."""
+    """Return the local time at ``at`` (seconds since 1970; 0: now): ``12:34:56``."""
     return time.strftime("%H:%M:%S", time.localtime(at or None))
 
 
 def clock(seconds: float) -> str:
-    """A span of time: ``0:07``, ``1:02:03``."""
+    """Return a span of time: ``0:07``, ``1:02:03``."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
@@ -52,7 +52,7 @@ def clock(seconds: float) -> str:
 
 
 def eta_s(view: JobView) -> float | None:
-    """Seconds until the epochs known so far are done, at the present speed."""
+    """Return seconds until the epochs known so far are done, at the present speed."""
     left = sum(e.samples - e.samples_done for e in view.epochs)
     if not view.epochs or view.samples_per_s <= 0:
         return None
@@ -119,7 +119,7 @@ def epoch_text(epoch: EpochView) -> str:
 
 
 def epoch_share(epoch: EpochView) -> float:
-    """How much of it is done, in percent."""
+    """Return how much of it is done, in percent."""
     return 100.0 * epoch.samples_done / epoch.samples if epoch.samples else 100.0
 
 
@@ -204,7 +204,7 @@ def plan_text(found: PlanView) -> str:
 
 
 def held_text(member: MemberView) -> str:
-    """What a ps has: ``11 partitions, 3 mirrors``."""
+    """Return what a ps has: ``11 partitions, 3 mirrors``."""
     parts = [f"{member.partitions} partitions"] if member.partitions else []
     parts += [f"{member.mirrors} mirrors"] if member.mirrors else []
     return ", ".join(parts)
@@ -214,7 +214,7 @@ def held_text(member: MemberView) -> str:
 
 
 def progress_line(view: JobView) -> str:
-    """One plain line for a log."""
+    """Return one plain line for a log."""
     parts = []
     index = current_epoch(view)
     if index is None:
@@ -240,7 +240,7 @@ def progress_line(view: JobView) -> str:
 
 
 def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
-    """A line for each thing that the job has, and whether it needs a look. ``picture`` and the head of ``everstep
+    """Yield a line for each thing that the job has, and whether it needs a look. ``picture`` and the head of ``everstep
     explain`` show them."""
     if len(view.nodes) > 1 or any(n.draining or not n.alive for n in view.nodes):
         yield from ((node_text(node), node.draining or not node.alive) for node in view.nodes)
@@ -259,7 +259,7 @@ def fact_lines(view: JobView) -> Iterator[tuple[str, bool]]:
 
 
 def picture(view: JobView) -> RenderableType:
-    """The whole of it for a terminal; its speed is in ``cli.top``."""
+    """Return the whole of it for a terminal; its speed is in ``cli.top``."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -302,7 +302,7 @@ _COLUMNS = {
 
 
 def members_table(view: JobView) -> RenderableType:
-    """A line for each member; ``#``: its incarnation, ``lost``: processes of its slot that were lost."""
+    """Return a line for each member; ``#``: its incarnation, ``lost``: processes of its slot that were lost."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,1 +1,1 @@
-"""The job spec: loading, checking, origins of values."""
+"""Holds the settings of a job: it loads and checks them, and knows where each value came from."""

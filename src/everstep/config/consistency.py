@@ -1,4 +1,4 @@
-"""How far the workers of mode ps may be apart: ``consistency`` of the job, as text and as numbers.
+"""Says how far the workers of mode ps may be apart: ``consistency`` of the job, as text and as numbers.
 
 ``async``: they never wait for each other. ``bounded:S``: none begins a batch while the slowest is more than S batches
 behind. ``sync``: all go step by step; each step is the mean over everybody's samples, computed from the same
@@ -14,7 +14,7 @@ MAX_AHEAD = 1_000_000  # batches: more is async
 
 
 class Consistency(NamedTuple):
-    """``ahead``: S of bounded:S, else 0. ``backup``: B of sync:B, else 0."""
+    """Is a parsed ``consistency``. ``backup``: B of sync:B, else 0."""
 
     kind: str
     ahead: int = 0

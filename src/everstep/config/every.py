@@ -1,4 +1,4 @@
-"""``checkpoint_every``: an interval in time or in batches."""
+"""Parses ``checkpoint_every``: an interval in time or in batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Every(NamedTuple):
 
 
 def parse_every(text: str, what: str = "checkpoint_every") -> Every:
-    """``"30s"``, ``"10m"``, ``"10000batches"``; "" is never. Raises ConfigError that names ``what``."""
+    """Parse ``"30s"``, ``"10m"``, ``"10000batches"``; "" is never. Raises ConfigError that names ``what``."""
     if not text:
         return Every()
     match = re.fullmatch(r"\s*(\d+)\s*batch(?:es)?\s*", text)

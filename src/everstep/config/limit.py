@@ -10,7 +10,7 @@ MOST_S = 30 * 86_400.0
 
 
 def parse_limit(text: str, what: str) -> float:
-    """``"10m"`` -> 600.0; ``"off"`` -> 0.0. Raises ConfigError that names ``what``."""
+    """Parse ``"10m"`` -> 600.0; ``"off"`` -> 0.0. Raises ConfigError that names ``what``."""
     if text.strip().lower() == "off":
         return 0.0
     try:

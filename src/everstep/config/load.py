@@ -1,4 +1,4 @@
-"""Where a job's settings come from: flag > environment > job.yaml > default; each value keeps its origin.
+"""Loads a job's settings: flag > environment > job.yaml > default; each value keeps its origin.
 
 Keys of job.yaml are the fields of ``JobSpec``; the environment has them as ``EVERSTEP_WORKERS`` and so on.
 """
@@ -135,7 +135,7 @@ def _flag(field: str) -> str:
 
 
 def check_spec(spec: JobSpec, origins: Mapping[str, str] | None = None) -> None:
-    """Ranges, and what must hold between fields. Raises ConfigError."""
+    """Check ranges, and what must hold between fields. Raises ConfigError."""
     at = {field: f" ({origins[field]})" if origins and field in origins else "" for field in _TYPES}
     for field, (least, most) in _RANGES.items():
         value = getattr(spec, field)
@@ -253,7 +253,7 @@ def _check_consistency(spec: JobSpec, at: Mapping[str, str]) -> None:
 
 
 def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
-    """What belongs to one mode only. ``at``: field -> where its value came from, for the message."""
+    """Check what belongs to one mode only. ``at``: field -> where its value came from, for the message."""
     _check_consistency(spec, at)
     if spec.mode == "ps":
         if spec.ps < 1:
@@ -296,7 +296,7 @@ def _check_mode(spec: JobSpec, at: Mapping[str, str]) -> None:
 
 
 def parse_host_port(text: str, what: str) -> tuple[str, int]:
-    """``"10.0.0.1:7000"`` or ``"[::1]:7000"`` -> host and port (0: any free one). ConfigError names ``what``."""
+    """Parse ``"10.0.0.1:7000"`` or ``"[::1]:7000"`` -> host and port (0: any free one). ConfigError names ``what``."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^:\s\[\]]+)):(\d{1,5})", text)
     if match is None or int(match[3]) > 65535:
         raise ConfigError(f"{what}: expected HOST:PORT with a port from 0 to 65535")
@@ -304,7 +304,7 @@ def parse_host_port(text: str, what: str) -> tuple[str, int]:
 
 
 def check_script(script: str | Path) -> Path:
-    """The absolute path of a training script. ConfigError: none given, not there, not a readable file."""
+    """Return the absolute path of a training script. ConfigError: none given, not there, not a readable file."""
     if not str(script):
         raise ConfigError("no training script: everstep run [OPTIONS] train.py [ARGS], or script: in job.yaml")
     path = Path(script).expanduser()
@@ -357,13 +357,13 @@ def check_policy_module(policy: str, folder: Path) -> None:
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
-    """The end of an error: which of these may have been meant; "" if none is like it."""
+    """Return the end of an error: which of these may have been meant; "" if none is like it."""
     near = difflib.get_close_matches(name, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _names_of(module: ast.Module) -> set[str] | None:
-    """What it defines or imports, wherever; None: nobody knows without importing it."""
+    """Return what it defines or imports, wherever; None: nobody knows without importing it."""
     names: set[str] = set()
     for node in ast.walk(module):
         match node:
@@ -428,12 +428,12 @@ def save_spec(run_dir: Path, spec: JobSpec, origins: Mapping[str, str]) -> None:
 
 
 def read_spec(run_dir: Path) -> JobSpec:
-    """The spec of a run directory. ConfigError: not there, not one, damaged, or of another version."""
+    """Return the spec of a run directory. ConfigError: not there, not one, damaged, or of another version."""
     return _read_job(run_dir)[0]
 
 
 def read_origins(run_dir: Path) -> dict[str, str]:
-    """Field -> where its value came from, as ``save_spec`` was told."""
+    """Return field -> where its value came from, as ``save_spec`` was told."""
     return _read_job(run_dir)[1]
 
 
@@ -475,7 +475,7 @@ def package_version() -> str:
 
 
 def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
-    """(field, value, line) of each entry; the first problem is a ConfigError with its line."""
+    """Yield (field, value, line) of each entry; the first problem is a ConfigError with its line."""
     import yaml  # here, not above: 15 ms that a restarting master would pay for nothing
 
     try:
@@ -536,7 +536,7 @@ def _env_field(name: str) -> str:
 
 
 def _convert(field: str, value: Any, origin: str, text: bool) -> Any:
-    """``value`` as the field's type; from text (environment, flags) or as YAML gave it. Never guesses."""
+    """Return ``value`` as the field's type; from text (environment, flags) or as YAML gave it. Never guesses."""
     wanted = _TYPES[field]
     shown = f"{origin}: {field} = {value!r}"
     if typing.get_origin(wanted) is typing.Literal:

@@ -1,4 +1,4 @@
-"""``--notices``: who is asked whether a node goes away, by name."""
+"""Parses ``--notices``: the names of those that are asked whether a node goes away."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ CLOUDS: Final = ("aws", "gcp", "azure", "alibaba")
 
 
 class SourceName(NamedTuple):
-    """``kind``: one of ``CLOUDS``, "file" or "command". ``rest``: its address, path or words; "" where not given."""
+    """Names one source of notices. ``rest``: its address, path or words; "" where not given."""
 
     kind: str
     rest: str
 
 
 def parse_notices(text: str, where: str = "--notices") -> tuple[SourceName, ...]:
-    """Several with commas. ``where``: what the ConfigError, which it raises, names."""
+    """Parse the names of several sources, with commas between them. ``where``: what the ConfigError, which it raises,
+    names."""
     out = []
     for word in (w.strip() for w in text.split(",") if w.strip()):
         kind, _, rest = word.partition(":")

@@ -1,4 +1,4 @@
-"""The setting ``parity``: how many buckets a stripe has, and how many mirrors protect them."""
+"""Parses the setting ``parity``: how many partitions a stripe has, and how many mirrors protect them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParityCode(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """The number of ps that a full stripe needs."""
+        """Return the number of ps that a full stripe needs."""
         return self.k + self.m if self.m else 1
 
     def stripes(self, buckets: int) -> int:
@@ -34,7 +34,8 @@ OFF = ParityCode(1, 0)
 
 
 def parse_code(text: str) -> ParityCode:
-    """``"4+1"`` -> Code(4, 1); ``"0"`` and ``""`` are off. Raises ConfigError (one line, without the field's name)."""
+    """Parse ``"4+1"`` -> ParityCode(4, 1); ``"0"`` and ``""`` are off. Raises ConfigError (one line, without the
+    field's name)."""
     if text.strip() in ("", "0"):
         return OFF
     match = re.fullmatch(r"\s*(\d{1,4})\+(\d{1,4})\s*", text, re.ASCII)
@@ -49,7 +50,7 @@ def parse_code(text: str) -> ParityCode:
 
 
 def refuse_few(code: ParityCode, ps: int) -> str:
-    """One line if ``ps`` servers are too few for this code, else ""."""
+    """Return one line if ``ps`` servers are too few for this code, else ""."""
     if ps >= code.width:
         return ""
     return f"parity {code} needs at least {code.width} ps, {code.k} for data and {code.m} for parity; not {ps}"

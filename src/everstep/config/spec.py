@@ -1,4 +1,4 @@
-"""The job spec: every setting of a job with its unit, default and reason."""
+"""Has the job spec: every setting of a job with its unit, default and reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ENCODED = {
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_ENCODED):
-    """One training run, as in ``job.yaml`` (all fields are optional there; flags win over the file)."""
+    """Describes one training run, as in ``job.yaml`` (all fields are optional there; flags win over the file)."""
 
     name: str = "job"
     script: str = ""  # path of the training script
@@ -81,10 +81,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def buckets(self) -> int:
-        """``partitions`` under the name that some rooms still use."""
+        """Is ``partitions`` under the name that some rooms still use."""
         return self.partitions
 
     @property
     def checkpoint_base_every(self) -> int:
-        """``checkpoint_full_every`` under the name that some rooms still use."""
+        """Is ``checkpoint_full_every`` under the name that some rooms still use."""
         return self.checkpoint_full_every

@@ -1,1 +1,1 @@
-"""Machines that every host of them shares: no clock, no threads, no sockets."""
+"""Holds machines that every host of them shares: no clock, no threads, no sockets."""

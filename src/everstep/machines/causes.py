@@ -1,4 +1,4 @@
-"""Which event led to which: what the master wanted done, and what members tell of it later.
+"""Finds which event led to which: what the master wanted done, and what members tell of it later.
 
 A fold of events and their instructions, as the brain is; it decides nothing. A ps that says that its buckets are whole
 speaks of a placement, so the event that published the placement is the cause; a process that joins was started; and so
@@ -65,7 +65,7 @@ _ABOUT: Final[dict[type, Callable[[Any], tuple[Hashable, ...]]]] = {
 
 
 class Causes:
-    """Numbers of events by what they wanted done."""
+    """Knows the numbers of events by what they wanted done."""
 
     def __init__(self) -> None:
         self._by: dict[Hashable, int] = {}
@@ -74,7 +74,7 @@ class Causes:
         return f"<causes: {len(self._by)} instructions>"
 
     def of(self, fact: FactType) -> int:
-        """The number of the event behind a fact; 0: none is known."""
+        """Return the number of the event behind a fact; 0: none is known."""
         speaks_of = _SPEAKS_OF.get(type(fact))
         return self._by.get(speaks_of(fact), 0) if speaks_of is not None else 0
 

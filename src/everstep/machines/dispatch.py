@@ -1,4 +1,4 @@
-"""What becomes of a request, whoever hosts the master: processes of a cluster, or one process alone.
+"""Decides what becomes of a request, whoever hosts the master: processes of a cluster, or one process alone.
 
 A request is refused (``machines.rights``), answered by its host (a query), or a fact. A fact gets its stamp (time, who
 said it, what led to it), goes to the brain and into the journal.
@@ -29,7 +29,7 @@ Handler = Callable[[Any, Sender], Any]
 
 
 class Handled(NamedTuple):
-    """A fact that the brain took in: the entry and its number, the answer to its sender, and what is to be done."""
+    """Is a fact that the brain took in: the entry and its number, the answer to its sender, and what is to be done."""
 
     seq: int
     event: Event
@@ -38,7 +38,7 @@ class Handled(NamedTuple):
 
 
 class BrainError(Exception):
-    """The brain raised on ``event``, which is not in the journal: a bug."""
+    """Says that the brain raised on ``event``, which is not in the journal: a bug."""
 
     def __init__(self, event: Event) -> None:
         super().__init__(f"the brain failed on {event!r}")
@@ -46,7 +46,7 @@ class BrainError(Exception):
 
 
 class Dispatch:
-    """Shared by every host of a master.
+    """Answers queries and takes in facts; every host of a master has one.
 
     ``now``: the host's clock. ``append``: puts an entry with its instructions into the journal, and returns its number.
     ``take``: what the host does with a fact that is asked (it calls ``tell``). ``handlers``: of queries, and of facts
@@ -72,7 +72,7 @@ class Dispatch:
         return f"<dispatch to {self._brain!r}>"
 
     def dispatch(self, request: RequestType, sender: Sender) -> Any:
-        """The answer, in the form that the host gives it."""
+        """Return the answer, in the form that the host gives it."""
         answer = refused(self._brain, sender, request)
         if answer is not None:
             return self._refuse(request, sender, answer)

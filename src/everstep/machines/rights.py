@@ -1,4 +1,4 @@
-"""Who may ask the master for what: by role, for whom, and about what exists.
+"""Says who may ask the master for what: by role, for whom, and about what exists.
 
 ``RIGHTS`` has an entry for every request. ``refused`` is asked before a request becomes an event: what speaks for
 another member, names what is not there, or counts to more than there is, is refused in one line and never journaled.
@@ -64,7 +64,7 @@ Check = Callable[[Brain, Sender, Any], str]
 
 
 class Right(NamedTuple):
-    """Of one kind of request: the roles that may send it, for whom, and what it may name."""
+    """Is the right to send one kind of request: the roles that have it, for whom, and what it may name."""
 
     roles: frozenset[str]
     speaks: Check  # whether the sender is the one that it speaks of
@@ -79,7 +79,7 @@ def _anyone(brain: Brain, who: Sender, r: Any) -> str:
 
 
 def _itself(brain: Brain, who: Sender, r: Any) -> str:
-    """The request names slot and incarnation (and perhaps a role): its sender's own."""
+    """Return what is wrong unless the request names its sender's own slot and incarnation (and perhaps role)."""
     role = str(getattr(r, "role", who.role))
     if (role, r.slot, r.incarnation) != (who.role, who.slot, who.incarnation):
         return f"it speaks of {role}:{r.slot} #{r.incarnation}"
@@ -91,7 +91,7 @@ def _own_node(brain: Brain, who: Sender, r: NodeJoined) -> str:
 
 
 def _on_its_node(brain: Brain, who: Sender, r: Any) -> str:
-    """An agent's word of a process: one that runs on its node, or none that is current."""
+    """Return what is wrong unless the agent speaks of a process on its node, or of none that is current."""
     role = getattr(r, "role", Role.WORKER)
     if role is Role.MASTER:
         return f"{role}:{r.slot} is no member"
@@ -121,7 +121,7 @@ def _datasets(brain: Brain, number: int) -> str:
 
 
 def _ranges(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> str:
-    """Ascending ranges, apart, within ``[lo, hi)``."""
+    """Return what is wrong unless the ranges ascend, are apart, and lie within ``[lo, hi)``."""
     at = lo
     for a, b in ranges:
         if not at <= a < b <= hi:
@@ -231,8 +231,8 @@ def _checkpoint(brain: Brain, number: int) -> str:
 
 
 def _marked(brain: Brain, key: ShardKey) -> str:
-    """As ``_shard``, of a watermark. In mode allreduce the tables count an epoch as one shard, from its first step on,
-    which the master hears of later."""
+    """Check as ``_shard`` does, but for a watermark. In mode allreduce the tables count an epoch as one shard, from its
+    first step on, which the master hears of later."""
     number, epoch, index = split_key(key)
     if brain.replicated and number < len(brain.shards.datasets) and epoch < EPOCHS_MAX and index == 0:
         return ""
@@ -372,7 +372,8 @@ RIGHTS: Final[dict[type, Right]] = {
 
 
 def refused(brain: Brain, who: Sender, request: wire.RequestType) -> AnswerType | None:
-    """The answer to a request that must not become an event; None: it may. ``who``: as its connection proved to be."""
+    """Return the answer to a request that must not become an event; None: it may. ``who``: as its connection proved to
+    be."""
     right = RIGHTS[type(request)]
     name = type(request).__name__
     if who.role not in right.roles:

@@ -1,1 +1,1 @@
-"""Plain facts shared by all layers: structs, no logic, no I/O."""
+"""Holds plain facts shared by all layers: structs, no logic, no I/O."""

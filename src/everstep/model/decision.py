@@ -6,7 +6,7 @@ import msgspec
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One choice: what, why in words, the inputs used, and what was not done instead."""
+    """Is one choice: what, why in words, the inputs used, and what was not done instead."""
 
     action: str
     reason: str

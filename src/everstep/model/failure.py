@@ -1,4 +1,4 @@
-"""What an exception of a script may come from, and so whether another try may go better."""
+"""Says what an exception of a script may come from, and so whether another try may go better."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ network. ``memory``, ``device``: this process, or its processor or GPU. ``node``
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why one worker's script raised. ``where``: the error's type and place; the same on every worker if it is the
-    script's. ``steps``: how many steps this process had done.
-    ``exit_code``: what the job ends with, if there is no other try."""
+    """Says why one worker's script raised. ``where``: the error's type and place; the same on every worker if it is the
+    script's. ``steps``: how many steps this process had done. ``exit_code``: what the job ends with, if there is no
+    other try."""
 
     cause: Cause = "script"
     where: str = ""
@@ -28,5 +28,5 @@ FAILED_MAX_S = 30.0
 
 
 def pause_s(failures: int) -> float:
-    """How long the next try waits after so many in a row: what was not there may need a moment."""
+    """Return how long the next try waits after so many in a row: what was not there may need a moment."""
     return min(FAILED_MAX_S, 0.5 * 4.0 ** (failures - 1)) if failures > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Groups: the workers that train one replicated model together, step by step (mode allreduce).
+"""Describes groups: the workers that train one replicated model together, step by step (mode allreduce).
 
 A *generation* numbers the group: every change of who is in it makes a new one.
 A *step* trains the positions ``[lo, hi)`` of one epoch (positions as in ``model.shard``), divided among the members; it
@@ -18,7 +18,7 @@ from everstep.model.member import Address
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """The place of a state in the data: what is trained next. ``step``: committed steps so far."""
+    """Is the place of a state in the data: what is trained next. ``step``: committed steps so far."""
 
     step: Whole = 0
     dataset: Whole = 0
@@ -27,7 +27,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
-    """One process of a group. ``address``: where its peers fetch state from it (see ``allreduce.handover``)."""
+    """Is one process of a group. ``address``: where its peers fetch state from it (see ``allreduce.handover``)."""
 
     slot: Slot
     incarnation: Incarnation
@@ -39,8 +39,8 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepSplit(msgspec.Struct, frozen=True, array_like=True):
-    """How the members of one generation divide a step. A larger ``version`` replaces a smaller one: at the first vote
-    in which everybody says that it has it, so all divide the step behind that vote by it, and nobody waits.
+    """Says how the members of one generation divide a step. A larger ``version`` replaces a smaller one: at the first
+    vote in which everybody says that it has it, so all divide the step behind that vote by it, and nobody waits.
 
     ``shares``: samples that each takes of every sum(shares), by rank; () is all alike. ``passes``: micro-batches in
     which each computes them, by rank; 0, or (): as few as the loader's batch size allows. ``rate``: what the learning
@@ -56,7 +56,7 @@ class StepSplit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
+    """Says who trains together, by the brain's word; a larger ``generation`` replaces a smaller one.
 
     A member whose present group has one of ``lost`` (or is ``broken``) leaves it at once, in mid-collective, and meets
     the others in this one; there they agree on the last committed step. Otherwise the change is planned: the members
@@ -82,7 +82,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return len(self.members)
 
     def rank(self, slot: Slot, incarnation: Incarnation) -> int:
-        """-1 if this process is not in the group."""
+        """Return the rank of a process; -1 if it is not in the group."""
         return self._ranks.get((slot, incarnation), -1)
 
     @cached_property
@@ -91,14 +91,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {(member.slot, member.incarnation): rank for rank, member in enumerate(self.members)}
 
     def broken_by(self, later: Group) -> bool:
-        """Whether ``later`` says that a member of this group is lost, or that nobody gets on in it."""
+        """Return whether ``later`` says that a member of this group is lost, or that nobody gets on in it."""
         if self.generation <= later.broken:
             return True
         return any(life in self._ranks for life in later.lost)
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive committed steps of one generation: steps ``[first, last]`` trained positions ``[lo, hi)``.
+    """Is a range of consecutive committed steps of one generation: steps ``[first, last]`` trained positions ``[lo,
+    hi)``.
 
     ``skipped``: ranges of them whose gradients were not finite (policy skip). ``digest``: of the reduced gradients of
     the last one, as voted. ``loop``: of the script, from 1, that trained them; 0: not said. ``unstepped``: ranges
@@ -118,7 +119,7 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def after(self) -> Mark:
-        """The mark of the state that these steps left (before an epoch's end is turned over)."""
+        """Return the mark of the state that these steps left (before an epoch's end is turned over)."""
         return Mark(self.last + 1, self.dataset, self.epoch, self.hi)
 
 

@@ -1,4 +1,4 @@
-"""Images of buckets, checkpoints, and what a ps holds."""
+"""Describes snapshots of partitions (images), checkpoints, and what a ps holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REPLICA_VERSION = 2  # with the state of a replica in it, which older readers do
 
 
 class ImageFile(msgspec.Struct, frozen=True, array_like=True):
-    """One file of a bucket's image: its path under the checkpoint directory, length and checksum (blake2b-128, hex)."""
+    """Names one file of a partition's snapshot: its path under the checkpoint directory, length and checksum
+    (blake2b-128, hex)."""
 
     path: ImagePath
     size_bytes: Whole
@@ -26,7 +27,8 @@ class ImageFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
-    """One bucket as of one moment: ``files``, a base and then the pages changed since, in order: later pages win.
+    """Is one partition as of one moment: ``files``, a full one and then the pages changed since, in order: later pages
+    win.
 
     ``seq``, ``fingerprint``: of the bucket then. ``watermarks``: (shard, watermark) of every shard that was open there.
     """
@@ -41,7 +43,7 @@ class BucketImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaImage(msgspec.Struct, frozen=True, kw_only=True):
-    """The training state of a group (mode allreduce) at ``mark``. ``file``: see ``protect.replicafile``.
+    """Is the training state of a group (mode allreduce) at ``mark``. ``file``: see ``protect.replicafile``.
     ``parameters``: numbers in the models' parameters; ``origin``: of the line of states that it belongs to.
     ``waits_in``, ``waits_from``: from this position of this shard on, up to the mark, it has gradients of tables that
     wait for a step; -1: there are none."""
@@ -65,7 +67,8 @@ class EpochPosition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DatasetPosition(msgspec.Struct, frozen=True):
-    """How far a dataset is in all images. Its place in ``Manifest.datasets`` is its number, as in shard keys."""
+    """Says how far a dataset is in all snapshots. Its place in ``Manifest.datasets`` is its number, as in shard
+    keys."""
 
     plan: ShardSchedule
     epochs: tuple[EpochPosition, ...]  # epochs without an entry that are finished: every sample of them counted
@@ -94,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     master_incarnation: Incarnation = Incarnation(0)  # no fence in the images is of a lease of a later master
 
     def files(self) -> Iterator[ImageFile]:
-        """All files that it needs."""
+        """Yield all files that it needs."""
         for image in self.images:
             yield from image.files
         if self.replica is not None:

@@ -1,4 +1,4 @@
-"""Members: the processes of a job and the nodes that they run on."""
+"""Describes members: the processes of a job and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemberState(StrEnum):
 
 
 class MemberKey(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A place in the job: ``worker:1``."""
+    """Names a place in the job: ``worker:1``."""
 
     role: Role
     slot: Slot
@@ -35,7 +35,7 @@ class MemberKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a member listens. Same node: ``unix`` (path relative to the run directory); else ``host:port``."""
+    """Says where a member listens. Same node: ``unix`` (path relative to the run directory); else ``host:port``."""
 
     node: NodeId
     unix: SocketPath = ""
@@ -44,7 +44,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """What is known of one process."""
+    """Holds what is known of one process."""
 
     role: Role
     slot: Slot

@@ -1,4 +1,4 @@
-"""Word that a node goes away."""
+"""Describes word that a node goes away."""
 
 from __future__ import annotations
 

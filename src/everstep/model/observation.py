@@ -1,4 +1,4 @@
-"""What the master has seen of its members' speed, at one moment: the input of every policy of stragglers.
+"""Describes what the master has seen of its members' speed, at one moment: the input of every policy of stragglers.
 
 A worker is judged by seconds per sample of its *own* compute (in a synchronous job everybody's step lasts as long as
 the slowest one's), a ps by its service time and queue. Times are seconds of the master's clock; a reading that nobody
@@ -14,7 +14,7 @@ from everstep.model.member import Role
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker over one window of time."""
+    """Measures a worker over one window of time."""
 
     samples: int = 0  # trained in the window
     compute_s: float = 0.0  # own compute of those, summed
@@ -29,8 +29,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s``, ``queue`` and
-    ``requests_per_s`` are of a ps."""
+    """Measures a process over one window of time. Shares: 1.0 is one processor, or all of the time; ``service_s``,
+    ``queue`` and ``requests_per_s`` are of a ps."""
 
     cpu_share: float = 0.0
     throttled_share: float = 0.0
@@ -41,7 +41,7 @@ class ProcessLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker that is up. ``history``: see :class:`ServerSeen`, of ``per_sample_s``."""
+    """Describes one worker that is up. ``history``: see :class:`ServerSeen`, of ``per_sample_s``."""
 
     slot: Slot
     incarnation: Incarnation
@@ -67,7 +67,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One ps that is up."""
+    """Describes one ps that is up."""
 
     slot: Slot
     incarnation: Incarnation
@@ -91,7 +91,7 @@ class ServerSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observations(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole job, at ``at``. Only members that are up are in it, by slot.
+    """Describes the whole job, at ``at``. Only members that are up are in it, by slot.
 
     A policy is asked once per short window (of workers, that is all since the last look), and no reading is in two of
     them: so what it proposes at one look can be judged by the readings of the next."""

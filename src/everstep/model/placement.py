@@ -1,4 +1,4 @@
-"""Buckets and where they are: the desired state that every ps compares with what it holds."""
+"""Says where partitions are: the desired state that every ps compares with what it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.model.member import Address
 
 
 class PsPlace(msgspec.Struct, frozen=True, array_like=True):
-    """One living parameter server, as clients need to know it."""
+    """Is one living parameter server, as clients need to know it."""
 
     slot: Slot
     incarnation: Incarnation
@@ -24,7 +24,7 @@ class MirrorKind(StrEnum):
 
 
 class Mirror(msgspec.Struct, frozen=True, array_like=True):
-    """What ps ``at`` keeps of ``members``, which live at other ps: the XOR of their pages (``row`` 0), or the sum of
+    """Is what ps ``at`` keeps of ``members``, which live at other ps: the XOR of their pages (``row`` 0), or the sum of
     ``g**i`` times the page of member ``i`` over GF(2^8) (``row`` 1); and a copy of each one's marks.
 
     A new ``id`` is built anew from its members' contents; ids are never used twice in a job.
@@ -58,7 +58,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def route(self) -> int:
-        """The version of ``owner`` and ``servers``."""
+        """Return the version of ``owner`` and ``servers``."""
         return self.routing or self.version
 
     def owned_by(self, slot: Slot) -> list[BucketId]:

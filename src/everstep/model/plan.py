@@ -15,7 +15,7 @@ from everstep.model.member import Role
 
 
 class AdjustBatch(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ADJUST_BS"):
-    """Samples that each worker takes of one step; those not named keep theirs. The sum is the global batch."""
+    """Says how many samples each worker takes of one step; those not named keep theirs. The sum is the global batch."""
 
     batch: dict[Slot, int]
 
@@ -33,7 +33,8 @@ class AdjustRate(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag=
 
 
 class BackupWorkers(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="BACKUP_WORKERS"):
-    """A step waits for all but the slowest ``backup`` workers; what those computed is done again by whoever is free."""
+    """Has a step wait for all but the slowest ``backup`` workers; what those computed is done again by whoever is
+    free."""
 
     backup: int
 
@@ -47,13 +48,13 @@ class KillRestart(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag
 
 
 class MoveBuckets(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="MOVE_BUCKETS"):
-    """Who shall own these buckets."""
+    """Says who shall own these partitions."""
 
     owners: dict[BucketId, Slot]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="SCALE"):
-    """How many workers the job shall have."""
+    """Says how many workers the job shall have."""
 
     workers: int
 
@@ -62,7 +63,7 @@ Action = AdjustBatch | AdjustAccum | AdjustRate | BackupWorkers | KillRestart | 
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do, all of it or none. A larger ``version`` replaces a smaller one."""
+    """Says what to do, all of it or none. A larger ``version`` replaces a smaller one."""
 
     actions: tuple[Action, ...]
     decision: Decision

@@ -1,4 +1,4 @@
-"""Why something is done, where code goes by it: enums. Sentences are made of them in ``model.words``.
+"""Has the enums for why something is done, where code goes by it. Sentences are made of them in ``model.words``.
 
 ``Decision.action``, ``Decision.reason``, ``error`` and the like are for people: code hands them on and never compares
 them (``tests/model/test_no_steering_by_prose.py``). Journals, dumps of the brain and audit logs hold an enum's value.
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Base of the enums here: reads what earlier releases wrote, too."""
+    """Is the base of the enums here: it reads what earlier releases wrote, too."""
 
     @classmethod
     def _missing_(cls, value: object) -> Reason | None:
@@ -20,7 +20,7 @@ class Reason(StrEnum):
 
 
 class CheckpointReason(Reason):
-    """Why a checkpoint is taken."""
+    """Says why a checkpoint is taken."""
 
     ASKED = "asked"
     DUE = "due"
@@ -37,7 +37,7 @@ class CheckpointReason(Reason):
 
 
 class LeaveReason(Reason):
-    """Why a worker leaves its group. ``STAYS`` is false: it does not."""
+    """Says why a worker leaves its group. ``STAYS`` is false: it does not."""
 
     STAYS = ""
     DONE = "done"
@@ -47,7 +47,7 @@ class LeaveReason(Reason):
 
 
 class Arrival(Reason):
-    """How a ps came by a bucket."""
+    """Says how a ps came by a partition."""
 
     NEW = "new"
     """Empty, at the beginning of the job."""

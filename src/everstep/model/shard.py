@@ -1,4 +1,4 @@
-"""Shards, leases and tokens: the units of the exactly-once protocol.
+"""Describes shards, leases and tokens: the units of the exactly-once protocol.
 
 Positions: an epoch orders its samples as positions 0..n-1 (a pure function of seed and epoch); a shard is a
 range of positions ``[start, stop)``, a batch a range ``[lo, hi)`` inside one shard. Sample *indices* (rows of the
@@ -31,13 +31,13 @@ def shard_key(dataset: int, epoch: int, index: int) -> ShardKey:
 
 
 def split_key(key: ShardKey) -> tuple[int, int, int]:
-    """The ``(dataset, epoch, index)`` of a key."""
+    """Return the ``(dataset, epoch, index)`` of a key."""
     high, index = key >> _INDEX_BITS, key & ((1 << _INDEX_BITS) - 1)
     return high >> _EPOCH_BITS, high & ((1 << _EPOCH_BITS) - 1), index
 
 
 def epoch_key(key: ShardKey) -> int:
-    """``dataset << 20 | epoch``: the part of the key that a sample's fingerprint depends on."""
+    """Return ``dataset << 20 | epoch``: the part of the key that a sample's fingerprint depends on."""
     return key >> _INDEX_BITS
 
 
@@ -47,7 +47,7 @@ def lease_no(master_incarnation: int, counter: int) -> LeaseNo:
 
 
 class ShardSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """How one dataset is cut: the same on every worker, registered once with the master.
+    """Says how one dataset is cut: the same on every worker, registered once with the master.
 
     ``samples`` positions an epoch (after drop-last and the evaluation split), cut into shards of
     ``shard_samples`` (the last one may be shorter). ``fingerprint`` stands for the source's identity (paths,
@@ -65,13 +65,13 @@ class ShardSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.samples // self.shard_samples)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Positions ``[start, stop)`` of shard ``index``."""
+        """Return the positions ``[start, stop)`` of shard ``index``."""
         start = index * self.shard_samples
         return start, min(start + self.shard_samples, self.samples)
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's time-limited right to one shard. Later leases of the shard fence this one."""
+    """Is a worker's time-limited right to one shard. Later leases of the shard fence this one."""
 
     no: LeaseNo
     shard: ShardKey
@@ -80,7 +80,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """What every push carries: which samples, by which right, meant for which life of the ps."""
+    """Is what every push carries: which samples, by which right, meant for which life of the ps."""
 
     shard: ShardKey
     lo: Whole
@@ -92,7 +92,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Samples ``[lo, hi)`` of ``shard``, consumed by one step under ``lease``.
+    """Is the samples ``[lo, hi)`` of ``shard``, consumed by one step under ``lease``.
 
     ``learnt``: their gradient is in what the step applies. Else the script left them out (an iteration without
     ``backward()``, or whose gradient was zeroed before ``step()``), or they were skipped (a gradient not finite)."""

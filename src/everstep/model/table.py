@@ -1,4 +1,4 @@
-"""Tables: what a row is, how it begins and how it is updated."""
+"""Describes tables: what a row is, how it begins and how it is updated."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ learning rate travels with every push."""
 
 
 class Rate(NamedTuple):
-    """What one update goes by. ``lr`` < 0: the table's own. ``options``: as ``TRAVELLING``; (): the table's own."""
+    """Says what one update goes by. ``lr`` < 0: the table's own. ``options``: as ``TRAVELLING``; (): the table's
+    own."""
 
     lr: float = -1.0
     options: tuple[float, ...] = ()
 
 
 class StateField(NamedTuple):
-    """A piece of a row's optimizer state, by torch's name. ``each``: one float for each value, else one for the row."""
+    """Is a piece of a row's optimizer state, by torch's name. ``each``: one float for each value, else one for the
+    row."""
 
     name: str
     each: bool = True
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """An optimizer that runs on the ps. Formulas as in torch.optim (FTRL: McMahan et al., KDD 2013).
+    """Describes an optimizer that runs on the ps. Formulas as in torch.optim (FTRL: McMahan et al., KDD 2013).
 
     Each row has its own step count (lazy Adam): a row that no batch touches is not decayed. For a dense table,
     where every push touches every row, this is exactly torch's Adam.
@@ -77,7 +79,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     decoupled: bool = False  # nadam, radam: the weight decay
 
     def state_fields(self) -> tuple[StateField, ...]:
-        """The optimizer state of one row, in its order."""
+        """Return the optimizer state of one row, in its order."""
         step = StateField("step", each=False)
         match self.kind:
             case OptimizerKind.SGD:
@@ -106,22 +108,23 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
                 return (StateField("exp_avg"), StateField("exp_avg_sq"), step)
 
     def state_floats(self, dim: int) -> int:
-        """Optimizer state of one row, in float32s."""
+        """Return the size of one row's optimizer state, in float32s."""
         return sum(dim if field.each else 1 for field in self.state_fields())
 
     def options(self) -> tuple[float, ...]:
-        """Its own values of ``TRAVELLING``."""
+        """Return its own values of ``TRAVELLING``."""
         return tuple(getattr(self, name) for name in TRAVELLING)
 
     def with_options(self, options: tuple[float, ...]) -> OptimizerSpec:
-        """The same with other values of ``TRAVELLING``; (): itself."""
+        """Return the same with other values of ``TRAVELLING``; (): itself."""
         if not options:
             return self
         changed: dict[str, Any] = dict(zip(TRAVELLING, options, strict=True))
         return msgspec.structs.replace(self, **changed)
 
     def unfit(self, options: tuple[float, ...]) -> str:
-        """The option that cannot become so for rows of this optimizer, because their state was not made for it."""
+        """Return the option that cannot become so for rows of this optimizer, because their state was not made for
+        it."""
         now = self.with_options(options)
         if now.momentum > 0 and self.momentum == 0:
             return "momentum"
@@ -144,7 +147,7 @@ class InitKind(StrEnum):
 
 
 class InitSpec(msgspec.Struct, frozen=True):
-    """How a row begins: a pure function of (seed, table, key, column), whoever creates it and whenever."""
+    """Says how a row begins: a pure function of (seed, table, key, column), whoever creates it and whenever."""
 
     kind: InitKind = InitKind.CONSTANT
     a: Finite = 0.0
@@ -177,12 +180,12 @@ class TableSpec(msgspec.Struct, frozen=True):
 
     @property
     def candidates_id(self) -> TableId:
-        """Of the table that counts the pushes of keys that have no row yet."""
+        """Return the id of the table that counts the pushes of keys that have no row yet."""
         return table_id(f"{self.name}\0candidates")
 
     @property
     def has_life_cycle(self) -> bool:
-        """Its records say when they were pushed last."""
+        """Return whether its records say when they were pushed last."""
         return self.admit_after > 0 or self.expire_batches > 0 or self.expire_s > 0
 
 
@@ -191,12 +194,13 @@ OWN = "everstep."
 
 
 def table_id(name: str) -> TableId:
-    """A table's id from its name alone, so that processes agree without asking anyone."""
+    """Return a table's id from its name alone, so that processes agree without asking anyone."""
     return TableId(zlib.crc32(name.encode()))
 
 
 def difference(a: TableSpec, b: TableSpec, in_a: str, in_b: str) -> str:
-    """The first field in which two specs of a table differ, in words: ``dim is 8 in the checkpoint, 16 here``."""
+    """Return the first field in which two specs of a table differ, in words: ``dim is 8 in the checkpoint, 16
+    here``."""
     for name in a.__struct_fields__:
         x, y = getattr(a, name), getattr(b, name)
         if isinstance(x, OptimizerSpec | InitSpec) and isinstance(y, type(x)):

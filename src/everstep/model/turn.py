@@ -1,4 +1,4 @@
-"""Whose turn it is in mode ps where workers do not run freely (consistency sync and bounded)."""
+"""Says whose turn it is in mode ps where workers do not run freely (consistency sync and bounded)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everstep.ids import Incarnation, Slot
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's part of a step: its samples, of which it has the gradient."""
+    """Is one worker's part of a step: its samples, of which it has the gradient."""
 
     slot: Slot
     incarnation: Incarnation
@@ -19,7 +19,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchShare(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker is to take of each step, by a plan: ``samples``, in ``passes`` (0: in as few as hold no more
+    """Says what one worker is to take of each step, by a plan: ``samples``, in ``passes`` (0: in as few as hold no more
     than a batch of its loader each)."""
 
     slot: Slot
@@ -27,12 +27,13 @@ class BatchShare(msgspec.Struct, frozen=True, array_like=True):
     passes: int = 0
 
     def in_passes(self, batch: int) -> int:
-        """In how many passes, where the loader's batches are of ``batch`` samples."""
+        """Return in how many passes, where the loader's batches are of ``batch`` samples."""
         return self.passes or -(-self.samples // batch)
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Where the job is, by the master. Words of one master are numbered; a later master's replace an earlier one's.
+    """Says where the job is, by the master. Words of one master are numbered; a later master's replace an earlier
+    one's.
 
     Sync: ``step`` is under way. ``parts`` empty: its gradients are being computed. Else it is closed: these parts are
     it, and are being pushed; the next step begins when all ps have them. Bounded: ``step`` is how many batches the
@@ -55,7 +56,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def samples(self) -> int:
-        """Of a closed step."""
+        """Return the samples of a closed step."""
         return sum(part.samples for part in self.parts)
 
 
@@ -65,7 +66,7 @@ State = Literal["idle", "new", "busy", "ready", "pushed"]
 
 
 class WorkerClock(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker is, as it tells the master: whenever that changes, and again when a master may not know.
+    """Says where a worker is, as it tells the master: whenever that changes, and again when a master may not know.
 
     Sync: ``step`` is the one it takes part in; ``samples`` of its part; ``parts``: of the closed step, where it has
     heard of them (so that a new master keeps to what the one before has decided). Bounded: ``step`` is how many batches

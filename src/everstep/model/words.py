@@ -1,4 +1,4 @@
-"""The words of what code goes by: the one place that turns enums and numbers into what people read."""
+"""Has the words of what code goes by: the one place that turns enums and numbers into what people read."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SIGNALS = {
 
 
 def checkpoint_words(reason: CheckpointReason) -> str:
-    """Why a checkpoint is taken, in words."""
+    """Return why a checkpoint is taken, in words."""
     return _CHECKPOINT.get(reason, reason.value)
 
 
 def cause_words(cause: Cause) -> str:
-    """Why another try is made after a failure of this cause."""
+    """Return why another try is made after a failure of this cause."""
     return _CAUSES[cause]
 
 

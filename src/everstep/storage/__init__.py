@@ -1,1 +1,1 @@
-"""Durable bytes: chained logs, atomic files, checksums."""
+"""Makes bytes durable: chained logs, atomic files, checksums."""

@@ -1,4 +1,4 @@
-"""An append-only log whose every record vouches for all records before it.
+"""Keeps an append-only log whose every record vouches for all records before it.
 
 File = ``MAGIC``, then the header as the first record, then records. A record on disk is
 
@@ -75,7 +75,7 @@ class ChainWriter:
 
     @property
     def next_seq(self) -> int:
-        """The number that the next ``append`` will return (only stable for a single appending thread)."""
+        """Return the number that the next ``append`` will return (only stable for a single appending thread)."""
         return self._seq
 
     def append(self, record: bytes) -> int:
@@ -122,7 +122,7 @@ class ChainWriter:
 
 
 def read_chain(path: Path) -> tuple[Header, list[bytes], str | None]:
-    """Header, the records up to the first problem, and the problem (or None).
+    """Return the header, the records up to the first problem, and the problem (or None).
 
     The problem starts with ``TORN_TAIL`` when the file ends inside a record, and with ``BROKEN_CHAIN`` when a record
     is not the one that was written there. May be read while it is written. Raises ``PlatformError`` when the file

@@ -1,4 +1,4 @@
-"""The master's durable event log: SQLite, WAL, synchronous=FULL, group commit.
+"""Keeps the master's durable event log: SQLite, WAL, synchronous=FULL, group commit.
 
 One writer thread owns the database. Events that arrive while one transaction is being synced go into the next one
 together, so a durable event costs a small part of an fsync. Beside each event stands a short digest of the
@@ -67,17 +67,17 @@ SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def digest_of(instructions: Sequence[InstructionType]) -> bytes:
-    """Eight bytes that stand for these instructions."""
+    """Return eight bytes that stand for these instructions."""
     return hashlib.blake2b(_encode(instructions), digest_size=8).digest()
 
 
 def agrees(instructions: Sequence[InstructionType], digest: bytes, shapes: Shapes) -> bool:
-    """Whether the digest of the journal stands for these instructions. ``shapes``: by which it was written."""
+    """Return whether the digest of the journal stands for these instructions. ``shapes``: by which it was written."""
     return digest_of(instructions) == digest or digest_of(in_shape(instructions, shapes)) == digest
 
 
 def shapes_of(path: Path) -> Callable[[int], Shapes]:
-    """By which shapes an entry of the journal was written, by its number. Raises PlatformError."""
+    """Return by which shapes an entry of the journal was written, by its number. Raises PlatformError."""
     try:
         db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_S)
         try:
@@ -92,12 +92,12 @@ def shapes_of(path: Path) -> Callable[[int], Shapes]:
 
 
 def vouch(seq: int, data: bytes) -> bytes:
-    """Eight bytes that stand for a row."""
+    """Return eight bytes that stand for a row."""
     return hashlib.blake2b(seq.to_bytes(8, "little") + data, digest_size=8).digest()
 
 
 def sound_row(path: Path, after: int, seq: int, raw: bytes, digest: bytes) -> bytes:
-    """The instructions' digest of a row that follows row ``after``. PlatformError: the row was changed, or a row
+    """Return the instructions' digest of a row that follows row ``after``. PlatformError: the row was changed, or a row
     before it is gone."""
     if seq != after + 1:
         raise PlatformError(f"{path} is damaged: event {after + 1} is missing")
@@ -108,7 +108,7 @@ def sound_row(path: Path, after: int, seq: int, raw: bytes, digest: bytes) -> by
 
 
 class JournalEntry(NamedTuple):
-    """One journaled event."""
+    """Is one journaled event."""
 
     seq: int
     event: Event
@@ -116,7 +116,7 @@ class JournalEntry(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The brain as of event ``seq`` (0: an empty journal), after ``replayed`` events on top of a snapshot.
+    """Is the brain as of event ``seq`` (0: an empty journal), after ``replayed`` events on top of a snapshot.
 
     ``at``: time of the last event, 0.0 if there is none."""
 
@@ -202,9 +202,9 @@ class Journal:
     def restore(
         self, check: bool = True, note: Callable[[int, Event, Sequence[InstructionType]], None] | None = None
     ) -> Restored:
-        """The brain that the journal's events make: newest readable snapshot plus the events behind it. Of a journal
-        that is being written: call ``flush`` before. ``check``: have SQLite look at all of its pages. ``note``: called
-        with each event that is replayed, its number and instructions."""
+        """Return the brain that the journal's events make: newest readable snapshot plus the events behind it. Of a
+        journal that is being written: call ``flush`` before. ``check``: have SQLite look at all of its pages. ``note``:
+        called with each event that is replayed, its number and instructions."""
         try:
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
             if found != "ok":
@@ -269,7 +269,7 @@ class Journal:
 
     @property
     def seq(self) -> int:
-        """Number of the last event appended."""
+        """Return number of the last event appended."""
         return self._seq
 
     @property
@@ -433,7 +433,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _is_full(error: BaseException) -> bool:
-    """A transaction that did not fit was rolled back as a whole."""
+    """Return whether a full disk is behind this error: a transaction that did not fit was rolled back as a whole."""
     code = getattr(error, "sqlite_errorcode", None)
     cause = error.__cause__
     return code == sqlite3.SQLITE_FULL or is_full(error) or (cause is not None and _is_full(cause))
@@ -449,7 +449,7 @@ def _failure(path: Path, error: Exception) -> PlatformError:
 
 
 def read_journal(path: Path) -> Iterator[JournalEntry]:
-    """Every event in order, also while a master writes. Raises ConfigError (no such file), PlatformError."""
+    """Yield every event in order, also while a master writes. Raises ConfigError (no such file), PlatformError."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: name the run directory that everstep run printed")
     try:

@@ -1,4 +1,5 @@
-"""Where checkpoints are kept: a local directory, or whatever fsspec can reach by a URL (``s3://bucket/job``).
+"""Reaches the places where checkpoints are kept: a local directory, or whatever fsspec reaches by a URL
+(``s3://bucket/job``).
 
 A file appears under its name completely or not at all, and is not changed afterwards but by an atomic replacement.
 Paths are relative to the place, with ``/``. What goes wrong is a ``StorageError`` of one line; a file that is not there
@@ -58,7 +59,7 @@ class NewFile(abc.ABC):
 
 
 class StoragePlace(abc.ABC):
-    """One directory or URL. Thread-safe, one file at a time per thread."""
+    """Is one directory or URL. Thread-safe, one file at a time per thread."""
 
     url: str
 
@@ -67,33 +68,33 @@ class StoragePlace(abc.ABC):
 
     @abc.abstractmethod
     def create(self, path: str) -> NewFile:
-        """A new file; directories on the way are made. One that is there is replaced at ``commit``."""
+        """Return a new file; directories on the way are made. One that is there is replaced at ``commit``."""
 
     @abc.abstractmethod
     def open(self, path: str) -> BinaryIO:
-        """For reading, from its beginning. Its reads raise OSError."""
+        """Open a file for reading, from its beginning. Its reads raise OSError."""
 
     @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
-        """All files of the place with their bytes, also what killed writers left under temporary names (``.*.tmp``);
-        empty if the place does not exist."""
+        """Return all files of the place with their bytes, also what killed writers left under temporary names
+        (``.*.tmp``); empty if the place does not exist."""
 
     @abc.abstractmethod
     def names(self) -> list[str]:
-        """Files directly in the place, not in folders of it."""
+        """Return the files directly in the place, not in folders of it."""
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:
-        """Harmless when it is not there."""
+        """Delete a file; harmless when it is not there."""
 
     def put(self, path: str, data: bytes) -> None:
-        """A whole file at once, durable on return."""
+        """Write a whole file at once, durable on return."""
         with self.create(path) as file:
             file.write(data)
             file.commit()
 
     def read(self, path: str, limit_bytes: int) -> bytes:
-        """A whole file; StorageError if it is longer than ``limit_bytes``."""
+        """Return a whole file; StorageError if it is longer than ``limit_bytes``."""
         with self.open(path) as file, self._reading(path):
             data = file.read(limit_bytes + 1)
         if len(data) > limit_bytes:
@@ -109,7 +110,7 @@ class StoragePlace(abc.ABC):
 
 
 def bare(path: str) -> str:
-    """``path`` if it is below its place: relative, without ``..`` or control characters. Raises StorageError."""
+    """Return ``path`` if it is below its place: relative, without ``..`` or control characters. Raises StorageError."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in path or not path.isprintable():
         raise StorageError(f"{escaped(path)!r} is no path within a place of checkpoints", passing=False)
@@ -117,8 +118,8 @@ def bare(path: str) -> str:
 
 
 def open_place(where: str | Path) -> StoragePlace:
-    """The place at a directory (it need not exist) or URL. Raises ConfigError: no such protocol, or its package is
-    not installed."""
+    """Return the place at a directory (it need not exist) or URL. Raises ConfigError: no such protocol, or its package
+    is not installed."""
     text = str(where)
     if text.startswith("file://"):
         text = text[len("file://") :]
@@ -131,8 +132,8 @@ def open_place(where: str | Path) -> StoragePlace:
 
 
 class LocalPlace(StoragePlace):
-    """``write``, ``fsync``, ``rename``, ``fsync`` of the directory. What is made in a directory of the user's alone is,
-    too; elsewhere the user's umask says who may read it."""
+    """Writes to a local directory: ``write``, ``fsync``, ``rename``, ``fsync`` of the directory. What is made in a
+    directory of the user's alone is, too; elsewhere the user's umask says who may read it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -314,7 +315,7 @@ class RemotePlace(StoragePlace):
 
     @contextlib.contextmanager
     def _asking(self, verb: str, path: str) -> Iterator[None]:
-        """Whatever a protocol's package raises is a StorageError; they have no common base."""
+        """Turn whatever a protocol's package raises into StorageError; the packages have no common base."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
@@ -357,7 +358,7 @@ class _RemoteFile(NewFile):
 
 
 class _Raising(io.RawIOBase):
-    """A file of fsspec whose reads raise OSError only."""
+    """Is a file of fsspec whose reads raise OSError only."""
 
     def __init__(self, place: RemotePlace, path: str, file: Any) -> None:
         self._place, self._path, self._file = place, path, file

@@ -15,18 +15,18 @@ _ERRORS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Patience:
-    """Of this process: how long its writers wait. 0.0, until ``be_patient``: not at all."""
+    """Says how long this process's writers wait. 0.0, until ``be_patient``: not at all."""
 
     wait_s = 0.0
 
 
 def be_patient(wait_s: float) -> None:
-    """In a process of a job, once: ``disk_full_s``."""
+    """Have this process's writers wait for ``disk_full_s``; to be called once in a process of a job."""
     _Patience.wait_s = wait_s
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether this error, or the one that it was raised from, says that the disk is full."""
+    """Return whether this error, or the one that it was raised from, says that the disk is full."""
     cause = error.__cause__
     return (isinstance(error, OSError) and error.errno in _ERRORS) or (cause is not None and is_full(cause))
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def with_space(write: Callable[[], T], full: Callable[[BaseException], bool] = is_full) -> T:
-    """``write()``, again and again while it fails for a full disk and this process's patience lasts. Each try must
+    """Call ``write()`` again and again while it fails for a full disk and this process's patience lasts. Each try must
     begin from where the one before began."""
     end = time.monotonic() + _Patience.wait_s
     while True:

@@ -1,4 +1,4 @@
-"""Telling a damaged write-ahead log of SQLite from one whose writer was killed.
+"""Tells a damaged write-ahead log of SQLite from one whose writer was killed.
 
 SQLite takes a log up to its first frame whose checksum is wrong and is silent about what follows. After a crash that is
 right: the end may be torn. But every commit of the journal is synced before the next one begins, so two commits behind
@@ -19,7 +19,7 @@ _MAGIC = (0x377F0682, 0x377F0683)
 
 
 class WalFile:
-    """What lies in the ``-wal`` beside ``path``, read before SQLite opens the database."""
+    """Knows what lies in the ``-wal`` beside ``path``, read before SQLite opens the database."""
 
     def __init__(self, path: Path) -> None:
         """Raises PlatformError: the log's header was changed."""

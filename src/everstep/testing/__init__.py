@@ -1,4 +1,5 @@
-"""What a script needs to test that its job trains what it should (``Witness``), and the oracles of the native store.
+"""Has what a script needs to test that its job trains what it should (``Witness``), and the oracles of the native
+store.
 
 ``twin`` and ``mirror_twin`` are what ``everstep.native`` does once more, in NumPy and Python: slow, plain, for tests.
 """

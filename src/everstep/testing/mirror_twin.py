@@ -43,7 +43,7 @@ INVERSE: list[int] = [0] + [int(np.flatnonzero(MUL[a] == 1)[0]) for a in range(1
 
 
 def weight(row: int, member: int) -> int:
-    """Of member number ``member``: 1 in row 0, 2**member in row 1."""
+    """Return the weight of member number ``member``: 1 in row 0, 2**member in row 1."""
     out = 1
     for _ in range(member if row else 0):
         out = int(MUL[out, 2])
@@ -51,18 +51,18 @@ def weight(row: int, member: int) -> int:
 
 
 def add(to: Pages, pages: Mapping[tuple[int, int], U8], factor: int) -> None:
-    """``to += factor * pages``."""
+    """Add in place: ``to += factor * pages``."""
     for at, page in pages.items():
         to[at] = to.get(at, np.zeros_like(page)) ^ MUL[factor][page]
 
 
 def trimmed(pages: Mapping[tuple[int, int], U8]) -> dict[tuple[int, int], bytes]:
-    """Pages that are not all zero, for comparing."""
+    """Return the pages that are not all zero, for comparing."""
     return {at: page.tobytes() for at, page in sorted(pages.items()) if page.any()}
 
 
 def code(members: Sequence[Mapping[tuple[int, int], U8]], row: int) -> Pages:
-    """What the mirror of ``row`` of these members' pages holds."""
+    """Return what the mirror of ``row`` of these members' pages holds."""
     out: Pages = {}
     for i, pages in enumerate(members):
         add(out, pages, weight(row, i))
@@ -125,7 +125,7 @@ class _TwinMember:
 
 
 class TwinMirror:
-    """A mirror as ``Store.mirror_make(id, members, row)`` makes it; ``layouts`` as ``Store.layout(table)`` says."""
+    """Is a mirror as ``Store.mirror_make(id, members, row)`` makes it; ``layouts`` as ``Store.layout(table)`` says."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class TwinMirror:
         return [(bucket, m.seq, m.stage == "complete") for bucket, m in self.members.items()]
 
     def apply(self, data: bytes) -> int:
-        """As ``Store.mirror_apply``."""
+        """Do as ``Store.mirror_apply`` does."""
         blob = parse(data, lambda table: self.layouts[table][2])
         member = self.members.get(blob.bucket)
         if member is None:
@@ -233,7 +233,7 @@ class TwinMirror:
         return APPLIED
 
     def _page(self, m: _TwinMember, table: int, slot: int) -> tuple[U8, int, int]:
-        """The page of a slot, the slot's place in it, and the weight of what is added there."""
+        """Return the page of a slot, the slot's place in it, and the weight of what is added there."""
         bits, head_bytes, record_bytes = self.layouts[table]
         slots = 1 << bits
         size = head_bytes + -(-slots * record_bytes // 64) * 64

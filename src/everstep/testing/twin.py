@@ -1,4 +1,4 @@
-"""The store and the kernels once more, in NumPy and Python: slow, plain, and the oracle of the C++ ones.
+"""Has the store and the kernels once more, in NumPy and Python: slow, plain, and the oracle of the C++ ones.
 
 Same hash, same initial values, same operations in the same order in float32, so results are equal bit for bit; the
 ledger is ``everstep.native.ledger.Ledger``. Not for use in training: a Python loop over rows.
@@ -31,7 +31,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(z: U64) -> U64:
-    """Finalizer of splitmix64, element by element."""
+    """Apply the finalizer of splitmix64, element by element."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -43,12 +43,12 @@ def key_hash(keys: I64, table: int) -> U64:
 
 
 def bucket_of(keys: I64, table: int, n_buckets: int) -> NDArray[np.int32]:
-    """Bucket of each key: the high half of its hash, scaled to ``n_buckets``."""
+    """Return the partition of each key: the high half of its hash, scaled to ``n_buckets``."""
     return (((key_hash(keys, table) >> np.uint64(32)) * np.uint64(n_buckets)) >> np.uint64(32)).astype(np.int32)
 
 
 def first_values(seed: int, table: int, key: int, dim: int, init: InitSpec) -> F32:
-    """The row of ``key`` before any update, float32 ``[dim]``: a pure function of its arguments."""
+    """Return the row of ``key`` before any update, float32 ``[dim]``: a pure function of its arguments."""
     if init.kind is InitKind.CONSTANT:
         return np.full(dim, init.a, np.float32)
     row = mix64_int(mix64_int((seed + _GOLDEN * (table + 1)) & _MASK) ^ (key & _MASK))
@@ -73,7 +73,7 @@ def first_values(seed: int, table: int, key: int, dim: int, init: InitSpec) -> F
 
 @dataclass
 class _Row:
-    """One used slot."""
+    """Is one used slot."""
 
     key: int
     values: F32
@@ -86,7 +86,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """How a page of a table lies in memory: native/table.h."""
+    """Says how a page of a table lies in memory, as native/table.h does."""
 
     dim: int
     state: int
@@ -121,8 +121,8 @@ def _align64(n: int) -> int:
 
 
 class TwinRows:
-    """Rows of one table in one bucket. A new row gets the lowest unused slot of the pages that have rows, else of the
-    first page without. ``spec``: whose life cycle they have; ``candidates``: they only count pushes."""
+    """Holds the rows of one table in one partition. A new row gets the lowest unused slot of the pages that have rows,
+    else of the first page without. ``spec``: whose life cycle they have; ``candidates``: they only count pushes."""
 
     def __init__(self, table: int, layout: PagePlan, spec: TableSpec, candidates: bool = False) -> None:
         self.table = table
@@ -146,7 +146,7 @@ class TwinRows:
 
     @property
     def free_slots(self) -> int:
-        """Unused ones of the pages that have rows."""
+        """Return how many slots are unused in the pages that have rows."""
         return sum(c > 0 for c in self._page_counts()) * (1 << self.layout.page_bits) - len(self.index)
 
     @property
@@ -155,7 +155,7 @@ class TwinRows:
         return pages + self.index_size * 16 + (self.chunks * self._chunk_bytes if self.chunks else 0)
 
     def bytes_for(self, n: int) -> int:
-        """What n more rows add to ``held_bytes``."""
+        """Return what n more rows add to ``held_bytes``."""
         slots, size = 1 << self.layout.page_bits, self.index_size
         while n and (len(self.index) + n) * 10 > size * 7:
             size = size * 2 or 16
@@ -215,11 +215,11 @@ class TwinRows:
         return self.slots[self.index[key]] if key in self.index else None
 
     def used(self) -> list[tuple[int, _Row]]:
-        """(slot, row) of all rows, ascending."""
+        """Return (slot, row) of all rows, ascending."""
         return [(slot, row) for slot, row in enumerate(self.slots) if row is not None]
 
     def pages(self) -> dict[int, bytes]:
-        """The pages that hold a row."""
+        """Return the pages that hold a row."""
         layout, out = self.layout, {}
         n = 1 << layout.page_bits
         for page in range(-(-len(self.slots) // n)):
@@ -272,13 +272,13 @@ class TwinRows:
 
     @property
     def salted(self) -> int:
-        """The table whose hash says the bucket of a key: candidates lie with the rows that they may become."""
+        """Return the table whose hash says the bucket of a key: candidates lie with the rows that they may become."""
         return self.spec.id
 
 
 @dataclass
 class _Bucket:
-    """What a bucket has beside its part of the ledger."""
+    """Holds what a partition has beside its part of the ledger."""
 
     seq: int = 0
     clock: int = 0
@@ -293,7 +293,7 @@ _Touched = tuple[TwinRows, int, int | None, bytes, bytes]
 
 
 class TwinStore:
-    """``everstep.native.Store`` in Python: same methods, same answers, same bits. Not thread-safe."""
+    """Is ``everstep.native.Store`` in Python: same methods, same answers, same bits. Not thread-safe."""
 
     def __init__(self, n_buckets: int, seed: int) -> None:
         self.n_buckets = n_buckets
@@ -364,7 +364,7 @@ class TwinStore:
             self._held[b].protect = on
 
     def take(self) -> list[bytes]:
-        """Everything in the outbox; it is empty then."""
+        """Return everything in the outbox; it is empty then."""
         out, self.outbox = self.outbox, []
         return out
 
@@ -474,7 +474,7 @@ class TwinStore:
         held.initialised = sorted(set(blob.marks.initialised))
 
     def digest(self, bucket: int, by_key: bool = False) -> bytes:
-        """As the native one: sums over hashed items, so that their order does not matter."""
+        """Return a digest as the native one does: sums over hashed items, so that their order does not matter."""
         items: list[list[int]] = []
         for table, rows in self._held[bucket].rows.items():
             for slot, row in rows.used():
@@ -661,7 +661,7 @@ class TwinStore:
         return done
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
-        """The rows of a part whose buckets are in the bitmap."""
+        """Return the rows of a part whose buckets are in the bitmap."""
         table, keys, grads, *rate = part
         mask = np.isin(bucket_of(keys, table, self.n_buckets), bitmap_buckets(buckets))
         return cast(PushPart, (table, keys[mask], grads[mask], *rate)) if grads.shape[:1] == keys.shape else part
@@ -669,7 +669,7 @@ class TwinStore:
     def _push_rows(
         self, held: _Bucket, spec: TableSpec, pushed: list[tuple[int, F32]], rate: Rate, now_s: int, step: int
     ) -> list[_Touched]:
-        """The gradients of one table in one bucket, whose clock has moved on."""
+        """Return the gradients of one table in one bucket, whose clock has moved on."""
         rows, waiting = held.rows[spec.id], held.rows.get(spec.candidates_id)
         counted: list[_Touched] = []
         new: set[int] = set()
@@ -723,7 +723,7 @@ class TwinStore:
         return sum(rows.held_bytes for held in self._held.values() for rows in held.rows.values())
 
     def _growth(self, bucket: int, spec: TableSpec, keys: list[int]) -> list[tuple[TwinRows, int]]:
-        """The rows of one bucket, and its candidates, that will be more: by how many."""
+        """Return the rows of one bucket, and its candidates, that will be more: by how many."""
         rows, waiting = self._held[bucket].rows[spec.id], self._held[bucket].rows.get(spec.candidates_id)
         new = [key for key in keys if key not in rows.index]
         if waiting is None:
@@ -837,7 +837,8 @@ def _arrays(found: tuple[list[int], list[int]] | None) -> tuple[NDArray[np.int32
 def unique_route(
     ids: I64, n_buckets: int, table_id: int, bucket_ps: NDArray[np.int32], n_ps: int = -1
 ) -> tuple[I64, NDArray[np.int32], I64]:
-    """As the native one: keys in order of (ps, bucket, first appearance), inverse, keys of each ps."""
+    """Route as the native function does: keys in order of (ps, partition, first appearance), inverse, keys of each
+    ps."""
     distinct, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     buckets = bucket_of(distinct, table_id, n_buckets)
     order = np.lexsort((first, buckets, bucket_ps[buckets]))
@@ -855,7 +856,7 @@ def bag_forward(
     weights: F32 | None,
     out: F32,
 ) -> None:
-    """As the native one."""
+    """Do as the native function does."""
     bounds = np.arange(len(inverse) + 1) if offsets is None else offsets
     for i, (lo, hi) in enumerate(pairwise(bounds.tolist())):
         total = np.zeros(rows.shape[1], np.float32)
@@ -875,7 +876,7 @@ def bag_backward(
     out: F32,
     add: bool = False,
 ) -> None:
-    """As the native one."""
+    """Do as the native function does."""
     bounds = np.arange(len(inverse) + 1) if offsets is None else offsets
     if not add:
         out[:u] = 0

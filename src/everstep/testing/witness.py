@@ -1,4 +1,4 @@
-"""A model that counts, to be trained beside the user's own: which samples were applied, and how often.
+"""Has a model that counts, to be trained beside the user's own: which samples were applied, and how often.
 
 Each sample of each epoch has a row, and each loop of the script has a number for each epoch. A row gains exactly 1.0
 when its sample is applied, by the same gradients, steps, pushes, votes and recoveries as everything else that is
@@ -64,7 +64,8 @@ class Witness(nn.Module):
         self._shape = samples, epochs, loops
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: numbers of the batch's samples, each in [0, samples) and of one sample of the dataset alone."""
+        """Count the samples ``ids``: numbers of the batch's samples, each in [0, samples) and of one sample of the
+        dataset alone."""
         place = self._engine.place()
         if place is None:
             raise ScriptError("es.testing.Witness outside of job.steps(): it counts what is trained")
