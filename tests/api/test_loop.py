@@ -85,7 +85,7 @@ def test_exception_in_the_loop_gives_back(join: Join) -> None:
             (-model(batch["id"]).sum()).backward()
             raise ZeroDivisionError
     job.close()
-    assert not job._engine.protocol.held()
+    assert not job._engine.held()
     assert job._engine.samples == 0
 
 

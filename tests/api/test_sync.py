@@ -207,11 +207,11 @@ def train(
     ]
 
     def work(i: int) -> None:
-        protocol: Any = jobs[i]._engine.protocol
+        protocol: Any = jobs[i]._engine.driver.protocol
         protocol.ask_ahead, seen = 0, -1
         if shares.get(i, 0) <= cut:
             protocol.more = list  # one shard an epoch: none is asked for before the last one is done
-        jobs[i]._engine._look_ahead = lambda spent_s: None
+        jobs[i]._engine.loop._look_ahead = lambda spent_s: None
         loader = jobs[i].loader(data(), batch_size=batch, epochs=EPOCHS, largest_batch=(fits or {}).get(i))
         loader._plan = msgspec.structs.replace(loader.plan(), shard_samples=cut)
         for b in jobs[i].steps(loader):

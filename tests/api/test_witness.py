@@ -13,7 +13,7 @@ from torch import nn
 
 import everstep as es
 from everstep.api.job import Job
-from everstep.api.ps_engine import PsEngine
+from everstep.api.step_builder import StepBuilder
 from everstep.errors import ConfigError, ScriptError
 from everstep.monitor.audit import audit
 from everstep.monitor.report import AuditReport, Verdict
@@ -113,8 +113,8 @@ def test_what_a_step_consumed_stays_so_when_its_gradients_are_zeroed(
 ) -> None:
     """As a worker of a job has it: a step is pushed when the iteration is over, behind ``opt.zero_grad()``. ``alike``:
     the buckets want all batches of a step, else each is a step by itself."""
-    monkeypatch.setattr(PsEngine, "_immediate", False)
-    monkeypatch.setattr(PsEngine, "_goes_on", lambda engine, work: alike)
+    monkeypatch.setattr(StepBuilder, "_immediate", False)
+    monkeypatch.setattr(StepBuilder, "goes_on", lambda builder, work: alike)
     report = said(train(join, "ps", every=2))
     assert report.verdict is Verdict.EXACT and report.counts["left_out_samples"] == 0, report.text()
     assert report.counts["witnessed_samples"] == SAMPLES * sum(LOOPS)

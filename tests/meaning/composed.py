@@ -12,7 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from everstep.api.ps_engine import PsEngine
+from everstep.api.ps_loop import PsLoop
+from everstep.api.turn_waits import TurnWaits
 from everstep.model.shard import split_key
 from everstep.net.messages import TellPlace
 from everstep.tables.staleness_gate import StalenessGate
@@ -26,14 +27,14 @@ Steps = tuple[tuple[Part, ...], ...]
 
 def note_parts(path: str) -> None:
     """From now on this worker writes a line for each batch that its script takes, and for each range of a step."""
-    following, ready = PsEngine._next, StalenessGate.ready
+    following, ready = PsLoop._next, StalenessGate.ready
 
     def note(step: int, work: RangeWork) -> None:
         dataset, epoch, _ = split_key(work.lease.shard)
         with Path(path).open("a") as file:
             file.write(f"{step} {dataset} {epoch} {work.lo} {work.hi}\n")
 
-    def noted_next(self: PsEngine, *args: Any) -> Any:
+    def noted_next(self: PsLoop, *args: Any) -> Any:
         item = following(self, *args)
         if item is not None and item.work is not None:
             note(-1, item.work)
@@ -44,29 +45,30 @@ def note_parts(path: str) -> None:
             note(self._step, work)
         return ready(self, works, *args)
 
-    PsEngine._next = noted_next  # type: ignore[method-assign]
+    PsLoop._next = noted_next  # type: ignore[method-assign]
     StalenessGate.ready = noted_ready  # type: ignore[method-assign]
 
 
 def begin_together(folder: Path, slot: int, workers: int) -> None:
     """This worker's first batch is begun once all have one in hand and the master knows it, or after a while."""
-    await_turn = PsEngine._await_turn
+    turn = TurnWaits.turn
 
-    def together(self: PsEngine, *args: Any) -> bool:
-        begun = await_turn(self, *args)
-        if begun and self.gate is not None:
-            PsEngine._await_turn = await_turn  # type: ignore[method-assign]
-            with self._lock:
-                place = self.gate.due(again=True)
+    def together(self: TurnWaits, *args: Any) -> bool:
+        begun = turn(self, *args)
+        driver = self._driver
+        if begun and driver.admission.gate is not None:
+            TurnWaits.turn = turn  # type: ignore[method-assign]
+            with driver.lock:
+                place = driver.admission.due(again=True)
             if place is not None:
-                self.seat.call(TellPlace(place), _TOGETHER_S)
+                driver.seat.call(TellPlace(place), _TOGETHER_S)
             (folder / f"begins-{slot}").touch()
             limit = time.monotonic() + _TOGETHER_S
             while len(list(folder.glob("begins-*"))) < workers and time.monotonic() < limit:
                 time.sleep(0.01)
         return begun
 
-    PsEngine._await_turn = together  # type: ignore[method-assign]
+    TurnWaits.turn = together  # type: ignore[method-assign]
 
 
 def steps_of(folder: Path) -> Steps:

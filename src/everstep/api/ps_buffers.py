@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from everstep.allreduce.group_buffers import FLOATS_MAX, INTS_MAX, each_buffer
 from everstep.api.dense import FlatGroup
 from everstep.errors import ScriptError
-from everstep.model.table import OptimizerKind, OptimizerSpec
+from everstep.model.table import OWN, OptimizerKind, OptimizerSpec
 from everstep.tables.routing import TableRows
 
 _EXACT = 1 << 24  # whole numbers that float32 holds
@@ -106,6 +106,43 @@ class ConstantBuffer:
                 f"ps (finite numbers; at most {FLOATS_MAX:,} floats or {INTS_MAX} whole numbers below {_EXACT:,}): "
                 "make it a parameter, or several buffers"
             )
+
+
+class ModelBuffers:
+    """The buffers of a script's models: each has a place on the ps from the first loop on that finds it. ``models``: of
+    the script, in the order in which it gave them to the job."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.groups: list[BufferGroup] = []
+        self._constant: list[ConstantBuffer] = []
+        self._seen: list[int] = []  # the models whose buffers are known
+
+    def __repr__(self) -> str:
+        return f"<ModelBuffers {len(self.groups)} groups of {len(self.models)} models>"
+
+    def place(self, count: nn.Module | None) -> BufferGroup | None:
+        """The group of the buffers that are new; None: none is. ``count``: one more module whose buffers are kept."""
+        counts = count is not None
+        seen = [id(m) for m in self.models] + [0] * counts
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        kept, self._constant = find_buffers(self.models)
+        if count is not None:
+            kept += [(f"{OWN}{key}", count, key) for key in count._buffers]
+        known = {(id(module), key) for group in self.groups for _, module, key in group.places}
+        new = [place for place in kept if (id(place[1]), place[2]) not in known]
+        if not new:
+            return None
+        group = BufferGroup(f"buffers/{len(self.groups)}", new)
+        self.groups.append(group)
+        return group
+
+    def check(self) -> None:
+        """Raises ScriptError where a buffer has changed that must not."""
+        for constant in self._constant:
+            constant.check()
 
 
 def find_buffers(models: Sequence[nn.Module]) -> tuple[list[tuple[str, nn.Module, str]], list[ConstantBuffer]]:

@@ -30,8 +30,8 @@ class PsTrainer:
         self._seat = seat
         self.tables = TableSet(seat.client)
         self.engine = PsEngine(seat, self.tables)
-        self.models: list[nn.Module] = []
-        self.engine.models = self.models
+        self._gradients = self.engine.gradients
+        self.models: list[nn.Module] = self._gradients.buffers.models
 
     def __repr__(self) -> str:
         return f"<PsTrainer of {len(self.models)} models>"
@@ -61,18 +61,19 @@ class PsTrainer:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """The ps-side twin of ``optimizer``."""
         taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for older in self.engine.optimizers:
+        for older in self._gradients.optimizers:
             gone = older.give_up(taken)
             self.tables.dense = [group for group in self.tables.dense if group not in gone]
-        twin = PsOptimizer(optimizer, len(self.engine.optimizers), self.engine, parameter_names(self.models))
-        self.engine.optimizers.append(twin)
+        known = self._gradients.optimizers
+        twin = PsOptimizer(optimizer, len(known), self.engine.builder, parameter_names(self.models))
+        known.append(twin)
         self.tables.dense += twin.groups
         return twin
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Schedulers count the job's steps; of others nothing is kept."""
         for obj in objects.values():
-            self.engine.schedule.track(obj)
+            self._gradients.schedule.track(obj)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -92,7 +93,7 @@ class PsTrainer:
     def state_dict(self) -> dict[str, Any]:
         self.tables.refresh_dense()
         models = [m.state_dict() for m in self.models]
-        return with_model({"models": models, "optimizers": [o.state_dict() for o in self.engine.optimizers]})
+        return with_model({"models": models, "optimizers": [o.state_dict() for o in self._gradients.optimizers]})
 
     def check_load(self) -> None:
         not_started(self.tables)

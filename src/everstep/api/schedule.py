@@ -9,6 +9,7 @@ next one; so is that of a worker that comes later, before its first iteration. S
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ class StepCount(nn.Module):
 
 
 class JobSchedule:
-    """The schedulers that were given to ``job.track``, driven by the job's steps."""
+    """The schedulers that were given to ``job.track``, driven by the job's steps. ``alone``: they are the script's, as
+    in plain PyTorch; ``several``: workers have the script."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool, several: bool) -> None:
         self.count = StepCount()
+        self._alone, self._several = alone, several
+        self._rates: list[float] | None = None  # learning rates when the iteration began; None: nobody asks for them
         self._schedulers: list[Any] = []
         self._by_step: set[int] = set()  # of ``_schedulers``: stepped in the loop
         self._begun: list[int] = []
@@ -49,14 +53,22 @@ class JobSchedule:
         if counted and not any(s is scheduler for s in self._schedulers):
             self._schedulers.append(scheduler)
 
+    @property
+    def counted(self) -> StepCount | None:
+        """The count of the job's steps, where there is one."""
+        return self.count if self._schedulers and not self._alone else None
+
     def stepped(self) -> None:
         """An optimizer step of this worker is about to be pushed."""
         if self.used:
             self.count.steps += 1
 
-    def begin(self) -> None:
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A batch is in hand: bring schedulers up to the job's steps."""
+        if self._alone:
+            return
         if not self._schedulers:
+            self._rates = _rates_of(optimizers) if self._several else None
             return
         steps = round(float(self.count.steps))
         self._by_step |= {i for i, n in enumerate(self.count.by_step.tolist()[: len(self._schedulers)]) if n}
@@ -68,10 +80,26 @@ class JobSchedule:
                     scheduler.step()
         self._begun = [s.last_epoch for s in self._schedulers]
 
-    def end(self) -> None:
-        """The script is through with the batch."""
+    def end(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The script is through with the batch. Of a schedule that the job does not know it is said once."""
+        if self._alone:
+            return
+        if not self._schedulers:
+            if self._rates is not None and self._rates != _rates_of(optimizers):
+                self._several = False
+                print(
+                    "everstep: the learning rate changes in the loop by something that the job does not know, so each "
+                    "worker counts its own iterations: job.track(scheduler=scheduler) makes it one schedule for the "
+                    "job",
+                    flush=True,
+                )
+            return
         new = {i for i, was in enumerate(self._begun) if self._schedulers[i].last_epoch != was} - self._by_step
         self._by_step |= new
         for i in new:
             if i < len(self.count.by_step):
                 self.count.by_step[i] += 1
+
+
+def _rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
+    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]

@@ -29,18 +29,38 @@ TRAINERS: Final[Mapping[str, str]] = {
 class TrainingLoop(Listener, Protocol):
     """Runs the loop, and is told what the master orders."""
 
-    clock: StepClock
-    values: dict[str, float]
-    """What ``job.report`` was given, by name."""
-    failure: EverstepError | None
-    samples: int
-    batches: int
-    registered: int
-    """Loops that the script has begun."""
-    in_hand: int
-    """Samples of the batch that the script is at, or raised in."""
-    loader_batch: int
-    """Samples of a batch as the loader makes them."""
+    @property
+    def values(self) -> dict[str, float]:
+        """What ``job.report`` was given, by name."""
+        ...
+
+    @property
+    def failure(self) -> EverstepError | None: ...
+
+    @property
+    def samples(self) -> int:
+        """Applied, by this process."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Given to the script."""
+        ...
+
+    @property
+    def registered(self) -> int:
+        """Loops that the script has begun."""
+        ...
+
+    @property
+    def in_hand(self) -> int:
+        """Samples of the batch that the script is at, or raised in."""
+        ...
+
+    @property
+    def loader_batch(self) -> int:
+        """Samples of a batch as the loader makes them."""
+        ...
 
     @property
     def step_number(self) -> int: ...

@@ -16,7 +16,7 @@ SAID_AFTER_S = 10.0
 
 
 class Stalls:
-    """Fed with each worker's heartbeats (``stalled_ps``, ``stalled_s``; see api/ps_engine.py)."""
+    """Fed with each worker's heartbeats (``stalled_ps``, ``stalled_s``; see api/worker_readings.py)."""
 
     def __init__(self) -> None:
         self._said: dict[MemberKey, tuple[Incarnation, int, float]] = {}  # life, the ps, longest so far

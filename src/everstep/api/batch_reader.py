@@ -1,0 +1,116 @@
+"""Reads batches for a loop of mode ps: takes the next work, waits for its turn, reads its samples, asks for its rows.
+
+Where rows are pulled ahead a thread of its own does so, as many batches ahead as it has permits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from everstep.api.protocol_driver import ProtocolDriver
+from everstep.api.tables import BatchItem, TableSet
+from everstep.api.turn_waits import TurnWaits
+from everstep.data.loader import Loader
+from everstep.data.random_streams import STREAMS
+from everstep.model.shard import split_key
+
+
+class BatchReader:
+    """Those of one pass through ``job.steps``. ``ahead``: batches whose rows are pulled ahead; 0: each when it is
+    taken, and by the script's thread."""
+
+    def __init__(self, loader: Loader, ahead: int, driver: ProtocolDriver, tables: TableSet, waits: TurnWaits) -> None:
+        self._loader, self._driver, self._tables, self._waits = loader, driver, tables, waits
+        self._ready: queue.SimpleQueue[BatchItem | BaseException | None] = queue.SimpleQueue()
+        self._permits = threading.Semaphore(ahead)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if ahead:
+            self._thread = threading.Thread(target=self._read_ahead, name="everstep-reader", daemon=True)
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<BatchReader {'ahead' if self.ahead else 'in turn'} of {self._loader}>"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether rows are pulled ahead."""
+        return self._thread is not None
+
+    def next(self) -> BatchItem | None:
+        """The next batch, its rows asked for; None: all data is done, or the loop is to end. Raises the failure."""
+        return self._read() if self._thread is None else self._from_thread()
+
+    def taken(self) -> None:
+        """The script has taken a batch, or it was given up: one more may be pulled ahead."""
+        self._permits.release()
+
+    def wanted(self, item: BatchItem) -> bool:
+        """Whether a batch is still wanted. False, and it is given up, where its lease is gone or was opened anew."""
+        work, driver = item.work, self._driver
+        assert work is not None
+        with driver.lock:
+            if driver.protocol.current(work):
+                return True
+            item.close()
+            self._permits.release()
+            driver.feed(lambda: driver.protocol.computed(work))
+            return False
+
+    def stop(self) -> None:
+        """The loop is over: no work is taken any more."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Behind ``stop``: end the thread, and give up what it has read."""
+        if self._thread is None:
+            return
+        with self._driver.lock:
+            self._driver.changed.notify_all()
+        self._permits.release()
+        self._thread.join(timeout=5.0)
+        while not self._ready.empty():
+            unread = self._ready.get()
+            if isinstance(unread, BatchItem):
+                unread.close()
+
+    def _read(self) -> BatchItem | None:
+        """Take work, read its batch, ask for its rows. None when all data is done."""
+        while (work := self._waits.work(self._stop)) is not None:
+            _, epoch, _ = split_key(work.lease.shard)
+            batch = self._loader.read(epoch, work.lo, work.hi)
+            if self._waits.turn(work, self._stop, self.ahead):
+                return self._tables.prepare(work, batch, create=True)
+        return None
+
+    def _read_ahead(self) -> None:
+        try:
+            while True:
+                while not self._permits.acquire(timeout=0.5):
+                    if self._stop.is_set() or self._driver.ending.failure is not None:
+                        return
+                item = None if self._stop.is_set() else self._read()
+                self._ready.put(item)
+                if item is None:
+                    return
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _from_thread(self) -> BatchItem | None:
+        begin = time.perf_counter()
+        ending = self._driver.ending
+        while True:
+            try:
+                with STREAMS.lent():
+                    got = self._ready.get(timeout=0.2)
+                break
+            except queue.Empty:
+                ending.check()
+                if ending.stopping:
+                    return None
+        self._tables.wait_s += time.perf_counter() - begin
+        if isinstance(got, BaseException):
+            raise got
+        return got
