@@ -194,18 +194,22 @@ class DenseGroup(FlatGroup):
         names = names or {}
         labels = [names.get(id(p), f"{name}/{i}") for i, p in enumerate(self.params)]
         super().__init__(name, self.params, labels, twin.spec)
+        self._places: list[int] = []  # addresses of the views
+        self._copies: list[Tensor] = []  # where the gradient of each is copied to
         for i, p in enumerate(self.params):
             view = self.view(i)
             view.copy_(p.detach())
             p.data = view
+            self._places.append(view.data_ptr())
+            self._copies.append(self._scratch[self.starts[i] : self.starts[i] + p.numel()].view(p.shape))
 
     def __repr__(self) -> str:
         return f"<DenseGroup {self.spec.name} {len(self.params)} parameters in {self.n_rows} rows>"
 
     def changed(self) -> bool:
         for i, p in enumerate(self.params):  # a parameter that was given another tensor takes its values along
-            view = self.view(i)
-            if p.data_ptr() != view.data_ptr() and p.numel():
+            if p.data_ptr() != self._places[i] and p.numel():
+                view = self.view(i)
                 if p.shape != view.shape or p.dtype != view.dtype:
                     raise ScriptError(
                         f"parameter {self.spec.parameters[i][0]!r} became {p.dtype} {tuple(p.shape)} in the loop: the "
@@ -225,13 +229,11 @@ class DenseGroup(FlatGroup):
             return None
         turn = self.twin.maximize
         for i in with_grad:
-            p, at = self.params[i], self.starts[i]
-            grad = p.grad
+            grad, place = self.params[i].grad, self._copies[i]
             assert grad is not None
             if grad.is_sparse:
                 grad = grad.to_dense()
-            place = self._scratch[at : at + p.numel()]
-            place.copy_(grad.detach().reshape(-1))
+            place.copy_(grad.detach())
             if turn:  # up the gradient: as torch does, before anything else is made of it
                 place.neg_()
         rows = self._rows(self._scratch)

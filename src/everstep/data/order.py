@@ -52,7 +52,11 @@ def mix64s(x: UInt64s) -> UInt64s:
 
 def make_key(*parts: int) -> int:
     """One 64-bit key from several numbers; the order of the parts matters."""
-    key = 0
+    return extend_key(0, *parts)
+
+
+def extend_key(key: int, *parts: int) -> int:
+    """``make_key(*before, *parts)``, where ``key`` is ``make_key(*before)``."""
     for part in parts:
         key = mix64((key + _GOLDEN) & _MASK64 ^ mix64((part + _GOLDEN) & _MASK64))
     return key

@@ -14,12 +14,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from everstep.data.order import make_key
+from everstep.data.order import extend_key, make_key
 
 _RANGE: Final = 5  # salts of make_key, apart from those of everstep.data.order
 _NUMPY: Final = 6
@@ -63,14 +64,20 @@ STREAMS: Final = RandomStreams()
 def range_seed(seed: int, epoch: int, lo: int, dataset: int = 0) -> int:
     """The seed in ``[0, 2**63)`` of the streams in which the range that begins at ``lo`` of ``epoch`` is computed.
     ``dataset``: the number of the dataset, where a script has several."""
-    return make_key(seed, dataset, epoch, lo, _RANGE) >> 1
+    return extend_key(_epoch_key(seed, dataset, epoch), lo, _RANGE) >> 1
+
+
+@lru_cache(16)
+def _epoch_key(seed: int, dataset: int, epoch: int) -> int:
+    return make_key(seed, dataset, epoch)
 
 
 def seed_streams(seed: int) -> None:
     """Seed the process-wide streams of torch (CPU, and every CUDA device in use), numpy and random with ``seed``, a
     number in ``[0, 2**63)``."""
     _seed_torch(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    # (whether one is initialised is known at once; whether one is available takes 10 us)
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
     _seed_numpy(seed)
     random.seed(seed)
