@@ -1,1 +1,1 @@
-"""Sources -> shards -> batches."""
+"""Turns sources into shards, and shards into batches."""

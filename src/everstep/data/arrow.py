@@ -1,4 +1,4 @@
-"""Parquet, Arrow and CSV files. Small sources are decoded once and held; big Parquet is read by row group."""
+"""Reads Parquet, Arrow and CSV files. Small sources are decoded once and held; big Parquet is read by row group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CACHE_GROUPS: Final = 2 * WINDOW_CHUNKS + 2
 def decode(
     table: pa.Table, groups: Sequence[ColumnGroup], fill: Fill, where: str, keys: TextKeys, text: set[str]
 ) -> dict[str, Array]:
-    """All columns that ``groups`` need, by name; names of text columns are added to ``text``."""
+    """Return all columns that ``groups`` need, by name; names of text columns are added to ``text``."""
     out: dict[str, Array] = {}
     for name in wanted(groups):
         column = table.column(name)
@@ -61,7 +61,7 @@ def decode(
 def table_source(
     table: pa.Table, columns: ColumnsLike, dtypes: Dtypes, fill: Fill, where: str, fingerprint: str = ""
 ) -> ArraySource:
-    """A source over a table in memory."""
+    """Return a source over a table in memory."""
     if table.num_rows == 0:
         raise DataError(f"{where}: no rows")
     groups = parse_columns(columns, table.column_names, where, dtypes)
@@ -129,7 +129,7 @@ def _join(parts: list[dict[str, Array]], files: Sequence[Path]) -> dict[str, Arr
 
 
 def common_dtype(name: str, types: Sequence[np.dtype[Any]], where: str) -> np.dtype[Any]:
-    """The type of a column that several files have: the widest, of one kind."""
+    """Return the type of a column that several files have: the widest, of one kind."""
     kinds = {"i" if t.kind == "u" else t.kind for t in types}
     common = np.result_type(*types)
     if len(kinds) > 1 or (common.kind == "f" and "i" in kinds):
@@ -191,7 +191,7 @@ def _row_bytes(schema: pa.Schema, groups: Sequence[ColumnGroup], where: str) -> 
 
 
 def _common_dtypes(schemas: Sequence[pa.Schema], groups: Sequence[ColumnGroup], where: str) -> dict[str, np.dtype[Any]]:
-    """By column that is not of one type in all files: the type that all files' rows get."""
+    """Return, by column that is not of one type in all files, the type that all files' rows get."""
     out: dict[str, np.dtype[Any]] = {}
     for name in wanted(groups):
         rules = [batch_dtype(schema.field(name).type) for schema in schemas]
@@ -206,7 +206,7 @@ def _coded(t: pa.DataType) -> bool:
 
 
 class ParquetSource:
-    """Parquet files read by row group; the last ``_CACHE_GROUPS`` decoded row groups are kept."""
+    """Reads Parquet files by row group; the last ``_CACHE_GROUPS`` decoded row groups are kept."""
 
     def __init__(
         self, files: Sequence[Path], metas: Sequence[Any], groups: Sequence[ColumnGroup], fill: Fill, fingerprint: str
@@ -262,7 +262,7 @@ class ParquetSource:
         return out
 
     def in_memory(self) -> ArraySource:
-        """All rows decoded, as an ArraySource."""
+        """Return all rows decoded, as an ArraySource."""
         parts = []
         for number, file in enumerate(self._files):
             try:

@@ -47,13 +47,13 @@ _DIGITS_MAX: Final = 15  # decimal digits that a float64 holds exactly
 
 
 def text_key(value: str | bytes) -> int:
-    """The key in ``[0, 2**63)`` of a text: blake2b of its UTF-8 bytes, the same in every process and version."""
+    """Return the key in ``[0, 2**63)`` of a text: blake2b of its UTF-8 bytes, the same in every process and version."""
     data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 class ColumnGroup(msgspec.Struct, frozen=True):
-    """One entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows].
+    """Is one entry of a batch: ``names`` stacked as [rows, len(names)], or one column alone as [rows].
 
     ``dtype``: the type demanded, or an empty string. ``floats``: the type demanded should it be one of floats.
     """
@@ -68,7 +68,7 @@ class ColumnGroup(msgspec.Struct, frozen=True):
 def parse_columns(
     columns: ColumnsLike, available: Iterable[str], where: str, dtypes: Dtypes = None
 ) -> list[ColumnGroup]:
-    """What a batch holds: all columns, those named, or ``{"dense": ["a", "b"], "label": "y"}``.
+    """Return what a batch holds: all columns, those named, or ``{"dense": ["a", "b"], "label": "y"}``.
 
     DataError for a column that is not there, with the nearest name.
     """
@@ -109,7 +109,7 @@ def parse_columns(
 
 
 def dtype_name(key: str, dtype: Any, where: str) -> str:
-    """``dtype`` (a name, or a type of NumPy or torch) as one of ``NUMBERS``, "hash" or "str"."""
+    """Return ``dtype`` (a name, or a type of NumPy or torch) as one of ``NUMBERS``, "hash" or "str"."""
     name = str(dtype).removeprefix("torch.")
     if name not in (*NUMBERS, HASH, STR):
         try:
@@ -129,12 +129,12 @@ def missing_column(name: str, names: Sequence[str], where: str) -> DataError:
 
 
 def wanted(groups: Iterable[ColumnGroup]) -> list[str]:
-    """The names that the groups need, each once, in order."""
+    """Return the names that the groups need, each once, in order."""
     return list(dict.fromkeys(name for group in groups for name in group.names))
 
 
 def text_mode(groups: Iterable[ColumnGroup], name: str, where: str) -> str:
-    """What becomes of column ``name`` if it is text: "hash" or "str"."""
+    """Return what becomes of column ``name`` if it is text: "hash" or "str"."""
     asked = {group.dtype == STR for group in groups if name in group.names}
     if len(asked) > 1:
         raise DataError(f"{where}: column {name!r} is asked for as 'str' and as keys; ask for one of them")
@@ -142,7 +142,7 @@ def text_mode(groups: Iterable[ColumnGroup], name: str, where: str) -> str:
 
 
 def hashed_unasked(groups: Iterable[ColumnGroup], text: Iterable[str]) -> tuple[str, ...]:
-    """The text columns whose keys a batch has although nobody asked for keys."""
+    """Return the text columns whose keys a batch has although nobody asked for keys."""
     texts = set(text)
     return tuple(dict.fromkeys(n for g in groups if not g.dtype for n in g.names if n in texts))
 
@@ -186,7 +186,7 @@ def is_text(t: pa.DataType) -> bool:
 
 
 def batch_dtype(t: pa.DataType) -> tuple[np.dtype[Any], int] | None:
-    """The (dtype, values a row) that a column of Arrow type ``t`` becomes; None if there is no rule for it."""
+    """Return the (dtype, values a row) that a column of Arrow type ``t`` becomes; None if there is no rule for it."""
     if pa.types.is_dictionary(t):
         return batch_dtype(t.value_type)
     if pa.types.is_fixed_size_list(t):
@@ -202,7 +202,7 @@ def batch_dtype(t: pa.DataType) -> tuple[np.dtype[Any], int] | None:
 
 
 def no_rule(name: str, t: pa.DataType, where: str) -> DataError:
-    """The error for a column of a type that no batch has."""
+    """Return the error for a column of a type that no batch has."""
     way = "leave it out with columns="
     if pa.types.is_list(t) or pa.types.is_large_list(t):
         way = (
@@ -215,7 +215,7 @@ def no_rule(name: str, t: pa.DataType, where: str) -> DataError:
 def arrow_to_numpy(
     name: str, column: ArrowColumn, fill: FillValue | None, where: str, keys: TextKeys, text: str = HASH
 ) -> Array:
-    """One column, [rows] or [rows, length]; contiguous, owned by nobody else. ``text``: "hash" or "str"."""
+    """Return one column, [rows] or [rows, length]; contiguous, owned by nobody else. ``text``: "hash" or "str"."""
     t = column.type
     if pa.types.is_dictionary(t) and not is_text(t.value_type):
         column = column.cast(t.value_type)
@@ -323,7 +323,7 @@ def _lists_to_numpy(name: str, column: ArrowColumn, fill: FillValue | None, wher
 
 
 def to_array(name: str, values: Any, where: str) -> Array:
-    """``values`` (an array, a tensor on the CPU, a list) as an array."""
+    """Return ``values`` (an array, a tensor on the CPU, a list) as an array."""
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -339,7 +339,7 @@ def holds_text(values: Array) -> bool:
 
 
 def numpy_to_batch(name: str, values: Array, where: str, keys: TextKeys | None = None, text: str = HASH) -> Array:
-    """An array of any type, first axis = rows, by the same rules; not copied where it already fits."""
+    """Return an array of any type, first axis = rows, by the same rules; not copied where it already fits."""
     kind = values.dtype.kind
     if kind in "biufc" and values.dtype.name in NUMBERS:
         return values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -393,7 +393,8 @@ def stack(groups: Iterable[ColumnGroup], columns: Mapping[str, Array], text: Ite
 
 
 def _common(group: ColumnGroup, parts: Sequence[Array], texts: set[str], where: str) -> np.dtype[Any]:
-    """The type that holds all columns of a group, as ``torch.cat`` chooses it: the widest of the highest kind."""
+    """Return the type that holds all columns of a group, as ``torch.cat`` chooses it: the widest of the highest
+    kind."""
     if any(part.dtype == object for part in parts):
         raise DataError(
             f"{where}: group {group.key!r} has text as it is, which does not stack: give it a key of its own"
@@ -424,7 +425,7 @@ def _check_dtype(group: ColumnGroup, name: str, part: Array, text: bool, target:
 
 
 def check_cast(part: Array, target: np.dtype[Any], what: str) -> None:
-    """DataError where values of ``part`` would become others in type ``target``, rounding apart."""
+    """Raise DataError where values of ``part`` would become others in type ``target``, rounding apart."""
     have, want = part.dtype.kind, target.kind
     if part.dtype == target or have == "O":
         return
@@ -438,7 +439,7 @@ def check_cast(part: Array, target: np.dtype[Any], what: str) -> None:
 
 
 def schema_of(batch: Mapping[str, Array]) -> dict[str, str]:
-    """``{"cat": "int64[26]", "label": "float32"}``: what a row is, by key of the batch."""
+    """Return what a row is, by key of the batch: ``{"cat": "int64[26]", "label": "float32"}``."""
     return {
         key: ("str" if array.dtype == object else str(array.dtype))
         + (f"[{','.join(map(str, array.shape[1:]))}]" if array.ndim > 1 else "")
@@ -447,5 +448,5 @@ def schema_of(batch: Mapping[str, Array]) -> dict[str, str]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a library's message."""
+    """Return the first line of a library's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -31,8 +31,8 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fields(list[Any]):
-    """The batch of a dataset of tuples: the list that ``default_collate`` makes, ``x, y = batch``. Its fields are also
-    found by their numbers as text: ``batch["0"]``."""
+    """Is the batch of a dataset of tuples: the list that ``default_collate`` makes, ``x, y = batch``. Its fields are
+    also found by their numbers as text: ``batch["0"]``."""
 
     def keys(self) -> Iterator[str]:
         return map(str, range(len(self)))
@@ -52,7 +52,7 @@ class Fields(list[Any]):
 
 
 class DatasetSource:
-    """Any map-style dataset: ``len(dataset)`` and ``dataset[i]``, or ``dataset.__getitems__([i, ...])``.
+    """Reads any map-style dataset: ``len(dataset)`` and ``dataset[i]``, or ``dataset.__getitems__([i, ...])``.
 
     Types, nesting and names are those of ``default_collate``, or whatever ``collate_fn`` makes of a list of samples.
     ``columns`` and ``dtypes`` choose, rename and convert fields at the top. A dataset that has ``seeded(index, seed)``
@@ -98,13 +98,12 @@ class DatasetSource:
 
     @property
     def draws(self) -> bool:
-        """Whether reading may draw random numbers from the process's streams."""
+        """Return whether reading may draw random numbers from the process's streams."""
         return type(self._dataset) is not TensorDataset or self.collate_fn is not None
 
     def fetch(self, rows: Int64s, seeds: Int64s, apart: bool) -> Any:
-        """The samples ``rows``, not yet a batch. ``seeds``: one for each. ``apart``: whatever a sample's "
-        "``__getitem__``
-        draws comes from streams of the sample's seed; else from the process's streams as they are."""
+        """Return the samples ``rows``, not yet a batch. ``seeds``: one for each. ``apart``: whatever a sample's "
+        "``__getitem__`` draws comes from streams of the sample's seed; else from the process's streams as they are."""
         at: list[int] = rows.tolist()
         if type(self._dataset) is TensorDataset and self.collate_fn is None:
             return _Taken([tensor[torch.from_numpy(rows)] for tensor in self._dataset.tensors])
@@ -127,7 +126,7 @@ class DatasetSource:
         return self._drawing.calls(with_seed, one, together) if apart else together()
 
     def collate(self, samples: Any) -> Any:
-        """The batch of ``samples``."""
+        """Return the batch of ``samples``."""
         if isinstance(samples, _Taken):
             return self._chosen(Fields(samples))
         return self._chosen(self._collate(samples))
@@ -236,7 +235,7 @@ class DatasetSource:
 
 
 class _Taken(list[Any]):
-    """Tensors of a batch that were taken at once."""
+    """Holds tensors of a batch that were taken at once."""
 
 
 def _numpy(dtype: torch.dtype) -> Any:

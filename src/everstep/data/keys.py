@@ -1,4 +1,4 @@
-"""Keys for tables without a vocabulary: fields that share one table, and crosses of fields."""
+"""Makes keys for tables without a vocabulary: fields that share one table, and crosses of fields."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _keys(mixed: UInt64s) -> torch.Tensor:
 
 
 def field_keys(values: torch.Tensor) -> torch.Tensor:
-    """Keys in ``[0, 2**63)`` of ``values`` (int64 [n, fields]), so that all fields may share one table: equal
-    values of different fields get different keys. int64 [n, fields]; the same in every process."""
+    """Return keys in ``[0, 2**63)`` of ``values`` (int64 [n, fields]), so that all fields may share one table: equal
+    values of different fields get different keys."""
     salts = np.array([make_key(field, 0xF1E1D) for field in range(values.shape[1])], np.uint64)
     with np.errstate(over="ignore"):
         return _keys(mix64s(_bits(values) * _GOLDEN + salts))
 
 
 def cross(*columns: torch.Tensor) -> torch.Tensor:
-    """One key in ``[0, 2**63)`` (int64 [n]) per combination of the values of ``columns`` (each int64 [n])."""
+    """Return one key in ``[0, 2**63)`` (int64 [n]) per combination of the values of ``columns`` (each int64 [n])."""
     with np.errstate(over="ignore"):
         key = np.zeros(len(columns[0]), np.uint64)
         for column in columns:

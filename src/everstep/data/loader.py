@@ -1,4 +1,4 @@
-"""The loader: a source cut, ordered and read as torch batches. Reads any range of positions; holds no progress."""
+"""Cuts, orders and reads a source as torch batches. Reads any range of positions; holds no progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _STRETCH = 4096  # positions whose rows are worked out at once: for a small batc
 
 
 class Loader:
-    """Samples of ``source`` for ``epochs`` epochs; the same order for the same seed, however many workers read it.
+    """Loads the samples of ``source`` for ``epochs`` epochs; the same order for the same seed, however many workers
+    read it.
 
     - ``split="90/10"`` holds out a fixed, seeded share (``split_seed``; not the training seed, so that runs with
       different seeds are tested on the same rows); ``eval_batches`` reads it.
@@ -122,7 +123,7 @@ class Loader:
 
     @property
     def samples(self) -> int:
-        """Positions of an epoch: training samples, after drop-last."""
+        """Return the positions of an epoch: training samples, after drop-last."""
         return self._plan.samples
 
     @property
@@ -141,7 +142,7 @@ class Loader:
         return self._plan
 
     def indices(self, epoch: int, lo: int, hi: int) -> Int64s:
-        """Rows of the source (int64 [hi - lo]) at positions ``[lo, hi)`` of ``epoch``."""
+        """Return the rows of the source (int64 [hi - lo]) at positions ``[lo, hi)`` of ``epoch``."""
         if not 0 <= lo <= hi <= self._plan.samples:
             raise DataError(f"positions [{lo}, {hi}) of loader {self.name!r}, which has {self._plan.samples:,} samples")
         known_epoch, at, rows = self._known
@@ -161,8 +162,8 @@ class Loader:
         return self._split.train_samples(positions)
 
     def read(self, epoch: int, lo: int, hi: int) -> Any:
-        """The samples at positions ``[lo, hi)`` of ``epoch``: of columns key -> tensor [hi - lo, ...]; otherwise what
-        collate_fn makes."""
+        """Return the samples at positions ``[lo, hi)`` of ``epoch``: of columns key -> tensor [hi - lo, ...]; otherwise
+        what collate_fn makes."""
         return self._batch(self.indices(epoch, lo, hi), epoch)
 
     def eval_batches(self, batch_size: int | None = None) -> Iterator[Any]:
@@ -202,7 +203,7 @@ class Loader:
         return in_streams_of(batch_seed(self.seed, epoch, int(rows[0])), lambda: source.collate(samples))
 
     def _transform(self, batch: Any, rows: Int64s, epoch: int) -> Any:
-        """``transform`` in streams of the batch, where it draws; it is watched for that, but not each time."""
+        """Apply ``transform`` in streams of the batch, where it draws; it is watched for that, but not each time."""
         transform = self.transform
         assert transform is not None
         if not (self.apart and self._draws and len(rows)):
@@ -215,5 +216,5 @@ class Loader:
 
 
 def as_torch(array: np.ndarray[Any, Any]) -> Any:
-    """``array`` as a tensor of the same type; text as a list."""
+    """Return ``array`` as a tensor of the same type; text as a list."""
     return array.tolist() if array.dtype == object else torch.from_numpy(array)

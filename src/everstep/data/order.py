@@ -1,4 +1,4 @@
-"""The order of samples: position -> sample, a pure function of (seed, epoch, n). Nothing is stored per sample.
+"""Orders samples: position -> sample, a pure function of (seed, epoch, n). Nothing is stored per sample.
 
 A keyed Feistel network permutes ``[0, 2**bits)``, the smallest power of two that holds ``n``; a value that falls
 outside ``[0, n)`` is sent through again until it falls inside (cycle walking: fewer than two rounds on average). A
@@ -31,14 +31,14 @@ WINDOW_CHUNKS: Final = 8
 
 
 def mix64(x: int) -> int:
-    """splitmix64's finaliser on one Python int: a bijection of 64-bit numbers."""
+    """Apply splitmix64's finaliser to one Python int: a bijection of 64-bit numbers."""
     x = (x ^ (x >> 30)) * _M1 & _MASK64
     x = (x ^ (x >> 27)) * _M2 & _MASK64
     return x ^ (x >> 31)
 
 
 def mix64s(x: UInt64s) -> UInt64s:
-    """``mix64`` of every element; ``x``: uint64, not changed."""
+    """Apply ``mix64`` to every element; ``x``: uint64, not changed."""
     y = x >> np.uint64(30)
     y ^= x
     y *= np.uint64(_M1)
@@ -119,12 +119,12 @@ def permute(x: Int64s, n: int, key: int | UInt64s, *, inverse: bool = False) -> 
 
 
 def shuffled(positions: Int64s, n: int, seed: int, epoch: int) -> Int64s:
-    """Full shuffle: the samples (int64 [m]) at ``positions`` (int64 [m]) of an epoch of ``n`` samples."""
+    """Shuffle fully: return the samples (int64 [m]) at ``positions`` (int64 [m]) of an epoch of ``n`` samples."""
     return permute(positions, n, make_key(seed, epoch, 1))
 
 
 def window_shuffled(positions: Int64s, n: int, chunk: int, seed: int, epoch: int) -> Int64s:
-    """Shuffle for sources that are read in chunks of ``chunk`` adjacent samples.
+    """Shuffle sources that are read in chunks of ``chunk`` adjacent samples.
 
     The chunks come in random order, and samples are mixed within windows of ``WINDOW_CHUNKS`` of them: neighbours
     in an epoch come from at most that many places of the source.

@@ -28,8 +28,8 @@ _BATCH: Final = 7
 
 
 class RandomStreams:
-    """Who may draw. The streams are one for the whole process: the thread that runs a loop of the script has them, and
-    lends them while it waits for its reader; any other thread draws, or puts them back, only while it has them."""
+    """Says who may draw. The streams are one for the whole process: the thread that runs a loop of the script has them,
+    and lends them while it waits for its reader; any other thread draws, or puts them back, only while it has them."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -45,7 +45,7 @@ class RandomStreams:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """This thread waits for another one, which may draw meanwhile."""
+        """Wait, in this thread, for another one, which may draw meanwhile."""
         self.take()
         depth = self._depth
         for _ in range(depth):
@@ -181,13 +181,13 @@ class Drawing:
 
 
 class DrawWatch:
-    """Whether any of the calls under watch drew."""
+    """Finds out whether any of the calls under watch drew."""
 
     drawn = False
 
 
 def in_streams_of(seed: int, call: Callable[[], Any], watch: DrawWatch | None = None) -> Any:
-    """``call()``, in streams of ``seed``."""
+    """Do ``call()`` in streams of ``seed``."""
     with untouched():
         _seed_torch(seed)
         _seed_numpy(seed)

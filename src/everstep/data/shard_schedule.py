@@ -1,4 +1,4 @@
-"""How a dataset is cut into shards: arithmetic only, the same on every worker."""
+"""Cuts a dataset into shards: arithmetic only, the same on every worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of samples: anything that knows its length and reads rows by index.
+"""Describes sources of samples: anything that knows its length and reads rows by index.
 
 ``open_source`` takes whatever the user has: a path, a list of paths, a glob or a directory (Parquet, Arrow, CSV,
 NumPy files), a ``pyarrow.Table``, a dict or tuple of arrays, a map-style dataset, or a Source.
@@ -42,24 +42,24 @@ MEMORY_BYTES: Final = 1 << 30
 
 @runtime_checkable
 class DataSource(Protocol):
-    """What a loader reads. Thread-safe: several threads may call ``read`` at once."""
+    """Is what a loader reads. Thread-safe: several threads may call ``read`` at once."""
 
     chunk: int
     """Rows that are cheap to read together; 0: any row is as near as any other."""
 
     @property
     def schema(self) -> dict[str, str]:
-        """Batch key -> ``"int64"``, ``"float32[13]"``: type and shape of one row."""
+        """Return batch key -> ``"int64"``, ``"float32[13]"``: type and shape of one row."""
         ...
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Int64s) -> Batch:
-        """Rows ``indices`` (int64 [n], each in [0, len), any order, repeats allowed): key -> array [n, ...]."""
+        """Read rows ``indices`` (int64 [n], each in [0, len), any order, repeats allowed): key -> array [n, ...]."""
         ...
 
     def fingerprint(self) -> str:
-        """Short text that differs for different data; equal on every process that reads the same data."""
+        """Return a short text that differs for different data; equal on every process that reads the same data."""
         ...
 
 
@@ -93,7 +93,7 @@ class ArraySource:
         return self._fingerprint
 
     def _content(self) -> str:
-        """Shape, type and a spread of at most 4,096 rows: enough to tell two data sets apart."""
+        """Return shape, type and a spread of at most 4,096 rows: enough to tell two data sets apart."""
         digest = hashlib.blake2b(digest_size=8)
         rows = np.linspace(0, self._n - 1, min(self._n, 4096)).astype(np.int64) if self._n else np.empty(0, np.int64)
         for key, array in self._arrays.items():
@@ -106,7 +106,7 @@ class ArraySource:
 
 
 def arrays_source(arrays: Mapping[str, Array], columns: ColumnsLike, dtypes: Dtypes, where: str) -> ArraySource:
-    """A source over arrays of any type (first axis = rows); converted once, grouped as ``columns`` says."""
+    """Return a source over arrays of any type (first axis = rows); converted once, grouped as ``columns`` says."""
     groups = parse_columns(columns, arrays, where, dtypes)
     keys = TextKeys()
     given = {name: to_array(name, arrays[name], where) for name in wanted(groups)}
@@ -128,7 +128,7 @@ def _rows(name: str, array: Array, where: str) -> int:
 
 
 def find_files(spec: str | Path) -> list[Path]:
-    """The files of a path, glob or directory, sorted. DataError when there is none."""
+    """Return the files of a path, glob or directory, sorted. DataError when there is none."""
     text = str(spec)
     path = Path(text).expanduser()
     if path.is_dir():
@@ -166,7 +166,7 @@ _KINDS: Final = {
 
 
 def kind_of(path: Path) -> str:
-    """``parquet``, ``arrow``, ``csv``, ``numpy``, or an empty string; ``.csv.gz`` is CSV too."""
+    """Return ``parquet``, ``arrow``, ``csv``, ``numpy``, or an empty string; ``.csv.gz`` is CSV too."""
     suffixes = [s.lower() for s in path.suffixes]
     if suffixes and suffixes[-1] in (".gz", ".bz2", ".zst") and len(suffixes) > 1:
         return "csv" if _KINDS.get(suffixes[-2]) == "csv" else ""
@@ -182,7 +182,7 @@ def open_source(
     memory_bytes: int = MEMORY_BYTES,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataSource | DatasetSource:
-    """A Source over whatever the user has; DataError, in one line, for everything that cannot be read.
+    """Return a Source over whatever the user has; DataError, in one line, for everything that cannot be read.
 
     ``columns``: names, or ``{key: name | [names]}`` where a list becomes one stacked [rows, len] array.
     ``dtypes``: ``{key: "float32"}`` where another type is wanted than the data have, ``"hash"`` or ``"str"`` for text;
@@ -228,9 +228,8 @@ def open_source(
 
 
 def is_dataset(spec: Any) -> bool:
-    """Whether ``spec`` is read sample by sample: anything with ``__getitem__`` that is no array, table or list of "
-    "files.
-    DataError for what looks like one and is none."""
+    """Return whether ``spec`` is read sample by sample: anything with ``__getitem__`` that is no array, table or list
+    of " "files. DataError for what looks like one and is none."""
     if isinstance(spec, np.ndarray | str | Path | Mapping) or type(spec).__module__.startswith("pyarrow"):
         return False
     if isinstance(spec, list | tuple):

@@ -1,4 +1,4 @@
-"""The evaluation split: which samples train and which are held out; pure, seeded, nothing stored per sample.
+"""Splits samples for evaluation: which train and which are held out; pure, seeded, nothing stored per sample.
 
 Every block of ``BLOCK`` adjacent samples is split by its own keyed permutation: the first part of it trains, the
 rest is held out. Counts are exact, the two sides are disjoint and complete, and a reader of adjacent training
@@ -20,7 +20,7 @@ BLOCK: Final = 1 << 16
 
 
 def parse_split(text: str | float | None) -> float:
-    """The training share in (0, 1] of ``"90/10"``, ``0.9`` or None (all of it); DataError if it is neither."""
+    """Return the training share in (0, 1] of ``"90/10"``, ``0.9`` or None (all of it); DataError if it is neither."""
     if text is None:
         return 1.0
     if isinstance(text, str):
@@ -37,7 +37,7 @@ def parse_split(text: str | float | None) -> float:
 
 
 class DataSplit(msgspec.Struct, frozen=True):
-    """Samples ``[0, n)`` of a source in two sides; ``share`` of every block trains."""
+    """Divides the samples ``[0, n)`` of a source into two sides; ``share`` of every block trains."""
 
     n: int
     share: float = 1.0
@@ -48,7 +48,7 @@ class DataSplit(msgspec.Struct, frozen=True):
 
     @property
     def train(self) -> int:
-        """Number of training samples."""
+        """Return number of training samples."""
         full, rest = divmod(self.n, BLOCK)
         return full * self._train_of(BLOCK) + self._train_of(rest)
 
@@ -58,7 +58,7 @@ class DataSplit(msgspec.Struct, frozen=True):
         return self.n - self.train
 
     def train_samples(self, ranks: Int64s) -> Int64s:
-        """Sample indices (int64 [m]) of training ranks in ``[0, train)`` (int64 [m])."""
+        """Return the sample indices (int64 [m]) of training ranks in ``[0, train)`` (int64 [m])."""
         if self.share == 1.0:
             return ranks
         return self._samples(ranks, self._train_of(BLOCK), 0)

@@ -1,4 +1,4 @@
-"""A torch ``DataLoader`` as a source: what it says is done here, or refused in one line."""
+"""Takes a torch ``DataLoader`` as a source: what it says is done here, or refused in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _ELSEWHERE: Final = {
 
 
 def refuse(options: dict[str, Any], where: str) -> None:
-    """DataError for the first of ``options`` that is torch's and asks for something; TypeError for one of nobody."""
+    """Raise DataError for the first of ``options`` that is torch's and asks for something; TypeError for one that
+    nobody knows."""
     for name, value in options.items():
         if name not in _ELSEWHERE:
             raise TypeError(f"job.loader() got an unexpected keyword argument {name!r}")
@@ -49,7 +50,7 @@ def refuse(options: dict[str, Any], where: str) -> None:
 
 
 class Unpacked(NamedTuple):
-    """What a DataLoader says."""
+    """Holds what a DataLoader says."""
 
     dataset: Any
     batch_size: int
@@ -59,8 +60,8 @@ class Unpacked(NamedTuple):
 
 
 def unpack(loader: DataLoader[Any]) -> Unpacked:
-    """What ``loader`` says. DataError for what cannot be kept; worker processes and pinned memory change nothing in the
-    batches, and are left out."""
+    """Return what ``loader`` says. DataError for what cannot be kept; worker processes and pinned memory change nothing
+    in the batches, and are left out."""
     where = "torch DataLoader"
     sampler = loader.sampler
     if type(loader).__iter__ is not DataLoader.__iter__:

@@ -1,1 +1,1 @@
-"""Frames, messages, authentication, deadlines, the one retry helper."""
+"""Carries bytes: frames, messages, authentication, deadlines, the one retry helper."""

@@ -1,4 +1,4 @@
-"""Shared memory of one worker with the ps of its node: a memfd, passed over the connection, never a name.
+"""Shares memory of one worker with the ps of its node: a memfd, passed over the connection, never a name.
 
 Nothing is left behind when processes die: the kernel frees a memfd with its last descriptor and mapping. It is
 sealed against shrinking, so that a mapped page cannot vanish under the ps (SIGBUS).
@@ -33,7 +33,7 @@ def _round_up(n: int, to: int) -> int:
 
 
 class Arena:
-    """``size`` bytes (rounded up to pages) that this process and those it attaches to can read and write.
+    """Is ``size`` bytes (rounded up to pages) that this process and those it attaches to can read and write.
 
     ``alloc``/``free`` hand out regions, first fit, 64-byte aligned; when nothing fits, the arena grows (connections
     attach it again by themselves before the next message). Views of before stay valid: the pages are the same.
@@ -78,7 +78,8 @@ class Arena:
                 self._extend(size)
 
     def alloc(self, n: int) -> int:
-        """Offset of ``n`` free bytes, a multiple of 64; grows the arena when need be. Raises PlatformError."""
+        """Return the offset of ``n`` free bytes, a multiple of 64; the arena grows when need be. Raises
+        PlatformError."""
         n = max(ALIGN, _round_up(n, ALIGN))
         with self._lock:
             while self._returned:
@@ -96,7 +97,8 @@ class Arena:
                 self._extend(max(2 * self.size, self.size + n))
 
     def lend(self, n: int) -> tuple[int, Any]:
-        """As ``alloc``, with a writable buffer of the ``n`` bytes; freed when nothing refers to the buffer any more."""
+        """Do as ``alloc`` does, with a writable buffer of the ``n`` bytes; freed when nothing refers to the buffer any
+        more."""
         offset = self.alloc(n)
         buffer = (ctypes.c_char * n).from_buffer(self.view, offset)
         weakref.finalize(buffer, self._returned.append, offset).atexit = False
@@ -120,7 +122,7 @@ class Arena:
         insort(self._free, (offset, n))
 
     def array(self, offset: int, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """A writable view at ``offset``, C order."""
+        """Return a writable view at ``offset``, C order."""
         import numpy
 
         made: np.ndarray[Any, np.dtype[Any]] = numpy.ndarray(shape, dtype, self.view, offset)

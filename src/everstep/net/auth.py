@@ -1,4 +1,4 @@
-"""Who may speak: the job's secret, and the mutual challenge that begins every connection.
+"""Says who may speak: it has the job's secret, and the mutual challenge that begins every connection.
 
 ::
 
@@ -62,7 +62,7 @@ class VersionError(WireError):
 
 
 class Secret(msgspec.Struct, frozen=True):
-    """What every process of a job shares and nobody else has."""
+    """Is what every process of a job shares and nobody else has."""
 
     key: bytes  # 32 random bytes
     cert_pem: str = ""  # TLS between nodes; empty: this job never leaves its machine
@@ -74,7 +74,7 @@ class Secret(msgspec.Struct, frozen=True):
 
     @property
     def checkpoint_key(self) -> bytes:
-        """Authenticates the checkpoints of this job, and of all that go on from each other."""
+        """Return the key that authenticates the checkpoints of this job, and of all that go on from each other."""
         return self.lineage or hmac.digest(self.key, b"everstep: manifests of checkpoints", hashlib.sha256)
 
 
@@ -89,7 +89,7 @@ _secret_file_decoder = msgspec.json.Decoder(_SecretFile)
 
 
 def _certificate() -> tuple[str, str]:
-    """A fresh self-signed certificate and its key, as PEM."""
+    """Return a fresh self-signed certificate and its key, as PEM."""
     # Costs 0.1 s and some MB: only the process that creates a job loads it.
     import datetime
 
@@ -174,7 +174,7 @@ def load_secret(path: Path) -> Secret:
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who speaks, for what. ``role``: worker, ps, master, agent, or command (``everstep status`` and the like)."""
+    """Says who speaks, for what. ``role``: worker, ps, master, agent, or command (``everstep status`` and the like)."""
 
     purpose: Literal["control", "data"]
     role: Literal["worker", "ps", "master", "agent", "command"]
@@ -210,7 +210,7 @@ class _Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 
 class RefusalReason(StrEnum):
-    """Why one side of a handshake refuses the other."""
+    """Says why one side of a handshake refuses the other."""
 
     VERSION = "version"
     SECRET = "secret"
@@ -224,7 +224,7 @@ class _Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class _Versions(msgspec.Struct, frozen=True):
-    """The part of an identity that every version of the wire can read."""
+    """Is the part of an identity that every version of the wire can read."""
 
     protocol: int
     package: str
@@ -247,7 +247,7 @@ def _mac(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Ident
 
 
 def _seal(secret: Secret, side: bytes, hello: _Hello, nonce: bytes, server: Identity) -> Seal:
-    """Of the frames that this side sends after the handshake."""
+    """Return the seal of the frames that this side sends after the handshake."""
     return Seal(_mac(secret, b"frames of the " + side, hello, nonce, server))
 
 
@@ -269,7 +269,7 @@ def _version_error(who: str, protocol: int, package: str) -> VersionError:
 
 
 class ClientAuth:
-    """The client's side: send ``begin()``, give it the server's frame, send what ``answer`` returns; done."""
+    """Is the client's side: send ``begin()``, give it the server's frame, send what ``answer`` returns; done."""
 
     def __init__(self, secret: Secret, identity: Identity) -> None:
         self._secret = secret
@@ -308,7 +308,7 @@ class ClientAuth:
 
 
 class ServerAuth:
-    """The server's side: ``take(frame)`` for the client's two frames, send what it returns.
+    """Is the server's side: ``take(frame)`` for the client's two frames, send what it returns.
 
     ``client`` is set, and ``done`` true, once the client has proved itself. On a WireError send ``farewell`` and
     close."""
@@ -396,7 +396,7 @@ def authenticate_client(
 def authenticate_server(
     stream: FrameSocket, secret: Secret, identity: Identity, deadline: Deadline, seal: bool = False
 ) -> Identity:
-    """The server's side of a fresh connection; returns who the client proved to be. Raises as the client's side."""
+    """Do the server's side of a fresh connection; return who the client proved to be. Raises as the client's side."""
     auth = ServerAuth(secret, identity)
     try:
         while not auth.done:

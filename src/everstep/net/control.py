@@ -1,4 +1,4 @@
-"""The client of the control plane: one connection to the master, whatever happens to it.
+"""Is the client of the control plane: one connection to the master, whatever happens to it.
 
 A background thread owns the connection: it connects, proves who we are, says hello, receives, and does so again when
 the connection or the master dies. ``call`` may be used from any thread; a call in flight when the connection breaks
@@ -125,7 +125,7 @@ class ControlClient:
             raise self._late(request, timeout_s) from None
 
     def submit(self, request: RequestType, timeout_s: float) -> Future[Answered]:
-        """As ``call``, but returns at once; the future's callbacks run on the client's thread."""
+        """Do as ``call`` does, but return at once; the future's callbacks run on the client's thread."""
         if os.getpid() != self._pid:
             raise InternalError("this ControlClient was made before a fork: make a new one in the child")
         deadline = Deadline(timeout_s, f"the master's answer to {_name(request)}")
@@ -145,22 +145,22 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the master has welcomed us on a connection that is up as far as we know."""
+        """Return whether the master has welcomed us on a connection that is up as far as we know."""
         return self._stream is not None
 
     @property
     def connects(self) -> int:
-        """How often a connection was made and greeted."""
+        """Return how often a connection was made and greeted."""
         return self._connects
 
     @property
     def away_s(self) -> float:
-        """Seconds without a connection; 0 while connected."""
+        """Return seconds without a connection; 0 while connected."""
         return 0.0 if self._stream is not None else time.monotonic() - self._since
 
     @property
     def unheard_s(self) -> float:
-        """Seconds since anything came from the master, on whatever connection."""
+        """Return seconds since anything came from the master, on whatever connection."""
         return time.monotonic() - self._heard
 
     @property
@@ -170,7 +170,7 @@ class ControlClient:
 
     @property
     def failed(self) -> EverstepError | None:
-        """Why no connection will ever be made (wrong secret, other version)."""
+        """Return why no connection will ever be made (wrong secret, other version)."""
         return self._fatal
 
     def wait_connected(self, timeout_s: float) -> None:
@@ -311,7 +311,7 @@ class ControlClient:
             stream.shutdown()
 
     def _receive(self, stream: FrameSocket, decoder: FrameDecoder) -> None:
-        """Until the connection ends: deliver answers and orders, send beats, expire calls."""
+        """Receive until the connection ends: deliver answers and orders, send beats, expire calls."""
         heard = beat_at = time.monotonic()
         between = False  # there was a beat between this one and the next
         while not self._stop.is_set():
@@ -444,6 +444,6 @@ def _name(request: RequestType) -> str:
 
 
 def _ignore(future: Future[Answered]) -> None:
-    """A beat's answer matters only when it is Fenced, which every answer is looked at for."""
+    """Ignore a beat's answer: it matters only when it is Fenced, which every answer is looked at for."""
     if not future.cancelled():
         future.exception()

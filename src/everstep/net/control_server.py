@@ -1,4 +1,4 @@
-"""The master's side of the control plane, for asyncio (uvloop).
+"""Is the master's side of the control plane, for asyncio (uvloop).
 
 One ``asyncio.Protocol`` a connection round the sans-io decoder and handshake: no task, stream or lock a message.
 Answers of one turn of the loop go out in one write.
@@ -29,7 +29,7 @@ _call_decoder = msgspec.msgpack.Decoder(Call)
 
 
 class Peer:
-    """One authenticated connection. ``tag`` is the handler's own (e.g. the member's key). ``number``: grows with
+    """Is one authenticated connection. ``tag`` is the handler's own (e.g. the member's key). ``number``: grows with
     every connection of this server, so that an old one's late words can be told from a new one's."""
 
     __slots__ = ("_connection", "identity", "number", "tag")
@@ -59,9 +59,10 @@ class Peer:
 
 
 class ControlServer:
-    """``handler(peer, request)`` returns the answer, or an awaitable of it (a future costs less than a coroutine),
-    or None for no answer (the caller runs into its deadline). It is called in the order in which one peer's requests
-    arrive; the awaitables may end in any order. An exception ends the peer's connection, with a traceback in the log.
+    """Serves the control plane: ``handler(peer, request)`` returns the answer, or an awaitable of it (a future costs
+    less than a coroutine), or None for no answer (the caller runs into its deadline). It is called in the order in
+    which one peer's requests arrive; the awaitables may end in any order. An exception ends the peer's connection, with
+    a traceback in the log.
 
     ``on_connect(peer)`` after the handshake, ``on_disconnect(peer)`` when its connection has ended.
     """
@@ -112,7 +113,8 @@ class ControlServer:
         task.add_done_callback(self._accepting.discard)
 
     async def _accept(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        """Connections over TCP, counted from here on: one that says nothing holds a place, and a descriptor, too."""
+        """Accept connections over TCP, counted from here on: one that says nothing holds a place, and a descriptor,
+        too."""
         loop = asyncio.get_running_loop()
         with sock:
             while True:

@@ -1,4 +1,4 @@
-"""The data plane: workers <-> ps. Blocking sockets, a thread a connection, requests answered in order.
+"""Connects workers and ps: the data plane. Blocking sockets, a thread a connection, requests answered in order.
 
 Measured choice: with kernels that run without the GIL, one thread a connection serves several million rows a second
 from one process, at a fraction of the CPU of any RPC library. Rows of clients on the same node lie in the client's
@@ -54,12 +54,12 @@ _answer_decoder: msgspec.msgpack.Decoder[DataAnswer] = msgspec.msgpack.Decoder(D
 
 
 class DataService(Protocol):
-    """What a ``DataServer`` serves. Called from many threads at once."""
+    """Is what a ``DataServer`` serves. Called from many threads at once."""
 
     def handle(
         self, request: DataRequest, body: memoryview, arena: memoryview | None
     ) -> tuple[DataAnswer, Sequence[Buffer]]:
-        """The answer and the buffers behind it. ``body`` is good until it returns; the buffers until sent."""
+        """Return the answer and the buffers behind it. ``body`` is good until it returns; the buffers until sent."""
         ...
 
 
@@ -67,18 +67,18 @@ class StreamFollower(Protocol):
     """Reads a connection of a ps in place of its ``FrameSocket``, and takes what goes without saying."""
 
     def next(self) -> tuple[int, int, bytes, Buffer] | None:
-        """Kind, flags, header and body (good until the next call) of a frame for the service; None: the peer closed the
-        connection. Raises native ``Broken``."""
+        """Return kind, flags, header and body (good until the next call) of a frame for the service; None: the peer
+        closed the connection. Raises native ``Broken``."""
         ...
 
 
 @runtime_checkable
 class FollowingService(Protocol):
-    """A service that may have a connection's frames read by somebody else."""
+    """Is a service that may have a connection's frames read by another object."""
 
     @property
     def follows(self) -> bool:
-        """Whether it does."""
+        """Return whether it has them read so."""
         ...
 
     def follow(self, fd: int, ahead: bytes) -> StreamFollower: ...
@@ -250,7 +250,7 @@ class DataServer:
             )
 
     def _hand_on(self, stream: FrameSocket, frame: Frame) -> None:
-        """A feed that does not go without saying."""
+        """Hand on a feed that is no plain case."""
         answer, _ = self._handle(decode_feed(frame.header), memoryview(frame.body), None)
         fed = isinstance(answer, Fed)
         header = answer.applied if isinstance(answer, Fed) else _encoder.encode(answer)
@@ -295,7 +295,7 @@ class DataServer:
 
 
 class DataClient:
-    """One connection to one ps. Several requests may be in flight; answers come in order.
+    """Is one connection to one ps. Several requests may be in flight; answers come in order.
 
     One thread may ``send`` while another ``receive``s. After any error but a ``Bad`` answer the client is closed:
     make a new one and ask again (requests are idempotent). Raises WireError when the connection breaks or the ps is
@@ -314,7 +314,7 @@ class DataClient:
         limits: Limits = DATA_LIMITS,
         connect_timeout_s: float = AUTH_S,
     ) -> None:
-        """``expect``: (slot, incarnation) that must answer at the address."""
+        """Connect; ``expect``: (slot, incarnation) that must answer at the address."""
         self.address, self.identity = address, identity
         self.shm = is_local(address, identity.node, run_dir)
         self.closed = False
@@ -370,8 +370,8 @@ class DataClient:
         self._send(message, buffers, Deadline(timeout_s, f"sending to {self.server}"))
 
     def receive(self, *, into: memoryview | None = None, timeout_s: float = 30.0) -> tuple[DataAnswer, memoryview]:
-        """The answer to the oldest request on its way. Its body is in ``into`` if that is large enough, else in a
-        buffer that is good until the next ``receive``."""
+        """Return the answer to the oldest request on its way. Its body is in ``into`` if that is large enough, else in
+        a buffer that is good until the next ``receive``."""
         return self._receive(into, Deadline(timeout_s, f"an answer of {self.server}"))
 
     @property
@@ -432,8 +432,8 @@ class DataClient:
         return frame
 
     def _make_room(self) -> None:
-        """The ps takes nothing of what we send. It may be waiting for us to take its answers: do that meanwhile, or
-        a thread that sends several requests before it receives would wait for itself."""
+        """Take answers while the ps takes nothing of what we send. It may be waiting for us to take its answers: do
+        that meanwhile, or a thread that sends several requests before it receives would wait for itself."""
         if not self._recv_lock.acquire(blocking=False):
             return  # somebody receives already
         try:
@@ -450,7 +450,8 @@ class DataClient:
     # ------------------------------------------------------------ end
 
     def close(self) -> None:
-        """From any thread; whoever waits in send or receive finds out at once. Harmless when repeated."""
+        """Close the connection, from any thread; whoever waits in send or receive finds out at once. Harmless when
+        repeated."""
         self.closed = True
         self._stream.close()
 
@@ -466,7 +467,7 @@ class DataClient:
 
 
 def answer_of(header: bytes, server: str) -> DataAnswer:
-    """The answer in the header of a frame. WireError: it is none."""
+    """Return the answer in the header of a frame. WireError: it is none."""
     return decode_header(_answer_decoder, header, f"answer of {server}")
 
 

@@ -16,7 +16,7 @@ _CONFIRMED = struct.Struct("<qq")
 
 
 def decode_feed(header: bytes) -> Feed:
-    """WireError: malformed."""
+    """Decode a feed's header; WireError: malformed."""
     try:
         version, slot, incarnation, stream, first, n, n_confirmed = _FEED.unpack_from(header)
         at = _FEED.size
@@ -40,7 +40,7 @@ def decode_feed(header: bytes) -> Feed:
 
 
 def encode_feed(feed: Feed) -> bytes:
-    """The header of ``feed``, which names no tables."""
+    """Return the header of ``feed``, which names no tables."""
     head = (feed.version, feed.sender, feed.incarnation, feed.stream, feed.first)
     out = [_FEED.pack(*head, len(feed.entries), len(feed.confirmed))]
     for e, mirror in zip(feed.entries, feed.mirrors, strict=True):

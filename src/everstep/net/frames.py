@@ -1,4 +1,4 @@
-"""Frames: the one framing of every connection.
+"""Frames all bytes: the one framing of every connection.
 
 A frame is a preamble of 24 bytes ``<4sBBHIQI`` (magic ``ESF2``, kind, flags, check of the preamble, header length,
 body length, checksum of the frame), a header (msgpack of a struct of ``messages.py``) and a raw body (arrays; data
@@ -71,7 +71,7 @@ _CHECKED_KINDS = frozenset((int(FrameKind.REQUEST), int(FrameKind.ANSWER), int(F
 
 
 class Limits(NamedTuple):
-    """Largest header and body that are accepted, in bytes."""
+    """Says the largest header and body that are accepted, in bytes."""
 
     header_bytes: int
     body_bytes: int
@@ -83,7 +83,7 @@ DATA_LIMITS = Limits(header_bytes=1 << 20, body_bytes=1 << 30)
 
 
 class ClosedError(WireError):
-    """The peer closed the connection between two frames."""
+    """Says that the peer closed the connection between two frames."""
 
 
 class Frame(NamedTuple):
@@ -94,7 +94,8 @@ class Frame(NamedTuple):
 
 
 def preamble(kind: int, header_bytes: int, body_bytes: int = 0, flags: int = 0) -> bytes:
-    """Of a frame without a checksum; of one of the data plane that is still to be put in (``_head``)."""
+    """Return the preamble of a frame without a checksum; of one of the data plane that is still to be put in
+    (``_head``)."""
     start = _PREAMBLE.pack(MAGIC, kind, flags, 0, header_bytes, body_bytes, 0)
     if kind in _CHECKED_KINDS:
         return _PREAMBLE.pack(MAGIC, kind, flags, _check(start), header_bytes, body_bytes, 0)
@@ -122,7 +123,7 @@ def _crc(preamble: bytes, header: Buffer, body: Sequence[Buffer]) -> int:
 
 
 def _head(kind: int, header: bytes, body: Sequence[Buffer], body_bytes: int, flags: int, summed: bool = True) -> bytes:
-    """Preamble and header of a frame. ``summed``: with its checksum, if it is of a kind that has one."""
+    """Return preamble and header of a frame. ``summed``: with its checksum, if it is of a kind that has one."""
     start = preamble(kind, len(header), body_bytes, flags)
     if summed and kind in _CHECKED_KINDS:
         start = start[: -_CRC.size] + _CRC.pack(_crc(start, header, body))
@@ -137,12 +138,12 @@ def _verify(preamble: bytes, header: Buffer, body: Buffer) -> None:
 
 
 def encode_frame(kind: int, header: bytes, body: bytes = b"", flags: int = 0) -> bytes:
-    """A whole frame as bytes, for frames without large bodies."""
+    """Return a whole frame as bytes, for frames without large bodies."""
     return _head(kind, header, (body,), len(body), flags) + body
 
 
 def _checked(buffer: bytes | bytearray | memoryview, at: int, limits: Limits) -> tuple[int, int, int, int]:
-    """(kind, flags, header length, body length) of the preamble at ``at``; raises WireError."""
+    """Return (kind, flags, header length, body length) of the preamble at ``at``; raises WireError."""
     magic, kind, flags, check, header_bytes, body_bytes, _ = _PREAMBLE.unpack_from(buffer, at)
     if magic != MAGIC or kind not in _KINDS or (check and kind not in _CHECKED_KINDS):
         raise WireError(f"not an everstep frame: it begins with {bytes(buffer[at : at + 8])!r}")
@@ -164,7 +165,7 @@ def decode_header(decoder: msgspec.msgpack.Decoder[T], header: bytes, what: str)
 
 
 class FrameDecoder:
-    """Bytes in, frames out. After a WireError the connection is to be closed: the decoder stays broken.
+    """Decodes frames: bytes in, frames out. After a WireError the connection is to be closed: the decoder stays broken.
 
     ``limits`` may be raised between frames (after authentication).
     """
@@ -175,7 +176,7 @@ class FrameDecoder:
         self._error: WireError | None = None
 
     def feed(self, data: bytes, most: int = 1 << 30) -> list[Frame]:
-        """The frames that ``data`` completes, at most ``most`` (the rest come with ``feed(b"")``)."""
+        """Return the frames that ``data`` completes, at most ``most`` (the rest come with ``feed(b"")``)."""
         if self._error is not None:
             raise self._error
         source: bytes | bytearray
@@ -220,13 +221,13 @@ class FrameDecoder:
 
 
 def _flat(buffer: Buffer) -> memoryview:
-    """A byte view of a C-contiguous buffer (bytes, memoryview, ndarray, mmap)."""
+    """Return a byte view of a C-contiguous buffer (bytes, memoryview, ndarray, mmap)."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class FrameSocket:
-    """Frames over a blocking socket (Unix, TCP, TLS). One thread may send while another receives.
+    """Sends and receives frames over a blocking socket (Unix, TCP, TLS). One thread may send while another receives.
 
     Waits are cut in ticks by SO_RCVTIMEO/SO_SNDTIMEO, which cost nothing where data is there (unlike
     ``settimeout``, which polls before every call); the deadline is looked at once a tick.
@@ -259,7 +260,7 @@ class FrameSocket:
 
     @property
     def exposed(self) -> bool:
-        """Whether others may be on the way: neither TLS nor within this machine's kernel."""
+        """Return whether others may be on the way: neither TLS nor within this machine's kernel."""
         return self._plain is not None and self._plain.family != socket.AF_UNIX
 
     def seal(self, sent: Seal, received: Seal) -> None:
@@ -267,7 +268,7 @@ class FrameSocket:
         self._seals = sent, received
 
     def set_ticks(self, recv_s: float, send_s: float) -> None:
-        """How long one system call may block, in seconds; 0: for ever (then only without a deadline)."""
+        """Set how long one system call may block, in seconds; 0: for ever (then only without a deadline)."""
         raw = self._tls.raw if self._tls is not None else self._plain
         assert raw is not None
         for option, seconds in ((socket.SO_RCVTIMEO, recv_s), (socket.SO_SNDTIMEO, send_s)):
@@ -338,8 +339,8 @@ class FrameSocket:
     # ------------------------------------------------------------ receiving
 
     def recv(self, *, deadline: Deadline | None = None, into: memoryview | None = None) -> Frame:
-        """The next frame. Its body lies in ``into`` when that is given and large enough, else in a buffer that is
-        used again by the next ``recv``. Raises ClosedError, WireError, DeadlineError; after any of them: close."""
+        """Return the next frame. Its body lies in ``into`` when that is given and large enough, else in a buffer that
+        is used again by the next ``recv``. Raises ClosedError, WireError, DeadlineError; after any of them: close."""
         try:
             self._fill(PREAMBLE_BYTES, deadline, boundary=True)
             kind, flags, header_bytes, body_bytes = _checked(self._in, self._start, self.limits)
@@ -415,8 +416,8 @@ class FrameSocket:
                 deadline.check()
 
     def _recv_some(self, view: memoryview, deadline: Deadline | None, flags: int = 0) -> int:
-        """At least a byte; 0: the end. MSG_WAITALL: all of ``view``, unless a tick passes before (a body comes in many
-        small pieces, and every return to Python waits for the interpreter's lock)."""
+        """Receive at least a byte; 0: the end. MSG_WAITALL: all of ``view``, unless a tick passes before (a body comes
+        in many small pieces, and every return to Python waits for the interpreter's lock)."""
         while True:
             try:
                 if self._plain is None:
@@ -443,7 +444,7 @@ class FrameSocket:
         return count
 
     def recv_bytes(self, most: int = _CHUNK_BYTES) -> bytes | None:
-        """Whatever has arrived, b"" at the end of the stream, None at a tick; for a FrameDecoder."""
+        """Return whatever has arrived, b"" at the end of the stream, None at a tick; for a FrameDecoder."""
         if self._end > self._start:
             return self.take_buffered()
         try:
@@ -457,7 +458,7 @@ class FrameSocket:
         return bytes(self._in[:count])
 
     def readable(self) -> bool:
-        """Whether ``recv`` would find something at once."""
+        """Return whether ``recv`` would find something at once."""
         if self._end > self._start:
             return True
         poller = select.poll()
@@ -465,16 +466,16 @@ class FrameSocket:
         return bool(poller.poll(0))
 
     def take_fd(self) -> int | None:
-        """The oldest file descriptor that came along; the caller closes it."""
+        """Return the oldest file descriptor that came along; the caller closes it."""
         return self._fds.pop(0) if self._fds else None
 
     @property
     def plain_fd(self) -> int:
-        """The socket's, if what is sent there is sent as it is; else -1."""
+        """Return the socket's descriptor, if what is sent there is sent as it is; else -1."""
         return self._plain.fileno() if self._plain is not None and self._seals is None else -1
 
     def take_buffered(self) -> bytes:
-        """What was read ahead and not used; for handing the connection over to a decoder."""
+        """Return what was read ahead and not used; for handing the connection over to a decoder."""
         rest = bytes(self._in[self._start : self._end])
         self._start = self._end = 0
         return rest

@@ -1,4 +1,4 @@
-"""One line for each bad connection, and no flood of them."""
+"""Logs one line for each bad connection, and no flood of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("everstep.net")
 
 
 class LineLimit:
-    """At most ``lines`` warnings in ``span_s`` seconds; the next one after a gap says how many were left out."""
+    """Allows at most ``lines`` warnings in ``span_s`` seconds; the next one after a gap says how many were left out."""
 
     def __init__(self, lines: int = 20, span_s: float = 10.0) -> None:
         self._lines = lines

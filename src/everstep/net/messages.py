@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary.
+"""Has every message that crosses a process boundary.
 
 Control plane (agents, workers, ps, commands <-> master): ``Call`` carries a request and expects a ``Return`` with the
 same ``id``; ``Order`` comes from the master unasked, needs no answer, and is harmless when repeated or lost (what it
@@ -38,7 +38,7 @@ from everstep.model.turn import Turn, WorkerClock
 
 
 class Query(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of requests that become no event. (Those that do: ``brain.events.Said``.)"""
+    """Is the base of requests that become no event. (Those that do: ``brain.events.Said``.)"""
 
 
 class Beat(Query, frozen=True, tag="beat"):
@@ -57,8 +57,8 @@ class Beat(Query, frozen=True, tag="beat"):
 
 
 class StackTaken(Query, frozen=True, tag="stack_taken"):
-    """An agent looked where a worker's script is: ``place`` in a few words ("train.py line 31 in evaluate"; "" where it
-    could not be found out), ``stack`` its main thread's frames, innermost last. Answer: Ok."""
+    """Says that an agent looked where a worker's script is: ``place`` in a few words ("train.py line 31 in evaluate";
+    "" where it could not be found out), ``stack`` its main thread's frames, innermost last. Answer: Ok."""
 
     slot: Slot
     incarnation: Incarnation
@@ -73,8 +73,8 @@ class MayEnd(Query, frozen=True, tag="may_end"):
 
 
 class StoreSet(Query, frozen=True, tag="store_set"):
-    """Key-value store of one attempt to connect a group (torch.distributed.Store): in the master's memory only,
-    bounded, forgotten with the generation. ``attempt``: told apart by the caller. Answer: Ok | Refused."""
+    """Sets a key of one attempt to connect a group (torch.distributed.Store): in the master's memory only, bounded,
+    forgotten with the generation. ``attempt``: told apart by the caller. Answer: Ok | Refused."""
 
     generation: WholeOrNone
     attempt: str
@@ -91,13 +91,13 @@ class StoreGet(Query, frozen=True, tag="store_get"):
 
 
 class ValuesReported(Query, frozen=True, tag="report"):
-    """Values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
+    """Brings values the script reported, at once instead of with the next beat (e.g. the final AUC). Answer: Ok."""
 
     values: dict[str, Measured]
 
 
 class GetStatus(Query, frozen=True, tag="get_status"):
-    """How the job is. ``speed``: also how fast its members are. Answer: JobView."""
+    """Asks how the job is. ``speed``: also how fast its members are. Answer: JobView."""
 
     speed: bool = False
 
@@ -116,11 +116,11 @@ class Drill(Query, frozen=True, tag="drill"):
 
 
 class GetSpec(Query, frozen=True, tag="get_spec"):
-    """From an agent that joins from another node. Answer: SpecReport."""
+    """Asks for the job's spec, from an agent that joins from another node. Answer: SpecReport."""
 
 
 class TellPlace(Query, frozen=True, tag="tell_place"):
-    """Consistency sync and bounded: where this worker is. Answer: Ok; what follows for all comes as NewTurn."""
+    """Says where this worker is (consistency sync and bounded). Answer: Ok; what follows for all comes as NewTurn."""
 
     place: WorkerClock
 
@@ -132,7 +132,7 @@ RequestType = Said | QueryType
 
 
 class SpecReport(msgspec.Struct, frozen=True, tag="spec_report"):
-    """The job as it was started."""
+    """Is the job as it was started."""
 
     spec: JobSpec
 
@@ -158,7 +158,7 @@ class Return(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the master tells a client unasked."""
+    """Is the base of what the master tells a client unasked."""
 
 
 class TakeImages(Order, frozen=True, tag="take_images"):
@@ -172,8 +172,8 @@ class TakeImages(Order, frozen=True, tag="take_images"):
 
 
 class TakeReplica(Order, frozen=True, tag="take_replica"):
-    """To the leader of the group: write your state at the next boundary of two steps as checkpoint ``checkpoint`` under
-    ``url``, tell with ReplicaWritten. Said again while it is wanted; harmless when repeated."""
+    """Tells the leader of the group to write its state at the next boundary of two steps as checkpoint ``checkpoint``
+    under ``url``, and to tell with ReplicaWritten. Said again while it is wanted; harmless when repeated."""
 
     checkpoint: int
     url: str
@@ -182,7 +182,8 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
 
 
 class Slow(Order, frozen=True, tag="slow"):
-    """To a worker or ps, a drill: be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See monitor/drag.py."""
+    """Tells a worker or ps, in a drill, to be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See
+    monitor/drag.py."""
 
     factor: float
     for_s: float
@@ -190,8 +191,8 @@ class Slow(Order, frozen=True, tag="slow"):
 
 
 class Hit(Order, frozen=True, tag="hit"):
-    """To an agent, a drill: SIGKILL this process, or SIGSTOP it and SIGCONT it after ``stop_s`` (``what`` "stop"), or
-    SIGCONT it now ("go")."""
+    """Tells an agent, in a drill, to SIGKILL this process, or SIGSTOP it and SIGCONT it after ``stop_s`` (``what``
+    "stop"), or SIGCONT it now ("go")."""
 
     role: Role
     slot: Slot
@@ -201,7 +202,7 @@ class Hit(Order, frozen=True, tag="hit"):
 
 
 class TakeStack(Order, frozen=True, tag="take_stack"):
-    """To an agent: what is the script of this worker doing? Answered with ``StackTaken``."""
+    """Asks an agent what the script of this worker is doing. Answered with ``StackTaken``."""
 
     slot: Slot
     incarnation: Incarnation
@@ -209,7 +210,7 @@ class TakeStack(Order, frozen=True, tag="take_stack"):
 
 
 class NewTurn(Order, frozen=True, tag="new_turn"):
-    """To workers, consistency sync and bounded: who may go on."""
+    """Tells workers who may go on (consistency sync and bounded)."""
 
     turn: Turn
 
@@ -236,7 +237,7 @@ OrderType = (
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Unix sockets only: the client's memfd (sealed against shrinking) rides along as SCM_RIGHTS; offsets in later
+    """Brings the client's memfd (sealed against shrinking) as SCM_RIGHTS, over Unix sockets only; offsets in later
     messages are into it. Sent again when the client's arena grew. Answer: Taken."""
 
     size_bytes: Whole
@@ -259,7 +260,7 @@ class OpenShard(msgspec.Struct, frozen=True, tag="open"):
 
 
 class RowsPart(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of one table in one message. ``keys``: int64[n], unique, grouped by bucket ascending.
+    """Is the rows of one table in one message. ``keys``: int64[n], unique, grouped by bucket ascending.
 
     ``keys_at``/``rows_at``: byte offsets into the arena when ``shm``, else into the frame's body (a pull's rows:
     into the answer's body). ``rows``: float32[n, dim]: values of a pull or put, gradients of a push."""
@@ -273,7 +274,7 @@ class RowsPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Rows by key. ``create``: rows not there yet are made (training) or only computed (evaluation).
+    """Asks for rows by key. ``create``: rows not there yet are made (training) or only computed (evaluation).
 
     ``since``: not before every bucket of this ps has all positions of ``shard`` below it; Moved: not yet, ask again.
 
@@ -288,8 +289,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """Gradients of the samples ``[token.lo, token.hi)``: one message per ps and batch, for all its buckets (also
-    those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
+    """Brings gradients of the samples ``[token.lo, token.hi)``: one message per ps and batch, for all its partitions
+    (also those without rows). ``buckets``: bitmap (little-endian bits, bit b = bucket b) of those addressed, b"" for
     all. ``skipped``: no rows, the watermarks move, the audit says so. ``step`` (consistency sync): this is one of
     several pushes of that step, which are one optimizer step of the sum of their gradients; -1: it is one by itself.
     ``left_out``: it is skipped because the script left it out. ``more``: what the same optimizer step of the script
@@ -307,8 +308,8 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Initial rows (a dense tensor, pretrained embeddings): a key that exists keeps what it has. ``replace``: its
-    values become these, its optimizer state stays. Answer: Taken."""
+    """Brings initial rows (a dense tensor, pretrained embeddings): a key that exists keeps what it has. ``replace``:
+    its values become these, its optimizer state stays. Answer: Taken."""
 
     version: Whole
     part: RowsPart
@@ -330,9 +331,9 @@ class Scan(msgspec.Struct, frozen=True, tag="scan"):
 
 
 class Peek(msgspec.Struct, frozen=True, tag="peek"):
-    """Rows with their optimizer state, to compute what a step will make of them. ``keys``: int64, grouped by bucket.
-    Not before every bucket of this ps has all positions of ``shard`` below ``since``. The answer says of each row
-    whether all positions of ``of`` below ``until`` are in it.
+    """Asks for rows with their optimizer state, to compute what a step will make of them. ``keys``: int64, grouped by
+    bucket. Not before every bucket of this ps has all positions of ``shard`` below ``since``. The answer says of each
+    row whether all positions of ``of`` below ``until`` are in it.
 
     Answer: Peeked | Moved | Bad."""
 
@@ -346,14 +347,14 @@ class Peek(msgspec.Struct, frozen=True, tag="peek"):
 
 
 class Stat(msgspec.Struct, frozen=True, tag="stat"):
-    """Numbers of this ps. Answer: PsStats."""
+    """Asks for numbers of this ps. Answer: PsStats."""
 
 
 # ---------------------------------------------------------------- data plane: ps -> ps
 
 
 class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One blob of a bucket's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header.
+    """Is one blob of a partition's stream (format: native/blob.h), ``size_bytes`` long, in order behind the header.
 
     ``sweep``: of contents, the number of the Want that asked for them."""
 
@@ -365,11 +366,11 @@ class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed"):
-    """Differences and contents of buckets for the mirrors at this ps, in order. ``mirrors``: per entry the mirror id
-    it is for, 0: every mirror here that has the bucket. From the buckets' owner only. ``first``: number of the first
-    entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an entry that came
-    before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (bucket, seq) that all its mirrors
-    have: older tails may go. Answer: Fed | Moved | Bad."""
+    """Brings differences and contents of partitions for the mirrors at this ps, in order. ``mirrors``: per entry the
+    mirror id it is for, 0: every mirror here that has the bucket. From the buckets' owner only. ``first``: number of
+    the first entry in the stream number ``stream`` from this life of the sender to this life of the receiver; an entry
+    that came before is a repeat, a stream with a larger number begins at 0. ``confirmed``: (bucket, seq) that all its
+    mirrors have: older tails may go. Answer: Fed | Moved | Bad."""
 
     version: Whole
     sender: Slot
@@ -430,9 +431,9 @@ class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
 
 
 class AskState(msgspec.Struct, frozen=True, tag="ask_state"):
-    """Mode allreduce: a snapshot of your training state, taken at your next boundary of two steps, or, with ``step``
-    >= 0, the one that you keep of the state before that step. ``follow``: keep what the steps after it did, too. Waits
-    at most ``wait_s`` seconds. Answer: StateReady | NotYet | Bad."""
+    """Asks, in mode allreduce, for a snapshot of your training state, taken at your next boundary of two steps, or,
+    with ``step`` >= 0, the one that you keep of the state before that step. ``follow``: keep what the steps after it
+    did, too. Waits at most ``wait_s`` seconds. Answer: StateReady | NotYet | Bad."""
 
     slot: Slot
     incarnation: Incarnation
@@ -442,8 +443,8 @@ class AskState(msgspec.Struct, frozen=True, tag="ask_state"):
 
 
 class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
-    """Bytes ``[at, at + size_bytes)`` of that snapshot: header, then tensors. Answer: StatePart with them as body |
-    Gone."""
+    """Asks for bytes ``[at, at + size_bytes)`` of that snapshot: header, then tensors. Answer: StatePart with them as
+    body | Gone."""
 
     slot: Slot
     incarnation: Incarnation
@@ -453,7 +454,7 @@ class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
 
 
 class NextStep(msgspec.Struct, frozen=True, tag="next_step"):
-    """What step ``step`` did, for a follower whose state is before it (and that needs no step before it any more).
+    """Asks what step ``step`` did, for a follower whose state is before it (and that needs no step before it any more).
     Waits at most ``wait_s`` seconds. Answer: StepDid with it as body | NotYet | Gone."""
 
     slot: Slot
@@ -493,18 +494,18 @@ DataRequest = (
 
 
 class LogTaken(msgspec.Struct, frozen=True, tag="taken"):
-    """Done; nothing more to say."""
+    """Says that it is done; nothing more to say."""
 
 
 class Declared(msgspec.Struct, frozen=True, tag="declared"):
-    """``initialised``: per table, whether its initial rows are already there (see Put)."""
+    """Answers a declaration; ``initialised``: per table, whether its initial rows are already there (see Put)."""
 
     incarnation: Incarnation
     initialised: tuple[bool, ...]
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Watermarks int64[len(buckets)] of the shard at this ps, buckets ascending, both little-endian bytes."""
+    """Brings watermarks int64[len(buckets)] of the shard at this ps, partitions ascending, both little-endian bytes."""
 
     incarnation: Incarnation
     buckets: bytes  # int32
@@ -547,7 +548,8 @@ class Fed(msgspec.Struct, frozen=True, tag="fed"):
 
 
 class Tailed(msgspec.Struct, frozen=True, tag="tailed"):
-    """``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the body."""
+    """Brings a log's tail; ``seq``: where the mirror is; ``entries``: what it has after the asked seq, blobs in the
+    body."""
 
     seq: int
     entries: tuple[StreamEntry, ...] = ()
@@ -563,8 +565,8 @@ class Scanned(msgspec.Struct, frozen=True, tag="scanned"):
 
 
 class Peeked(msgspec.Struct, frozen=True, tag="peeked"):
-    """The rows that exist; body = keys int64[n] then values float32[n, dim] then float32[n, state] then uint8[n]:
-    whether all positions below ``Peek.until`` are in the row."""
+    """Brings the rows that exist; body = keys int64[n] then values float32[n, dim] then float32[n, state] then
+    uint8[n]: whether all positions below ``Peek.until`` are in the row."""
 
     n: int
 
@@ -578,7 +580,7 @@ class PsStats(msgspec.Struct, frozen=True, tag="ps_stats"):
 
 
 class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
-    """``origin``: of the group whose state it is (see ``Group.origin``)."""
+    """Says that a state is ready; ``origin``: of the group whose state it is (see ``Group.origin``)."""
 
     snapshot: int
     mark: Mark
@@ -588,11 +590,12 @@ class StateReady(msgspec.Struct, frozen=True, tag="state_ready"):
 
 
 class StatePart(msgspec.Struct, frozen=True, tag="state_part"):
-    """The bytes that were asked for, in the body."""
+    """Brings the bytes that were asked for, in the body."""
 
 
 class StepDid(msgspec.Struct, frozen=True, tag="step_did"):
-    """``parts``: (header bytes, tensor bytes) of each piece of the body. ``newest``: the step that is next there."""
+    """Brings what a step did; ``parts``: (header bytes, tensor bytes) of each piece of the body. ``newest``: the step
+    that is next there."""
 
     mark: Mark
     parts: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Where the master is: RUN_DIR/master.json, replaced in one step by each master that starts."""
+"""Finds where the master is: RUN_DIR/master.json, replaced in one step by each master that starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SECRET_FILE = "secret"
 
 
 def ps_socket(slot: int) -> str:
-    """Relative to the run directory."""
+    """Return the path of a ps's socket, relative to the run directory."""
     return f"sock/ps-{slot}.sock"
 
 
 def worker_socket(slot: int) -> str:
-    """Relative to the run directory."""
+    """Return the path of a worker's socket, relative to the run directory."""
     return f"sock/worker-{slot}.sock"
 
 
@@ -58,7 +58,7 @@ def write_master(run_dir: Path, info: MasterInfo) -> None:
 
 
 def read_master(run_dir: Path) -> MasterInfo | None:
-    """None while no master has written its address."""
+    """Return where the master is; None while no master has written its address."""
     try:
         return _master_info_decoder.decode((run_dir / MASTER_FILE).read_bytes())
     except (OSError, *MALFORMED):
@@ -66,6 +66,7 @@ def read_master(run_dir: Path) -> MasterInfo | None:
 
 
 def master_address(run_dir: Path) -> Address | None:
-    """For ``ControlClient(address=lambda: master_address(run_dir))``: read again on every attempt."""
+    """Return the master's address, for ``ControlClient(address=lambda: master_address(run_dir))``: read again on every
+    attempt."""
     info = read_master(run_dir)
     return None if info is None else info.address

@@ -1,4 +1,4 @@
-"""Deadlines and the one retry helper. Every wait of everstep has a ``Deadline``.
+"""Has deadlines and the one retry helper. Every wait of everstep has a ``Deadline``.
 
 An attempt that is made again in its own thread uses ``retry``. A loop of a connection, or a timer, that goes on
 after a failure takes its waits from ``backoff``.
@@ -18,7 +18,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class Deadline:
-    """A moment after which waiting ends. ``what`` completes the sentence "... did not happen within N s"."""
+    """Is a moment after which waiting ends. ``what`` completes the sentence "... did not happen within N s"."""
 
     __slots__ = ("_end", "seconds", "what")
 
@@ -50,7 +50,7 @@ class Deadline:
 
 
 class StoppedError(Exception):
-    """The caller of ``retry`` ended between two attempts."""
+    """Says that the caller of ``retry`` ended between two attempts."""
 
 
 def backoff(

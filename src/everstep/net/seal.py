@@ -1,4 +1,4 @@
-"""Frames that are authenticated one by one, where a connection between nodes is not encrypted (``--tls control``).
+"""Authenticates frames one by one, where a connection between nodes is not encrypted (``--tls control``).
 
 Behind each frame there are 16 bytes: AES-256-GMAC over all of it, by a key of that connection and direction alone
 (out of the handshake, ``auth.py``) and the number of the frame as its nonce. So nobody on the way can write, change,
@@ -17,10 +17,10 @@ _AT_ONCE_BYTES = 64 * 1024  # so much is put together first: a call for each pie
 
 
 class Seal:
-    """One direction of one connection; for one thread at a time, as its frames are."""
+    """Seals one direction of one connection; for one thread at a time, as its frames are."""
 
     def __init__(self, key: bytes) -> None:
-        """``key``: 32 bytes, never used for anything else."""
+        """Take ``key``: 32 bytes, never used for anything else."""
         # Costs 0.1 s and some MB: only who speaks to other nodes in the clear needs it.
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -35,7 +35,7 @@ class Seal:
         return f"<Seal {self._frames} frames>"  # never the key
 
     def tag(self, pieces: Sequence[Any]) -> bytes:
-        """Of the next frame, which consists of these pieces (bytes, flat memoryviews)."""
+        """Return the tag of the next frame, which consists of these pieces (bytes, flat memoryviews)."""
         nonce = self._frames.to_bytes(12, "little")
         self._frames += 1
         if sum(len(piece) for piece in pieces) <= _AT_ONCE_BYTES:

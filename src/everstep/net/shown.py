@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def shown(value: T) -> T:
-    """``value`` (a message, or anything in one) with the control characters of its texts escaped."""
+    """Return ``value`` (a message, or anything in one) with the control characters of its texts escaped."""
     made: Any = value
     if isinstance(value, str) and type(value) is str:
         made = escaped(value, 1 << 20)

@@ -1,4 +1,4 @@
-"""Sockets: Unix ones that survive long run directories, TCP ones that notice a dead peer in seconds.
+"""Makes sockets: Unix ones that survive long run directories, TCP ones that notice a dead peer in seconds.
 
 A Unix socket's path must fit 107 bytes; a run directory's need not. So the directory is opened and the socket named
 ``/proc/self/fd/N/NAME``, which always fits.
@@ -33,7 +33,7 @@ BACKLOG = 1024
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of at most 107 bytes for the socket ``path``, good inside the block."""
+    """Yield a name of at most 107 bytes for the socket ``path``, good inside the block."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"
@@ -131,7 +131,7 @@ def connect_tcp(host: str, port: int, deadline: Deadline) -> socket.socket:
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """``"10.0.0.1:7000"``, ``"[::1]:7000"`` -> (host, port). Raises ConfigError."""
+    """Parse ``"10.0.0.1:7000"``, ``"[::1]:7000"`` -> (host, port). Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535 or not host:
         raise ConfigError(f"{text!r} is not HOST:PORT, such as 10.0.0.1:7000")
@@ -139,7 +139,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
 
 
 def is_local(address: Address, node: NodeId, run_dir: Path | None) -> bool:
-    """Whether to reach ``address`` from ``node`` over its Unix socket."""
+    """Return whether to reach ``address`` from ``node`` over its Unix socket."""
     return bool(address.unix) and run_dir is not None and address.node == node
 
 

@@ -1,4 +1,5 @@
-"""Connections that have not proved themselves yet: few places, which the newest get, and never the last descriptors.
+"""Gives places to connections that have not proved themselves yet: few places, which the newest get, and never the last
+descriptors.
 
 Whoever connects and says nothing holds a place and a descriptor until its time is over; with enough of them nobody else
 would get in. So no newcomer is turned away: if all places are taken, the oldest connection of the address that has most
@@ -73,8 +74,8 @@ class Strangers:
 
 
 def scarce(sock: socket.socket) -> bool:
-    """Whether a connection just accepted over TCP has one of the descriptors kept back (a new one is always the lowest
-    that is free)."""
+    """Return whether a connection just accepted over TCP has one of the descriptors kept back (a new one is always the
+    lowest that is free)."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit != resource.RLIM_INFINITY and sock.fileno() >= limit - min(RESERVE, limit // 8)
 
@@ -87,5 +88,5 @@ def allow_many_descriptors() -> None:
 
 
 def address_of(peer: object) -> str:
-    """Of ``accept``: the host that a connection came from; all of a Unix socket's are one."""
+    """Return the host that a connection came from (``accept``); all of a Unix socket's are one."""
     return str(peer[0]) if isinstance(peer, tuple) and peer else ""

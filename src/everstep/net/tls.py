@@ -1,4 +1,4 @@
-"""TLS between nodes: one self-signed certificate a job, pinned by everyone who has the job's secret file.
+"""Encrypts between nodes with TLS: one self-signed certificate a job, pinned by everyone who has the job's secret file.
 
 ``TlsSocket`` drives an ``ssl.SSLObject`` over memory BIOs: the lock covers only the cipher work, so that one thread
 may send while another waits for data (``ssl.SSLSocket`` allows no such thing), and system calls move 256 KiB instead
@@ -34,7 +34,8 @@ def _load_chain(context: ssl.SSLContext, secret: Secret) -> None:
 
 
 def server_context(secret: Secret) -> ssl.SSLContext:
-    """TLS 1.3, the job's certificate. Raises WireError when the secret's certificate is unusable."""
+    """Return a context of TLS 1.3 with the job's certificate. Raises WireError when the secret's certificate is
+    unusable."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # every connection proves itself; no resumption
@@ -46,7 +47,7 @@ def server_context(secret: Secret) -> ssl.SSLContext:
 
 
 def client_context(secret: Secret) -> ssl.SSLContext:
-    """TLS 1.3, trusts the job's certificate and no other."""
+    """Return a context of TLS 1.3 that trusts the job's certificate and no other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -57,7 +58,7 @@ def client_context(secret: Secret) -> ssl.SSLContext:
 
 
 class TlsSocket:
-    """A connected blocking socket with TLS on it; ``recv_into``, ``sendmsg`` as of a socket."""
+    """Is a connected blocking socket with TLS on it; ``recv_into``, ``sendmsg`` as of a socket."""
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
         self.raw = raw
@@ -113,7 +114,7 @@ class TlsSocket:
 
     @property
     def unsent(self) -> bool:
-        """Whether ``sendmsg([])`` still has something to send."""
+        """Return whether ``sendmsg([])`` still has something to send."""
         return bool(self._cipher)
 
     def sendmsg(self, buffers: Sequence[memoryview]) -> int:
@@ -138,7 +139,7 @@ class TlsSocket:
         return taken
 
     def recv_into(self, view: memoryview) -> int:
-        """At least one byte, 0 at the end of the stream. BlockingIOError at a tick."""
+        """Receive at least one byte, 0 at the end of the stream. BlockingIOError at a tick."""
         while True:
             with self._lock:
                 got = self._decrypt(view)

@@ -1,1 +1,1 @@
-"""What outlives a ps: mirrors at other ps, images in checkpoints."""
+"""Keeps what outlives a ps: mirrors at other ps, snapshots in checkpoints."""

@@ -1,6 +1,6 @@
-"""``ReplicationStreams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what they
-are owed without the interpreter. ``protect/replication.py`` says what it all means and is its oracle; the simulator
-runs that one.
+"""Is ``ReplicationStreams`` in C++ (native/carrier.h), for real ps: the threads that wait for mirrors bring them what
+they are owed without the interpreter. ``protect/replication.py`` says what it all means and is its oracle; the
+simulator runs that one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everstep.protect.replication import Batch, Outgoing, PeerKey, StreamItem, S
 
 
 class CarryOutcome(IntEnum):
-    """Of ``carry``."""
+    """Says what ``carry`` came to."""
 
     LATE = 0
     CONFIRMED = 1
@@ -128,7 +128,7 @@ class ReplicationSender:
         self.native.some(bucket, target)
 
     def append(self, first_ticket: int, entries: Iterable[Outgoing]) -> set[PeerKey]:
-        """For tests: ``drain`` takes them from the outbox itself."""
+        """Append entries, for tests: ``drain`` takes them from the outbox itself."""
         return set(self.native.append(first_ticket, [(e.bucket, e.seq, int(e.kind), e.blob) for e in entries]))
 
     def send(self, peer: PeerKey, item: StreamItem) -> None:

@@ -1,4 +1,4 @@
-"""Tables and dense parameters out of a checkpoint, into files that are read without everstep.
+"""Exports tables and dense parameters out of a checkpoint, into files that are read without everstep.
 
 A table becomes Parquet (``key`` int64, ``values`` and ``state`` lists of float32 of fixed length) or safetensors
 (``keys`` int64 [n], ``values`` float32 [n, dim], ``state`` float32 [n, floats]). The order of rows says nothing. The
@@ -25,7 +25,7 @@ from everstep.storage.places import StoragePlace
 
 
 class ExportedRows(NamedTuple):
-    """keys int64 [n], values float32 [n, dim], state float32 [n, floats of the optimizer]."""
+    """Holds keys int64 [n], values float32 [n, dim], state float32 [n, floats of the optimizer]."""
 
     keys: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -42,8 +42,8 @@ def find_table(manifest: Manifest, name: str) -> TableSpec:
 
 
 def table_rows(place: StoragePlace, manifest: Manifest, spec: TableSpec) -> Iterator[ExportedRows]:
-    """Rows of a table, some megabytes at a time, each once; one bucket is in memory. Raises CheckpointError (damage),
-    StorageError."""
+    """Yield the rows of a table, some megabytes at a time, each once; one partition is in memory. Raises
+    CheckpointError (damage), StorageError."""
     for image in manifest.images:
         whole = assemble(place, image)
         if spec.id in whole.pages:
@@ -52,7 +52,7 @@ def table_rows(place: StoragePlace, manifest: Manifest, spec: TableSpec) -> Iter
 
 
 def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> ExportedRows:
-    """The used rows of some pages. CheckpointError: the pages are not of such a table."""
+    """Return the used rows of some pages. CheckpointError: the pages are not of such a table."""
     layout, dim, floats = pages.layout, spec.dim, spec.optimizer.state_floats(spec.dim)
     if layout.record_bytes < 4 * (dim + floats):
         raise CheckpointError(f"{where}: pages of table {spec.name!r} are {tuple(layout)}, not of dim {dim}")
@@ -64,8 +64,8 @@ def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> ExportedRows:
 
 
 def dense_state(place: StoragePlace, manifest: Manifest) -> dict[str, NDArray[np.float32]]:
-    """The dense part by parameter name, as in the ``state_dict`` of the script's model. A group whose parameters have
-    no names here is one flat array under its table's name. Of a parameter that another optimizer has taken over
+    """Return the dense part by parameter name, as in the ``state_dict`` of the script's model. A group whose parameters
+    have no names here is one flat array under its table's name. Of a parameter that another optimizer has taken over
     (fine-tuning), that one's values count. Raises CheckpointError, StorageError."""
     out: dict[str, NDArray[np.float32]] = {}
     for spec in sorted((s for s in manifest.tables if s.dense), key=_age):
@@ -100,12 +100,12 @@ def _age(spec: TableSpec) -> tuple[int, ...]:
 
 
 def state_words(spec: TableSpec) -> str:
-    """What the floats of ``state`` are, in order."""
+    """Return what the floats of ``state`` are, in order."""
     return " ".join(f"{field.name}[{'dim' if field.each else 1}]" for field in spec.optimizer.state_fields())
 
 
 def file_name(table: str) -> str:
-    """A table's name as a file's."""
+    """Return a table's name as a file's."""
     return table.replace("/", ".").lstrip(".") or "table"
 
 
@@ -113,7 +113,7 @@ def file_name(table: str) -> str:
 
 
 def write_parquet(place: StoragePlace, manifest: Manifest, spec: TableSpec, path: Path) -> int:
-    """How many rows were written. Rows pass through, the table need not fit into memory."""
+    """Write a table's rows; return how many were written. Rows pass through, the table need not fit into memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -136,7 +136,7 @@ def write_parquet(place: StoragePlace, manifest: Manifest, spec: TableSpec, path
 
 
 def write_safetensors(place: StoragePlace, manifest: Manifest, spec: TableSpec, path: Path) -> int:
-    """How many rows were written. The whole table is in memory meanwhile."""
+    """Write a table's rows; return how many were written. The whole table is in memory meanwhile."""
     pieces = list(table_rows(place, manifest, spec))
     empty = ExportedRows(
         np.empty(0, np.int64),
@@ -149,7 +149,7 @@ def write_safetensors(place: StoragePlace, manifest: Manifest, spec: TableSpec, 
 
 
 def write_dense(place: StoragePlace, manifest: Manifest, path: Path) -> int:
-    """How many parameters were written."""
+    """Write the dense part; return how many parameters were written."""
     state = dense_state(place, manifest)
     _save(state, path, {"everstep_checkpoint": str(manifest.checkpoint), "job": manifest.job})
     return len(state)
@@ -175,7 +175,7 @@ def _save(arrays: dict[str, NDArray[np.float32]], path: Path, about: dict[str, s
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A name to write under; it becomes ``path`` if all went well."""
+    """Yield a name to write under; it becomes ``path`` if all went well."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +188,6 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def wanted_tables(manifest: Manifest, names: Iterable[str]) -> list[TableSpec]:
-    """The named tables; none named: all that are not dense. Raises CheckpointError."""
+    """Return the named tables; none named: all that are not dense. Raises CheckpointError."""
     chosen = [find_table(manifest, name) for name in names]
     return chosen or [spec for spec in manifest.tables if not spec.dense]

@@ -1,4 +1,5 @@
-"""One file of a bucket's image: its marks, and pages as they lie in memory, or the changed rows of pages.
+"""Reads and writes one file of a partition's snapshot: its marks, and pages as they lie in memory, or the changed rows
+of pages.
 
     "EVSIMG\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
     sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
@@ -46,7 +47,8 @@ class _SnapshotKind:
 
 
 class ImageHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file is part of. ``base``: all pages are in it, else those that changed since the file before it."""
+    """Says what the file is part of. ``base``: all pages are in it, else those that changed since the file before
+    it."""
 
     job: str
     bucket: BucketId
@@ -61,8 +63,8 @@ _image_head_decoder = msgspec.msgpack.Decoder(ImageHead)
 
 
 class PageLayout(NamedTuple):
-    """How a page of a table lies in memory: ``2**page_bits`` slots; used bitmap and keys in the first ``head_bytes``;
-    then records of ``record_bytes``; all ``page_bytes``, zeros where nothing is."""
+    """Says how a page of a table lies in memory: ``2**page_bits`` slots; used bitmap and keys in the first
+    ``head_bytes``; then records of ``record_bytes``; all ``page_bytes``, zeros where nothing is."""
 
     page_bits: int
     head_bytes: int
@@ -79,12 +81,12 @@ class PageLayout(NamedTuple):
 
     @property
     def keys_at(self) -> int:
-        """Where the keys begin; before them is the bitmap, padded to 64 bytes."""
+        """Return where the keys begin; before them is the bitmap, padded to 64 bytes."""
         return (self.bitmap_bytes + 63) & ~63
 
     @property
     def sound(self) -> bool:
-        """Whether a page can be so."""
+        """Return whether a page can be so."""
         return (
             self.page_bits <= 20
             and self.head_bytes == self.keys_at + 8 * self.slots
@@ -92,15 +94,15 @@ class PageLayout(NamedTuple):
         )
 
     def used(self, pages: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """[pages, slots] of uint8 [pages, page_bytes]."""
+        """Return which slots are used, [pages, slots], of uint8 [pages, page_bytes]."""
         return np.unpackbits(pages[:, : self.bitmap_bytes], axis=1, bitorder="little")[:, : self.slots].astype(bool)
 
     def keys(self, pages: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """[pages, slots], a view where pages are rows of one array."""
+        """Return the keys, [pages, slots], a view where pages are rows of one array."""
         return pages[:, self.keys_at : self.head_bytes].view("<i8")
 
     def records(self, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """[pages, slots, record_bytes], a view."""
+        """Return the records, [pages, slots, record_bytes], a view."""
         body = pages[:, self.head_bytes : self.head_bytes + self.slots * self.record_bytes]
         return np.lib.stride_tricks.as_strided(
             body, (len(pages), self.slots, self.record_bytes), (pages.strides[0], self.record_bytes, 1)
@@ -108,7 +110,7 @@ class PageLayout(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """``data``: uint8 [pages, page_bytes]."""
+    """Holds pages: ``data`` is uint8 [pages, page_bytes]."""
 
     table: int
     layout: PageLayout
@@ -117,7 +119,7 @@ class Pages(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Slots that changed: whether each is used now, its key and record; zeros where it is not.
+    """Holds slots that changed: whether each is used now, its key and record; zeros where it is not.
 
     ``slots``: uint32 [n], counted through all pages; ``used``: bool [n]; ``records``: uint8 [n, record_bytes]."""
 
@@ -130,14 +132,14 @@ class Rows(NamedTuple):
 
 
 class MarksBlob(bytes):
-    """The blob of marks, in a type of its own."""
+    """Is the blob of marks, in a type of its own."""
 
 
 Part = ImageHead | MarksBlob | Pages | Rows
 
 
 def checksum() -> blake2b:
-    """A new hash of the kind that manifests use."""
+    """Return a new hash of the kind that manifests use."""
     return blake2b(digest_size=16)
 
 
@@ -160,7 +162,7 @@ class ImageFileWriter:
         self._section(_SnapshotKind.MARKS, [blob])
 
     def pages(self, table: int, layout: PageLayout, numbers: Sequence[int], data: NDArray[np.uint8]) -> None:
-        """``data``: uint8, len(numbers) * page_bytes."""
+        """Write pages: ``data`` is uint8, len(numbers) * page_bytes."""
         size = layout.page_bytes
         flat = np.ascontiguousarray(data).reshape(-1)
         if flat.size != len(numbers) * size:
@@ -240,7 +242,7 @@ class Reader:
         self.size_bytes = 0
 
     def begin(self, magic: bytes, version: int, what: str) -> None:
-        """The first bytes of the file. Raises CheckpointError if it is not ``what``, or of another version."""
+        """Read the first bytes of the file. Raises CheckpointError if it is not ``what``, or of another version."""
         start = self.take(_FILE.size, "its beginning")
         found, other, _, crc = _FILE.unpack(start)
         if found != magic:
@@ -331,7 +333,7 @@ def _rows(payload: bytes, name: str, number: int) -> Rows:
 
 
 def changed_rows(pages: Pages, changed: NDArray[np.uint8]) -> Rows:
-    """The rows of ``pages`` whose bits are set in ``changed`` (uint8 [pages, bitmap_bytes])."""
+    """Return the rows of ``pages`` whose bits are set in ``changed`` (uint8 [pages, bitmap_bytes])."""
     layout, data = pages.layout, pages.data
     which = np.unpackbits(changed, axis=1, bitorder="little")[:, : layout.slots].astype(bool)
     page, slot = np.nonzero(which)

@@ -1,4 +1,4 @@
-"""Writing images of a ps's buckets, while it goes on serving.
+"""Writes snapshots of a ps's partitions, while it goes on serving.
 
 One thread of the ps reads snapshots (copy-on-write: a push never waits for the writing) and writes a file for each
 bucket: all pages, or those changed since an earlier checkpoint. A checkpoint exists only once the master has written
@@ -38,7 +38,7 @@ logger = logging.getLogger("everstep.protect")
 
 
 class SnapshotStore(Protocol):
-    """What is needed of ``everstep.native.Store``."""
+    """Is what is needed of ``everstep.native.Store``."""
 
     @property
     def n_buckets(self) -> int: ...
@@ -53,7 +53,8 @@ class SnapshotStore(Protocol):
 
 
 class MarksFacts(NamedTuple):
-    """What a manifest says of a bucket's marks. ``watermarks``: (shard, watermark) of the open shards, ascending."""
+    """Is what a manifest says of a partition's marks. ``watermarks``: (shard, watermark) of the open shards,
+    ascending."""
 
     seq: int
     fingerprint: int
@@ -96,7 +97,8 @@ class _Cancelled(Exception):
 
 
 class ImageWriter:
-    """``take`` returns at once; the work is done in a thread of its own, one checkpoint after the other.
+    """Writes snapshots: ``take`` returns at once; the work is done in a thread of its own, one checkpoint after the
+    other.
 
     ``bytes_per_s``: the most that is written (0: no limit). ``retry_s``: how long a place that does not answer is tried
     again before the checkpoint is given up.
@@ -167,7 +169,7 @@ class ImageWriter:
 
     @property
     def checkpoint(self) -> int:
-        """The one that is being written, 0: none."""
+        """Return the checkpoint that is being written, 0: none."""
         doing = self._doing
         return 0 if doing is None else doing.checkpoint
 
@@ -206,7 +208,8 @@ class ImageWriter:
             doing.on_done(answer)
 
     def write(self, checkpoint: int, since: int, url: str, buckets: Sequence[BucketId]) -> ImagesWritten:
-        """What ``take`` does, in the caller's thread. Never raises for what goes wrong outside: it is in ``error``."""
+        """Do what ``take`` does, in the caller's thread. Never raises for what goes wrong outside: it is in
+        ``error``."""
         began = time.monotonic()
         images: list[BucketImage] = []
         try:
@@ -225,7 +228,7 @@ class ImageWriter:
         return ImagesWritten(checkpoint, tuple(images), tables)
 
     def _image(self, place: StoragePlace, checkpoint: int, since: int, bucket: BucketId) -> _Written | None:
-        """One bucket, tried again while the place does not answer. None: it is not here."""
+        """Write one partition, tried again while the place does not answer. None: it is not here."""
         with self._lock:
             done = self._written.get(checkpoint, {}).get(bucket)
             before = self._written.get(since, {}).get(bucket) if since else None
@@ -320,7 +323,7 @@ class ImageWriter:
             raise _Dropped from None
 
     def _chunk(self, out: ImageFileWriter, bucket: int) -> bool:
-        """The next pages, one section for each stretch of pages of the same table; where only some rows of a page
+        """Write the next pages, one section for each stretch of pages of the same table; where only some rows of a page
         changed, those. False: that was all."""
         try:
             names, data = self._store.snapshot_next(bucket, CHUNK_BYTES)

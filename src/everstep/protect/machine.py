@@ -1,4 +1,4 @@
-"""What one ps does about buckets and mirrors, as a pure machine: no sockets, threads, clock or arrays.
+"""Decides what one ps does about partitions and mirrors, as a pure machine: no sockets, threads, clock or arrays.
 
 Theory
 ------
@@ -78,7 +78,7 @@ DEMAND_SLOTS = 1 << 14
 
 
 def _slots(packed: bytes) -> tuple[int, ...]:
-    """ValueError: not whole numbers of 32 bits, or too many."""
+    """Read slots; ValueError: not whole numbers of 32 bits, or too many."""
     if len(packed) % 4 or len(packed) > 4 * DEMAND_SLOTS:
         raise ValueError(f"{len(packed)} bytes of slots: at most {DEMAND_SLOTS} of 4 bytes")
     return struct.unpack(f"<{len(packed) // 4}I", packed)
@@ -88,10 +88,10 @@ def _slots(packed: bytes) -> tuple[int, ...]:
 
 
 class Port(Protocol):
-    """The store, as far as the machine needs it (see everstep.native). A blob is opaque."""
+    """Is the store, as far as the machine needs it (see everstep.native). A blob is opaque."""
 
     def tables(self) -> Sequence[int]:
-        """Ids of all declared tables; nobody declares one while a step of the machine runs."""
+        """Return the ids of all declared tables; nobody declares one while a step of the machine runs."""
 
     def own(self, bucket: BucketId) -> None:
         """It begins here, empty."""
@@ -106,59 +106,61 @@ class Port(Protocol):
 
     def drop(self, bucket: BucketId) -> None: ...
     def ticket(self) -> int:
-        """Entries appended to the outbox so far."""
+        """Return how many entries were appended to the outbox so far."""
 
     def emit(self, bucket: BucketId, kind: StreamKind, table: int, lo: int) -> int:
         """Put a piece of contents, from slot ``lo`` on, into the outbox. Where the next begins; -1: it was the last."""
 
     def emit_slots(self, bucket: BucketId, table: int, slots: Sequence[int]) -> None:
-        """Contents of these slots alone, as one entry SOME."""
+        """Emit the contents of these slots alone, as one entry SOME."""
 
     def emit_marks(self, bucket: BucketId) -> None: ...
     def keep(self, blob: Blob) -> Blob:
-        """A copy that outlives the message it came with."""
+        """Return a copy that outlives the message it came with."""
 
     def size(self, blob: Blob) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
 
     def mirror_make(self, mirror: int, members: Sequence[BucketId], row: int) -> None: ...
     def mirror_drop(self, mirror: int) -> None: ...
     def mirror_apply(self, mirror: int, blob: Blob) -> int:
-        """A ``AppendCode``."""
+        """Apply a blob to a mirror; return an ``AppendCode``."""
 
     def mirror_seq(self, mirror: int, bucket: BucketId) -> int:
-        """The member's newest seq there."""
+        """Return the member's newest seq there."""
 
     def mirror_complete(self, mirror: int) -> bool: ...
     def promote(self, mirror: int, bucket: BucketId) -> None:
-        """The mirror, of this bucket alone, becomes the bucket; the mirror is gone."""
+        """Make the mirror, of this partition alone, the partition; the mirror is gone."""
 
     def recover_begin(self, mirror: int, lost: Sequence[BucketId], here: Sequence[BucketId]) -> None: ...
     def recover_fold(self, mirror: int, blob: Blob) -> int | None:
         """``AppendCode.GAP``: something before it is lacking, nothing was folded."""
 
     def recover_other(self, mirror: int, blob: Blob) -> int | None:
-        """As ``recover_fold``."""
+        """Do as ``recover_fold`` does."""
 
     def recover_heads(self, mirror: int) -> bool:
-        """Whether the buckets that are rebuilt here are in the store already, and answer for every row that is back."""
+        """Return whether the buckets that are rebuilt here are in the store already, and answer for every row that is
+        back."""
 
     def recover_emit_slots(self, mirror: int, table: int, slots: Sequence[int]) -> tuple[Blob, Sequence[int]]:
-        """What is left of those of these slots that are folded, and which these are; none: nothing to send."""
+        """Return what is left of those of these slots that are folded, and which these are; none: nothing to send."""
 
     def recover_emit(self, mirror: int, kind: StreamKind, table: int, lo: int) -> tuple[Blob, int]:
-        """A piece of what is left of the row; where the next begins, -1: that was the last of this table, ``lo``: it is
-        not folded yet."""
+        """Return a piece of what is left of the row; where the next begins, -1: that was the last of this table,
+        ``lo``: it is not folded yet."""
 
     def recover_end(self, mirror: int, abort: bool) -> None:
-        """Not aborted: the buckets that were to be rebuilt here are owned. The mirror stays."""
+        """End the recovery: if it is not aborted, the partitions that were to be rebuilt here are owned. The mirror
+        stays."""
 
 
 # ---------------------------------------------------------------- what it wants done
 
 
 class MirrorAction(msgspec.Struct, frozen=True, gc=False):
-    """Base of what the machine wants done, in order."""
+    """Is the base of what the machine wants done, in order."""
 
 
 class Acquired(MirrorAction, frozen=True, gc=False):
@@ -208,7 +210,7 @@ class Torn(MirrorAction, frozen=True, gc=False):
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """To send to ``peer`` (may be this ps), until ``asks`` says it no longer."""
+    """Is what to send to ``peer`` (may be this ps), until ``asks`` says it no longer."""
 
     peer: PeerKey
     request: Want | FetchLog | HandOver
@@ -223,15 +225,15 @@ class MirrorState(StrEnum):
 
 
 class _Source(msgspec.Struct):
-    """Whose differences of a bucket are taken, and by which placement."""
+    """Says whose differences of a partition are taken, and by which placement."""
 
     version: int
     key: PeerKey
 
 
 class _Fenced(msgspec.Struct):
-    """When a bucket was fenced: the outbox then, the routing of the placement, and who got it (0, None: we were refused
-    by a mirror, under a placement that did not reach us)."""
+    """Says when a partition was fenced: the outbox then, the routing of the placement, and who got it (0, None: we were
+    refused by a mirror, under a placement that did not reach us)."""
 
     ticket: int
     routing: int
@@ -239,7 +241,8 @@ class _Fenced(msgspec.Struct):
 
 
 class _Demand(msgspec.Struct):
-    """Rows to be folded out of turn. ``owed``: who was not asked for them yet; REST: the ps of the other row."""
+    """Is rows to be reconstructed out of turn. ``owed``: who was not asked for them yet; REST: the ps of the other
+    row."""
 
     table: int
     slots: bytes
@@ -247,7 +250,7 @@ class _Demand(msgspec.Struct):
 
 
 class _Recovery(msgspec.Struct):
-    """The living members of a mirror being folded out of a copy of it."""
+    """Holds the living members of a mirror being reconstructed out of a copy of it."""
 
     lost: tuple[BucketId, ...]
     here: bool  # the lost ones are rebuilt here; else the rest is for ``asker``
@@ -270,7 +273,7 @@ class _Recovery(msgspec.Struct):
 
 
 class _HeldMirror(msgspec.Struct):
-    """A mirror that is here."""
+    """Is a mirror that is here."""
 
     mirror: Mirror
     sweep: int
@@ -283,7 +286,7 @@ class _HeldMirror(msgspec.Struct):
 
 
 class _Gain(msgspec.Struct):
-    """A bucket on its way here, under one placement."""
+    """Is a partition on its way here, under one placement."""
 
     version: int
     handed: bool = False
@@ -295,7 +298,7 @@ class _Gain(msgspec.Struct):
 
 
 class _FullSync(msgspec.Struct):
-    """Contents of one bucket on their way into the outbox."""
+    """Is the contents of one partition on their way into the outbox."""
 
     targets: list[SweepTarget]
     begun: bool = False
@@ -318,8 +321,8 @@ class Machine:
         received: MutableMapping[PeerKey, tuple[int, int]] | None = None,
         tails: Tails | None = None,
     ) -> None:
-        """``received``, ``tails``: where to keep how far each sender's stream has come, and the newest differences of
-        buckets with several mirrors, for who takes entries without us."""
+        """Take ``received`` and ``tails``: where to keep how far each sender's stream has come, and the newest
+        differences of partitions with several mirrors, for whoever takes entries without us."""
         self.me: PeerKey = (slot, incarnation)
         self.port, self.streams = port, streams
         # ``mirror_apply_many(mirrors, blobs, which)`` of the port, if any: blobs[which[i]] to mirrors[i], in order.
@@ -369,12 +372,12 @@ class Machine:
         return self.buckets.get(bucket) is MirrorState.SERVING
 
     def answers(self, bucket: BucketId) -> bool:
-        """Whether pulls and pushes of it are answered, if not for every row at once."""
+        """Return whether pulls and pushes of it are answered, if not for every row at once."""
         return self.serves(bucket) or bucket in self._early
 
     @property
     def answering(self) -> bool:
-        """Whether all buckets that the placement gives to this ps answer."""
+        """Return whether all buckets that the placement gives to this ps answer."""
         return self.placement is not None and self._gains.keys() <= self._early
 
     @property
@@ -383,16 +386,16 @@ class Machine:
 
     @property
     def lacking(self) -> list[BucketId]:
-        """Buckets that the placement gives to this ps and that it does not serve yet."""
+        """Return the partitions that the placement gives to this ps and that it does not serve yet."""
         return sorted(self._gains)
 
     @property
     def stuck(self) -> tuple[BucketId, ...]:
-        """Buckets of these that there is no way to get; the master has to find another one."""
+        """Return those of these partitions that there is no way to get; the master has to find another one."""
         return tuple(sorted(b for b, gain in self._gains.items() if gain.stuck))
 
     def wants_image(self, bucket: BucketId, checkpoint: int) -> bool:
-        """Whether a load that is under way is still of any use."""
+        """Return whether a load that is under way is still of any use."""
         return bucket in self._gains and self._image(bucket) == checkpoint
 
     @property
@@ -402,21 +405,22 @@ class Machine:
 
     @property
     def rebuilding(self) -> bool:
-        """Whether a bucket is being recovered here."""
+        """Return whether a bucket is being recovered here."""
         return any(h.recovery is not None and h.recovery.here for h in self._mirrors.values())
 
     @property
     def unheard(self) -> bool:
-        """Whether the store may own buckets whose changes no mirror hears of yet: what it does to all must wait."""
+        """Return whether the store may own buckets whose changes no mirror hears of yet: what it does to all must
+        wait."""
         return any(h.recovery is not None and h.recovery.here and not h.recovery.early for h in self._mirrors.values())
 
     @property
     def sweeping(self) -> int:
-        """Buckets whose contents are on their way out, and recoveries that are under way here."""
+        """Return how many partitions' contents are on their way out, and recoveries under way here."""
         return len(self._sweeps) + len(self._ended) + sum(h.recovery is not None for h in self._mirrors.values())
 
     def ready(self) -> list[tuple[int, Arrival, tuple[BucketId, ...]]]:
-        """(placement version, how, buckets) of all buckets that came here by a placement and are whole."""
+        """Return (placement version, how, partitions) of all partitions that came here by a placement and are whole."""
         found: dict[tuple[int, Arrival], list[BucketId]] = {}
         for bucket, key in sorted(self.gained.items()):
             found.setdefault(key, []).append(bucket)
@@ -481,7 +485,7 @@ class Machine:
         return any((s.slot, s.incarnation) == peer for s in self.placement.servers)
 
     def _key(self, slot: Slot) -> PeerKey | None:
-        """The present life of a slot, by the placement."""
+        """Return the present life of a slot, by the placement."""
         assert self.placement is not None
         for s in self.placement.servers:
             if s.slot == slot:
@@ -513,11 +517,11 @@ class Machine:
         self.streams.routes.pop(bucket, None)
 
     def _flushed(self, bucket: BucketId) -> bool:
-        """Whether all that a fenced bucket ever sent is confirmed, or refused."""
+        """Return whether all that a fenced bucket ever sent is confirmed, or refused."""
         return self.streams.next_ticket >= self._fenced[bucket].ticket and not self.streams.owes(bucket)
 
     def _route(self) -> None:
-        """Differences of what is served go to all mirrors of the placement; of what is fenced, where they went."""
+        """Route differences: of what is served to all mirrors of the placement; of what is fenced, where they went."""
         assert self.placement is not None
         routes = self.streams.routes
         peers: dict[BucketId, dict[PeerKey, None]] = {b: {} for b in sorted({*self.serving, *self._early})}
@@ -622,8 +626,8 @@ class Machine:
     # ------------------------------------------------------------ differences and contents come in
 
     def followed(self) -> list[tuple[BucketId, PeerKey, list[int], bool]]:
-        """(bucket, source, mirrors here, whether tails are kept) of which ``feed`` does nothing with differences, the
-        next in order, but apply them, and keep them. Good until the machine changes."""
+        """Return (partition, source, mirrors here, whether tails are kept) of which ``feed`` does nothing with
+        differences, the next in order, but apply them, and keep them. Good until the machine changes."""
         placement = self.placement
         if placement is None:
             return []
@@ -634,7 +638,7 @@ class Machine:
         ]
 
     def feed(self, request: Feed, blobs: Sequence[Blob]) -> Fed | Moved:
-        """Entries of a peer's stream. Two of one sender never at once."""
+        """Take in entries of a peer's stream. Two of one sender never at once."""
         placement = self.placement
         if placement is None or request.version > placement.version:
             return Moved(self.version)
@@ -759,7 +763,7 @@ class Machine:
     # ------------------------------------------------------------ what other ps ask
 
     def want(self, request: Want) -> LogTaken | Moved:
-        """Another ps wishes for contents of a bucket that is served here, or for the rest of a row."""
+        """Take in that another ps wishes for contents of a partition that is served here, or for the rest of a row."""
         if request.version > self.version:
             return Moved(self.version)
         peer = (request.sender, request.incarnation)
@@ -827,7 +831,7 @@ class Machine:
         return LogTaken()
 
     def _sibling(self, request: Want) -> _HeldMirror | None:
-        """The mirror here that is another row of the stripe which the request is about."""
+        """Return the mirror here that is another row of the stripe which the request is about."""
         for held in self._mirrors.values():
             m = held.mirror
             if m.id != request.mirror and set(request.lost) <= set(m.members) and request.bucket in m.members:
@@ -887,7 +891,8 @@ class Machine:
     # ------------------------------------------------------------ rows on demand
 
     def demand(self, bucket: BucketId, table: int, slots: Sequence[int]) -> bool:
-        """Somebody waits for these rows of a bucket that is early. Whether there is something new to ask for."""
+        """Take in that somebody waits for these rows of a partition that is early. Whether there is something new to
+        ask for."""
         for held in self._mirrors.values():
             recovery = held.recovery
             if recovery is not None and recovery.here and bucket in recovery.lost:
@@ -910,7 +915,7 @@ class Machine:
     # ------------------------------------------------------------ what we ask
 
     def asks(self) -> list[Ask]:
-        """All that waits for another ps's answer."""
+        """Return all that waits for another ps's answer."""
         placement = self.placement
         if placement is None:
             return []
@@ -954,7 +959,7 @@ class Machine:
         return [a for a in out if self._alive(a.peer)]
 
     def answered(self, ask: Ask, answer: DataAnswer, blobs: Sequence[Blob] = ()) -> None:
-        """A peer answered. Moved: ask again later."""
+        """Take in that a peer answered. Moved: ask again later."""
         request = ask.request
         if request.version != self.version and not isinstance(request, Want):
             return  # about a placement that is over
@@ -1029,7 +1034,7 @@ class Machine:
         self._told = news
 
     def _way(self, bucket: BucketId) -> int | None:
-        """The complete mirror from which it can be had: better one of it alone."""
+        """Return the complete mirror from which it can be had: better one of it alone."""
         found = [i for i in self._by_bucket.get(bucket, ()) if self._mirrors[i].complete]
         return min(found, key=lambda i: (len(self._mirrors[i].mirror.members), i), default=None)
 
@@ -1177,7 +1182,7 @@ class Machine:
         return [(m, at) for m, at in found if at is not None and at != self.me]
 
     def _level_of(self, bucket: BucketId) -> int:
-        """How far our best copy of it is."""
+        """Return how far our best copy of it is."""
         mirror = self._way(bucket)
         if mirror is not None:
             return self.port.mirror_seq(mirror, bucket)
@@ -1361,7 +1366,7 @@ class Machine:
         self.streams.send(asker.peer, StreamItem(-1, REST, 0, kind, asker.mirror, asker.sweep, blob, size))
 
     def _send_promised(self, held: _HeldMirror, recovery: _Recovery, asker: SweepTarget) -> bool:
-        """Of the slots that are wanted out of turn, those that are folded. False: none."""
+        """Send, of the slots that are wanted out of turn, those that are reconstructed. False: none."""
         any_sent = False
         for table, slots in list(recovery.promised.items()):
             blob, sent = self.port.recover_emit_slots(held.mirror.id, table, sorted(slots))
@@ -1393,7 +1398,7 @@ class Machine:
         return True
 
     def feed_of(self, batch: Batch) -> Feed:
-        """The message for a batch of the streams; its blobs are the body."""
+        """Return the message for a batch of the streams; its blobs are the body."""
         return Feed(
             self.version,
             self.me[0],

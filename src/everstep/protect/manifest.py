@@ -64,7 +64,7 @@ def manifest_name(checkpoint: int) -> str:
 
 
 def checkpoint_place(where: str | Path) -> StoragePlace:
-    """The place of a run directory's checkpoints, or the directory or URL itself. Raises ConfigError."""
+    """Return the place of a run directory's checkpoints, or the directory or URL itself. Raises ConfigError."""
     text = str(where)
     if "://" not in text and (Path(text) / "job.json").exists():
         return open_place(checkpoints_of(Path(text)))
@@ -72,7 +72,7 @@ def checkpoint_place(where: str | Path) -> StoragePlace:
 
 
 def checkpoints_of(run_dir: Path) -> str:
-    """Where a job keeps its checkpoints: directory or URL. Raises ConfigError: not a run directory."""
+    """Return where a job keeps its checkpoints: directory or URL. Raises ConfigError: not a run directory."""
     return read_spec(run_dir).checkpoint_to or str(run_dir / CHECKPOINTS)
 
 
@@ -80,8 +80,8 @@ def checkpoints_of(run_dir: Path) -> str:
 
 
 class ManifestTrust(msgspec.Struct, frozen=True, kw_only=True):
-    """Which manifests may be loaded: those with a code by ``key`` (empty: there is none), and those whose bytes have
-    one of these ``digests`` (see ``digest_of``): what a user said to trust. ``anything``: the user says so now."""
+    """Says which manifests may be loaded: those with a code by ``key`` (empty: there is none), and those whose bytes
+    have one of these ``digests`` (see ``digest_of``): what a user said to trust. ``anything``: the user says so now."""
 
     key: bytes = b""
     digests: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class ManifestTrust(msgspec.Struct, frozen=True, kw_only=True):
         return f"<Trust {'a key' if self.key else 'no key'}, {len(self.digests)} digests>"  # never in a log
 
     def authentic(self, data: bytes) -> bool:
-        """Whether these bytes of a manifest were written by who has the key."""
+        """Return whether these bytes of a manifest were written by who has the key."""
         body = data[:-45]  # (without the line of the checksum)
         found = _CODE.search(body)
         if not self.key or found is None:
@@ -111,7 +111,7 @@ class ManifestTrust(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_coded(data: bytes) -> bool:
-    """Whether these bytes of a manifest have a code, by whichever key."""
+    """Return whether these bytes of a manifest have a code, by whichever key."""
     return _CODE.search(data[:-45]) is not None
 
 
@@ -136,7 +136,7 @@ def encode_manifest(manifest: Manifest, key: bytes = b"") -> bytes:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """CheckpointError, one line that begins with ``name``: cut, changed, of a newer version."""
+    """Decode a manifest; CheckpointError, one line that begins with ``name``: cut, changed, of a newer version."""
     body, line = data[:-45], data[-45:]
     if not line.startswith(_SUM) or not line.endswith(b"\n") or not body.endswith(b"\n"):
         raise CheckpointError(f"{name} was cut or changed: it does not end with its checksum")
@@ -164,12 +164,12 @@ def write_manifest(place: StoragePlace, manifest: Manifest, key: bytes = b"") ->
 
 
 def list_checkpoints(place: StoragePlace) -> list[int]:
-    """Numbers that have a manifest, ascending, whatever is in it. Raises StorageError."""
+    """Return the numbers that have a manifest, ascending, whatever is in it. Raises StorageError."""
     return sorted(int(m[1]) for name in place.names() if (m := _NAME.fullmatch(name)))
 
 
 def need_checkpoints(place: StoragePlace) -> list[int]:
-    """As ``list_checkpoints``; CheckpointError if there is none."""
+    """Return as ``list_checkpoints`` does; CheckpointError if there is none."""
     found = list_checkpoints(place)
     if not found:
         raise CheckpointError(f"{place.url} holds no checkpoint: there is no {manifest_name(1)} or later one in it")
@@ -177,7 +177,8 @@ def need_checkpoints(place: StoragePlace) -> list[int]:
 
 
 def read_bytes(place: StoragePlace, checkpoint: int) -> bytes:
-    """Of the manifest, as they are. Raises CheckpointError (not there), StorageError (cannot be read)."""
+    """Return the bytes of the manifest, as they are. Raises CheckpointError (not there), StorageError (cannot be
+    read)."""
     name = manifest_name(checkpoint)
     try:
         return place.read(name, MANIFEST_MAX_BYTES)
@@ -186,8 +187,8 @@ def read_bytes(place: StoragePlace, checkpoint: int) -> bytes:
 
 
 def read_manifest(place: StoragePlace, checkpoint: int, trust: ManifestTrust | None = None) -> Manifest:
-    """``trust``: what may be loaded; None: it is only looked at. Raises CheckpointError (not there, not intact),
-    UntrustedError, StorageError (cannot be read)."""
+    """Read a manifest; ``trust``: what may be loaded; None: it is only looked at. Raises CheckpointError (not there,
+    not intact), UntrustedError, StorageError (cannot be read)."""
     name = manifest_name(checkpoint)
     data = read_bytes(place, checkpoint)
     manifest = decode_manifest(data, f"{place.url}/{name}")
@@ -200,7 +201,8 @@ def read_manifest(place: StoragePlace, checkpoint: int, trust: ManifestTrust | N
 
 @contextmanager
 def reading(place: StoragePlace, file: ImageFile, needed: str) -> Iterator[BinaryIO]:
-    """The file to read from. Raises CheckpointError if it is not there (``needed``: what needs it), StorageError."""
+    """Yield the file to read from. Raises CheckpointError if it is not there (``needed``: what needs it),
+    StorageError."""
     try:
         with place.open(file.path) as stream:
             yield stream
@@ -216,7 +218,7 @@ def problems(
     sizes: dict[str, int] | None = None,
     known: dict[ImageFile, str] | None = None,
 ) -> Iterator[str]:
-    """What is wrong with a checkpoint, a line for each offender; nothing: it is complete and intact.
+    """Yield what is wrong with a checkpoint, a line for each offender; nothing: it is complete and intact.
 
     ``deep``: every byte is read and compared with its checksums; else only the files' presence and length.
     ``sizes``: of the place's files, if the caller has them. ``known``: what was found about files before ("": intact),
@@ -312,7 +314,7 @@ def latest_intact(
     also: Callable[[Manifest], Iterator[str]] | None = None,
     below: int = 0,
 ) -> Manifest:
-    """The newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
+    """Return the newest checkpoint that is complete and intact; ``tell`` gets a line for each newer one that is not.
 
     ``deep``: every byte is read; without it a flipped bit is found later, when its bucket is loaded. ``trust``: what
     may be loaded. ``also``: more that may be wrong with one. ``below``: only those with a smaller number (0: all).
@@ -416,7 +418,7 @@ def _merged(place: StoragePlace, manifest: Manifest, image: BucketImage) -> Buck
 
 
 class Assembled(NamedTuple):
-    """A bucket as its image has it: head and marks of the newest file; pages by table and number, each uint8
+    """Is a partition as its snapshot has it: head and marks of the newest file; pages by table and number, each uint8
     [page_bytes], without those that no row is in."""
 
     head: ImageHead
@@ -425,7 +427,7 @@ class Assembled(NamedTuple):
     pages: dict[int, dict[int, NDArray[np.uint8]]]
 
     def some(self, table: int, most_bytes: int = 8 << 20) -> Iterator[Pages]:
-        """The pages of a table in ascending order, some megabytes at a time."""
+        """Yield the pages of a table in ascending order, some megabytes at a time."""
         layout, pages = self.layouts[table], self.pages[table]
         numbers = sorted(pages)
         step = max(1, most_bytes // layout.page_bytes)

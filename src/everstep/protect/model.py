@@ -1,4 +1,4 @@
-"""The model that a job leaves when it ends in order: files that plain PyTorch reads.
+"""Leaves the model of a job that ends in order: files that plain PyTorch reads.
 
 Mode ps: ``dense.safetensors`` (the model's ``state_dict`` without its tables) and ``tables/NAME.safetensors``
 (``keys``, ``values``, ``state``: the optimizer's), of the dense part too. Mode allreduce: ``model.safetensors`` (the
@@ -31,7 +31,7 @@ ABOUT_FILE = "model.json"
 
 
 class About(msgspec.Struct, kw_only=True):
-    """``model.json``."""
+    """Is ``model.json``."""
 
     job: str
     checkpoint: int  # of the job, that has the same; 0: none
@@ -41,7 +41,7 @@ class About(msgspec.Struct, kw_only=True):
 
 
 def model_url(spec: JobSpec, run_dir: Path) -> str:
-    """Where this job leaves its model; "": nowhere."""
+    """Return where this job leaves its model; "": nowhere."""
     if spec.model_to in ("", "none"):
         return ""
     return str(run_dir / "model") if spec.model_to == IN_RUN_DIR else spec.model_to
@@ -57,7 +57,7 @@ def too_large(size_bytes: int) -> str:
 
 @contextlib.contextmanager
 def model_folder(url: str) -> Iterator[Path]:
-    """A folder to write the model's files into; they are at ``url`` when this returns. Raises PlatformError,
+    """Yield a folder to write the model's files into; they are at ``url`` when this returns. Raises PlatformError,
     StorageError, ConfigError."""
     try:
         if "://" not in url:
@@ -82,7 +82,7 @@ def model_folder(url: str) -> Iterator[Path]:
 
 
 def write_tables(place: StoragePlace, manifest: Manifest, folder: Path) -> None:
-    """The tables of a checkpoint, and the dense part if that is among them. Raises CheckpointError, StorageError,
+    """Write the tables of a checkpoint, and the dense part if that is among them. Raises CheckpointError, StorageError,
     PlatformError."""
     for spec in manifest.tables:
         write_safetensors(place, manifest, spec, folder / "tables" / f"{file_name(spec.name)}.safetensors")
@@ -104,7 +104,7 @@ def write_about(folder: Path, url: str, job: str, checkpoint: int, samples: int,
 
 
 def loads_with(url: str, files: dict[str, int]) -> str:
-    """The one line of plain PyTorch that loads it; "": there is no dense part."""
+    """Return the one line of plain PyTorch that loads it; "": there is no dense part."""
     for name, strict in (("model.safetensors", ""), ("dense.safetensors", ", strict=False")):
         if name in files:
             return f'model.load_state_dict(safetensors.torch.load_file("{url}/{name}"){strict})'

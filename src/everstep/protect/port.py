@@ -1,4 +1,4 @@
-"""The native store as the machine of mirrors sees it."""
+"""Shows the native store as the machine of mirrors sees it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _REST = struct.Struct(
 
 
 def rest_slots(blob: Blob) -> Sequence[int]:
-    """The slots whose records are in a blob of single slots of what is left of a row."""
+    """Return the slots whose records are in a blob of single slots of what is left of a row."""
     count = _REST.unpack_from(blob)[-2]
     slots: list[int] = np.frombuffer(blob, "<u4", count, _REST.size).tolist()
     return slots
 
 
 class Body(Sequence[Blob]):
-    """Blobs that lie one behind the other, ``sizes`` bytes each."""
+    """Holds blobs that lie one behind the other, ``sizes`` bytes each."""
 
     def __init__(self, data: memoryview, sizes: Sequence[int]) -> None:
         """ValueError: they are not as long as ``data``."""
@@ -49,7 +49,7 @@ class Body(Sequence[Blob]):
 
 
 class StorePort:
-    """``machine.Port`` over a ``Store``. Thread-safe as far as the store is."""
+    """Is ``machine.Port`` over a ``Store``. Thread-safe as far as the store is."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -84,7 +84,7 @@ class StorePort:
         return self._store.outbox_ticket()
 
     def _slots(self, kind: StreamKind, table: int) -> int:
-        """How many slots make a piece."""
+        """Return how many slots make a piece."""
         size = self._store.layout(table)[2] if kind is StreamKind.BODIES else _HEAD_BYTES
         return max(1, PIECE_BYTES // max(size, 1))
 

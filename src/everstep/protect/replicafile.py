@@ -1,4 +1,4 @@
-"""One file with the training state of a replica (mode allreduce), whatever is in it.
+"""Reads and writes one file with the training state of a replica (mode allreduce), whatever is in it.
 
     "EVSREP\\r\\n" | u16 version | u16 0 | u32 crc32 of the 12 bytes before
     sections:  u32 kind | u32 number | u64 bytes | u32 crc32 of the payload | u32 crc32 of the 20 bytes before | payload
@@ -39,7 +39,7 @@ class _ReplicaKind:
 
 
 class ReplicaHead(msgspec.Struct, frozen=True, kw_only=True):
-    """``header_bytes``, ``body_bytes``: of the packed state."""
+    """Has the sizes of the packed state: ``header_bytes``, ``body_bytes``."""
 
     job: str
     checkpoint: int
@@ -52,7 +52,8 @@ _replica_head_decoder = msgspec.msgpack.Decoder(ReplicaHead)
 
 
 def write_replica_file(write: Callable[[Any], object], head: ReplicaHead, header: bytes, body: memoryview) -> ImageFile:
-    """What the manifest says of the file, but for its path. ``write`` takes bytes; its errors pass through."""
+    """Write the file; return what the manifest says of it, but for its path. ``write`` takes bytes; its errors pass
+    through."""
     hashed = checksum()
     size = 0
     number = 0

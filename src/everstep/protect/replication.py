@@ -1,4 +1,4 @@
-"""What a ps owes to the mirrors of its buckets, in order, and how far they have confirmed it. Pure.
+"""Knows what a ps owes to the mirrors of its partitions, in order, and how far they have confirmed it. Pure.
 
 Theory
 ------
@@ -31,7 +31,7 @@ Blob = Any
 
 
 class StreamKind(IntEnum):
-    """Of an entry; as in native/blob.h."""
+    """Is the kind of an entry; as in native/blob.h."""
 
     CHANGE = 1
     HEADS = 2
@@ -41,7 +41,7 @@ class StreamKind(IntEnum):
 
 
 class AppendCode(IntEnum):
-    """Per entry in an answer to Feed."""
+    """Is the code of an entry in an answer to Feed."""
 
     APPLIED = 0
     REPEAT = 1
@@ -51,7 +51,7 @@ class AppendCode(IntEnum):
 
 
 class Outgoing(NamedTuple):
-    """An entry as it leaves the outbox."""
+    """Is an entry as it leaves the outbox."""
 
     bucket: BucketId
     seq: int
@@ -61,7 +61,8 @@ class Outgoing(NamedTuple):
 
 
 class StreamItem(NamedTuple):
-    """An entry in a stream. ``mirror`` 0: every mirror there that has the bucket. ``ticket`` -1: not of the outbox."""
+    """Is an entry in a stream. ``mirror`` 0: every mirror there that has the bucket. ``ticket`` -1: not of the
+    outbox."""
 
     ticket: int
     bucket: BucketId
@@ -74,7 +75,7 @@ class StreamItem(NamedTuple):
 
 
 class SweepTarget(NamedTuple):
-    """Who wanted a bucket's contents: mirror ``mirror`` at ``peer``, its wish number ``sweep``."""
+    """Says who wanted a partition's contents: mirror ``mirror`` at ``peer``, its wish number ``sweep``."""
 
     peer: PeerKey
     mirror: int
@@ -91,7 +92,7 @@ class Batch(NamedTuple):
 
 
 class _Stream:
-    """To one peer life."""
+    """Is the stream to one peer life."""
 
     __slots__ = ("confirmed", "first", "number", "queue")
 
@@ -103,7 +104,8 @@ class _Stream:
 
 
 class Flow(Protocol):
-    """What the machine of mirrors needs of ``ReplicationStreams``, or of their twin in C++ (``protect/carrier.py``)."""
+    """Is what the machine of mirrors needs of ``ReplicationStreams``, or of their twin in C++
+    (``protect/carrier.py``)."""
 
     routes: MutableMapping[BucketId, tuple[PeerKey, ...]]
 
@@ -121,7 +123,7 @@ class Flow(Protocol):
 
 
 class ReplicationStreams:
-    """All streams of one ps. Not thread-safe: the driver holds one lock around it."""
+    """Holds all streams of one ps. Not thread-safe: the driver holds one lock around it."""
 
     def __init__(self) -> None:
         self.routes: MutableMapping[BucketId, tuple[PeerKey, ...]] = {}
@@ -147,16 +149,16 @@ class ReplicationStreams:
     # ------------------------------------------------------------ in
 
     def sweep(self, bucket: BucketId, from_ticket: int, targets: Sequence[SweepTarget]) -> None:
-        """Contents of ``bucket`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no earlier
-        sweep takes, go to ``targets``."""
+        """Send contents of ``bucket`` that stand in the outbox from ``from_ticket`` on, up to the next MARKS that no
+        earlier sweep takes, to ``targets``."""
         self._sweeps.setdefault(bucket, deque()).append([(from_ticket, t) for t in targets])
 
     def widen(self, bucket: BucketId, from_ticket: int, target: SweepTarget) -> None:
-        """The sweep of ``bucket`` that was begun last goes to ``target`` as well, from ``from_ticket`` on."""
+        """Send the sweep of ``bucket`` that was begun last to ``target`` as well, from ``from_ticket`` on."""
         self._sweeps[bucket][-1].append((from_ticket, target))
 
     def end_sweeps(self, bucket: BucketId) -> None:
-        """Contents of this bucket that are still to come go to nobody."""
+        """Send contents of this partition that are still to come to nobody."""
         self._sweeps.pop(bucket, None)
 
     def some(self, bucket: BucketId, target: SweepTarget) -> None:
@@ -198,7 +200,7 @@ class ReplicationStreams:
         return told
 
     def send(self, peer: PeerKey, item: StreamItem) -> None:
-        """An entry that is not from the outbox (``ticket`` -1), behind all that waits for ``peer``."""
+        """Send an entry that is not from the outbox (``ticket`` -1), behind all that waits for ``peer``."""
         self._put(peer, item)
 
     def _put(self, peer: PeerKey, item: StreamItem) -> None:
@@ -217,8 +219,8 @@ class ReplicationStreams:
     # ------------------------------------------------------------ out
 
     def batch(self, peer: PeerKey, max_bytes: int, max_items: int = 4096) -> Batch | None:
-        """The oldest items for ``peer``, at least one and else at most ``max_bytes``; None: nothing waits. The same
-        again until ``answered``."""
+        """Return the oldest items for ``peer``, at least one and else at most ``max_bytes``; None: nothing waits. The
+        same again until ``answered``."""
         stream = self._streams.get(peer)
         if stream is None or not stream.queue:
             return None
@@ -233,13 +235,13 @@ class ReplicationStreams:
         return Batch(stream.number, stream.first, tuple(items), confirmed)
 
     def waits(self, peer: PeerKey) -> bool:
-        """Whether something waits for ``peer``."""
+        """Return whether something waits for ``peer``."""
         stream = self._streams.get(peer)
         return stream is not None and bool(stream.queue)
 
     def answered(self, peer: PeerKey, first: int, codes: Sequence[int]) -> dict[BucketId, int]:
-        """``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take from us, with
-        the newest ticket that it refused."""
+        """Take in that ``peer`` answered the items from number ``first`` on. Returns buckets that it refuses to take
+        from us, with the newest ticket that it refused."""
         refused: dict[BucketId, int] = {}
         stream = self._streams.get(peer)
         if stream is None:
@@ -307,5 +309,5 @@ class ReplicationStreams:
         return list(self._streams)
 
     def owes(self, bucket: BucketId) -> bool:
-        """Whether something of ``bucket`` waits to be confirmed."""
+        """Return whether something of ``bucket`` waits to be confirmed."""
         return bucket in self._owed

@@ -1,4 +1,4 @@
-"""Loading buckets from a checkpoint into a store."""
+"""Loads partitions from a checkpoint into a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from everstep.storage.places import StoragePlace, open_place
 
 
 class LoadingStore(Protocol):
-    """What is needed of ``everstep.native.Store``."""
+    """Is what is needed of ``everstep.native.Store``."""
 
     @property
     def n_buckets(self) -> int: ...
@@ -33,7 +33,8 @@ class LoadingStore(Protocol):
 
 
 def check_tables(saved: Iterable[TableSpec], now: Iterable[TableSpec], where: str) -> None:
-    """CheckpointError, naming table, field and both values, if a table of ``now`` was another one in the checkpoint."""
+    """Raise CheckpointError, naming table, field and both values, if a table of ``now`` was another one in the
+    checkpoint."""
     was = {spec.name: spec for spec in saved}
     for spec in now:
         before = was.get(spec.name)
@@ -44,7 +45,7 @@ def check_tables(saved: Iterable[TableSpec], now: Iterable[TableSpec], where: st
 
 
 def load_bucket(store: LoadingStore, place: StoragePlace | str, image: BucketImage) -> None:
-    """The bucket as it was when the image was taken: owned by ``store`` on return, its tables declared.
+    """Load the partition as it was when the snapshot was taken: owned by ``store`` on return, its tables declared.
 
     Raises CheckpointError (a file is missing, cut or changed, a table is another one here), StorageError (cannot be
     read); the bucket is empty and not owned then.
@@ -86,8 +87,8 @@ def load_bucket(store: LoadingStore, place: StoragePlace | str, image: BucketIma
 
 
 def unloadable(place: StoragePlace, manifest: Manifest) -> Iterator[str]:
-    """What a ps would refuse of a checkpoint whose every byte is right, a line for each bucket. One bucket is in memory
-    at a time. Raises StorageError: the place cannot be read."""
+    """Yield what a ps would refuse of a checkpoint whose every byte is right, a line for each bucket. One bucket is in
+    memory at a time. Raises StorageError: the place cannot be read."""
     try:
         store = Store(manifest.buckets, manifest.seed)
         for spec in manifest.tables:

@@ -20,7 +20,7 @@ ORIGIN_FILE = "resume.json"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """``RUN_DIR/resume.json``: what a resumed job begins with. ``numbers``: see ``brain.events.JobResumed``."""
+    """Is ``RUN_DIR/resume.json``: what a resumed job begins with. ``numbers``: see ``brain.events.JobResumed``."""
 
     url: str
     numbers: int
@@ -31,7 +31,7 @@ _origin_decoder = msgspec.json.Decoder(Origin)
 
 
 def write_origin(run_dir: Path, origin: Origin) -> None:
-    """Durable on return. Raises PlatformError."""
+    """Write it, durable on return. Raises PlatformError."""
     write_atomic(run_dir / ORIGIN_FILE, msgspec.json.encode(origin))
 
 
@@ -47,7 +47,7 @@ def read_origin(run_dir: Path) -> Origin:
 
 
 def own_url(spec: JobSpec, run_dir: Path) -> str:
-    """Where this job writes its checkpoints."""
+    """Return where this job writes its checkpoints."""
     return spec.checkpoint_to or str(run_dir / CHECKPOINTS)
 
 
@@ -66,8 +66,8 @@ class ImageSources:
         return f"<image sources {', '.join(self.urls)}>"
 
     def image(self, bucket: BucketId, checkpoint: int) -> tuple[str, BucketImage]:
-        """The place (directory or URL) and the image, for ``restore.load_bucket``. Raises CheckpointError: there is no
-        such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try again."""
+        """Return the place (directory or URL) and the image, for ``restore.load_bucket``. Raises CheckpointError: there
+        is no such checkpoint, it is not intact, or not the job's; StorageError: the place cannot be read, try again."""
         with self._lock:
             if self._kept is None or self._kept[1].checkpoint != checkpoint:
                 self._kept = self._find(checkpoint)

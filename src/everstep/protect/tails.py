@@ -12,7 +12,8 @@ from everstep.protect.replication import Blob
 
 
 class Tails(Protocol):
-    """What the machine needs of ``KeptTails``, or of the inbox, which keeps those of the feeds that it takes itself."""
+    """Is what the machine needs of ``KeptTails``, or of the inbox, which keeps those of the feeds that it takes
+    itself."""
 
     def keep(self, bucket: BucketId, seq: int, blob: Blob) -> None:
         """A difference was applied; nothing if one as new is kept already. ``blob`` outlives its message."""
@@ -21,17 +22,17 @@ class Tails(Protocol):
         """All mirrors have the bucket's differences up to ``seq``."""
 
     def after(self, bucket: BucketId, seq: int) -> list[tuple[int, Blob]]:
-        """(seq, difference) of those that are newer, oldest first."""
+        """Return (seq, difference) of those that are newer, oldest first."""
 
     def drop(self, bucket: BucketId) -> None:
         """Nothing is kept of it any more."""
 
     def clear(self) -> None:
-        """Nor of any."""
+        """Forget all differences of all partitions."""
 
 
 class KeptTails:
-    """``Tails`` in Python: the oracle of those in native/inbox.cpp."""
+    """Is ``Tails`` in Python: the oracle of those in native/inbox.cpp."""
 
     def __init__(self) -> None:
         self._tails: dict[BucketId, deque[tuple[int, Blob]]] = {}

@@ -1,1 +1,1 @@
-"""The server side of tables."""
+"""Is the server side of tables."""

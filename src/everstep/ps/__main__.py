@@ -1,4 +1,5 @@
-"""``python -m everstep.ps RUN_DIR SLOT INCARNATION NODE [--host HOST]``: one parameter server, started by an agent."""
+"""Runs ``python -m everstep.ps RUN_DIR SLOT INCARNATION NODE [--host HOST]``: one parameter server, started by an
+agent."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from everstep.ps.ps_process import PsProcess, die_with_parent
 
 
 def main() -> int:
-    """The process's exit code."""
+    """Run the ps; return the process's exit code."""
     parser = argparse.ArgumentParser(prog="everstep.ps")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("slot", type=int)

@@ -1,4 +1,4 @@
-"""How long requests take a ps, and how many there are at a time."""
+"""Measures how long requests take a ps, and how many there are at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _RECENT = 256  # requests of a kind between two beats that the median is taken o
 
 
 class Meter:
-    """Thread-safe. Own time of a request is without what it waited for others (mirrors, a bucket on its way): a slow
-    mirror must not make all those look slow that wait for it."""
+    """Measures requests; thread-safe. Own time of a request is without what it waited for others (mirrors, a bucket on
+    its way): a slow mirror must not make all those look slow that wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """In here a request waits for others."""
+        """Count the time in here as time in which a request waits for others."""
         began = time.perf_counter()
         try:
             yield
@@ -37,7 +37,8 @@ class Meter:
             self._mine.waited_s = getattr(self._mine, "waited_s", 0.0) + time.perf_counter() - began
 
     def own(self, spent_s: float) -> float:
-        """Of ``spent_s`` seconds of a request, on the thread that did it, those that it did not wait; call once."""
+        """Return, of ``spent_s`` seconds of a request, on the thread that did it, those that it did not wait; call
+        once."""
         waited_s: float = getattr(self._mine, "waited_s", 0.0)
         self._mine.waited_s = 0.0
         return max(0.0, spent_s - waited_s)
@@ -59,9 +60,9 @@ class Meter:
             self._counts[kind] += 1
 
     def readings(self) -> dict[str, float]:
-        """For the beat: counters, and the time of a request since the last call, where there was one: the medians of
-        pulls and of pushes, by how many there were of each. (One median of both kinds would be now that of a pull, now
-        that of a push, as chance has it.)"""
+        """Return, for the beat, counters, and the time of a request since the last call, where there was one: the
+        medians of pulls and of pushes, by how many there were of each. (One median of both kinds would be now that of a
+        pull, now that of a push, as chance has it.)"""
         with self._lock:
             recent, self._recent = self._recent, ([], [])
             counts, self._counts = self._counts, [0, 0]

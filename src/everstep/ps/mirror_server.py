@@ -1,4 +1,4 @@
-"""The shell round the machine of mirrors: its locks, its threads, its connections to other ps.
+"""Is the shell round the machine of mirrors: its locks, its threads, its connections to other ps.
 
 Locks, in this order: the service's *gate* (pushes and feeds share it, whatever changes what is served or mirrored
 holds it alone), then ``lock``, which guards the machine (but for feeds, which have the gate). Nobody waits for the
@@ -69,11 +69,11 @@ logger = logging.getLogger("everstep.ps")
 
 
 class PeerLink(Protocol):
-    """The part of ``everstep.net.data.DataClient`` that is used."""
+    """Is the part of ``everstep.net.data.DataClient`` that is used."""
 
     @property
     def plain_fd(self) -> int:
-        """The socket's, if what is sent there is sent as it is; else -1."""
+        """Return the socket's descriptor, if what is sent there is sent as it is; else -1."""
 
     def send(self, message: DataRequest, buffers: Sequence[Any] = (), *, timeout_s: float = 30.0) -> None: ...
 
@@ -88,7 +88,7 @@ Connect = Callable[[PsPlace], PeerLink]
 
 
 class _Peer:
-    """A life of a ps (it may be this one) and what leads there. ``link`` and ``told`` belong to who has claimed it
+    """Is a life of a ps (it may be this one) and what leads there. ``link`` and ``told`` belong to who has claimed it
     (``ReplicationSender.claim``): one thread at a time sends there and takes the answers."""
 
     __slots__ = ("key", "link", "place", "told")
@@ -101,7 +101,7 @@ class _Peer:
 
 
 class _Received(MutableMapping[PeerKey, tuple[int, int]]):
-    """How far each sender's stream has come; the inbox keeps it."""
+    """Knows how far each sender's stream has come; the inbox keeps it."""
 
     def __init__(self, inbox: _native.Inbox) -> None:
         self._inbox = inbox
@@ -126,7 +126,7 @@ class _Received(MutableMapping[PeerKey, tuple[int, int]]):
 
 
 class _Tails:
-    """``Tails`` of the inbox."""
+    """Gives the ``Tails`` of the inbox."""
 
     def __init__(self, inbox: _native.Inbox) -> None:
         self._inbox = inbox
@@ -148,7 +148,7 @@ class _Tails:
 
 
 class MirrorServer:
-    """What a ps keeps for others, and what others keep for it. Thread-safe.
+    """Keeps mirrors for other ps, and knows what others keep for this one. Thread-safe.
 
     ``do(actions)``: carries out the machine's actions, in order, with the gate held alone. ``on_failure(line)``: a
     promise between mirrors is broken: this ps must end.
@@ -189,7 +189,7 @@ class MirrorServer:
 
     @contextmanager
     def transition(self) -> Iterator[Machine]:
-        """For whatever may change what is served or mirrored here."""
+        """Hold the machine for whatever may change what is served or mirrored here."""
         with self._gate.exclusive(), self.lock:
             try:
                 yield self.machine
@@ -276,7 +276,7 @@ class MirrorServer:
             self._see_to(events, left)
 
     def _see_to(self, events: Sequence[PeerEvent], timeout_s: float) -> None:
-        """Of peers that are claimed for us."""
+        """Send to the peers that are claimed for us, and take their answers."""
         with self.lock:
             known = [(self._peers.get(e.peer), e) for e in events]
         sent: list[tuple[_Peer, Batch]] = []
@@ -328,7 +328,7 @@ class MirrorServer:
     # ------------------------------------------------------------ messages of other ps
 
     def feed(self, request: Feed, body: memoryview) -> Fed | Moved:
-        """ValueError: malformed."""
+        """Take in entries of a peer's stream."""
         faultpoints.reach("before_feed")
         if request.tables:
             with self.lock:  # not in the middle of a step of a sweep
@@ -353,7 +353,7 @@ class MirrorServer:
         return answer
 
     def want(self, request: Want) -> LogTaken | Moved:
-        """ValueError: malformed."""
+        """Answer a ps that wants the log of a partition."""
         if request.purpose in ("rows", "rest"):  # nothing that is served changes
             with self.lock:
                 answer = self.machine.want(request)
@@ -412,7 +412,7 @@ class MirrorServer:
                     self._threads[key].start()
 
     def _drain_for_ever(self) -> None:
-        """Who pushes drains for itself, all its buckets at once; this is for what nobody waits for."""
+        """Drain what nobody waits for: a push drains for itself, all its partitions at once."""
         while not self._closing:
             self.streams.native.drain_idle(_LOOK_S, _IDLE_DRAIN_S)
 
@@ -502,7 +502,7 @@ class MirrorServer:
         return placement is not None and any((s.slot, s.incarnation) == key for s in placement.servers)
 
     def _feed(self, peer: _Peer) -> None:
-        """One batch, to a peer that is claimed. EverstepError: the connection does not hold."""
+        """Send one batch to a peer that is claimed. EverstepError: the connection does not hold."""
         if peer.link is not None:
             for event in self.streams.flight(peer.key, _ANSWER_S):
                 match event.kind:
@@ -550,7 +550,7 @@ class MirrorServer:
         self._judged(peer, first, answer.applied)
 
     def _judged(self, peer: _Peer, first: int, codes: bytes) -> None:
-        """A code for each entry from number ``first`` of the stream on."""
+        """Take in a code for each entry from number ``first`` of the stream on."""
         if AppendCode.REFUSED in codes or AppendCode.GAP in codes:
             with self.transition() as machine:
                 for bucket, ticket in self.streams.answered(peer.key, first, codes).items():

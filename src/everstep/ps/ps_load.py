@@ -1,4 +1,4 @@
-"""Which buckets are touched how much: rows pulled and pushed a second, from a sample of the requests."""
+"""Measures which partitions are touched how much: rows pulled and pushed a second, from a sample of the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ TOLD = 16  # of the hottest buckets the master is told
 
 
 class BucketLoad:
-    """Thread-safe. ``rows_per_s``: float64 [n_buckets], smoothed over about ``HALF_S``."""
+    """Measures the load of partitions; thread-safe. ``rows_per_s``: float64 [n_buckets], smoothed over about
+    ``HALF_S``."""
 
     def __init__(self, n_buckets: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -38,7 +39,7 @@ class BucketLoad:
         return self._requests % EVERY == 0
 
     def count(self, table: int, keys: NDArray[np.int64]) -> None:
-        """``keys`` int64 [n] of a request that is counted."""
+        """Count ``keys`` (int64 [n]) of a request."""
         n = len(self._all)
         _, _, counts = unique_route(keys, n, table, self._all, n)
         with self._lock:
@@ -56,7 +57,7 @@ class BucketLoad:
             return self._rate.copy()
 
     def readings(self, owned: list[BucketId]) -> dict[str, float]:
-        """For the beat: ``load`` of all of ``owned`` together, ``load.BUCKET`` of the hottest ones."""
+        """Return, for the beat, ``load`` of all of ``owned`` together and ``load.BUCKET`` of the hottest ones."""
         rate = self.rows_per_s()
         mine = rate[owned] if owned else np.zeros(0)
         hottest = np.argsort(-mine, kind="stable")[:TOLD].tolist()

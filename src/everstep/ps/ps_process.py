@@ -308,7 +308,7 @@ class PsProcess:
             )
 
     def _tell(self, request: MirrorsReady | BucketsReady | ImagesWritten) -> None:
-        """Without waiting; what is lost is said again after the next hello."""
+        """Tell the master without waiting; what is lost is said again after the next hello."""
         with contextlib.suppress(EverstepError):
             self.control.submit(request, _TELL_S)
 

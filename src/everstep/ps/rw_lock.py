@@ -1,4 +1,4 @@
-"""A lock that many may hold together, or one alone."""
+"""Has a lock that many may hold together, or one alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from everstep.native import _native
 
 
 class RwLock:
-    """Many holders, or one alone: the inbox's (native/gate.h), so that what comes from other ps needs no interpreter. A
-    waiting exclusive holder keeps new ones out, so it never starves. Not reentrant."""
+    """Has many holders, or one alone: it is the inbox's (native/gate.h), so that what comes from other ps needs no
+    interpreter. A waiting exclusive holder keeps new ones out, so it never starves. Not reentrant."""
 
     def __init__(self, inbox: _native.Inbox) -> None:
         self._inbox = inbox

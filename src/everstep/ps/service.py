@@ -1,4 +1,4 @@
-"""The parameter server without its sockets: one data-plane request in, one answer out.
+"""Is the parameter server without its sockets: one data-plane request in, one answer out.
 
 The ps process calls ``handle`` from a thread per connection, embedded mode calls it directly. What makes a push count
 is one order, kept here: the store applies it (fence, watermark, rows, per bucket), then the audit log has it, then
@@ -105,7 +105,7 @@ Reply = tuple[DataAnswer, list[Any]]
 
 
 class PsService:
-    """One ps: its store, its audit log and its view of the placement. Thread-safe.
+    """Is one ps: its store, its audit log and its view of the placement. Thread-safe.
 
     ``audit``: path of the log, made with the first placement. ``acked``: a push is answered only when all mirrors of
     the buckets that it changed have it. ``on_failure``: called once, from any thread, with one line, when this ps can
@@ -170,7 +170,7 @@ class PsService:
         wait_s: float = WAIT_S,
         on_failure: Callable[[str], None] | None = None,
     ) -> PsService:
-        """A service with an empty store, logging to ``RUN_DIR/audit/ps-SLOT.INCARNATION.log``."""
+        """Return a service with an empty store, logging to ``RUN_DIR/audit/ps-SLOT.INCARNATION.log``."""
         audit = run_dir / "audit" / f"ps-{slot}.{incarnation}.log"
         store = Store(n_buckets, seed)
         return cls(
@@ -183,12 +183,12 @@ class PsService:
 
     @property
     def version(self) -> int:
-        """Of the placement in force here; 0 before the first."""
+        """Return the version of the placement in force here; 0 before the first."""
         return self.keeper.machine.version
 
     @property
     def route(self) -> int:
-        """Of its routing: what pulls and pushes must have been routed by; 0 before the first."""
+        """Return the version of its routing: what pulls and pushes must have been routed by; 0 before the first."""
         placement = self.keeper.machine.placement
         return placement.route if placement is not None else 0
 
@@ -218,7 +218,7 @@ class PsService:
                 self.store.release(list(shards))
 
     def _carry_out(self, actions: list[MirrorAction]) -> None:
-        """What the machine wants done; the gate is held alone."""
+        """Do what the machine wants done; the gate is held alone."""
         new = [a.bucket for a in actions if isinstance(a, machine.Acquired) and a.how is Arrival.NEW]
         if self._log is None and self.keeper.machine.placement is not None:
             header = audit_header(self.slot, self.incarnation, self.store.n_buckets, [int(b) for b in new])
@@ -258,7 +258,8 @@ class PsService:
         self._append(lambda seq, at: ReleasedRecord(seq, bucket, bucket_seq, at))
 
     def _load(self, bucket: BucketId, checkpoint: int) -> None:
-        """In a thread of its own: one image, tried again while its place cannot be read and it is of any use."""
+        """Load one snapshot, in a thread of its own: it is tried again while its place cannot be read and it is of any
+        use."""
         for wait_s in backoff(0.2, 5.0):
             time.sleep(wait_s)
             if self.failure or self._finished:
@@ -361,7 +362,8 @@ class PsService:
         return not faultpoints.armed("ps", self.slot)
 
     def follow(self, fd: int, ahead: bytes) -> _native.Follower:
-        """What reads a connection of another ps, and takes what it can. ``ahead``: what was read of the first frame."""
+        """Return what reads a connection of another ps, and takes what it can. ``ahead``: what was read of the first
+        frame."""
         return _native.Follower(self._inbox, fd, ahead)
 
     def handle(self, request: DataRequest, body: memoryview, arena: memoryview | None) -> Reply:
@@ -472,7 +474,7 @@ class PsService:
         return Moved(self.route), []
 
     def _wait_for_pushes(self, request: Pull | Peek) -> bool:
-        """Whether everything below ``request.since`` is applied here, soon."""
+        """Return whether everything below ``request.since`` is applied here, soon."""
         deadline = time.monotonic() + _SINCE_S
         with self._pushed:
             while request.version == self.route:
@@ -515,13 +517,13 @@ class PsService:
         return Pulled(), buffers
 
     def _serves(self, buckets: bytes) -> bool:
-        """Whether all addressed buckets (a bitmap; b"": all of this ps) are served."""
+        """Return whether all addressed buckets (a bitmap; b"": all of this ps) are served."""
         if self.keeper.whole or not buckets:
             return self.keeper.whole
         return all(self.keeper.machine.answers(BucketId(b)) for b in bitmap_buckets(buckets))
 
     def _push(self, request: Push, body: memoryview, arena: memoryview | None) -> DataAnswer:
-        """Applied, logged, then confirmed by the mirrors; Moved: ask again, maybe with a newer map."""
+        """Apply a push, log it, have the mirrors confirm it; Moved: ask again, maybe with a newer map."""
         if request.token.ps_incarnation != self.incarnation:
             return Pushed(0, 0, fenced=True)
         deadline = time.monotonic() + self.wait_s
@@ -607,7 +609,7 @@ class PsService:
     def _applied(
         self, token: Token, span: Span, done: PushResult, left_out: bool, joined: bool, seq: int, at: float
     ) -> Applied:
-        """The record of one span of a push."""
+        """Return the record of one span of a push."""
         who = token.worker, token.worker_incarnation
         of = span.shard, span.lo, span.hi, span.lease
         return Applied(seq, *of, *who, done.applied, done.buckets, not span.learnt, at, left_out, joined)
@@ -718,7 +720,7 @@ def _memory(body: memoryview, arena: memoryview | None, shm: bool) -> memoryview
 
 
 def _array(source: memoryview, at: int, count: int, dtype: type[Any], what: str) -> NDArray[Any]:
-    """``count`` items at byte ``at``, in place. ValueError if they do not lie within ``source``, aligned."""
+    """Return ``count`` items at byte ``at``, in place. ValueError if they do not lie within ``source``, aligned."""
     size = np.dtype(dtype).itemsize
     if at < 0 or count < 0 or at + count * size > source.nbytes:
         raise ValueError(f"{what} at {at} do not fit into the {source.nbytes} bytes that came with the request")

@@ -1,1 +1,1 @@
-"""The worker side of tables: protocol, routing, prefetch."""
+"""Is the worker's side of tables: protocol, routing, prefetch."""

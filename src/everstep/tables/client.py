@@ -58,7 +58,7 @@ _AGAIN_MAX_S = 0.5
 
 
 class Link(Protocol):
-    """What the worker needs of a connection to one ps."""
+    """Is what the worker needs of a connection to one ps."""
 
     slot: Slot
 
@@ -68,7 +68,7 @@ class Link(Protocol):
 
 
 class DataLink(Protocol):
-    """The part of ``everstep.net.data.DataClient`` that a link uses."""
+    """Is the part of ``everstep.net.data.DataClient`` that a link uses."""
 
     def request(
         self, message: DataRequest, buffers: Any = (), *, into: memoryview | None = None, timeout_s: float = 30.0
@@ -78,7 +78,7 @@ class DataLink(Protocol):
 
 
 class SocketLink:
-    """A link over a data connection, with one thread that sends a request and waits for its answer.
+    """Links to one ps over a data connection, with one thread that sends a request and waits for its answer.
 
     ``dims``: width of every declared table's rows (it may grow while the link lives).
     ``connect(place) -> (connection, shared)``: a new authenticated connection; ``shared``: the ps maps this memory.
@@ -127,7 +127,7 @@ class SocketLink:
         then(GONE, memoryview(b""))
 
     def close(self, wait_s: float = 2.0) -> None:
-        """From any thread. Whatever waits is answered on the link's thread."""
+        """Close the link, from any thread. Whatever waits is answered on the link's thread."""
         self._closing.set()
         self._queue.put(None)
         connection = self._connection
@@ -309,7 +309,8 @@ class Ticket:
 
     @property
     def adrift(self) -> bool:
-        """A ps that is given up may still write into the rows of this pull: that memory must not be used again."""
+        """Return whether a ps that is given up may still write into the rows of this pull: that memory must not be used
+        again."""
         return any(answer == ADRIFT for _, answer, _ in self.answers)
 
     def wait(self) -> None:
@@ -326,7 +327,7 @@ class Ticket:
 
 
 class PsClient:
-    """All ps of the job as one: knows the map, waits for answers.
+    """Speaks with all ps of the job as with one: it knows the map and waits for answers.
 
     ``moved_give_up_s``: so long may a ps have another map than we, or a bucket no owner that is up.
     """
@@ -395,7 +396,7 @@ class PsClient:
             self.fail(InternalError(f"ps:{ps} refused: {answer.error}"))
 
     def fail(self, error: EverstepError) -> None:
-        """Everything that waits ends with ``error``."""
+        """End everything that waits with ``error``."""
         self.failure = self.failure or error
 
     def close(self) -> None:
@@ -460,20 +461,20 @@ class PsClient:
                     self._bytes_out += size
 
     def carried(self) -> dict[str, float]:
-        """For the beat: bytes of keys and rows that were pulled and pushed so far."""
+        """Return, for the beat, the bytes of keys and rows that were pulled and pushed so far."""
         return {"bytes_in": float(self._bytes_in), "bytes_out": float(self._bytes_out)}
 
     def stalled(self) -> tuple[Slot, float]:
-        """The ps that has kept us waiting longest with another map than ours, or with buckets that are not there yet,
-        and for how many seconds; (-1, 0.0): none."""
+        """Return the ps that has kept us waiting longest with another map than ours, or with buckets that are not there
+        yet, and for how many seconds; (-1, 0.0): none."""
         now = time.monotonic()
         waits = [(now - since, slot) for slot, since in list(self._moved_since.items())]
         longest, slot = max(waits, default=(0.0, Slot(-1)))
         return slot, longest
 
     def everywhere(self, message_for: Callable[[int, Slot], Sendable | None], router: Router | None = None) -> Ticket:
-        """One request to every ps of ``router`` (default: today's): ``message_for(position, slot)``, None for nothing
-        to say."""
+        """Send one request to every ps of ``router`` (default: today's): ``message_for(position, slot)``, None for
+        nothing to say."""
         router = router or self.router
         messages = [(slot, message_for(i, slot)) for i, slot in enumerate(router.slots)]
         wanted = [(slot, message) for slot, message in messages if message is not None]

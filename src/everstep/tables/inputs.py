@@ -1,4 +1,4 @@
-"""Inputs of a pure machine that many threads bring."""
+"""Takes inputs that many threads bring to a pure machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ A = TypeVar("A")
 
 
 class Inputs(Generic[A]):
-    """One input at a time, and what the machine wants is done before the next one: under the lock of ``changed``, which
-    is notified whenever there is nothing left to do. ``do`` may bring inputs itself: they wait their turn. If ``do``
-    raises, inputs that waited are taken with the next one that comes."""
+    """Takes one input at a time, and what the machine wants is done before the next one: under the lock of ``changed``,
+    which is notified whenever there is nothing left to do. ``do`` may bring inputs itself: they wait their turn. If
+    ``do`` raises, inputs that waited are taken with the next one that comes."""
 
     def __init__(self, changed: threading.Condition, do: Callable[[A], None]) -> None:
-        """``changed``: of an RLock."""
+        """Take ``changed``, a condition of an RLock."""
         self._changed, self._do = changed, do
         self._waiting: deque[Callable[[], list[A]]] = deque()
         self._busy = False

@@ -1,4 +1,4 @@
-"""Knowing a batch's ids before the model runs, without touching the loop.
+"""Knows a batch's ids before the model runs, without touching the loop.
 
 In its first batches the predictor records which view of which tensor of the batch each table was asked for, for
 example ``batch["cat"][:, 3]`` as (path, offset, shape, stride). The same views of the next batch are then known as
@@ -19,7 +19,7 @@ _FORGET_AFTER = 8  # batches in which a predicted view was not asked for
 
 
 def view_key(ids: Tensor) -> ViewKey:
-    """What identifies a view of a living tensor, including in-place changes of what it shows (the version)."""
+    """Return what identifies a view of a living tensor, including in-place changes of what it shows (the version)."""
     return ids.data_ptr(), ids.shape, ids.stride(), ids.dtype, ids._version
 
 
@@ -35,7 +35,7 @@ class View(NamedTuple):
     dtype: torch.dtype
 
     def of(self, base: Tensor) -> Tensor | None:
-        """The same view of another batch's tensor, None where it can not be said."""
+        """Return the same view of another batch's tensor, None where it can not be said."""
         if base.dtype != self.dtype or tuple(base.stride()) != self.base_stride:
             return None
         shape: tuple[int, ...] | None = self.shape
@@ -62,7 +62,7 @@ class View(NamedTuple):
 
 
 def integer_tensors(batch: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Tensor]]:
-    """All int64 and int32 tensors inside dicts, lists and tuples of a batch, with their paths."""
+    """Yield all int64 and int32 tensors inside dicts, lists and tuples of a batch, with their paths."""
     if isinstance(batch, Tensor):
         if batch.dtype in (torch.int64, torch.int32) and batch.numel():
             yield path, batch
@@ -104,7 +104,7 @@ class Predictor:
         return True
 
     def predict(self, batch: Any) -> list[tuple[str, list[Tensor]]]:
-        """Every table's views of this batch, in the order in which they were learned."""
+        """Return every table's views of this batch, in the order in which they were learned."""
         bases = dict(integer_tensors(batch))
         out = []
         for table, views in self._views.items():
@@ -119,7 +119,7 @@ class Predictor:
         return out
 
     def siblings(self, table: str, ids: Tensor) -> list[tuple[str, list[Tensor]]]:
-        """The views that the other tables will be asked for, guessed from one lookup in a batch never seen
+        """Return the views that the other tables will be asked for, guessed from one lookup in a batch never seen
         (evaluation): the same views of the tensor that ``ids`` is a view of. Contains ``ids`` itself, or is empty."""
         for known in self._views.get(table, ()):
             if known.stride != tuple(ids.stride()) or known.dtype != ids.dtype or not known.base_shape:
@@ -164,7 +164,7 @@ class Predictor:
 
 
 def _same(a: View, b: View) -> bool:
-    """Whether two views show the same columns, of batches that may differ in length."""
+    """Return whether two views show the same columns, of batches that may differ in length."""
     if a == b:
         return True
     if a.path != b.path or a.offset != b.offset or a.stride != b.stride or a.dtype != b.dtype:

@@ -1,4 +1,4 @@
-"""Which ps owns which key, and the rows of one batch: where keys, values and gradients lie in memory.
+"""Knows which ps owns which key, and the rows of one batch: where keys, values and gradients lie in memory.
 
 ``BatchRows`` is one region of the worker's memory (shared with the ps of the same node): for every table the
 unique keys of the batch, grouped by ps and by bucket, then the values pulled for them, then the gradients to push.
@@ -26,7 +26,7 @@ _NOTHING: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 class Memory(Protocol):
-    """Where rows live: ``everstep.net.arena.Arena``."""
+    """Is where rows live: ``everstep.net.arena.Arena``."""
 
     def alloc(self, n: int) -> int: ...
 
@@ -35,12 +35,13 @@ class Memory(Protocol):
     def array(self, offset: int, shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
 
     def lend(self, n: int) -> tuple[int, Any]:
-        """Offset of ``n`` bytes and a buffer of them; they are free again once nothing refers to it any more."""
+        """Return the offset of ``n`` bytes and a buffer of them; they are free again once nothing refers to it any
+        more."""
         ...
 
 
 class Router:
-    """A placement as arrays. ``slots``: the ps in ascending order, also owners that are not up; ``bucket_ps[b]``:
+    """Holds a placement as arrays. ``slots``: the ps in ascending order, also owners that are not up; ``bucket_ps[b]``:
     position in ``slots``, int32; ``version``: of the routing."""
 
     def __init__(self, placement: Placement) -> None:
@@ -55,13 +56,15 @@ class Router:
         return f"<Router v{self.version} {self.n_buckets} buckets on ps {list(self.slots)}>"
 
     def route(self, table: TableId, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], list[int]]:
-        """``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by bucket."""
+        """Return ``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by
+        partition."""
         keys, inverse, counts = unique_route(ids, self.n_buckets, table, self.bucket_ps, len(self.slots))
         return keys, inverse, counts.tolist()
 
 
 class TableRows:
-    """One table's part of one batch. ``keys`` int64 [u], ``values`` and ``grads`` float32 [u, dim], views of memory."""
+    """Is one table's part of one batch. ``keys`` int64 [u], ``values`` and ``grads`` float32 [u, dim], views of
+    memory."""
 
     __slots__ = (
         "batch",
@@ -103,7 +106,7 @@ class TableRows:
         return f"<TableRows {self.spec.name} {self.u} x {self.dim}{' touched' if self.touched else ''}>"
 
     def parts(self, n_ps: int, *, grads: bool, rate: Rate = _OWN_RATE) -> list[tuple[int, RowsPart]]:
-        """``(position of the ps, Part)`` for every ps that owns some of the keys, offsets into memory."""
+        """Return ``(position of the ps, Part)`` for every ps that owns some of the keys, offsets into memory."""
         out, done = [], 0
         rows_at = self.grads_at if grads else self.values_at
         for ps in range(n_ps):
@@ -132,8 +135,8 @@ def _up(n: int) -> int:
 
 
 class BatchRows:
-    """All tables' rows of one batch in regions of memory, freed by ``close`` (harmless when repeated); gradients are
-    freed when nothing refers to them any more.
+    """Holds all tables' rows of one batch in regions of memory, freed by ``close`` (harmless when repeated); gradients
+    are freed when nothing refers to them any more.
 
     ``router``: by which the keys of the next ``add`` are grouped."""
 
@@ -250,7 +253,7 @@ class HeldRows:
 def parts_by_ps(
     tables: Iterable[TableRows], n_ps: int, *, grads: bool, rates: dict[TableId, Rate] | None = None
 ) -> list[list[RowsPart]]:
-    """The parts of one message for each ps (by position)."""
+    """Return the parts of one message for each ps (by position)."""
     out: list[list[RowsPart]] = [[] for _ in range(n_ps)]
     for rows in tables:
         for ps, part in rows.parts(n_ps, grads=grads, rate=rates.get(rows.table, _OWN_RATE) if rates else _OWN_RATE):
@@ -272,4 +275,4 @@ def check_vocabulary(spec: TableSpec, keys: NDArray[np.int64]) -> None:
 
 
 class OutOfVocabularyError(ScriptError, IndexError):
-    """An id that the embedding has no row for."""
+    """Says that the embedding has no row for an id."""

@@ -1,4 +1,4 @@
-"""A worker's side of ``brain/pacing.py``: when it may begin a batch, and whether its gradient counts. Pure.
+"""Is a worker's side of ``brain/pacing.py``: when it may begin a batch, and whether its gradient counts. Pure.
 
 Bounded: batch number i (of this worker) begins when ``i - floor <= ahead``. Batches that were begun and are not
 settled are ``_begun``; so finished ones are counted without counting what was given up twice.
@@ -105,8 +105,8 @@ class StalenessGate:
         return self._before + self._here - 1
 
     def may_begin(self, goes_on: bool = False) -> bool:
-        """Whether the rows of another batch may be pulled now. ``goes_on``: sync, of the batch in hand, in which there
-        was a step already."""
+        """Return whether the rows of another batch may be pulled now. ``goes_on``: sync, of the batch in hand, in which
+        there was a step already."""
         turn = self._turn
         if turn is None or turn.step < 0:
             return False
@@ -123,7 +123,7 @@ class StalenessGate:
         return next((p for p in turn.portions if p.slot == me), None) if self.sync and turn is not None else None
 
     def place(self) -> WorkerClock:
-        """Where this worker is."""
+        """Return where this worker is."""
         known = self._turn is not None and self._turn.step >= 0
         if self._resting and not self._begun:
             return WorkerClock("idle", self._known)
@@ -138,7 +138,7 @@ class StalenessGate:
         )
 
     def due(self, again: bool = False) -> WorkerClock | None:
-        """What to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
+        """Return what to tell the master now; None: it knows all that it needs. ``again``: it may have forgotten."""
         place, said = self.place(), self._said
         if said is not None:
             place = msgspec.structs.replace(place, number=said.number)
@@ -185,7 +185,7 @@ class StalenessGate:
         self._here += 1
 
     def cut(self, work: RangeWork, at: int) -> None:
-        """What is before ``at`` of a work that was begun is pushed by itself, and counts with the rest."""
+        """Count what is before ``at`` of a work that was begun as pushed by itself, with the rest."""
         begun = (work.lease.no, work.lo, work.hi)
         self._begun = [(b[0], at, b[2]) if b == begun else b for b in self._begun]
 
@@ -216,7 +216,7 @@ class StalenessGate:
             self._end_step()  # nothing has come of it
 
     def turn(self, turn: Turn) -> Verdict | None:
-        """A word of the master."""
+        """Take in a word of the master."""
         if self._turn is not None and turn.order <= self._turn.order:
             return None
         self._turn = turn
@@ -230,12 +230,12 @@ class StalenessGate:
     # ------------------------------------------------------------ inside
 
     def _over(self) -> None:
-        """The step of what was pushed is over."""
+        """End the step of what was pushed."""
         if self._stage == "pushed" and self._turn is not None and self._turn.step > self._step >= 0:
             self._end_step()
 
     def _end_step(self) -> None:
-        """What comes is of another step."""
+        """End the step in hand: what comes is of another one."""
         self._step, self._stage, self._parts = -1, "busy", ()
         self._before, self._here = self._before + self._here, 0
 

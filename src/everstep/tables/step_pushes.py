@@ -1,4 +1,4 @@
-"""What one member of a group owes the ps for committed steps (mode allreduce with tables on the ps); pure.
+"""Knows what one member of a group owes the ps for committed steps (mode allreduce with tables on the ps); pure.
 
 Before a step's vote every member has the gradients of all members. A step ``[lo, hi)`` that is committed, and known to
 be by everybody in the group, is pushed to each ps as one interval, under the lease of the group's generation. Each ps
@@ -35,13 +35,13 @@ HELD_MAX = 4
 
 
 def table_shard(dataset: int, epoch: int) -> ShardKey:
-    """The one shard of an epoch."""
+    """Return the one shard of an epoch."""
     return shard_key(dataset, epoch, 0)
 
 
 @dataclass(frozen=True)
 class Range:
-    """Positions ``[lo, hi)`` of ``shard``. ``learnt``: their gradients are in what a step applies."""
+    """Is the positions ``[lo, hi)`` of ``shard``. ``learnt``: their gradients are in what a step applies."""
 
     shard: ShardKey
     lo: int
@@ -50,7 +50,7 @@ class Range:
 
 
 class HeldBack:
-    """Ranges of committed steps, in order, whose gradients no step of a table has consumed yet."""
+    """Holds ranges of committed steps, in order, whose gradients no step of a table has consumed yet."""
 
     def __init__(self, ranges: Sequence[Range] = ()) -> None:
         self.ranges = list(ranges)
@@ -81,11 +81,11 @@ class HeldBack:
         return list(dict.fromkeys(r.shard for r in self.ranges))
 
     def begin(self, shard: ShardKey, position: int) -> int:
-        """The lowest position of ``shard`` that is held back; ``position`` if there is none."""
+        """Return the lowest position of ``shard`` that is held back; ``position`` if there is none."""
         return next((r.lo for r in self.ranges if r.shard == shard), position)
 
     def crossed(self, marks: Mapping[ShardKey, Sequence[int]]) -> bool:
-        """Whether a bucket has some of them already. ``marks``: all buckets' watermarks, by shard.
+        """Return whether a bucket has some of them already. ``marks``: all buckets' watermarks, by shard.
 
         A line of states that is over has consumed them in steps of its own. No step of this line can consume them
         together with what comes: one bucket would have a gradient twice, or another one not at all."""
@@ -94,8 +94,8 @@ class HeldBack:
 
 @dataclass(frozen=True)
 class Owed:
-    """One committed step. ``skipped``: its gradients were not finite, or (``left_out``) the script has not stepped; the
-    watermarks move, nothing else does. ``before``: what was held back and is consumed by the same step."""
+    """Is one committed step. ``skipped``: its gradients were not finite, or (``left_out``) the script has not stepped;
+    the watermarks move, nothing else does. ``before``: what was held back and is consumed by the same step."""
 
     step: int
     shard: ShardKey
@@ -107,7 +107,7 @@ class Owed:
 
     @property
     def ranges(self) -> list[Range]:
-        """All that it consumes, in order."""
+        """Return all that it consumes, in order."""
         whole = HeldBack(self.before)
         whole.add(Range(self.shard, self.lo, self.hi, not self.skipped))
         return whole.ranges
@@ -118,7 +118,7 @@ class Owed:
 
     @property
     def learns(self) -> bool:
-        """Whether it has gradients."""
+        """Return whether it has gradients."""
         return any(r.learnt for r in self.ranges)
 
 
@@ -190,7 +190,7 @@ class StepPushes:
 
     @property
     def owes_from(self) -> int | None:
-        """The first step of which this member has not done its part."""
+        """Return the first step of which this member has not done its part."""
         return next((h.owed.step for h in self._held if h.waiting or not h.sure), None)
 
     @property
@@ -200,14 +200,14 @@ class StepPushes:
     # ------------------------------------------------------------ what happens
 
     def placed(self, route: int, servers: Mapping[Slot, Incarnation]) -> list[Action]:
-        """A newer routing: who holds which buckets, and in which life."""
+        """Take in a newer routing: who holds which partitions, and in which life."""
         if route <= self.route:
             return []
         self.route, self._servers = route, dict(servers)
         return self._anew()
 
     def entered(self, lease: LeaseNo) -> list[Action]:
-        """In a group, where everybody knows which steps are committed. ``lease``: of its generation."""
+        """Enter a group, where all know which steps are committed. ``lease``: of its generation."""
         if lease == self.lease and all(h.sure for h in self._held):
             return []
         self.lease, self.stale = lease, False
@@ -230,21 +230,21 @@ class StepPushes:
         return self._next_all()
 
     def take_over(self) -> list[Action]:
-        """Somebody who should have pushed seems to be lost."""
+        """Push for another member that should have pushed and seems to be lost."""
         for h in self._held:
             if h.sure:
                 h.waiting |= self._servers.keys()
         return self._next_all()
 
     def settled(self, before: int) -> list[Owed]:
-        """Nobody owes anything of steps below ``before``. Returns those that were held."""
+        """Forget steps below ``before``: no member owes anything of them. Returns those that were held."""
         gone = [h.owed for h in self._held if h.owed.step < before]
         self._held = [h for h in self._held if h.owed.step >= before]
         return gone
 
     def void(self) -> list[Owed]:
-        """The state that these steps led to is lost everywhere; what the ps have of them stays. Returns what was
-        held."""
+        """Drop what is held: the state that these steps led to is lost everywhere; what the ps have of them stays.
+        Returns what was held."""
         gone = self.held
         self._held = []
         return gone
@@ -316,5 +316,5 @@ class StepPushes:
 
 
 def pusher_of(position: int, size: int) -> int:
-    """The rank that pushes to the ps at ``position`` of the map."""
+    """Return the rank that pushes to the ps at ``position`` of the map."""
     return position % size

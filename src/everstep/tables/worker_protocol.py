@@ -1,4 +1,4 @@
-"""The worker's side of the exactly-once protocol, as a pure machine: no sockets, threads, clock or tensors.
+"""Is the worker's side of the exactly-once protocol, as a pure machine: no sockets, threads, clock or tensors.
 
 Theory
 ------
@@ -66,7 +66,7 @@ from everstep.net.messages import Opened, Pushed
 
 
 class RangeWork(msgspec.Struct, frozen=True):
-    """Samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``buckets``.
+    """Is the samples ``[lo, hi)`` of ``lease.shard`` to compute once and push to ``buckets``.
 
     ``buckets``: by ps slot the bitmap for ``Push.buckets`` (little-endian bits; b"" = all buckets of that ps); a ps
     that is not in it has applied these samples already and gets nothing. ``retried``: somebody computed them before.
@@ -85,7 +85,7 @@ class RangeWork(msgspec.Struct, frozen=True):
         return self.lease.no, self.life, self.lo, self.hi
 
     def joins(self, later: RangeWork) -> bool:
-        """Whether ``later`` can be computed and pushed together with this one (gradient accumulation)."""
+        """Return whether ``later`` can be computed and pushed together with this one (gradient accumulation)."""
         return (
             later.lease.no == self.lease.no
             and later.life == self.life
@@ -94,7 +94,7 @@ class RangeWork(msgspec.Struct, frozen=True):
         )
 
     def join(self, later: RangeWork) -> RangeWork:
-        """One work of both. Raises ValueError if they do not join."""
+        """Return one work of both. Raises ValueError if they do not join."""
         if not self.joins(later):
             raise ValueError(f"{self!r} and {later!r} cannot be pushed together")
         return RangeWork(self.lease, self.lo, later.hi, self.buckets, self.life, self.retried or later.retried)
@@ -104,7 +104,7 @@ class RangeWork(msgspec.Struct, frozen=True):
 
 
 class WorkerAction(msgspec.Struct, frozen=True, gc=False):
-    """Base of what the machine wants done. Doing one twice is harmless."""
+    """Is the base of what the machine wants done. Doing one twice is harmless."""
 
 
 class AskShard(WorkerAction, frozen=True, gc=False):
@@ -200,7 +200,7 @@ class _State(IntEnum):
 
 
 class _Batch:
-    """A work handed out. ``buckets``: as in Work, by this map. ``held_back``: the script is through with it."""
+    """Is a work handed out. ``buckets``: as in Work, by this map. ``held_back``: the script is through with it."""
 
     __slots__ = ("buckets", "held_back", "work")
 
@@ -209,7 +209,7 @@ class _Batch:
 
 
 class _Step:
-    """A computed step, pushed to ``buckets``; ``waiting``: the ps that have not acknowledged it.
+    """Is a computed step, pushed to ``buckets``; ``waiting``: the ps that have not acknowledged it.
 
     ``wholes``: what it consumed of each lease, as one work each. ``spans``: the same in order, with what was learnt of;
     adjacent ones are one. ``left_out``: nothing was, by the script's own doing."""
@@ -228,12 +228,12 @@ class _Step:
 
     @property
     def shared(self) -> bool:
-        """Whether it is of several leases."""
+        """Return whether it is of several leases."""
         return len(self.wholes) > 1
 
 
 class _HeldLease:
-    """A lease in this worker's hands."""
+    """Is a lease in this worker's hands."""
 
     __slots__ = (
         "everyone",
@@ -265,12 +265,12 @@ class _HeldLease:
         self.skipped: list[tuple[int, int]] = []
 
     def left(self) -> int:
-        """Samples not handed out yet."""
+        """Return how many samples are not handed out yet."""
         return self.lease.stop - self.position + sum(hi - lo for lo, hi, _ in self.ragged)
 
     @property
     def pending(self) -> bool:
-        """Whether all that its shard lacks is held back."""
+        """Return whether all that its shard lacks is held back."""
         if self.state is not _State.ACTIVE or self.sent or self.left():
             return False
         return bool(self.handed) and all(batch.held_back for batch in self.handed)
@@ -316,11 +316,11 @@ class WorkerProtocol:
     # ------------------------------------------------------------ facts for the driver
 
     def held(self) -> tuple[Lease, ...]:
-        """All leases in hand: for the hello after a reconnect."""
+        """Return all leases in hand: for the hello after a reconnect."""
         return tuple(h.lease for h in self._held.values())
 
     def progress(self) -> tuple[tuple[LeaseNo, int], ...]:
-        """By lease, the first position that not every ps has acknowledged: for the beat."""
+        """Return, by lease, the first position that not every ps has acknowledged: for the beat."""
         out = []
         for no, held in self._held.items():
             if held.sent:
@@ -347,7 +347,7 @@ class WorkerProtocol:
 
     @property
     def unacknowledged(self) -> int:
-        """Batches computed and not acknowledged by every ps."""
+        """Return how many batches are computed and not acknowledged by every ps."""
         return self._unacknowledged
 
     @property
@@ -356,12 +356,12 @@ class WorkerProtocol:
 
     @property
     def asked(self) -> int:
-        """Number of the newest request for a shard."""
+        """Return number of the newest request for a shard."""
         return self._asked
 
     @property
     def asking(self) -> bool:
-        """Whether it has no final answer yet."""
+        """Return whether it has no final answer yet."""
         return self._asking
 
     @property
@@ -371,21 +371,23 @@ class WorkerProtocol:
 
     @property
     def route(self) -> int:
-        """Of the newest map (``Placement.route``), -1 before the first."""
+        """Return the route of the newest map (``Placement.route``), -1 before the first."""
         return self._route
 
     def current(self, work: RangeWork) -> bool:
-        """Whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says Settled)."""
+        """Return whether ``work`` is still wanted; if not, its computation may be skipped (``computed`` says
+        Settled)."""
         held = self._held.get(work.lease.no)
         return held is not None and any(b.work.life == work.life and b.work.lo == work.lo for b in held.handed)
 
     def awaits_open(self, ps: Slot, lease: LeaseNo) -> bool:
-        """Whether ``ps`` still owes the answer to a ``SendOpen`` (what it said did not fit the map: it is behind)."""
+        """Return whether ``ps`` still owes the answer to a ``SendOpen`` (what it said did not fit the map: it is
+        behind)."""
         held = self._held.get(lease)
         return held is not None and held.state is _State.OPENING and ps in self._servers and ps not in held.opened
 
     def set_batch_samples(self, batch_samples: int) -> None:
-        """From the next ``next_work`` on. Any number at any moment is fine."""
+        """Use this many samples from the next ``next_work`` on. Any number at any moment is fine."""
         if batch_samples < 1:
             raise ValueError(f"batch_samples must be at least 1, not {batch_samples}")
         self.batch_samples = batch_samples
@@ -400,8 +402,8 @@ class WorkerProtocol:
         return self._more()
 
     def placement(self, placement: Placement) -> list[WorkerAction]:
-        """The map. A new routing (a ps in a new life, or with other buckets) reopens all that is in hand; one that
-        differs in mirrors only, or is older, changes nothing."""
+        """Take in the map. A new routing (a ps in a new life, or with other buckets) reopens all that is in hand; one
+        that differs in mirrors only, or is older, changes nothing."""
         if placement.route <= self._route:
             return []
         servers = {s.slot: s.incarnation for s in placement.servers}
@@ -426,7 +428,8 @@ class WorkerProtocol:
         return [self._ask()]
 
     def answered(self, ask: int, answer: Answer) -> list[WorkerAction]:
-        """The answer to an ``AskShard``: Granted, Wait, EndOfData, Fenced, or Refused (nobody registered the plan)."""
+        """Take in the answer to an ``AskShard``: Granted, Wait, EndOfData, Fenced, or Refused (nobody registered the
+        plan)."""
         if not self._asking or ask != self._asked:
             return []
         out: list[WorkerAction] = []
@@ -461,7 +464,8 @@ class WorkerProtocol:
         return out
 
     def done_answered(self, lease: LeaseNo, answer: Answer) -> list[WorkerAction]:
-        """The answer to a ``SendDone``: Ok (the shard is finished), Refused (the lease was not current), Fenced."""
+        """Take in the answer to a ``SendDone``: Ok (the shard is finished), Refused (the lease was not current),
+        Fenced."""
         held = self._held.get(lease)
         if isinstance(answer, Fenced):
             return self.fenced(answer.reason)
@@ -534,7 +538,7 @@ class WorkerProtocol:
     def opened(
         self, ps: Slot, lease: LeaseNo, incarnation: Incarnation, buckets: Sequence[int], watermarks: Sequence[int]
     ) -> list[WorkerAction]:
-        """A ps opened the shard. ``buckets`` ascending and, aligned with them, their ``watermarks``."""
+        """Take in that a ps opened the shard. ``buckets`` ascending and, aligned with them, their ``watermarks``."""
         held = self._held.get(lease)
         if held is None or held.state is not _State.OPENING or self._servers.get(ps) != incarnation:
             return []
@@ -559,8 +563,8 @@ class WorkerProtocol:
         return self._over(lease, reason)
 
     def pushed(self, ps: Slot, token: Token, answer: Pushed, life: int = -1) -> list[WorkerAction]:
-        """The answer of ``ps`` to the push with ``token``. ``life``: of its ``SendPush``; -1: answers of one ps come in
-        the order of what it was sent."""
+        """Take in the answer of ``ps`` to the push with ``token``. ``life``: of its ``SendPush``; -1: answers of one ps
+        come in the order of what it was sent."""
         held = self._held.get(token.lease)
         sent = self._sent(held, token) if held is not None else None
         # A late answer from before a reopening may match a token of now (same range, same life of the ps), though the
@@ -607,7 +611,8 @@ class WorkerProtocol:
     # ------------------------------------------------------------ work
 
     def next_work(self) -> RangeWork | None:
-        """The next batch to compute, or None: wait for an answer (or the data is at its end, see ``finished``)."""
+        """Return the next batch to compute, or None: wait for an answer (or the data is at its end, see
+        ``finished``)."""
         if self._unacknowledged >= self.window or not self._servers:
             return None
         for held in self._held.values():
@@ -664,7 +669,7 @@ class WorkerProtocol:
         return all(b is not None and found[0] is not None and b.buckets == found[0].buckets for b in found)
 
     def split(self, work: RangeWork, at: int) -> tuple[RangeWork, RangeWork] | None:
-        """Two works of one that is handed out, cut at ``at``; None: it is not wanted any more."""
+        """Return two works of one that is handed out, cut at ``at``; None: it is not wanted any more."""
         held = self._held.get(work.lease.no)
         for i, batch in enumerate(held.handed if held is not None else ()):
             if batch.work == work and held is not None:
@@ -744,7 +749,7 @@ class WorkerProtocol:
         return mine
 
     def _fit(self, wholes: Sequence[RangeWork], mine: dict[LeaseNo, list[_Batch]]) -> bool:
-        """Whether all of a step is wanted still, by the same buckets."""
+        """Return whether all of a step is wanted still, by the same buckets."""
         batches = [b for found in mine.values() for b in found]
         if not all(mine.values()) or any(b.buckets != batches[0].buckets for b in batches):
             return False
@@ -764,7 +769,7 @@ class WorkerProtocol:
     # ------------------------------------------------------------ inside
 
     def _sent(self, held: _HeldLease, token: Token) -> _Step | None:
-        """The step whose push had this token."""
+        """Return the step whose push had this token."""
         return next(
             (
                 s
@@ -867,7 +872,7 @@ class WorkerProtocol:
         held.ragged.reverse()
 
     def _keep(self, held: _HeldLease, out: list[WorkerAction]) -> None:
-        """Of the batches in hand, keep those that the buckets still need as they are (see the top of this file)."""
+        """Keep, of the batches in hand, those that the partitions still need as they are (see the top of this file)."""
         in_hand: list[_Step | _Batch] = [*held.sent.values(), *held.handed]
         held.sent, held.handed = {}, []
         at = lowest = held.ragged[-1][0] if held.ragged else held.position
@@ -943,7 +948,7 @@ class WorkerProtocol:
 
 
 def wholes_of(works: Iterable[RangeWork]) -> list[RangeWork]:
-    """What a step of these works consumes of each lease, as one work each."""
+    """Return what a step of these works consumes of each lease, as one work each."""
     wholes: dict[LeaseNo, RangeWork] = {}
     for work in works:
         known = wholes.get(work.lease.no)
@@ -954,7 +959,7 @@ def wholes_of(works: Iterable[RangeWork]) -> list[RangeWork]:
 
 
 def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
-    """``Push.buckets`` for these buckets: little-endian bits, bit b = bucket b."""
+    """Return ``Push.buckets`` for these partitions: little-endian bits, bit b = partition b."""
     bits = 0
     for b in buckets:
         bits |= 1 << b
@@ -962,7 +967,7 @@ def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
 
 
 def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
-    """The buckets and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
+    """Return the buckets and watermarks inside an ``Opened``, for ``WorkerProtocol.opened``."""
     buckets, marks = array("i"), array("q")
     buckets.frombytes(message.buckets)
     marks.frombytes(message.watermarks)
@@ -970,5 +975,5 @@ def watermarks_of(message: Opened) -> tuple[list[int], list[int]]:
 
 
 def shards_held(protocol: WorkerProtocol) -> tuple[ShardKey, ...]:
-    """The shards in hand, in the order in which they are worked on."""
+    """Return the shards in hand, in the order in which they are worked on."""
     return tuple(lease.shard for lease in protocol.held())
