@@ -285,6 +285,21 @@ def explain(run_dir: Path, member: str | None, event: int | None) -> None:
 
 @cli.command()
 @RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs: every machine, role and hour.")
+@click.option("--prices", type=click.Path(path_type=Path), help="Prices by class, zone and time: CSV, JSON or Parquet.")
+@click.option("--at", default="", help="The time in the prices at which the job began (default: when it began here).")
+@click.option("--as", "kind", default="", help="CLASS or CLASS@ZONE: reckon every machine as one of this kind.")
+@click.option("--out", type=click.Path(path_type=Path), help="Draw machines and money over time into this .svg file.")
+def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, out: Path | None) -> None:
+    """What a run has cost, what on-demand machines would have cost, and what one sample cost."""
+    from everstep.cli.cost import show_cost
+
+    need_run_dir(run_dir)
+    click.echo(show_cost(run_dir, as_json, prices, at, out, kind))
+
+
+@cli.command()
+@RUN_DIR
 def replay(run_dir: Path) -> None:
     """Run the journal through the brain again; stops at the first difference."""
     from everstep.cli.replay import replay as replay_run
