@@ -39,6 +39,9 @@ CLAUSES = _LISTS["clauses"]
 NOUNS = _LISTS["nouns"]
 """Forms with -s that are nouns as often as verbs: they count between a subject and one of ``OBJECTS``."""
 OBJECTS = _LISTS["objects"]
+_BEHIND_NOUNS = frozenset(
+    ("of", "that", "which", "and", "in", "for", "from", "with", "by", "on", "to", "at", "as", "whose")
+)
 _SUBJECTS = frozenset(("a", "an", "the", "one", "this", "it", "code", "each"))
 
 
@@ -89,7 +92,8 @@ def has_verb(docstring: str) -> bool:
             continue
         low = [word.lower() for word in found]
         first = number == 0 or clauses[0] == "Code"
-        if first and (low[0] in VERBS or (low[0].endswith("s") and _base(low[0]))):
+        begins = first and (low[0] in VERBS or (low[0].endswith("s") and _base(low[0])))
+        if begins and not (low[0] in NOUNS and low[1:2] and low[1] in _BEHIND_NOUNS):
             return True
         if low[0] in CLAUSES:
             continue

@@ -65,6 +65,7 @@ def test_the_index_of_decisions_is_whole() -> None:
         ("Whether it is there.", False),
         ("Shards of all epochs, and what becomes of them.", False),
         ("The shell round the brain: request -> event.", False),
+        ("Parts of tensors, and the way back.", False),
         ("One connection, which is closed at the end.", False),
     ],
 )

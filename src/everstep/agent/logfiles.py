@@ -1,4 +1,4 @@
-"""Logs of a node's processes: bounded, and the first to give way when the disk is full.
+"""Bounds the logs of a node's processes, which are the first to give way when the disk is full.
 
 The processes write into them by inherited descriptors that append, so a log is cut in place: what it held goes into
 ``worker-0.log.1``, which replaces the one before. What is written while that is copied is kept as far as it was

@@ -1,1 +1,1 @@
-"""Elastic data parallelism: one model on every worker, trained in steps that commit at all survivors or at none."""
+"""Trains one model on every worker, elastically: in steps that commit at all survivors or at none."""

@@ -22,7 +22,7 @@ _RECENT = 4  # batches, of which the quickest counts: a thread that others inter
 
 
 class AheadReader:
-    """``read(epoch, lo, hi)``, one batch ahead at most. A wrong guess costs one read."""
+    """Reads ahead with ``read(epoch, lo, hi)``, one batch at most. A wrong guess costs one read."""
 
     def __init__(self, read: Callable[[int, int, int], Any], ahead: bool) -> None:
         self._read = read
@@ -36,7 +36,7 @@ class AheadReader:
         return f"<AheadReader next {self._next or (self._guess and self._guess[0]) or (self._held and self._held[0])}>"
 
     def get(self, place: Place) -> Any:
-        """The batch at ``(epoch, lo, hi)``. Raises what ``read`` raises."""
+        """Return the batch at ``(epoch, lo, hi)``. Raises what ``read`` raises."""
         guess, self._guess = self._guess, None
         held, self._held = self._held, None
         self._next = None

@@ -1,4 +1,4 @@
-"""Connected groups: gloo between the members of one generation, and nothing for one that is alone. Votes and short sums
+"""Connects groups: gloo between the members of one generation, and nothing for one that is alone. Votes and short sums
 go over connections of our own (``exchange``).
 
 Gloo's own ``abort`` does nothing on the CPU: whoever waits for a stopped peer, or for one behind a cut network, waits
@@ -66,14 +66,14 @@ class CollectiveError(EverstepError):
 
 
 class _Finished:
-    """A collective that was over before it began."""
+    """Is a collective that was over before it began."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         pass
 
 
 class Alone:
-    """The group of one member: nothing to exchange, nothing to break."""
+    """Is the group of one member: nothing to exchange, nothing to break."""
 
     rank, size = 0, 1
     host_sums = True
@@ -108,7 +108,7 @@ class Alone:
 
 
 class GlooWork:
-    """A collective in flight. Keeps its tensors until it is over."""
+    """Is a collective in flight. Keeps its tensors until it is over."""
 
     __slots__ = ("_collective", "_tensors", "_work")
 
@@ -148,7 +148,7 @@ class GlooWork:
 
 
 class ShortSum:
-    """An all-reduce of a few bytes, over the group's own connections (``exchange``)."""
+    """Is an all-reduce of a few bytes, over the group's own connections (``exchange``)."""
 
     __slots__ = ("_collective", "_total")
 
@@ -161,8 +161,8 @@ class ShortSum:
 
 
 class GlooPassed(GlooWork):
-    """A send or a receive. A wait for one that gloo gives up ends the connection (for other collectives it does not),
-    so there is a thread of the group that waits without giving up, for one after the other."""
+    """Is a send or a receive. A wait for one that gloo gives up ends the connection (for other collectives it does
+    not), so there is a thread of the group that waits without giving up, for one after the other."""
 
     __slots__ = ("_error", "_over")
 
@@ -172,7 +172,7 @@ class GlooPassed(GlooWork):
         self._error: RuntimeError | None = None
 
     def attend(self) -> None:
-        """On the group's thread."""
+        """Wait for it, on the group's thread."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -189,7 +189,7 @@ class GlooPassed(GlooWork):
 
 
 class GlooCollective:
-    """One generation's group over TCP. Made unconnected; ``connect`` blocks, ``abort`` works at any time.
+    """Is one generation's group over TCP. Made unconnected; ``connect`` blocks, ``abort`` works at any time.
 
     ``host``: the address of this node to listen on and to be reached by: 127.0.0.1 where all members are on one
     machine. ``waiting_since``: since when a thread waits in a collective (monotonic seconds), 0.0: none does."""
@@ -231,7 +231,8 @@ class GlooCollective:
             keep_for_ever(self._group, self._flying)
 
     def connect(self, store: GroupStore, timeout_s: float = CONNECT_S) -> None:
-        """Until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or aborted."""
+        """Wait until everybody is connected with everybody. Raises CollectiveError: not within ``timeout_s``, or
+        aborted."""
         self._store = store
         store.tunnels = self.tunnels
         self.waiting_since = time.monotonic()
@@ -284,7 +285,7 @@ class GlooCollective:
             raise self.error(error) from None
 
     def end_sum(self, total: Total) -> None:
-        """For ``ShortSum``."""
+        """End a sum, for ``ShortSum``."""
         exchange = self._exchange
         assert exchange is not None
         self.waiting_since = time.monotonic()
@@ -296,7 +297,7 @@ class GlooCollective:
             self.waiting_since = 0.0
 
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> GlooWork:
-        """As ``allreduce``, over gloo whatever its size."""
+        """Reduce as ``allreduce`` does, over gloo whatever its size."""
         return self._launch(lambda g: g.allreduce([tensor], OPS[op], timedelta(seconds=COLLECTIVE_S)), tensor)
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooWork:
@@ -318,7 +319,7 @@ class GlooCollective:
         return work
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Everybody's ``values`` (as many int64 at each member), by rank. Raises CollectiveError."""
+        """Return everybody's ``values`` (as many int64 at each member), by rank. Raises CollectiveError."""
         if self._exchange is not None and len(values) <= VALUES_MAX:
             return [list(row) for row in self._tell(self._exchange, values)]
         mine = torch.tensor(list(values), dtype=torch.int64)
@@ -327,14 +328,14 @@ class GlooCollective:
         return [[int(v) for v in t.tolist()] for t in out]
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's ``tensor``, of one shape and type at all members, by rank. Raises CollectiveError."""
+        """Return everybody's ``tensor``, of one shape and type at all members, by rank. Raises CollectiveError."""
         out = [torch.empty_like(tensor) for _ in range(self.size)]
         self._launch(lambda g: g.allgather([out], [tensor]), (out, tensor)).wait()
         return out
 
     def vote(self, values: Sequence[int]) -> list[int]:
-        """The largest of everybody's, for each of ``values`` (int64, as many at each member). Who gets it knows that
-        everybody has come. Raises CollectiveError."""
+        """Return the largest of everybody's, for each of ``values`` (int64, as many at each member). Who gets it knows
+        that everybody has come. Raises CollectiveError."""
         if self._exchange is not None:
             return [max(column) for column in zip(*self._tell(self._exchange, values), strict=True)]
         ballot = torch.tensor(list(values), dtype=torch.int64)
@@ -387,12 +388,12 @@ class GlooCollective:
             self.park()
 
     def error(self, error: Exception | None) -> CollectiveError:
-        """What to raise for gloo's ``error``."""
+        """Return what to raise for gloo's ``error``."""
         self._break("it failed" if error is None else _first_line(error))
         return CollectiveError(f"the group of generation {self.name} is broken: {self.broken}")
 
     def parted(self) -> bool:
-        """Whether a peer has ended its connections: who waits for something other than gloo has to look."""
+        """Return whether a peer has ended its connections: who waits for something other than gloo has to look."""
         with self._lock:
             if self._watched is None:
                 self._watched = select.poll()
@@ -403,7 +404,7 @@ class GlooCollective:
             return self._parted or any(events for _, events in self._watched.poll(0))
 
     def forgotten(self, now: float) -> bool:
-        """Whether gloo had time enough to end what was in flight when the group broke."""
+        """Return whether gloo had time enough to end what was in flight when the group broke."""
         return bool(self.broken) and now - self._broken_at > _FORGOTTEN_S
 
     def park(self) -> None:
@@ -434,19 +435,19 @@ class GlooCollective:
 
 
 def _attend(passed: queue.SimpleQueue[GlooPassed | None]) -> None:
-    """A group's thread, until None comes."""
+    """Run a group's thread, until None comes."""
     while (work := passed.get()) is not None:
         work.attend()
         del work  # it holds the group
 
 
 def keep_for_ever(group: Any, flying: Any) -> None:
-    """Until the process ends: without the destructor of the group, and without that of what is in flight."""
+    """Keep it until the process ends: without the destructor of the group, and without that of what is in flight."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object((group, flying)))
 
 
 def _all_end(works: Sequence[Any]) -> bool:
-    """Whether gloo ends them all, now that their group is broken."""
+    """Return whether gloo ends them all, now that their group is broken."""
     end = time.monotonic() + _FORGOTTEN_S
     while not all(work.is_completed() for work in works):
         if time.monotonic() > end:
@@ -456,7 +457,7 @@ def _all_end(works: Sequence[Any]) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    """Of gloo's error, without the source file that it begins with, and the advice that it ends with."""
+    """Return gloo's error without the source file that it begins with, and the advice that it ends with."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return (line.partition("] ")[2] or line).partition(". This is typically")[0][:200]
 
@@ -465,7 +466,7 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve(host: str) -> str:
-    """The numeric address of ``host``. Raises PlatformError."""
+    """Return the numeric address of ``host``. Raises PlatformError."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -473,7 +474,7 @@ def resolve(host: str) -> str:
 
 
 def port_in(blob: bytes, ip: str) -> int:
-    """The port in a gloo address, which holds the socket address (sockaddr_in or sockaddr_in6) with ``ip``.
+    """Return the port in a gloo address, which holds the socket address (sockaddr_in or sockaddr_in6) with ``ip``.
 
     Raises InternalError where it is not found: then a group could not be aborted, and must not be used."""
     packed = ipaddress.ip_address(ip).packed
@@ -490,7 +491,7 @@ def port_in(blob: bytes, ip: str) -> int:
 
 
 def find_sockets(mine: tuple[str, int], peers: Sequence[tuple[str, int]]) -> frozenset[int]:
-    """Inodes of this process's TCP connections that were accepted at ``mine`` or go to one of ``peers``."""
+    """Return the inodes of this process's TCP connections that were accepted at ``mine`` or go to one of ``peers``."""
     others = set(peers)
 
     def ours(sock: socket.socket) -> bool:
@@ -514,7 +515,7 @@ def cut_sockets(inodes: frozenset[int]) -> int:
 
 
 def _duplicates(inodes: frozenset[int]) -> list[int]:
-    """Descriptors of our own, one for each of these that is still a connection of this process."""
+    """Return descriptors of our own, one for each of these that is still a connection of this process."""
     found: dict[int, int] = {}
 
     def keep(sock: socket.socket) -> bool:
@@ -543,7 +544,8 @@ def silence(inodes: frozenset[int]) -> int:
 
 
 def _polled(fdinfo: str, inodes: frozenset[int]) -> list[int]:
-    """The descriptors of these inodes in what the kernel says of an epoll: "tfd: 13 events: 19 data: 0 ino:190d7f"."""
+    """Return the descriptors of these inodes in what the kernel says of an epoll: "tfd: 13 events: 19 data: 0
+    ino:190d7f"."""
     found = []
     for line in fdinfo.splitlines():
         if line.startswith("tfd:") and "ino:" in line:
@@ -554,7 +556,7 @@ def _polled(fdinfo: str, inodes: frozenset[int]) -> list[int]:
 
 
 def _with_sockets(inodes: frozenset[int] | None, do: Callable[[socket.socket], bool]) -> list[int]:
-    """``do`` something with each of these sockets (None: with all of this process): inodes where it said yes."""
+    """Call ``do`` with each of these sockets (None: with all of this process); return the inodes where it said yes."""
     done = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):

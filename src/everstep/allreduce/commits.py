@@ -1,4 +1,4 @@
-"""A member's committed steps on their way to the journal, and into its own log.
+"""Brings a member's committed steps to the journal, and into its own log.
 
 A step goes through four states: done here; *settled*: everybody is known to have it, so nobody does it again; told to
 the master; confirmed by it. Only settled steps are told. The lowest rank tells them; the others keep them until they
@@ -51,7 +51,7 @@ class Commits:
             return new
 
     def to_log(self) -> list[Committed]:
-        """Newly settled steps, consecutive ones as one range. From now on they are to be told."""
+        """Return the newly settled steps, consecutive ones as one range. From now on they are to be told."""
         with self._lock:
             ranges: list[Committed] = []
             while self._settled:
@@ -61,8 +61,8 @@ class Commits:
             return ranges
 
     def to_tell(self) -> tuple[Committed, ...]:
-        """What the master has not confirmed, oldest first, up to the first gap: before us, or where others went on
-        without us for a while. Then somebody who has those steps tells."""
+        """Return what the master has not confirmed, oldest first, up to the first gap: before us, or where others went
+        on without us for a while. Then somebody who has those steps tells."""
         with self._lock:
             while self._untold and self._untold[0].last <= self.confirmed:
                 self._untold.popleft()
@@ -84,13 +84,13 @@ class Commits:
 
     @property
     def waiting(self) -> int:
-        """Ranges that are settled and not confirmed."""
+        """Return how many ranges are settled and not confirmed."""
         with self._lock:
             return len(self._settled) + sum(c.last > self.confirmed for c in self._untold)
 
 
 def joined(ranges: tuple[tuple[int, int], ...], more: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Ranges, and those behind them; adjacent ones as one."""
+    """Return the ranges, and those behind them; adjacent ones as one."""
     if ranges and more and ranges[-1][1] == more[0][0]:
         return (*ranges[:-1], (ranges[-1][0], more[0][1]), *more[1:])
     return ranges + more

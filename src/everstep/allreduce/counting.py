@@ -17,13 +17,13 @@ _FRAMES: Final = 8
 
 
 class Enumerated:
-    """The ``enumerate`` objects that the loop over batches goes through.
+    """Finds the ``enumerate`` objects that the loop over batches goes through.
 
     Nothing here refers to them: a loop that the script leaves has to end at once. So they are looked for when the first
     batch is asked for, and again where their count is not the right one by itself."""
 
     def __init__(self, frame: FrameType | None) -> None:
-        """``frame``: of the generator that gives the batches, as in ``set``."""
+        """Take ``frame``: of the generator that gives the batches, as in ``set``."""
         self._starts = {id(one): _parts(one)[1] for one in _found(frame)}
         self._next = 0  # what they give next by themselves, from their start
 
@@ -85,11 +85,11 @@ class SampleCounts:
 
     @property
     def trusted(self) -> bool:
-        """Whether a step that is asked for in a step's last pass alone is so by a count of samples."""
+        """Return whether a step that is asked for in a step's last pass alone is so by a count of samples."""
         return bool(self._names) and not self._others
 
     def ended_early(self) -> str:
-        """The counter by which the script has asked for a step in a pass before the last one."""
+        """Return the counter by which the script has asked for a step in a pass before the last one."""
         name, self._ended = self._ended, ""
         return name
 
@@ -106,13 +106,13 @@ def _integers(frame: FrameType | None) -> dict[str, int]:
 
 
 def _parts(one: Any) -> tuple[Any, int]:
-    """What it iterates over, and the number that it gives next."""
+    """Return what it iterates over, and the number that it gives next."""
     source, count = one.__reduce__()[1][:2]
     return source, int(count)
 
 
 def _set(one: Any, count: int) -> bool:
-    """Whether it counts on from ``count`` now."""
+    """Set it to count on from ``count``; return whether it does now."""
     memory = ctypes.c_ssize_t.from_address(id(one) + _AT)
     if memory.value != _parts(one)[1]:
         return False  # another interpreter has it elsewhere

@@ -1,4 +1,4 @@
-"""A connected group whose members' models may be on GPUs: gloo, and beside it what ``devices.choose`` says.
+"""Connects a group whose members' models may be on GPUs: gloo, and beside it what ``devices.choose`` says.
 
 Tensors on the CPU, votes and marks always go as in any group. So do they break: the end of gloo's sockets is the end of
 the group, whatever else it was made of.
@@ -25,7 +25,7 @@ NCCL_CONNECT_S = 60.0
 
 
 class DeviceCollective(GlooCollective):
-    """As ``GlooCollective``. ``devices``: those of this member's model. ``chosen``: once it is connected."""
+    """Does as ``GlooCollective`` does. ``devices``: those of this member's model. ``chosen``: once it is connected."""
 
     def __init__(self, rank: int, size: int, host: str, name: str, devices: Iterable[torch.device] = ()) -> None:
         super().__init__(rank, size, host, name)
@@ -57,8 +57,8 @@ class DeviceCollective(GlooCollective):
             logger.warning("%s", self.said())  # (what is not a warning is not shown)
 
     def _connect_nccl(self) -> None:
-        """Where it does not come about at one member this attempt at a group fails for all, at once; in the next one
-        that member says that it has no NCCL. Raises CollectiveError."""
+        """Connect NCCL: where it does not come about at one member this attempt at a group fails for all, at once; in
+        the next one that member says that it has no NCCL. Raises CollectiveError."""
         nccl = self._nccl = NcclGroup(self, self._devices[0], nccl_backend())
         try:
             if nccl.connect(Deadline(NCCL_CONNECT_S)):
@@ -72,7 +72,7 @@ class DeviceCollective(GlooCollective):
             raise
 
     def said(self) -> str:
-        """One line for people: which way gradients go."""
+        """Return one line for people: which way gradients go."""
         on = ", ".join(map(str, self._devices)) or "cpu"
         if self.chosen.way is Way.NCCL:
             return f"group {self.name}: gradients on {on} are reduced over NCCL"
@@ -87,7 +87,8 @@ class DeviceCollective(GlooCollective):
         return self._staged.allreduce(tensor, op)
 
     def send(self, tensor: torch.Tensor, peer: int) -> GroupWork:  # type: ignore[override]
-        """Between devices too by way of the host: two members that send to each other need not agree who is first."""
+        """Send, between devices too by way of the host: two members that send to each other need not agree who is
+        first."""
         if tensor.device.type == "cpu":
             self._staged.begin_all()
             return super().send(tensor, peer)

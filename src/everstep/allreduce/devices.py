@@ -24,7 +24,7 @@ SEVERAL: Final = "several devices"
 
 
 class Way(Enum):
-    """How the tensors of one member's model get to the others."""
+    """Says how the tensors of one member's model get to the others."""
 
     HOST = "gloo"  # all models are on the CPU
     STAGED = "staged"  # tensors of devices are copied to the host's memory, and go over gloo
@@ -32,8 +32,8 @@ class Way(Enum):
 
 
 class DevicePlace(NamedTuple):
-    """Where one member's model is. ``kind``: "cpu", "cuda", ..., or ``SEVERAL``; ``identity``: of the device, 64 bits,
-    the same for all who use it; ``nccl``: version that this process can use, as an integer; 0: none."""
+    """Says where one member's model is. ``kind``: "cpu", "cuda", ..., or ``SEVERAL``; ``identity``: of the device, 64
+    bits, the same for all who use it; ``nccl``: version that this process can use, as an integer; 0: none."""
 
     kind: str = "cpu"
     identity: int = 0
@@ -46,8 +46,8 @@ class Choice(NamedTuple):
 
 
 def choose(places: Sequence[DevicePlace]) -> Choice:
-    """One way for all members of a group, whose models are at ``places``, by rank. Raises ScriptError, at all alike:
-    some models are cut over devices and others not."""
+    """Return one way for all members of a group, whose models are at ``places``, by rank. Raises ScriptError, at all
+    alike: some models are cut over devices and others not."""
     kinds = {p.kind for p in places}
     if SEVERAL in kinds and len(kinds) > 1:
         others = ", ".join(str(rank) for rank, p in enumerate(places) if p.kind != SEVERAL)
@@ -76,7 +76,7 @@ def choose(places: Sequence[DevicePlace]) -> Choice:
 
 
 def place_of(devices: Iterable[torch.device]) -> DevicePlace:
-    """Of a model whose parameters are on these."""
+    """Return the place of a model whose parameters are on these."""
     known = sorted(set(devices), key=str)
     if len(known) > 1:
         return DevicePlace(SEVERAL)
@@ -87,7 +87,8 @@ def place_of(devices: Iterable[torch.device]) -> DevicePlace:
 
 
 def _identity(device: torch.device) -> int:
-    """The same in all processes of all containers that use this device, another one for every other device."""
+    """Return a number that is the same in all processes of all containers that use this device, another one for every
+    other device."""
     said = str(device)
     if device.type == "cuda":
         said = str(torch.cuda.get_device_properties(device).uuid)
@@ -102,7 +103,7 @@ def _machine() -> str:
 
 
 def nccl_backend() -> Any | None:
-    """Torch's process group over NCCL; None: this torch has none."""
+    """Return torch's process group over NCCL; None: this torch has none."""
     return getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)
 
 
@@ -127,7 +128,7 @@ def version_number(version: Sequence[Any]) -> int:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Until what this thread has asked of them is done; of the CPU it always is."""
+    """Wait until what this thread has asked of them is done; of the CPU it always is."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -137,8 +138,8 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 
 
 def device_for(environment: Mapping[str, str], count: int) -> torch.device:
-    """The device of a worker that has ``count`` GPUs in view: they go round by its number on its node; the CPU where
-    there is none."""
+    """Return the device of a worker that has ``count`` GPUs in view: they go round by its number on its node; the CPU
+    where there is none."""
     if count <= 0:
         return torch.device("cpu")
     local = environment.get(LOCAL_VARIABLE, "")

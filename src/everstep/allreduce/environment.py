@@ -1,4 +1,4 @@
-"""Variables of the environment of workers that may have GPUs. Without torch: the agent sets them."""
+"""Has the variables of the environment of workers that may have GPUs. Without torch: the agent sets them."""
 
 from __future__ import annotations
 

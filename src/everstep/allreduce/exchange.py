@@ -57,7 +57,7 @@ def _form(values: int) -> struct.Struct:
 
 
 class Door(NamedTuple):
-    """Where a member listens, and the key (32 bytes) that opens it. Of ``LOOPBACK`` it is a Unix socket, port 0: a
+    """Says where a member listens, and the key (32 bytes) that opens it. Of ``LOOPBACK`` it is a Unix socket, port 0: a
     message there takes a third of the processor time."""
 
     host: str
@@ -103,7 +103,8 @@ class Total:
 
 
 class Exchange:
-    """The connections of one member. Made unconnected; ``gather`` and sums are for one thread, ``abort`` for any."""
+    """Holds the connections of one member. Made unconnected; ``gather`` and sums are for one thread, ``abort`` for
+    any."""
 
     def __init__(self, rank: int, size: int, name: str, ip: str) -> None:
         """Listens at ``ip`` from now on. OSError: it cannot."""
@@ -153,7 +154,7 @@ class Exchange:
         return link
 
     def _accept(self, deadline: Deadline) -> None:
-        """One more peer; or a stranger, who is sent away."""
+        """Accept one more peer; or a stranger, who is sent away."""
         self._listener.settimeout(0.1)
         try:
             link = self._keep(self._listener.accept()[0])
@@ -194,8 +195,8 @@ class Exchange:
     # ------------------------------------------------------------ use
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        """Everybody's ``values`` (int64, as many at each member, at most ``VALUES_MAX``), by rank. Waits until all have
-        come; ``abort``, here or at a peer, ends that. Raises WireError."""
+        """Return everybody's ``values`` (int64, as many at each member, at most ``VALUES_MAX``), by rank. Waits until
+        all have come; ``abort``, here or at a peer, ends that. Raises WireError."""
         assert len(values) <= VALUES_MAX
         self._end_sum()
         form = _form(len(values))
@@ -205,7 +206,7 @@ class Exchange:
         return [form.unpack(said) for said in heard]
 
     def takes_sum(self, size: int) -> bool:
-        """Whether a sum of ``size`` bytes goes this way; the same at all members."""
+        """Return whether a sum of ``size`` bytes goes this way; the same at all members."""
         return size <= SUM_BYTES_MAX and self._total is None
 
     def begin_sum(self, array: NDArray[Any]) -> Total:
@@ -241,7 +242,8 @@ class Exchange:
             array += np.frombuffer(part, array.dtype)
 
     def _complete(self, mine: bytes, sent: list[int], came: list[bytes]) -> list[bytes]:
-        """What everybody says, by rank; by now so many bytes of ours are ``sent`` and those ``came``, by link."""
+        """Return what everybody says, by rank; by now so many bytes of ours are ``sent`` and those ``came``, by
+        link."""
         size = len(mine)
         if min(map(len, came)) < size or min(sent) < size:
             heard = dict(zip(self._links, came, strict=True))
@@ -265,9 +267,9 @@ class Exchange:
                 self._check()
 
     def _hear(self, size: int, heard: dict[int, bytes]) -> None:
-        """``size`` bytes of each peer, and not more: who is quick has sent the next ones already. ``heard``: what came
-        so far, by peer; completed. Who leaves without a word ends it for all; who leaves after it may have been
-        content: the others' words are on their way then."""
+        """Receive ``size`` bytes of each peer, and not more: who is quick has sent the next ones already. ``heard``:
+        what came so far, by peer; completed. Who leaves without a word ends it for all; who leaves after it may have
+        been content: the others' words are on their way then."""
         poll = select.poll()
         peers = {link.fileno(): (peer, link) for peer, link in self._links.items()}
         for fd, (peer, _) in peers.items():

@@ -1,4 +1,5 @@
-"""Flat memory for gradients: parameters in buckets, one contiguous tensor each, and a small tail behind the last one.
+"""Lays gradients into flat memory: parameters in gradient buckets, one contiguous tensor each, and a small tail behind
+the last one.
 
 Buckets are filled in the order in which backward finds the gradients (last layers first), so that the first ones can
 be reduced while the rest is still computed. The tail carries what is reduced along with the gradients: which parameters
@@ -70,10 +71,10 @@ class BucketLayout:
 
 
 class Flats:
-    """One set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
+    """Is one set of flat tensors in a layout. ``views[i]``: the place of parameter i, shaped as it is."""
 
     def __init__(self, layout: BucketLayout, flats: list[Tensor] | None = None) -> None:
-        """``flats``: memory to use, as long as the layout says."""
+        """Take ``flats``: memory to use, as long as the layout says."""
         self.layout = layout
         # Written to now, so that a member's first step, for which others wait, does not wait for the kernel's pages.
         self.flats = flats or [
@@ -92,7 +93,7 @@ class Flats:
         self._words = self.tail.numpy() if self.tail.device.type == "cpu" else None
 
     def said(self, lo: int, hi: int) -> list[float]:
-        """Elements ``[lo, hi)`` of the tail."""
+        """Return the elements ``[lo, hi)`` of the tail."""
         found: list[float] = (self.tail if self._words is None else self._words)[lo:hi].tolist()
         return found
 
@@ -113,12 +114,12 @@ Measured = tuple[int, bool] | Tensor
 
 
 def digest(flat: Tensor) -> tuple[int, bool]:
-    """A sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
+    """Return a sum over the bit pattern (any flipped bit changes it), and whether all values are finite."""
     return told([measure(flat)])[0]
 
 
 def measure(flat: Tensor) -> Measured:
-    """The digest of ``flat``; of one on a device it is only begun, and ``told`` waits for it."""
+    """Return the digest of ``flat``; of one on a device it is only begun, and ``told`` waits for it."""
     if not flat.numel():
         return 0, True
     here = octets(flat)
@@ -129,20 +130,20 @@ Octets = tuple[NDArray[np.uint8], str]
 
 
 def octets(flat: Tensor) -> Octets | None:
-    """The bytes of a flat tensor and what they are, for ``digest_of``. None: native code can not read them."""
+    """Return the bytes of a flat tensor and what they are, for ``digest_of``. None: native code can not read them."""
     dtype = _NATIVE.get(flat.dtype)
     return (flat.view(torch.uint8).numpy(), dtype) if dtype is not None and flat.device.type == "cpu" else None
 
 
 def digest_of(data: NDArray[np.uint8], dtype: str) -> tuple[int, bool]:
-    """As ``measure``."""
+    """Return the digest as ``measure`` does."""
     sums, finite = sum_bits(data, dtype)
     return sums & _DIGEST_MASK, finite
 
 
 def measure_there(flat: Tensor) -> Tensor:
-    """As ``sum_bits``, by torch, where ``flat`` lies: int64 [2], the sum of its 64-bit words mod 2^64 (the last one
-    filled up with zeros), and 1 where all values are finite."""
+    """Measure as ``sum_bits`` does, by torch, where ``flat`` lies: int64 [2], the sum of its 64-bit words mod 2^64 (the
+    last one filled up with zeros), and 1 where all values are finite."""
     octets = flat.view(torch.uint8)
     words = octets.numel() // 8
     total = octets[: words * 8].view(torch.int64).sum()
@@ -154,7 +155,7 @@ def measure_there(flat: Tensor) -> Tensor:
 
 
 def told(measured: Sequence[Measured]) -> list[tuple[int, bool]]:
-    """In their order. What is on devices comes in one small copy from each."""
+    """Return digests in their order. What is on devices comes in one small copy from each."""
     found: dict[int, tuple[int, bool]] = {}
     there: dict[torch.device, list[int]] = {}
     for number, one in enumerate(measured):
@@ -169,7 +170,7 @@ def told(measured: Sequence[Measured]) -> list[tuple[int, bool]]:
 
 
 def join_digests(parts: Sequence[int]) -> int:
-    """One 62-bit number of several."""
+    """Return one 62-bit number of several."""
     total = 0
     for part in parts:
         total = (total * 0x9E3779B97F4A7C15 + part + 1) & _DIGEST_MASK
@@ -177,7 +178,7 @@ def join_digests(parts: Sequence[int]) -> int:
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Those of the parameter where its elements lie densely (channels_last, ...), else of a contiguous one."""
+    """Return those of the parameter where its elements lie densely (channels_last, ...), else of a contiguous one."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n != 1):
         if stride != expected:

@@ -1,4 +1,4 @@
-"""Buffers of the replicated models (batch norm's running statistics): the same on every member after every step.
+"""Keeps buffers of the replicated models (batch norm's running statistics) the same on every member after every step.
 
 Floats: the committed value, plus the mean over the micro-batches (weighted by samples) of what each one changed.
 Integers: what the step's first micro-batch made of them. Both travel in the tail of the gradients.
@@ -27,7 +27,8 @@ _WORDS = 4  # float32 elements that carry one 64-bit integer, 16 bits each
 
 
 def each_buffer(models: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module, str, Tensor]]:
-    """Every buffer once: the number of its model, its name there, the module that has it, by which key, and itself."""
+    """Yield every buffer once: the number of its model, its name there, the module that has it, by which key, and
+    itself."""
     seen: set[int] = set()
     for i, model in enumerate(models):
         for prefix, module in model.named_modules():
@@ -53,7 +54,7 @@ def _digest(buffer: Tensor) -> bytes:
 
 
 class Buffers:
-    """All buffers of ``models``. ``tail``: float32 elements that they take."""
+    """Holds all buffers of ``models``. ``tail``: float32 elements that they take."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._floats: list[tuple[nn.Module, str]] = []
@@ -113,8 +114,8 @@ class Buffers:
                 torch._foreach_copy_(self._data(), self._late)
 
     def middle(self) -> None:
-        """Backward of a micro-batch that is not the last is over. What the script changes behind it, it changes behind
-        the last one too, where it counts."""
+        """End the backward pass of a micro-batch that is not the last. What the script changes behind it, it changes
+        behind the last one too, where it counts."""
         self._middle = [b.detach().clone() for b in self.floats() + self.ints()]
 
     def back_to_middle(self) -> None:
@@ -134,7 +135,7 @@ class Buffers:
         return self._late is not None
 
     def begin_unsure(self) -> None:
-        """What is committed from now on may be put back by ``roll_back``."""
+        """Keep, from now on, what is committed so that ``roll_back`` may put it back."""
         if self._begun is None:
             self._begun = [saved.clone() for saved in self._saved], self._late
 
@@ -142,7 +143,7 @@ class Buffers:
         self._begun = None
 
     def roll_back(self) -> None:
-        """As when the step began."""
+        """Put all back as when the step began."""
         if self._begun is not None:
             saved, self._late = self._begun
             self._begun = None
@@ -180,7 +181,7 @@ class Buffers:
                     at += words.numel()
 
     def collect_late(self, tail: Tensor, weight: float, first: bool) -> None:
-        """As ``collect``, of what is late."""
+        """Collect as ``collect`` does, of what is late."""
         tail.zero_()
         if self._late is not None:
             self.begin_pass()
@@ -205,13 +206,13 @@ class Buffers:
         self._versions = self._now()
 
     def keep(self) -> None:
-        """The values as they are now are the committed ones (of a member alone: nothing to add up)."""
+        """Keep the values as they are now as the committed ones (of a member alone: nothing to add up)."""
         self._late = self._shown = None
         self.save()
         self._versions = self._now()
 
     def settle(self) -> None:
-        """At the end of the iteration: put aside what changed after the commit."""
+        """Put aside, at the end of the iteration, what changed after the commit."""
         if self._saved and self._versions != self._now():
             self._late = [b.detach().clone() for b in self.floats() + self.ints()]
             self.restore()
@@ -234,7 +235,8 @@ class Buffers:
 
 
 def _words(integers: Tensor) -> Tensor:
-    """As float32 that can be summed with gradients, 16 bits each, least first; on a device without waiting for it."""
+    """Return it as float32 that can be summed with gradients, 16 bits each, least first; on a device without waiting
+    for it."""
     if integers.device.type == "cpu":
         words = integers.to(torch.int64).reshape(-1).numpy().view(np.uint16).astype(np.float32)
         return torch.from_numpy(words)
@@ -248,7 +250,7 @@ def words_there(integers: Tensor) -> Tensor:
 
 
 def _integers(words: Tensor) -> Tensor:
-    """int64, as ``_words`` was given them."""
+    """Return int64, as ``_words`` was given them."""
     if words.device.type == "cpu":
         return torch.from_numpy(words.numpy().astype(np.uint16).view(np.int64).copy())
     return integers_there(words)

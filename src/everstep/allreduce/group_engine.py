@@ -1,4 +1,4 @@
-"""The training step of a group: what happens around the script's iterations in mode allreduce.
+"""Does the training step of a group: what happens around the script's iterations in mode allreduce.
 
 One iteration of the script is one micro-batch of this member. In its last micro-batch of a step the gradients are
 reduced while backward runs; at the end of backward the members vote, and with the outcome the step is committed at all
@@ -54,7 +54,7 @@ from everstep.net import messages
 
 
 class Batches(Protocol):
-    """A loader."""
+    """Is a loader."""
 
     batch_size: int
     largest_batch: int
@@ -66,7 +66,7 @@ class Batches(Protocol):
 
 
 class Steered(GroupSession, Protocol):
-    """A session, as the master's orders steer it (from other threads)."""
+    """Is a session, as the master's orders steer it (from other threads)."""
 
     def grouped(self, group: Group) -> None: ...
 
@@ -82,7 +82,7 @@ class Steered(GroupSession, Protocol):
 
 
 class PlacedTables(StepTables, Protocol):
-    """Tables, as the master's orders steer them (from other threads)."""
+    """Is the tables, as the master's orders steer them (from other threads)."""
 
     def placed(self, placement: Placement) -> None: ...
 
@@ -92,7 +92,7 @@ class PlacedTables(StepTables, Protocol):
 
 
 class CopiedState(Protocol):
-    """The state, as peers and checkpoints copy it."""
+    """Is the state, as peers and checkpoints copy it."""
 
     carried: bool
     reserve: set[str]
@@ -122,8 +122,8 @@ def check_max_norm(models: Sequence[nn.Module]) -> None:
 
 
 class Gaps:
-    """The steps in which opt.step() was called. If one comes sooner than in all periods before, after an iteration was
-    done again, the script counted that iteration twice."""
+    """Watches the steps in which opt.step() was called. If one comes sooner than in all periods before, after an
+    iteration was done again, the script counted that iteration twice."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -132,7 +132,7 @@ class Gaps:
         self._gap = self._times = 0
 
     def add(self, number: int, stepped: bool, redone: int, epoch: int) -> str:
-        """What is wrong with step ``number``; "": nothing."""
+        """Return what is wrong with step ``number``; "": nothing."""
         if not stepped:
             return ""
         gap, last = number - self._last, self._last
@@ -153,7 +153,7 @@ class GroupEngine:
     """See the top of this file. The public attributes are read by anyone; all else is the script's thread's."""
 
     def __init__(self, spec: JobSpec, slot: int, alone: bool) -> None:
-        """``alone``: embedded in a single process, which computes exactly what plain PyTorch does."""
+        """Take ``alone``: embedded in a single process, which computes exactly what plain PyTorch does."""
         self.spec, self.slot, self.alone = spec, slot, alone
         self.models: list[nn.Module] = []
         self.optimizers: list[GroupOptimizer] = []
@@ -215,7 +215,7 @@ class GroupEngine:
     # ------------------------------------------------------------ Listener: what the master orders
 
     def placed(self, placement: Placement) -> None:
-        """A newer map of the ps."""
+        """Take in a newer map of the ps."""
         if self.tables is not None:
             self.tables.placed(placement)
 
@@ -289,8 +289,8 @@ class GroupEngine:
         return self._reserve if self.state is None else self.state.reserve
 
     def place(self) -> tuple[int, int, int, int] | None:
-        """Of the batch in hand: the loop of the script (from 1), dataset, epoch, and the samples of the step over which
-        gradients are averaged. None: there is no batch."""
+        """Return, of the batch in hand, the loop of the script (from 1), dataset, epoch, and the samples of the step
+        over which gradients are averaged. None: there is no batch."""
         step = self._step
         if step is None or not self._in_script:
             return None
@@ -302,7 +302,7 @@ class GroupEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only collect gradients; the next one outside of it reduces them too."""
+        """Only collect gradients in the backward passes in here; the next one outside of it reduces them too."""
         if self._reducer is None:
             raise ScriptError("job.no_sync() outside of job.steps()")
         self._reducer.no_sync(True)
@@ -393,7 +393,7 @@ class GroupEngine:
     # ------------------------------------------------------------ the loop
 
     def steps(self, loader: Batches, dataset: int, until_epoch: int) -> Iterator[Any]:
-        """This member's micro-batches of every step, until the group is through with the epochs."""
+        """Yield this member's micro-batches of every step, until the group is through with the epochs."""
         session = self.session
         assert session is not None
         if self._in_script:
@@ -488,8 +488,8 @@ class GroupEngine:
                 self._reducer.close_micro()
 
     def _rehearse(self, session: GroupSession, step: StepAttempt, loader: Batches) -> Iterator[Any]:
-        """One iteration of the script whose outcome is thrown away, as that of a step which is done again: what is slow
-        for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
+        """Yield one iteration of the script whose outcome is thrown away, as that of a step which is done again: what
+        is slow for the first time (memory, kernels, compilers, the loader) is not to be waited for by others."""
         try:
             self._begin(step, rehearsal=True)
             micro = step.micros[0]
@@ -616,7 +616,7 @@ class GroupEngine:
             session.broken(step)
 
     def _step_of_loop(self, step: StepAttempt, first_epoch: int, samples: int) -> int:
-        """The number of ``step`` from the begin of the script's loop, the same on all workers."""
+        """Return the number of ``step`` from the begin of the script's loop, the same on all workers."""
         if self._loop_begin < 0:
             if self.registered <= 1:
                 self._loop_begin = 0
@@ -627,8 +627,8 @@ class GroupEngine:
         return step.number - self._loop_begin
 
     def _keep_variables(self, frame: Any, step: StepAttempt) -> Outside | None:
-        """Where a step has several passes: tensors of the script that are like parameters (averages, slow weights), as
-        they are before an iteration, so that what follows the step counts once."""
+        """Return where a step has several passes: tensors of the script that are like parameters (averages, slow
+        weights), as they are before an iteration, so that what follows the step counts once."""
         if len(step.micros) == 1:
             return None
         return Outside(frame, self._known(), self._params, single=True)
@@ -647,7 +647,7 @@ class GroupEngine:
         return True
 
     def _known(self) -> list[torch.Tensor]:
-        """Tensors that the job keeps."""
+        """Return the tensors that the job keeps."""
         found: list[Any] = [p.grad for p in self._params]
         found += [b for model in self.models for b in model.buffers()]
         for values in (*self.inner, *self.tracked.values()):
@@ -667,8 +667,8 @@ class GroupEngine:
             )
 
     def _refrain(self, why: str) -> None:
-        """An iteration that does not commit is over. The script sees zeros for gradients in it, so that it refrains
-        from opt.step() only by a count or by something else that this iteration has of its own."""
+        """End an iteration that does not commit. The script sees zeros for gradients in it, so that it refrains from
+        opt.step() only by a count or by something else that this iteration has of its own."""
         assert self._step is not None
         if not self._asks:
             self._refrained = (self._step.number, why)
@@ -750,7 +750,7 @@ class GroupEngine:
             self._may, reducer.dead = False, True
 
     def _replay(self) -> None:
-        """At the end of a round whose gradient is known from a sweep before: go on with that."""
+        """Go on, at the end of a round, with its gradient, which is known from a sweep before."""
         assert self._reducer is not None
         self._saved.save_large(states=True)
         self._reducer.replay()
@@ -850,7 +850,7 @@ class GroupEngine:
         self._wait_s += time.perf_counter() - begin
 
     def _extend(self, reduced: ReducedStep | None, step: StepAttempt) -> None:
-        """A further round of a step that is committed: the first time that an iteration has several."""
+        """Begin a further round of a step that is committed: the first time that an iteration has several."""
         if reduced is None:
             raise self._torn(step)
         if not reduced.finite and not self._has_scaler():
@@ -894,13 +894,13 @@ class GroupEngine:
         self._reducer.take_assigned()
 
     def _meanwhile(self) -> None:
-        """While gradients are reduced this thread has nothing else to do."""
+        """Use the time while gradients are reduced: this thread has nothing else to do."""
         self._options = self._options_digest()
         if self._reader is not None:
             self._reader.fill()
 
     def _with_tables(self, reduced: ReducedStep, step: StepAttempt) -> ReducedStep | None:
-        """The gradients of the tables' rows go along with those of the parameters."""
+        """Send the gradients of the tables' rows along with those of the parameters."""
         assert self.tables is not None
         assert self._reducer is not None
         self.tables.collect(self._reducer.weight)
@@ -911,16 +911,16 @@ class GroupEngine:
         return ReducedStep(join_digests([reduced.digest, digest]), reduced.finite and finite)
 
     def _options_digest(self) -> int:
-        """Of the learning rates: workers whose rates differ would drift apart unseen."""
+        """Return a digest of the learning rates: workers whose rates differ would drift apart unseen."""
         lrs = [float(g.get("lr", 0.0)) for o in self.inner for g in o.param_groups]
         return zlib.crc32(struct.pack(f"{len(lrs)}d", *lrs))
 
     def _has_scaler(self) -> bool:
-        """Whether a GradScaler looks after gradients that are not finite."""
+        """Return whether a GradScaler looks after gradients that are not finite."""
         return any(hasattr(t, "get_scale") and t.is_enabled() for t in self.tracked.values())
 
     def loss_scale(self) -> float:
-        """By which gradients are multiplied until their step."""
+        """Return the factor by which gradients are multiplied until their step."""
         scalers = [t for t in self.tracked.values() if hasattr(t, "get_scale") and t.is_enabled()]
         return float(scalers[0].get_scale()) if scalers else 1.0
 
@@ -966,9 +966,9 @@ class GroupEngine:
         return self._step.lr_factor
 
     def _step_behind_loop(self, optimizer: GroupOptimizer) -> float | None:
-        """The rest of an accumulation. Reduced gradients that no optimizer has used are part of the state: all members
-        that trained the loop to its end have the same, and step alike, as they do with all that stands between loops;
-        so have those that copied the state at its end, without a step of their own.
+        """Use the rest of an accumulation. Reduced gradients that no optimizer has used are part of the state: all
+        members that trained the loop to its end have the same, and step alike, as they do with all that stands between
+        loops; so have those that copied the state at its end, without a step of their own.
         """
         if self._reducer is None or self.session is None or not self.registered:
             raise ScriptError("opt.step() before job.steps(): no gradient is there yet; step in the loop, or behind it")
@@ -993,7 +993,7 @@ class GroupEngine:
             )
 
     def zeroed(self, optimizer: GroupOptimizer) -> None:
-        """``zero_grad``: tables that follow the only optimizer are zeroed with it."""
+        """Do ``zero_grad``: tables that follow the only optimizer are zeroed with it."""
         if self.tables is not None:
             self.tables.zeroed(optimizer)
 
@@ -1030,7 +1030,7 @@ class GroupEngine:
             frame = frame.f_back
 
     def _optimizer_steps(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Before any optimizer of this process steps."""
+        """Prepare before any optimizer of this process steps."""
         if not self._in_script or isinstance(optimizer, GroupOptimizer) or threading.get_ident() != self._thread:
             return
         if any(optimizer is inner for inner in self.inner):

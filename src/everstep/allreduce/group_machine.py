@@ -1,4 +1,4 @@
-"""What one worker knows of its group, and what it does about it; pure: no threads, no clock, no sockets.
+"""Decides what one worker does about its group, by what it knows of it; pure: no threads, no clock, no sockets.
 
 The shell (``session``) tells the machine what happened, and does the ``Action`` values that come back. The rules:
 
@@ -63,7 +63,7 @@ Action = Connect | AbortGroup | Follow
 
 
 class Counted(Enum):
-    """What a vote said."""
+    """Is what a vote said."""
 
     AGREED = "agreed"
     DIFFERENT_STEPS = "different steps"
@@ -106,7 +106,7 @@ class GroupMachine:
     # ------------------------------------------------------------ what the master says
 
     def told(self, group: Group) -> list[Action]:
-        """The master published ``group``. Old news and repeats change nothing."""
+        """Take in that the master published ``group``. Old news and repeats change nothing."""
         if self.newest is not None and group.generation <= self.newest.generation:
             # who is joining may change without a new generation
             old = self.newest
@@ -184,7 +184,7 @@ class GroupMachine:
 
     @property
     def entry(self) -> Group | None:
-        """The group to enter now, between two steps; None: stay, or wait."""
+        """Return the group to enter now, between two steps; None: stay, or wait."""
         if self._change is not None and self._change.generation in self._ready:
             return self._change
         newest = self.newest
@@ -213,7 +213,7 @@ class GroupMachine:
 
     @property
     def outside(self) -> bool:
-        """In no group that works, and not wanted in the newest."""
+        """Return whether this process is in no group that works, and not wanted in the newest."""
         present = self.present
         return self.excluded and (present is None or not self.whole or bool(present.hold) or present.size == 1)
 
@@ -238,7 +238,7 @@ class GroupMachine:
         return [AbortGroup(self.present.generation)]
 
     def _strand(self) -> list[Action]:
-        """What everybody agreed to go over to is broken before this member is there; others may be."""
+        """Cut the group: what everybody agreed to go over to is broken before this member is there; others may be."""
         self._change = None
         return self.broke()
 
@@ -289,15 +289,15 @@ class GroupMachine:
     # ------------------------------------------------------------ after a vote that broke
 
     def word(self, mark_step: int, loop: int) -> list[int]:
-        """What to gather first in a group that was entered: our state's step (-1: no state), the step of which we have
-        the reduced gradients without knowing whether it is committed (-1: none), the loop that our script is in, and
-        the version of the newest split that we have."""
+        """Return what to gather first in a group that was entered: our state's step (-1: no state), the step of which
+        we have the reduced gradients without knowing whether it is committed (-1: none), the loop that our script is
+        in, and the version of the newest split that we have."""
         self._said_split = self._newest_split
         pending = -1 if self.pending is None else self.pending
         return [mark_step, pending, loop, self._said_split.version]
 
     def resolve(self, words: list[list[int]]) -> bool:
-        """Everybody's words: whether the pending step is committed. Clears it."""
+        """Take in everybody's words: return whether the pending step is committed. Clears it."""
         if len({word[3] for word in words}) == 1:
             self._divide()
         if self.pending is None:

@@ -1,4 +1,4 @@
-"""Where the members of a new group learn each other's addresses: a torch store on the control connection.
+"""Lets the members of a new group learn each other's addresses: a torch store on the control connection.
 
 Only members with the job's secret can read or write it, and it is forgotten with the generation. Gloo asks for its
 peers' addresses one by one; they are fetched in one request.
@@ -33,9 +33,9 @@ class Asking(Protocol):
 
 
 class _StoreValue(msgspec.Struct, frozen=True, array_like=True):
-    """The value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes;
-    where the member listens for votes (0: nowhere), and the key to that; what its model is on; where tunnels to it
-    end."""
+    """Is the value of a gloo address in the store: where the device listens (to cut its sockets), and gloo's own bytes;
+    where the member listens for votes (0: nowhere), and the key to that; where its tunnels end; what its model is
+    on."""
 
     host: str
     port: int
@@ -50,8 +50,8 @@ _said_decoder = msgspec.msgpack.Decoder(_StoreValue)
 
 
 class GroupStore(Store):
-    """Of one attempt to connect one generation. Every wait ends: after ``timeout_s``, by ``cancel``, or when a peer
-    said that its attempt failed; then RuntimeError is raised (torch turns every other error into one)."""
+    """Stores the keys of one attempt to connect one generation. Every wait ends: after ``timeout_s``, by ``cancel``, or
+    when a peer said that its attempt failed; then RuntimeError is raised (torch turns every other error into one)."""
 
     def __init__(self, seat: Asking, generation: int, attempt: int, host: str, size: int, timeout_s: float) -> None:
         super().__init__()
@@ -73,13 +73,13 @@ class GroupStore(Store):
 
     @property
     def peer_addresses(self) -> list[tuple[str, int]]:
-        """Where connections of ours to the others go."""
+        """Return where connections of ours to the others go."""
         with self._changed:
             theirs = {int(key.rpartition("/")[2]): said for key, said in self._theirs.items()}
         return [self._address_of(rank, said) for rank, said in theirs.items()]
 
     def _address_of(self, rank: int, said: _StoreValue) -> tuple[str, int]:
-        """Where gloo is to believe that a member listens."""
+        """Return where gloo is to believe that a member listens."""
         tunnels = self.tunnels
         if tunnels is None or not tunnels.far(said.tunnel):
             return said.host, said.port
@@ -93,11 +93,11 @@ class GroupStore(Store):
         return [s for _, s in sorted(said.items())]
 
     def places(self) -> list[DevicePlace]:
-        """What the members' models are on, by rank. Once gloo is connected."""
+        """Return what the members' models are on, by rank. Once gloo is connected."""
         return [s.place for s in self._by_rank()]
 
     def doors(self) -> list[Door]:
-        """Of all members, by rank. RuntimeError: one has none."""
+        """Return the doors of all members, by rank. RuntimeError: one has none."""
         doors = [self._vote_door(rank, s) for rank, s in enumerate(self._by_rank()) if s.vote_key]
         if len(doors) != self._size:
             raise RuntimeError(f"{len(doors)} of {self._size} members said where they listen for votes")
@@ -110,7 +110,7 @@ class GroupStore(Store):
         return Door(ENTRY, tunnels.entry(rank, said.tunnel, TunnelService.VOTES), said.vote_key)
 
     def cancel(self) -> None:
-        """Every wait ends now, also later ones."""
+        """End every wait now, also later ones."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -192,7 +192,8 @@ class GroupStore(Store):
     # ------------------------------------------------------------ the master
 
     def _fetch(self, keys: tuple[str, ...], wait_s: float) -> frozenset[str]:
-        """Which of ``keys`` the master has; addresses are remembered. Returns empty-handed when it does not answer."""
+        """Return which of ``keys`` the master has; addresses are remembered. Returns empty-handed when it does not
+        answer."""
         answers: list[Any] = []
 
         def answered(answer: Any) -> None:
@@ -213,7 +214,7 @@ class GroupStore(Store):
 
 
 def moved(blob: bytes, old: tuple[str, int], new: tuple[str, int]) -> bytes:
-    """Gloo's bytes with another socket address (of IPv4: port and host, one behind the other)."""
+    """Return gloo's bytes with another socket address (of IPv4: port and host, one behind the other)."""
     before, after = (struct.pack(">H", port) + socket.inet_aton(host) for host, port in (old, new))
     if blob.count(before) != 1:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Getting the state of a group's member: whole, and then step by step until one trains along.
+"""Gets the state of a group's member: whole, and then step by step until one trains along.
 
 A joiner does it in the background, while the others train: it copies a snapshot in pieces (whose frames have checksums)
 and then does to the copy what each later step did (``tape``), so that it enters with nothing left to copy. When its
@@ -53,7 +53,7 @@ logger = logging.getLogger("everstep.worker")
 
 
 class HandoverClient(Protocol):
-    """What is needed of ``net.data.DataClient``."""
+    """Is what is needed of ``net.data.DataClient``."""
 
     def request(
         self, message: DataRequest, *, into: memoryview | None = None, timeout_s: float = 30.0
@@ -85,7 +85,8 @@ def fetch(
     stopped: Callable[[], bool] = lambda: False,
     timeout_s: float = 600.0,
 ) -> tuple[StateReady, Packed]:
-    """A member's state at its next boundary, or before ``step``. Raises WireError (broken, gone), DeadlineError."""
+    """Return a member's state at its next boundary, or before ``step``. Raises WireError (broken, gone),
+    DeadlineError."""
     deadline = Deadline(timeout_s, "a snapshot of a member's state")
     while True:
         answer, _ = client.request(AskState(*me, step, follow, POLL_S), timeout_s=ANSWER_S)
@@ -104,7 +105,7 @@ def fetch(
 def read_parts(
     client: HandoverClient, me: tuple[Slot, Incarnation], ready: StateReady, stopped: Callable[[], bool] = lambda: False
 ) -> Packed:
-    """The snapshot's bytes, several parts on their way at a time. Raises WireError, DeadlineError."""
+    """Return the snapshot's bytes, several parts on their way at a time. Raises WireError, DeadlineError."""
     header = bytearray(ready.header_bytes)
     body = torch.empty(ready.body_bytes, dtype=torch.uint8)
     places = _places(memoryview(header), body.numpy().data)
@@ -221,7 +222,7 @@ class StateFollower:
 
     @property
     def holds(self) -> bool:
-        """Whether there is a state, be it in the middle of the step that leads to the next one."""
+        """Return whether there is a state, be it in the middle of the step that leads to the next one."""
         with self._lock:
             return self.whole or self._stepping
 
@@ -293,7 +294,7 @@ class StateFollower:
                 self._lock.wait(next(waits))
 
     def _choose(self, turn: int) -> GroupMember | None:
-        """Joiners spread over the members, and each takes another one the next time."""
+        """Choose a member to copy from: joiners spread over the members, and each takes another one the next time."""
         with self._lock:
             while not self._sources and not self._stop:
                 self._lock.wait(1.0)
@@ -358,7 +359,7 @@ class StateFollower:
             client.request(EndFollow(*self._me), timeout_s=1.0)
 
     def _room_for(self, size_bytes: int) -> torch.Tensor:
-        """Where the tensors of a step lie until it is done: the same memory for each, since new one is slow."""
+        """Return where the tensors of a step lie until it is done: the same memory for each, since new one is slow."""
         if self._room.numel() < size_bytes:
             self._room = torch.empty(size_bytes, dtype=torch.uint8)
         return self._room

@@ -41,7 +41,7 @@ _HALF = 1 << 63
 
 
 class UnitState(ReplicaState):
-    """Of the leader. The same to others as that of a model which is not sharded."""
+    """Is the state of the leader. The same to others as that of a model which is not sharded."""
 
     follows = False  # whole gradients of every step would take all processes: it is copied at the entry
 

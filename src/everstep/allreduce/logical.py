@@ -1,4 +1,4 @@
-"""Logical workers: sums over the parts of a step that have the same bits on any number of members.
+"""Sums over the parts of a step of logical workers, with the same bits on any number of members.
 
 The gradients of V parts are added in the order of one binary tree: the node of parts ``[a, b)`` is that of ``[a, m)``
 plus that of ``[m, b)``, ``m`` halfway. Members hold contiguous parts. Each adds up the complete subtrees that it
@@ -33,7 +33,7 @@ def halves(node: Range) -> tuple[Range, Range]:
 
 
 def subtrees(lo: int, hi: int, node: Range) -> list[Range]:
-    """The largest nodes below ``node`` that lie within parts ``[lo, hi)``, in order."""
+    """Return the largest nodes below ``node`` that lie within parts ``[lo, hi)``, in order."""
     a, b = node
     if b <= lo or hi <= a or lo >= hi:
         return []
@@ -44,7 +44,7 @@ def subtrees(lo: int, hi: int, node: Range) -> list[Range]:
 
 
 def part_seed(seed: int, step: int, part: int) -> int:
-    """Of the random state in which one part of one step is computed."""
+    """Return the seed of the random state in which one part of one step is computed."""
     said = f"{seed}/{step}/{part}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
 
@@ -71,7 +71,7 @@ def _cuda() -> bool:
 
 
 class PartSums:
-    """The sums of one member's parts in one step, and their exchange."""
+    """Holds the sums of one member's parts in one step, and exchanges them."""
 
     def __init__(self, layout: BucketLayout, parts: int) -> None:
         self.parts = parts
@@ -100,14 +100,14 @@ class PartSums:
         self._free = list(self._all)
 
     def take(self) -> Flats:
-        """A set of flat tensors to fill; its old content is still there."""
+        """Return a set of flat tensors to fill; its old content is still there."""
         if not self._free:
             self._all.append(Flats(self._layout))
             self._free.append(self._all[-1])
         return self._free.pop()
 
     def push(self, part: int, flats: Flats) -> None:
-        """The sums of ``part``; parts come in order. ``flats`` is changed later."""
+        """Add the sums of ``part``; parts come in order. ``flats`` is changed later."""
         self._nodes.append(((part, part + 1), flats))
         while len(self._nodes) > 1:
             (left, a), (right, b) = self._nodes[-2:]
@@ -119,25 +119,26 @@ class PartSums:
             self._nodes[-2:] = [(parent, a)]
 
     def direct(self, step: StepAttempt) -> bool:
-        """Whether an all-reduce of what the two members have is the whole sum, in the tree's order."""
+        """Return whether an all-reduce of what the two members have is the whole sum, in the tree's order."""
         if step.size != 2 or tuple(step.parts) != halves((0, self.parts)):
             return False
         return step.collective.host_sums and all(d in _EXACT for d, _ in self._layout.kinds)
 
     def fold(self, last: Flats, number: int) -> Tensor:
-        """Bucket ``number`` of this member's sum, where that is a whole node of the tree; each bucket once. ``last``:
-        of its last part, complete in that bucket. What was pushed before it are the left siblings of its ancestors."""
+        """Return bucket ``number`` of this member's sum, where that is a whole node of the tree; each bucket once.
+        ``last``: of its last part, complete in that bucket. What was pushed before it are the left siblings of its
+        ancestors."""
         total = last.flats[number]
         for _, sums in reversed(self._nodes):
             total = sums.flats[number].add_(total)
         return total
 
     def folded(self, last: Flats) -> Flats:
-        """Where ``fold`` puts its sums."""
+        """Return where ``fold`` puts its sums."""
         return self._nodes[0][1] if self._nodes else last
 
     def result(self) -> Flats:
-        """Where ``exchange`` shall put the whole sum."""
+        """Return where ``exchange`` shall put the whole sum."""
         if len(self._nodes) == 1 and self._nodes[0][0] == (0, self.parts):
             return self._nodes[0][1]
         return self.take()
@@ -183,7 +184,7 @@ class PartSums:
 
 
 def _finish(node: Range, leaves: dict[Range, Tensor]) -> Tensor:
-    """The sum of ``node``, in the tree's order; ``leaves`` are changed."""
+    """Return the sum of ``node``, in the tree's order; ``leaves`` are changed."""
     found = leaves.get(node)
     if found is not None:
         return found

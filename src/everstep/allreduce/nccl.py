@@ -1,4 +1,4 @@
-"""All-reduce over NCCL for one generation of a group, beside its gloo (``device_group``).
+"""Reduces over NCCL for one generation of a group, beside its gloo (``device_group``).
 
 A work of NCCL is waited for by asking whether it is over, never by a stream or an event: kernels that wait for a lost
 peer would hold up everything behind them. Meanwhile the waiting thread looks whether the group was broken, here or by
@@ -36,7 +36,7 @@ _ENDING_S = 30.0  # after an abort, until its kernels are over
 
 
 class Host(Protocol):
-    """The group over gloo, for what is said between members, and for what breaks it."""
+    """Is the group over gloo, for what is said between members, and for what breaks it."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Host(Protocol):
     def exchange(self, tensor: Tensor) -> list[Tensor]: ...
 
     def parted(self) -> bool:
-        """Whether a peer has ended its connections."""
+        """Return whether a peer has ended its connections."""
         ...
 
     def abort(self, why: str = "") -> None: ...
@@ -56,7 +56,7 @@ class Host(Protocol):
 
 
 class NcclWork:
-    """An all-reduce in flight."""
+    """Is an all-reduce in flight."""
 
     __slots__ = ("_group", "_work")
 
@@ -64,7 +64,7 @@ class NcclWork:
         self._group, self._work = group, work
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the result is there for whatever this thread asks of the device next. Raises CollectiveError; the
+        """Wait until the result is there for whatever this thread asks of the device next. Raises CollectiveError; the
         tensor must not be used any more then."""
         group, host = self._group, self._group.host
         host.waiting_since = time.monotonic()
@@ -82,7 +82,7 @@ class NcclWork:
 
 
 class NcclGroup:
-    """The communicator of one member. Made unconnected. ``make``: torch's ProcessGroupNCCL, or a stand-in."""
+    """Is the communicator of one member. Made unconnected. ``make``: torch's ProcessGroupNCCL, or a stand-in."""
 
     def __init__(self, host: Host, device: torch.device, make: Any) -> None:
         self.host, self.device, self._make = host, device, make
@@ -99,8 +99,8 @@ class NcclGroup:
     # ------------------------------------------------------------ connecting
 
     def connect(self, deadline: Deadline) -> bool:
-        """All members call it. Whether it came about here: a first sum was right. Raises CollectiveError where the
-        group broke meanwhile."""
+        """Connect; all members call it. Whether it came about here: a first sum was right. Raises CollectiveError where
+        the group broke meanwhile."""
         for name, value in NCCL_ENVIRONMENT.items():
             if os.environ.get(name) != value:  # the script's doing, or no agent's worker
                 os.environ[name] = value
@@ -146,7 +146,7 @@ class NcclGroup:
         return not self.why
 
     def _build(self, store: Any, deadline: Deadline, said: threading.Event) -> None:
-        """On a thread of its own: parts of it wait for peers inside of NCCL."""
+        """Build it on a thread of its own: parts of it wait for peers inside of NCCL."""
         try:
             with _current(self.device):
                 options = self._make.Options()
@@ -174,7 +174,7 @@ class NcclGroup:
     # ------------------------------------------------------------ use
 
     def allreduce(self, tensor: Tensor, op: str = "sum") -> NcclWork:
-        """In place, over a contiguous tensor on this device; begins behind what computes it."""
+        """Reduce in place, over a contiguous tensor on this device; begins behind what computes it."""
         host, group = self.host, self._group
         if host.broken or self._aborted:
             raise host.error(None)
@@ -214,7 +214,7 @@ class NcclGroup:
     # ------------------------------------------------------------ end
 
     def abort(self) -> None:
-        """From any thread; returns at once. Harmless when repeated."""
+        """Abort, from any thread; returns at once. Harmless when repeated."""
         with self._lock:
             first, self._aborted = not self._aborted, True
             group = self._group
@@ -247,7 +247,7 @@ def _over(work: Any) -> bool:
 
 
 def _spread(host: Host, mine: bytes) -> bytes:
-    """Rank 0's bytes, at every member. Raises CollectiveError."""
+    """Return rank 0's bytes, at every member. Raises CollectiveError."""
     room = torch.zeros(_ID_BYTES_MAX, dtype=torch.uint8)
     if host.rank == 0 and 0 < len(mine) <= _ID_BYTES_MAX - 2:
         room[0], room[1] = len(mine) // 256, len(mine) % 256

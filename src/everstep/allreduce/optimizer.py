@@ -1,4 +1,4 @@
-"""The optimizer that a script uses in mode allreduce: torch's own, stepping only where the group has committed."""
+"""Is the optimizer that a script uses in mode allreduce: torch's own, stepping only where the group has committed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class GroupStepper(Protocol):
-    """What an optimizer asks of the engine."""
+    """Is what an optimizer asks of the engine."""
 
     def may_step(self, optimizer: GroupOptimizer, caller: Any) -> float | None:
-        """The factor of the learning rate if the step in hand is committed; None: do nothing."""
+        """Return the factor of the learning rate if the step in hand is committed; None: do nothing."""
         ...
 
     def has_stepped(self, optimizer: GroupOptimizer) -> None: ...
@@ -41,7 +41,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._share()
 
     def __getattr__(self, name: str) -> Any:
-        """What only ``inner`` has, e.g. ``first_step`` of SAM."""
+        """Return what only ``inner`` has, e.g. ``first_step`` of SAM."""
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -128,5 +128,5 @@ class GroupOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
 
     def scheduled(self) -> bool:
-        """Whether a learning rate scheduler was made for it (torch marks ``step`` then)."""
+        """Return whether a learning rate scheduler was made for it (torch marks ``step`` then)."""
         return any(hasattr(o.step, "_wrapped_by_lr_sched") for o in (self, self.inner))

@@ -27,7 +27,7 @@ _CLOSE = 1e-3
 
 
 class HeldTensor(NamedTuple):
-    """A tensor in a variable of the script."""
+    """Is a tensor in a variable of the script."""
 
     path: str
     tensor: Tensor
@@ -35,13 +35,13 @@ class HeldTensor(NamedTuple):
 
 
 class Outside:
-    """The script's tensors that the job does not know, as they were when the iteration began."""
+    """Holds the script's tensors that the job does not know, as they were when the iteration began."""
 
     def __init__(
         self, frame: FrameType | None, known: Sequence[Tensor], params: Sequence[Tensor], single: bool = False
     ) -> None:
-        """``known``: what the job knows. Compared are tensors of the shapes of ``params``; ``single``: also those of
-        one element, which may be anything else."""
+        """Take ``known``: what the job knows. Compared are tensors of the shapes of ``params``; ``single``: also those
+        of one element, which may be anything else."""
         self._frame = frame
         self._known = {id(t) for t in known} | {id(p) for p in params}
         self._storages = {_address(t) for t in known} | {_address(p) for p in params}
@@ -62,7 +62,7 @@ class Outside:
         return f"<Outside {sorted(self._before)}>"
 
     def moved(self) -> str:
-        """The variable with an average of a parameter; "": none."""
+        """Return the variable with an average of a parameter; "": none."""
         if not self._before:
             return ""
         for held in self._find():
@@ -140,7 +140,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _towards(old: Tensor, new: Tensor, param: Tensor, in_module: bool) -> bool:
-    """Whether ``new`` is ``old``, moved a part of the way to ``param``; in a module also the whole way."""
+    """Return whether ``new`` is ``old``, moved a part of the way to ``param``; in a module also the whole way."""
     if param.device != old.device:
         return False
     way, went = (param - old).double(), (new - old).double()

@@ -1,4 +1,4 @@
-"""A state as bytes: a header that says what is where, and one flat buffer with all tensors.
+"""Packs a state into bytes: a header that says what is where, and one flat buffer with all tensors.
 
 The header is msgpack of plain structs; nothing is ever unpickled. Nested values (what a ``state_dict`` is made of) are
 trees of tagged lists, with a tensor standing as its number. Types and bits come back exactly: bfloat16 and float8 too.
@@ -35,7 +35,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the body: bytes ``[at, at + its size)``. ``home``: it lay on a device, not on the CPU."""
+    """Is one tensor of the body: bytes ``[at, at + its size)``. ``home``: it lay on a device, not on the CPU."""
 
     name: str
     dtype: str
@@ -45,7 +45,8 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """``trees``: by name: optimizers, tracked objects; ``loop``: see ``ReplicaState``; 0: not known (older files)."""
+    """Says what is where; ``trees``: by name: optimizers, tracked objects; ``loop``: see ``ReplicaState``; 0: not known
+    (older files)."""
 
     version: int = PACKED_VERSION
     mark: Mark = Mark()
@@ -59,7 +60,7 @@ class PackedHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Packed(NamedTuple):
-    """``header``: msgpack of a PackedHeader; ``body``: uint8 [size_bytes] on the CPU."""
+    """Is a packed state; ``header``: msgpack of a PackedHeader; ``body``: uint8 [size_bytes] on the CPU."""
 
     header: bytes
     body: torch.Tensor
@@ -76,15 +77,15 @@ class Packer:
     """Collects tensors and trees; ``pack`` copies the tensors, so that they may change afterwards."""
 
     def __init__(self, *, parts: bool = False) -> None:
-        """``parts``: of sharded tensors only what this process has; else the whole, for which every process that has a
-        part must come here too."""
+        """Take ``parts``: of sharded tensors only what this process has; else the whole, for which every process that
+        has a part must come here too."""
         self._parts = parts
         self.entries: list[TensorEntry] = []
         self.tensors: list[torch.Tensor] = []
         self._end = 0
 
     def tensor(self, name: str, value: torch.Tensor) -> int:
-        """Its number. ScriptError: of a kind that has no plain bytes."""
+        """Return its number. ScriptError: of a kind that has no plain bytes."""
         value = value.detach()
         value = local(value) if self._parts else whole(value)
         dtype = str(value.dtype).removeprefix("torch.")
@@ -100,7 +101,7 @@ class Packer:
         return len(self.entries) - 1
 
     def tree(self, name: str, value: Any, depth: int = 0) -> Any:
-        """The value as a tree. ScriptError: it holds something that is neither a tensor nor a plain value."""
+        """Return the value as a tree. ScriptError: it holds something that is neither a tensor nor a plain value."""
         if depth > DEPTH_MAX:
             raise ScriptError(f"{name} is nested deeper than {DEPTH_MAX}: it cannot be saved")
         kind = type(value)
@@ -144,7 +145,7 @@ class Packer:
         return self._end
 
     def pack(self, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The body, in ``into`` if that is exactly as long, else in a new buffer."""
+        """Return the body, in ``into`` if that is exactly as long, else in a new buffer."""
         body = into if into is not None and into.numel() == self._end else torch.empty(self._end, dtype=torch.uint8)
         end = 0
         for entry, tensor in zip(self.entries, self.tensors, strict=True):
@@ -228,7 +229,7 @@ class Unpacker:
         return self.header.tensors[number].name
 
     def copy(self, number: int, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor of its own, on ``device`` if it came from one."""
+        """Return a tensor of its own, on ``device`` if it came from one."""
         entry = self.header.tensors[number]
         found = self.view(number)
         if entry.home and device is not None and device.type != "cpu":
@@ -236,7 +237,7 @@ class Unpacker:
         return found.clone()
 
     def value(self, tree: Any, device: torch.device | None = None, depth: int = 0) -> Any:
-        """What ``Packer.tree`` was given. CheckpointError: it is not such a tree."""
+        """Return what ``Packer.tree`` was given. CheckpointError: it is not such a tree."""
         if depth > DEPTH_MAX + 1:
             raise CheckpointError(f"{self.what} is nested deeper than {DEPTH_MAX}")
         if not isinstance(tree, list):

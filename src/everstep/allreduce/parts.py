@@ -1,4 +1,4 @@
-"""Parts of tensors: what a process has of a DTensor, and the way between that and the whole. Of others: themselves."""
+"""Converts between a DTensor, its local shard and the full tensor. Plain tensors are returned unchanged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of it; shares its memory."""
+    """Return what this process has of it; shares its memory."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it. Of a sharded one every process that has a part must come here."""
+    """Return all of it. Of a sharded one every process that has a part must come here."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -26,7 +26,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(value: Any) -> Any:
-    """Nested dicts and lists with whole tensors; every process must come here."""
+    """Return nested dicts and lists with whole tensors; every process must come here."""
     if isinstance(value, dict):
         return {k: gathered(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -35,20 +35,20 @@ def gathered(value: Any) -> Any:
 
 
 def part_of(full: Tensor, like: DTensor) -> Tensor:
-    """What this process has of ``full``, where it is sharded as ``like`` is: a view."""
+    """Return what this process has of ``full``, where it is sharded as ``like`` is: a view."""
     shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
     return full[tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))]
 
 
 def sharded_as(mine: Tensor, like: DTensor) -> DTensor:
-    """The DTensor of which this process has ``mine``."""
+    """Return the DTensor of which this process has ``mine``."""
     return DTensor.from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def fill(tensor: Tensor, full: Tensor) -> None:
-    """``tensor.copy_(full)``, of a sharded one its part."""
+    """Copy as ``tensor.copy_(full)`` does, of a sharded one its part."""
     if isinstance(tensor, DTensor):
         local(tensor).copy_(part_of(full, tensor))
     else:
@@ -56,7 +56,7 @@ def fill(tensor: Tensor, full: Tensor) -> None:
 
 
 def as_owner(full: Tensor, owner: Tensor) -> Tensor:
-    """A tensor as large as ``owner`` (its gradient, what its optimizer keeps), sharded as that is."""
+    """Return a tensor as large as ``owner`` (its gradient, what its optimizer keeps), sharded as that is."""
     if isinstance(owner, DTensor) and not isinstance(full, DTensor) and full.shape == owner.shape:
         return sharded_as(part_of(full, owner).contiguous().clone(), owner)
     return full

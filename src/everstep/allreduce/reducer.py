@@ -55,7 +55,7 @@ BETWEEN = (
 
 @dataclass(frozen=True)
 class ReducedStep:
-    """What the group agreed on, before the vote."""
+    """Is what the group agreed on, before the vote."""
 
     digest: int
     finite: bool
@@ -154,7 +154,7 @@ class Reducer:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of this member in the step in hand."""
+        """Return the micro-batches of this member in the step in hand."""
         return self._passes
 
     def follow(self, before: Reducer) -> None:
@@ -167,18 +167,18 @@ class Reducer:
     # ------------------------------------------------------------ what a sharded model does otherwise
 
     def _shapes(self) -> Sequence[Tensor]:
-        """What lies in the flat memory, as long as it is here."""
+        """Return what lies in the flat memory, as long as it is here."""
         return self.params
 
     def _new_flats(self) -> Flats:
         return Flats(self._layout)
 
     def _mine(self, tensor: Tensor) -> Tensor:
-        """What there is of a parameter or gradient in this process."""
+        """Return what there is of a parameter or gradient in this process."""
         return tensor
 
     def _gradient(self, p: nn.Parameter, view: Tensor) -> Tensor:
-        """What ``p.grad`` is when ``view`` is what there is of it in this process."""
+        """Return what ``p.grad`` is when ``view`` is what there is of it in this process."""
         return view
 
     # ------------------------------------------------------------ a step and its micro-batches
@@ -264,7 +264,7 @@ class Reducer:
         self._begin_again()
 
     def put_back(self) -> None:
-        """``p.grad`` as it was when the step began."""
+        """Put ``p.grad`` back as it was when the step began."""
         carried = self._begun if self.rounds else self.carried
         kept = self._held if self.assigns else {}
         for i, p in enumerate(self.params):
@@ -274,7 +274,8 @@ class Reducer:
             p.grad = held
 
     def _begin_again(self) -> None:
-        """``p.grad`` as it was when the step began, for the next micro-batch; the script may change it in place."""
+        """Put ``p.grad`` back as it was when the step began, for the next micro-batch; the script may change it in
+        place."""
         carried = self.carried = self._begun if self.rounds else self.carried
         self.stale = list(self._stale_begun)
         for i, p in enumerate(self.params):
@@ -300,11 +301,11 @@ class Reducer:
 
     @property
     def replays(self) -> bool:
-        """Whether the round in hand is one whose reduced gradient is known."""
+        """Return whether the round in hand is one whose reduced gradient is known."""
         return self.rounds < len(self._known) and not self._collected
 
     def end_early(self) -> None:
-        """The round in hand ends without another backward()."""
+        """End the round in hand without another backward()."""
         self._ended = True
 
     def order(self, what: str) -> None:
@@ -314,7 +315,7 @@ class Reducer:
         self.ordered = self.dead = self.anew = True
 
     def replay(self) -> None:
-        """At the end of a round whose reduced gradient is known: put it where the script expects it."""
+        """Put the gradient of a round, whose reduced one is known, where the script expects it."""
         self._ended = True
         known, active = self._known[self.rounds]
         flats = Flats(self._layout, [flat.clone() for flat in known.flats])  # the script may change it in place
@@ -326,7 +327,7 @@ class Reducer:
         self._active = mine
 
     def remember(self) -> None:
-        """The round that was reduced, for the sweeps behind this one."""
+        """Remember the round that was reduced, for the sweeps behind this one."""
         if self.rounds != len(self._known):
             raise ScriptError(
                 f"an iteration that was run again had {self.rounds} backward() before the one in hand, and "
@@ -372,7 +373,7 @@ class Reducer:
             self._set_aside(i, held)
 
     def _changed(self) -> bool:
-        """Whether the script has used or changed the gradients of the round before."""
+        """Return whether the script has used or changed the gradients of the round before."""
         if any(self.stale):
             return True
         return any(p.grad is None or self._hidden[i] != p.grad._version for i, p in self._watched)
@@ -481,7 +482,7 @@ class Reducer:
 
     @property
     def ended(self) -> bool:
-        """Whether this iteration's backward pass is over."""
+        """Return whether this iteration's backward pass is over."""
         return self._ended
 
     @contextmanager
@@ -554,7 +555,8 @@ class Reducer:
         return ReducedStep(join_digests([sums for sums, _ in found]), all(fine for _, fine in found))
 
     def _finish_round(self, step: StepAttempt) -> ReducedStep | None:
-        """As ``finish``, of a further round: of the buckets in which somebody has gradients, and of the last one."""
+        """Finish, as ``finish`` does, a further round: the gradient buckets in which somebody has gradients, and the
+        last one."""
         touched = [any(self._touched[i] for i in b) for b in self._layout.buckets]
         rows = self._tell_round(step, _ROUND, touched)
         if rows is None:
@@ -588,7 +590,7 @@ class Reducer:
         return self._tell_round(step, _LEFT if left else _END, [False] * len(self._layout.buckets)) is not None
 
     def _tell_round(self, step: StepAttempt, word: int, touched: list[bool]) -> list[list[bool]] | None:
-        """Everybody's ``touched``, by rank. None: the group broke."""
+        """Exchange everybody's ``touched``, by rank. None: the group broke."""
         if step.size == 1 or self._broken is not None:
             return [touched] if self._broken is None else None
         marks = [sum(t << n for n, t in enumerate(touched[at : at + _MASK_BITS])) for at in range(0, len(touched), 60)]
@@ -609,7 +611,7 @@ class Reducer:
         return [[bool(row[3 + n // 60] >> n % 60 & 1) for n in range(len(touched))] for row in said]
 
     def assigned(self) -> str:
-        """The name of a parameter whose gradient the script put there without backward(); "": none."""
+        """Return the name of a parameter whose gradient the script put there without backward(); "": none."""
         if self.backwards or not self._open or self._ended:
             return ""
         storages = self._storages()
@@ -623,8 +625,8 @@ class Reducer:
         return ""
 
     def take_assigned(self) -> None:
-        """What ``p.grad`` holds are gradients of this micro-batch, as if backward had left them there. What the script
-        has accumulated in them before is the same everywhere, and so is its mean over the members."""
+        """Take what ``p.grad`` holds as gradients of this micro-batch, as if backward had left them there. What the
+        script has accumulated in them before is the same everywhere, and so is its mean over the members."""
         self.assigns = True
         if self.dead:
             return
@@ -649,7 +651,7 @@ class Reducer:
         self._backward_over()
 
     def _place_early(self) -> None:
-        """What ``place`` will do in nearly every step, while others reduce."""
+        """Do what ``place`` will do in nearly every step, while others reduce."""
         self._placed = not self.carried
         if self._placed:
             for p, view in zip(self.params, self._flats.views, strict=True):
@@ -657,7 +659,7 @@ class Reducer:
 
     @property
     def error(self) -> Exception | None:
-        """Why the last ``finish`` returned None."""
+        """Return why the last ``finish`` returned None."""
         return self._broken
 
     def place(self, committed: bool, final: bool = True) -> None:
@@ -718,11 +720,11 @@ class Reducer:
 
     @property
     def at_end(self) -> bool:
-        """Whether anybody wants the vote at the iteration's end, after the first round."""
+        """Return whether anybody wants the vote at the iteration's end, after the first round."""
         return self._flags()[_SEVERAL] > 0
 
     def first_nonfinite(self) -> str:
-        """The name of the first parameter whose reduced gradient is not finite; "" if none."""
+        """Return the name of the first parameter whose reduced gradient is not finite; "" if none."""
         views = zip(self.names, self._flats.views, strict=True)
         return next((name for name, view in views if not bool(torch.isfinite(view).all())), "")
 
@@ -749,7 +751,7 @@ class Reducer:
         self._fresh = False
 
     def _fill_tail(self) -> None:
-        """What this member says along with its gradients."""
+        """Fill in what this member says along with its gradients."""
         self._collect_buffers()
         n = len(self.params)
         said = [float(u) for u in self._used] + [0.0] * _FLAGS

@@ -42,7 +42,7 @@ logger = logging.getLogger("everstep.worker")
 
 
 class Copied(NamedTuple):
-    """A snapshot to be written: the fields of ``ReplicaImage`` that are known when it is taken."""
+    """Is a snapshot to be written: the fields of ``ReplicaImage`` that are known when it is taken."""
 
     packed: Packed
     mark: Mark
@@ -70,7 +70,7 @@ class ReplicaWriter:
         return f"<ReplicaWriter {f'writing {self._busy}' if self._busy else 'idle'}>"
 
     def order(self, order: TakeReplica) -> None:
-        """From the master; may come again."""
+        """Take an order from the master; it may come again."""
         with self._lock:
             if order.checkpoint != self._busy:
                 self._order = order
@@ -154,7 +154,7 @@ class ReplicaWriter:
             write_state(found, folder, {"job": self._seat.spec.name, "step": str(mark.step)})
 
     def _write(self, order: TakeReplica, packed: Packed, mark: Mark) -> ImageFile:
-        """Durable on return. Raises StorageError, ConfigError."""
+        """Write the file, durable on return. Raises StorageError, ConfigError."""
         seat = self._seat
         head = ReplicaHead(
             job=seat.spec.name,
@@ -211,7 +211,7 @@ class ReplicaWriter:
 
 
 def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> tuple[StoragePlace, Manifest]:
-    """This job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
+    """Find this job's own checkpoint, or that of the one it goes on from (numbers are never used twice). ``key``: see
     ``protect.sources.ImageSources``. Raises CheckpointError, StorageError."""
     trust = ManifestTrust(key=key, digests=spec.trusted)
     urls = [url for url in dict.fromkeys((own_url(spec, run_dir), spec.resume_from)) if url]
@@ -223,7 +223,7 @@ def find_replica(spec: JobSpec, run_dir: Path, checkpoint: int, key: bytes) -> t
 
 
 def read_replica(place: StoragePlace, manifest: Manifest) -> Packed:
-    """All of it, checked. Raises CheckpointError (of tables; damaged), StorageError."""
+    """Return all of it, checked. Raises CheckpointError (of tables; damaged), StorageError."""
     if manifest.replica is None:
         raise CheckpointError(
             f"checkpoint {manifest.checkpoint} of {place.url} is of mode ps: it has tables, no replica"
@@ -250,9 +250,9 @@ def read_replica(place: StoragePlace, manifest: Manifest) -> Packed:
 
 
 def state_dicts(packed: Packed, what: str) -> dict[str, Any]:
-    """As plain dicts, with torch.distributed.checkpoint's convention for optimizers (parameters by their fully
-    qualified names): {"model": ..., "optimizers": [...], "tracked": {...}, "step": ..., "epoch": ..., "position": ...}.
-    Raises CheckpointError."""
+    """Return the state as plain dicts, with torch.distributed.checkpoint's convention for optimizers (parameters by
+    their fully qualified names): {"model": ..., "optimizers": [...], "tracked": {...}, "step": ..., "epoch": ...,
+    "position": ...}. Raises CheckpointError."""
     try:
         return _state_dicts(packed, what)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -281,7 +281,7 @@ def _state_dicts(packed: Packed, what: str) -> dict[str, Any]:
 
 
 def export_replica(place: StoragePlace, manifest: Manifest, out: Path, tell: Callable[[str], None]) -> None:
-    """``out/model.safetensors``: the model's state_dict; ``out/training.pt``: the optimizers' and the rest, for
+    """Write ``out/model.safetensors``: the model's state_dict; ``out/training.pt``: the optimizers' and the rest, for
     ``torch.load(path, weights_only=True)``. Raises CheckpointError, StorageError, OSError."""
     found = state_dicts(read_replica(place, manifest), f"checkpoint {manifest.checkpoint}")
     tensors = len(found["model"])
@@ -292,7 +292,7 @@ def export_replica(place: StoragePlace, manifest: Manifest, out: Path, tell: Cal
 
 
 def write_state(found: dict[str, Any], out: Path, about: dict[str, str]) -> None:
-    """What ``state_dicts`` returned, as the two files of ``export_replica``. Raises OSError."""
+    """Write what ``state_dicts`` returned, as the two files of ``export_replica``. Raises OSError."""
     from safetensors.torch import save_file
 
     model = found.pop("model")

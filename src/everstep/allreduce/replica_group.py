@@ -1,4 +1,4 @@
-"""Between the processes of one worker (``agent.unit``): what its leader tells the others, and what they answer.
+"""Connects the processes of one worker (``agent.unit``): what its leader tells the others, and what they answer.
 
 The leader alone is a member of the group: it connects, votes and keeps the state for peers and checkpoints. Its mates
 do what it says, at two places of their script: between two steps (train this step; help to read out or to load the
@@ -55,13 +55,14 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The script ends, with ``status``."""
+    """Says that the script ends, with ``status``."""
 
     status: int
 
 
 class ReadOut(msgspec.Struct, frozen=True, tag="read"):
-    """Help the leader to read the state: whole tensors take everybody. ``what``: snapshot, digest, or parameters."""
+    """Asks to help the leader to read the state: whole tensors take everybody. ``what``: snapshot, digest, or
+    parameters."""
 
     what: str
 
@@ -86,7 +87,7 @@ class GradientsReduced(msgspec.Struct, frozen=True, tag="reduced"):
 
 
 class Voted(msgspec.Struct, frozen=True, tag="voted"):
-    """``outcome``: of ``step.Outcome``."""
+    """Says how a vote ended; ``outcome``: of ``step.Outcome``."""
 
     outcome: str
 
@@ -100,7 +101,7 @@ class Full(msgspec.Struct, frozen=True, tag="full"):
 
 
 class Summed(msgspec.Struct, frozen=True, tag="summed"):
-    """From a mate: answers ``Sum``."""
+    """Answers ``Sum``, from a mate."""
 
     digest: int
 
@@ -112,10 +113,10 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class Unit:
-    """The processes of this worker, seen from one of them. ``index``: its own, 0 is the leader."""
+    """Is the processes of this worker, seen from one of them. ``index``: its own, 0 is the leader."""
 
     def __init__(self, index: int, size: int, links: list[socket.socket]) -> None:
-        """``links``: of the leader, to mates 1, 2, ...; of a mate, to the leader."""
+        """Take ``links``: of the leader, to mates 1, 2, ...; of a mate, to the leader."""
         self.index, self.size = index, size
         self.chief = False  # as the leader said last: the same in all processes
         self._links = links
@@ -127,7 +128,7 @@ class Unit:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Unit:
-        """That of this process; alone if it has no others. Raises ConfigError."""
+        """Return the unit of this process; alone if it has no others. Raises ConfigError."""
         text = environment.get(VARIABLE, "")
         if not text:
             return cls(0, 1, [])
@@ -144,13 +145,13 @@ class Unit:
 
     @property
     def mates(self) -> range:
-        """Indices of the others, as the leader sees them."""
+        """Return the indices of the others, as the leader sees them."""
         return range(1, self.size)
 
     # ------------------------------------------------------------ words
 
     def tell(self, mate: int, message: Message) -> None:
-        """Of the leader."""
+        """Tell the mates, as the leader."""
         self._send(self._links[mate - 1], message, None)
 
     def tell_all(self, message: Message) -> None:
@@ -158,11 +159,11 @@ class Unit:
             self.tell(mate, message)
 
     def answer(self, message: Message, fd: int | None = None) -> None:
-        """Of a mate; ``fd``: goes along."""
+        """Answer the leader, as a mate; ``fd``: goes along."""
         self._send(self._links[0], message, fd)
 
     def hear(self, kind: type[M], mate: int = 1) -> M:
-        """The next message, which has to be of this kind: from the leader, or from this mate."""
+        """Return the next message, which has to be of this kind: from the leader, or from this mate."""
         message, fds = self._receive(mate)
         for fd in fds:
             os.close(fd)
@@ -171,7 +172,7 @@ class Unit:
         return message
 
     def hear_any(self) -> Message:
-        """Of a mate: the leader's next word."""
+        """Return the leader's next word, as a mate."""
         return self._receive(1)[0]
 
     def hear_full(self, mate: int) -> tuple[Full, int | None]:
@@ -214,7 +215,7 @@ class Unit:
 
     @property
     def meshed(self) -> bool:
-        """Whether torch's process group is ours."""
+        """Return whether torch's process group is ours."""
         return self._mesh is not None
 
     @property
@@ -222,8 +223,9 @@ class Unit:
         return self._mesh
 
     def mesh(self, file: Path) -> DeviceMesh:
-        """Over the processes of this worker, for ``fully_shard``. Made at the first call, which every process has to
-        make: gloo on the loopback interface; ``file``: by which they find each other, of this life of the worker."""
+        """Return a mesh over the processes of this worker, for ``fully_shard``. Made at the first call, which every
+        process has to make: gloo on the loopback interface; ``file``: by which they find each other, of this life of
+        the worker."""
         if self._mesh is None:
             store: Store = HashStore()
             if self.size > 1:
@@ -252,7 +254,8 @@ class Unit:
 
 
 def split(micro: Micro, index: int, size: int) -> Micro:
-    """What process ``index`` of ``size`` has of a worker's micro-batch; the first ones have more, some perhaps none."""
+    """Return what process ``index`` of ``size`` has of a worker's micro-batch; the first ones have more, some perhaps
+    none."""
     count = micro.hi - micro.lo
     lo, hi = (micro.lo + -(-count * i // size) for i in (index, index + 1))
     return Micro(lo, hi, micro.part)

@@ -1,4 +1,4 @@
-"""The keeper of one member's training state: a source for others, a copy of others', checkpoints, and agreement.
+"""Keeps one member's training state: a source for others, a copy of others', checkpoints, and agreement.
 
 ``agree`` is the heart: the first thing that members of a new group do is to have the same state, bit for bit. Who has
 followed the others catches up, states are compared, and who lacks something or differs copies it while the others wait;
@@ -56,7 +56,7 @@ class ReplicaKeeper:
     """
 
     def __init__(self, state: ReplicaState, seat: Station, *, host: str | None = None) -> None:
-        """``host``: by which other nodes reach this one ("EVERSTEP_HOST" of the environment). Raises ConfigError
+        """Take ``host``: by which other nodes reach this one ("EVERSTEP_HOST" of the environment). Raises ConfigError
         (secret), PlatformError (sockets)."""
         self._state, self._seat = state, seat
         self.source = StateSource(state)
@@ -98,7 +98,7 @@ class ReplicaKeeper:
 
     @property
     def secret(self) -> Secret | None:
-        """The job's; None: this is no job of several processes."""
+        """Return the job's; None: this is no job of several processes."""
         return self._secret
 
     @property
@@ -150,7 +150,7 @@ class ReplicaKeeper:
         self.writer.boundary()
 
     def idle(self) -> None:
-        """As ``boundary``, where nothing was trained: now and then while waiting between two steps."""
+        """Do as ``boundary`` does, where nothing was trained: now and then while waiting between two steps."""
         self.source.idle()
         self.writer.boundary()
 
@@ -163,7 +163,7 @@ class ReplicaKeeper:
         self._initial = None
 
     def order(self, order: TakeReplica) -> None:
-        """From the master, on any thread: write the state at the next boundary."""
+        """Take an order from the master, on any thread: write the state at the next boundary."""
         self.writer.order(order)
 
     # ------------------------------------------------------------ joining
@@ -288,7 +288,7 @@ class ReplicaKeeper:
         self._level(group, rank, gather, reference, (self._state.mark, self._state.loop), True)
 
     def _truth(self, group: Group, rows: Sequence[Sequence[int]]) -> int:
-        """The rank whose state is right; -1: nobody knows."""
+        """Return the rank whose state is right; -1: nobody knows."""
         counts = Counter(tuple(row) for row in rows)
         most, times = counts.most_common(1)[0]
         if 2 * times > len(rows):
@@ -325,7 +325,7 @@ class ReplicaKeeper:
         )
 
     def _copy(self, member: GroupMember, step: int, whole: bool) -> bool:
-        """Whether the state is whole afterwards, be it the old one."""
+        """Copy a member's state; return whether the state is whole afterwards, be it the old one."""
         try:
             client = self._connect(member)
         except (WireError, DeadlineError) as error:
@@ -343,7 +343,7 @@ class ReplicaKeeper:
         return True
 
     def _end_following(self) -> bool:
-        """Whether the state is whole."""
+        """End the following; return whether the state is whole."""
         follower = self._follower
         assert follower is not None
         follower.stop()
@@ -374,7 +374,8 @@ class ReplicaKeeper:
         logger.info("loaded checkpoint %d of %s: step %d", checkpoint, place.url, self._state.mark.step)
 
     def _compare(self, group: Group, gather: Gather, digests: dict[str, int]) -> None:
-        """ScriptError, at all members alike, names the first parameter that differs and the slots."""
+        """Compare the members' states; ScriptError, at all members alike, names the first parameter that differs and
+        the slots."""
         names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8)
         values = hashlib.blake2b(repr(list(digests.values())).encode(), digest_size=8)
         words = gather([len(digests), _int64(names), _int64(values)])

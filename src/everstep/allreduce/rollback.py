@@ -1,4 +1,4 @@
-"""What the script changes in an iteration that does not commit, and how it is put back.
+"""Puts back what the script changes in an iteration that does not commit.
 
 That are the options of the optimizers (learning rates, groups, ...), the objects that the script gave to ``job.track``,
 and the parameters: weights that the script edits behind ``opt.step()`` (clamps, a teacher's momentum), those that it
@@ -21,7 +21,8 @@ _EARLY_STEPS: Final = 2
 
 
 class SavedScript:
-    """Options, tracked objects and parameters as they were. ``save`` at the step's begin, ``restore`` at any time.
+    """Holds options, tracked objects and parameters as they were. ``save`` at the step's begin, ``restore`` at any
+    time.
 
     What is large (parameters, a moving average of the model) is saved by ``save_large``, at the end of backward of an
     iteration that will not commit: copying it in every step would cost too much. A script that changes parameters
@@ -107,7 +108,7 @@ class SavedScript:
 
 
 def _same(p: Tensor, value: Tensor) -> bool:
-    """Bit for bit, so that a NaN is equal to itself."""
+    """Compare bit for bit, so that a NaN is equal to itself."""
     mine, other = (local(t) for t in (p.detach(), value))
     return torch.equal(mine, other) or bool(((mine == other) | (mine.isnan() & other.isnan())).all())
 

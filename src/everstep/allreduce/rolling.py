@@ -1,4 +1,4 @@
-"""A digest that goes round a replica's state, a slice with every step, so that replicas are compared and not believed.
+"""Goes round a replica's state with a digest, a slice with every step, so that replicas are compared and not believed.
 
 A slice of parameters, buffers and optimizer state is digested at the begin of each step, and travels in its vote. All
 of the state is covered within ``WITHIN_STEPS`` steps, at the speed of memory and for a small part of a step's time.
@@ -27,7 +27,7 @@ _ALIGN: Final = 64  # elements
 
 
 class TensorPiece:
-    """Elements ``[lo, hi)`` of a tensor, and where they lay when slices were cut."""
+    """Is the elements ``[lo, hi)`` of a tensor, and where they lay when slices were cut."""
 
     __slots__ = ("_octets", "_ptr", "hi", "lo", "tensor")
 
@@ -38,7 +38,7 @@ class TensorPiece:
         self._octets = octets(mine.view(-1)[lo:hi]) if mine.is_contiguous() else None
 
     def measured(self) -> Measured:
-        """Its digest. Where the script has put other memory into the tensor, or freed it, that is looked at."""
+        """Return its digest. Where the script has put other memory into the tensor, or freed it, that is looked at."""
         known, mine = self._octets, parts.local(self.tensor)
         if known is not None and mine.data_ptr() == self._ptr:
             return digest_of(*known)
@@ -46,7 +46,7 @@ class TensorPiece:
 
 
 class RollingDigest:
-    """Of ``state``. For the thread that trains."""
+    """Digests ``state`` slice by slice. For the thread that trains."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -58,7 +58,7 @@ class RollingDigest:
         return f"<RollingDigest of {len(self._slices)} slices>"
 
     def of(self, step: int) -> int:
-        """The digest of the slice that ``step`` is about, before that step; 0 where it is about none."""
+        """Return the digest of the slice that ``step`` is about, before that step; 0 where it is about none."""
         shape = tuple(len(o.state) for o in self._state.optimizers)
         if shape != self._shape or not self._slices:
             self._plan(shape)

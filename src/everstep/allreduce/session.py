@@ -1,4 +1,4 @@
-"""One worker's place in its group: connects, votes, gets through losses, goes over to newer groups.
+"""Holds one worker's place in its group: it connects, votes, gets through losses, goes over to newer groups.
 
 Threads: the script's thread calls enter, begin, vote, broken, done, close. The control connection's thread brings
 groups (``grouped``). A thread for each connection attempt. And one that tells the master about committed steps and
@@ -91,12 +91,13 @@ class ReplicaOfMember(Protocol):
     def load(self, packed: Packed, what: str) -> None: ...
 
     def devices(self) -> set[torch.device]:
-        """That the model is on."""
+        """Return the devices that the model is on."""
         ...
 
 
 class ReplicaCopies(Protocol):
-    """Of ``allreduce.replica_sync.ReplicaKeeper``: copies of the state, for peers, joiners and checkpoints."""
+    """Is what is needed of ``allreduce.replica_sync.ReplicaKeeper``: copies of the state, for peers, joiners and
+    checkpoints."""
 
     address: Address | None
     has_state: bool
@@ -195,7 +196,7 @@ class Session:
 
     @property
     def group(self) -> Group | None:
-        """That this process is in."""
+        """Return the group that this process is in."""
         return self.machine.present
 
     # ------------------------------------------------------------ the loop, on the script's thread
@@ -218,7 +219,7 @@ class Session:
         return None
 
     def _has_time(self, group: Group) -> bool:
-        """Whether the others train without us meanwhile."""
+        """Return whether the others train without us meanwhile."""
         return not group.hold and not self.machine.member_of(group)
 
     def rehearsed(self) -> None:
@@ -257,7 +258,8 @@ class Session:
         self._join()
 
     def begin(self) -> StepAttempt | None:
-        """The next step; None: the loop is over. Raises LeaveJob. Blocks while the group is on hold, or is rebuilt."""
+        """Return the next step; None: the loop is over. Raises LeaveJob. Blocks while the group is on hold, or is
+        rebuilt."""
         while True:
             joined = self._join()
             if joined is None:
@@ -303,8 +305,8 @@ class Session:
             self.state.loop = max(self.state.loop, self._loop)
 
     def _end_loop(self) -> None:
-        """What the script does until its next loop, a scheduler's step perhaps, belongs to the state: once. A state
-        that was copied from somebody who is in a later loop has it already: it is put back when that loop begins."""
+        """End a loop. A state that was copied from somebody who is in a later loop has it already: it is put back when
+        that loop begins."""
         self._looping = False
         if self.state.loop > self._loop and self.machine.present is not None and self._ahead is None:
             self._ahead = self.state.snapshot()
@@ -473,7 +475,7 @@ class Session:
             self._changed.notify_all()
 
     def welcomed(self) -> None:
-        """Connected to a master, perhaps a new one: say again what it may not know."""
+        """Say again what the master, perhaps a new one, may not know: a connection to it was made."""
         if not self._entered or self._ended or self._closed.is_set():
             return
         with self._lock:
@@ -513,7 +515,7 @@ class Session:
     # ------------------------------------------------------------ being in a group
 
     def _join(self) -> tuple[Group, Connected, int] | None:
-        """In a group that is whole, not on hold, and of one mind about its state; None: the loop is over."""
+        """Join a group that is whole, not on hold, and of one mind about its state; None: the loop is over."""
         while True:
             if not self._get_in():
                 return None
@@ -573,7 +575,7 @@ class Session:
             )
 
     def _get_in(self) -> bool:
-        """Be in a whole group, where everybody knows which steps are committed. False: the loop is over."""
+        """Get into a whole group, where everybody knows which steps are committed. False: the loop is over."""
         while True:
             with self._changed:
                 self._check()
@@ -611,7 +613,8 @@ class Session:
         self._settle(step)
 
     def _resolve(self, collective: Connected) -> bool | None:
-        """First thing in a group: who has committed what. Whether our pending step is; None: the group broke."""
+        """Find out, first thing in a group, who has committed what. Whether our pending step is; None: the group
+        broke."""
         with self._changed:
             group = self.machine.present
             void = group is None or (self._origin is not None and self._origin != group.origin)
@@ -630,7 +633,7 @@ class Session:
             return self.machine.resolve(words) and not void
 
     def _resolve_vote(self) -> bool:
-        """The vote broke: wait for the next group, and ask there whether the step is committed."""
+        """Wait, since the vote broke, for the next group, and ask there whether the step is committed."""
         while self.machine.pending is not None:
             with self._changed:
                 self._check()
@@ -689,7 +692,7 @@ class Session:
         return self._behind() and self._sure > self._loop
 
     def _turn_to(self, dataset: int) -> None:
-        """Members go on with another dataset where they left it, all after the same step. Takes no lock: it may ask."""
+        """Turn to another dataset, where members left it, all after the same step. Takes no lock: it may ask."""
         mark = self.state.mark
         if not self.keeper.has_state or mark.dataset == dataset or self.machine.present is None:
             return
@@ -763,8 +766,8 @@ class Session:
         return self.machine.broke()
 
     def _may_leave(self) -> bool:
-        """In no group; or the master was not to be waited for any longer: it lets us go as soon as somebody else has
-        our state."""
+        """Return whether this process may go: it is in no group; or the master was not to be waited for any longer: it
+        lets us go as soon as somebody else has our state."""
         outside = self.machine.outside or self.machine.present is None
         return outside or time.monotonic() - self._leaving_since > _LEAVE_S
 
@@ -842,7 +845,7 @@ class Session:
         ).start()
 
     def _host(self, group: Group, rank: int) -> str:
-        """Where peers reach us: loopback on one machine, else what this node is reached by."""
+        """Return where peers reach us: loopback on one machine, else what this node is reached by."""
         if len({m.node for m in group.members}) == 1:
             return "127.0.0.1"
         address = group.members[rank].address or self.keeper.address
@@ -866,7 +869,7 @@ class Session:
             raise PlatformError(f"cannot listen at {host} for members on other nodes: {error}") from None
 
     def _build(self, group: Group, attempt: int, collective: GlooCollective, store: GroupStore) -> None:
-        """On its own thread."""
+        """Build a group, on its own thread."""
         if attempt:
             self._closed.wait(min(1.0, 0.1 * attempt))
         try:
@@ -939,7 +942,7 @@ class Session:
         self.seat.ask(GroupSynced(synced), lambda answer: None)
 
     def _attend(self) -> None:
-        """The thread beside the loop: reports, stalls, and closing what was left."""
+        """Run the thread beside the loop: reports, stalls, and closing what was left."""
         while not self._closed.wait(_TELL_S if self.commits.waiting and self._first else _TICK_S):
             try:
                 self._say_leaving()

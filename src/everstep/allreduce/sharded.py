@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded over the processes of a worker (``fully_shard(..., mesh=job.device_mesh)``).
+"""Trains models that FSDP2 has sharded over the processes of a worker (``fully_shard(..., mesh=job.device_mesh)``).
 
 FSDP reduce-scatters gradients inside of the worker; what each process then has, its part, is summed with the same part
 in the other workers, and that is what its optimizer gets. FSDP's own scaling is switched off: every process multiplies
@@ -41,7 +41,7 @@ _DTYPES: Final = {
 
 
 def check_model(model: nn.Module, unit: Unit, mesh: Any) -> bool:
-    """Whether it is sharded. Raises ScriptError where it cannot be trained so."""
+    """Return whether it is sharded. Raises ScriptError where it cannot be trained so."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag) and unit.size > 1:
             label = f"{name}.weight" if name else "weight"
@@ -76,7 +76,7 @@ def shared_flats(layout: BucketLayout) -> tuple[Flats, int]:
 
 
 def mapped(fd: int, numels: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Tensors in shared memory, one after the other."""
+    """Return tensors in shared memory, one after the other."""
     memory = mmap.mmap(fd, _bytes(numels))
     out, at = [], 0
     for numel, dtype in numels:
@@ -99,7 +99,7 @@ def _rounded(size: int) -> int:
 
 
 def _ends_later(model: nn.Module) -> bool:
-    """Whether FSDP has yet to end the backward pass of a root in ``model``."""
+    """Return whether FSDP has yet to end the backward pass of a root in ``model``."""
     states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     return any(s._state_ctx.post_backward_final_callback_queued for s in states)
 
@@ -116,7 +116,7 @@ def _given_whole(model: nn.Module) -> Iterator[str]:
 
 
 class _Scatter:
-    """FSDP's reduce-scatter: of gradients times ``weight``, without dividing."""
+    """Is FSDP's reduce-scatter: of gradients times ``weight``, without dividing."""
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -138,7 +138,8 @@ class _Scatter:
 
 
 class ShardedReducer(Reducer):
-    """Of one process of a worker. Every process reduces its part; the leader does it for all of them."""
+    """Reduces the part of one process of a worker. Every process reduces its part; the leader does it for all of
+    them."""
 
     def __init__(
         self,
@@ -199,7 +200,8 @@ class ShardedReducer(Reducer):
             self._scatter.weight, self._scale = self._weight, 1.0
 
     def _before_parts(self, reduced: Tensor) -> None:
-        """FSDP's hook, with a gradient that it adds to ``p.grad`` next: no parameter of it runs autograd's hooks."""
+        """Run as FSDP's hook, with a gradient that it adds to ``p.grad`` next: no parameter of it runs autograd's
+        hooks."""
         if self._aside or not self._open or self.dead:
             return
         self._aside = True
@@ -208,7 +210,7 @@ class ShardedReducer(Reducer):
                 self._set_aside(i, p.grad)
 
     def _watch_groups(self, module: Any) -> None:
-        """A process that does not use a parameter reduces zeros for it, so that all meet; what is used is noted."""
+        """Note what is used: a process that does not use a parameter reduces zeros for it, so that all meet."""
         if self._unit.size == 1:
             return
         for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -253,7 +255,8 @@ class ShardedReducer(Reducer):
         self._used[i] = used
 
     def _run_hooks(self, p: nn.Parameter) -> None:
-        """The script's ``p.register_hook``: FSDP hands gradients over without autograd. They see that of the worker."""
+        """Run the script's ``p.register_hook``: FSDP hands gradients over without autograd. They see that of the
+        worker."""
         share = min(1.0, self._weight * self._unit.size)
         for hook in list((p._backward_hooks or {}).values()):
             if p.grad is None or not share:
@@ -287,7 +290,8 @@ class ShardedReducer(Reducer):
         self._check_assigned_data()
 
     def _check_assigned_data(self) -> None:
-        """torch drops what a script assigns to ``data`` of a DTensor; all that is seen is another empty storage."""
+        """Look for what a script assigned to ``data`` of a DTensor, which torch drops; all that is seen is another
+        empty storage."""
         for name, p, storage in zip(self.names, self.params, self._empty, strict=True):
             if isinstance(p, DTensor) and p.untyped_storage()._cdata != storage._cdata:
                 raise ScriptError(
@@ -375,7 +379,7 @@ class ShardedReducer(Reducer):
         return ReducedHere(join_digests([f.digest for f in found]), finite) if ok else None
 
     def _reduce(self, step: StepAttempt, flats: list[Tensor]) -> ReducedHere | None:
-        """A mate's gradients, over the group. None: it broke."""
+        """Reduce a mate's gradients, over the group. None: it broke."""
         digests, finite = [], True
         with self._tried():
             if step.size > 1:
@@ -391,7 +395,7 @@ class ShardedReducer(Reducer):
         return ReducedHere(join_digests(digests), finite)
 
     def _sum_tails(self) -> None:
-        """What processes say beside their gradients is one sum: which parameters had one, what became of buffers."""
+        """Sum what processes say beside their gradients: which parameters had one, what became of buffers."""
         mine = self._flats.tail
         tails = [flats[-1][flats[-1].numel() - mine.numel() :] for flats in self._mates]
         for tail in tails:

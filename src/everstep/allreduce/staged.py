@@ -21,7 +21,7 @@ Begin = Callable[[Tensor], GroupWork]
 
 
 class HostBuffer:
-    """Memory of the host, as long as a tensor; ``used``: by a copy of the device, until that event."""
+    """Is memory of the host, as long as a tensor; ``used``: by a copy of the device, until that event."""
 
     def __init__(self, like: Tensor) -> None:
         pinned = like.device.type == "cuda"
@@ -29,7 +29,7 @@ class HostBuffer:
         self.used: Any = None
 
     def wait(self) -> None:
-        """Until no copy is at it: milliseconds at most, a copy depends on nobody else."""
+        """Wait until no copy is at it: milliseconds at most, a copy depends on nobody else."""
         if self.used is not None:
             self.used.synchronize()
             self.used = None
@@ -39,7 +39,7 @@ class HostBuffer:
 
 
 class StagedWork:
-    """One collective. ``wait`` is for the thread that began it."""
+    """Is one collective. ``wait`` is for the thread that began it."""
 
     def __init__(self, staged: HostStaged, tensor: Tensor, room: HostBuffer, begin: Begin, back: bool) -> None:
         self._staged, self._tensor, self._room = staged, tensor, room
@@ -82,7 +82,7 @@ class HostStaged:
         return f"<HostStaged {len(self._queue)} to begin>"
 
     def allreduce(self, tensor: Tensor, op: str = "sum") -> StagedWork:
-        """In place, over a contiguous tensor."""
+        """Reduce in place, over a contiguous tensor."""
         return self._enqueue(tensor, self._copied(tensor), lambda memory: self._allreduce(memory, op), True)
 
     def send(self, tensor: Tensor, peer: int) -> StagedWork:
@@ -99,11 +99,11 @@ class HostStaged:
         return work
 
     def begin_next(self) -> None:
-        """The first that has not begun; waits for its copy."""
+        """Begin the first that has not begun; waits for its copy."""
         self._queue.popleft().begin()
 
     def begin_all(self) -> None:
-        """Before a collective that does not come through here, so that all members have one order."""
+        """Begin all, before a collective that does not come through here, so that all members have one order."""
         while self._queue:
             self.begin_next()
 
@@ -121,7 +121,7 @@ class HostStaged:
         return free.pop() if free else HostBuffer(tensor)
 
     def give_back(self, room: HostBuffer) -> None:
-        """Of a collective that is over. What broke keeps its room: gloo may still write there."""
+        """Give back the memory of a collective that is over. What broke keeps its room: gloo may still write there."""
         self._free[_kind(room.memory)].append(room)
 
 
@@ -130,7 +130,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _event(tensor: Tensor) -> Any:
-    """What has been asked of the tensor's device so far, on this stream; None: it is done."""
+    """Return what has been asked of the tensor's device so far, on this stream; None: it is done."""
     if tensor.device.type == "cuda":
         return torch.cuda.current_stream(tensor.device).record_event()
     if tensor.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What training changes, on one member of a group: read out whole, put back whole.
+"""Reads out whole, and puts back whole, what training changes on one member of a group.
 
 That is the models' parameters and buffers, the optimizers' state and hyper-parameters, whatever the script tracks
 (schedulers, GradScaler, averages), gradients that are carried from one step to the next, and the mark: the place in the
@@ -29,7 +29,7 @@ _ROWS = "rows"  # the tree of gradients of tables on the ps that wait for a step
 
 
 class Named(NamedTuple):
-    """A parameter or buffer, by its fully qualified name (with several models: ``NUMBER.NAME``)."""
+    """Is a parameter or buffer, by its fully qualified name (with several models: ``NUMBER.NAME``)."""
 
     name: str
     tensor: torch.Tensor
@@ -51,7 +51,7 @@ class ReplicaState:
         optimizers: Sequence[torch.optim.Optimizer],
         tracked: Mapping[str, Any],
     ) -> None:
-        """``optimizers``: torch's own, not wrappers of ours. ``tracked``: with state_dict and load_state_dict."""
+        """Take ``optimizers``: torch's own, not wrappers of ours. ``tracked``: with state_dict and load_state_dict."""
         self.models, self.optimizers, self.tracked = models, optimizers, tracked
         self.mark = Mark()
         self.loop = 0
@@ -67,12 +67,12 @@ class ReplicaState:
 
     @property
     def waits(self) -> tuple[int, int]:
-        """From which position of which shard on gradients of tables wait for a step; (-1, 0): there are none."""
+        """Return from which position of which shard on gradients of tables wait for a step; (-1, 0): there are none."""
         found: tuple[int, int] = (-1, 0) if self.rows is None else self.rows.begin
         return found
 
     def parameters(self) -> Iterator[Named]:
-        """All that are trained, each once, in a fixed order; also those that only an optimizer knows."""
+        """Yield all that are trained, each once, in a fixed order; also those that only an optimizer knows."""
         seen: set[int] = set()
         parts.settle(self.models)
         for prefix, model in self._models():
@@ -93,7 +93,7 @@ class ReplicaState:
                 yield Named(prefix + name, buffer)
 
     def tensors(self) -> Iterator[Named]:
-        """Parameters, buffers, what optimizers keep of each parameter, and tracked modules; in a fixed order."""
+        """Yield parameters, buffers, what optimizers keep of each parameter, and tracked modules; in a fixed order."""
         parameters = list(self.parameters())
         yield from parameters
         yield from self.buffers()
@@ -109,7 +109,7 @@ class ReplicaState:
                     yield Named(f"{tracked}.{name}", tensor)
 
     def devices(self) -> set[torch.device]:
-        """That parameters are on."""
+        """Return the devices that parameters are on."""
         return {p.device for model in self.models for p in model.parameters()}
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
@@ -120,8 +120,8 @@ class ReplicaState:
     # ------------------------------------------------------------ out
 
     def snapshot(self, into: torch.Tensor | None = None) -> Packed:
-        """A copy, at the speed of memory. ``into``: uint8, used if it is exactly as long. Raises ScriptError: something
-        is of a kind that cannot be saved."""
+        """Return a copy, at the speed of memory. ``into``: uint8, used if it is exactly as long. Raises ScriptError:
+        something is of a kind that cannot be saved."""
         return self._packed(self.mark, self.loop, into)
 
     def _packed(self, mark: Mark, loop: int, into: torch.Tensor | None) -> Packed:
@@ -148,7 +148,7 @@ class ReplicaState:
         return Packed(encode_header(header, "the training state"), packer.pack(into))
 
     def pack_trees(self, packer: Packer, names: Mapping[int, str], state: bool = True) -> dict[str, Any]:
-        """Optimizers (``state``: also what they keep of each parameter) and tracked objects, by name."""
+        """Return optimizers (``state``: also what they keep of each parameter) and tracked objects, by name."""
         trees: dict[str, Any] = {
             f"optimizer{o}": _pack_optimizer(packer, f"optimizer{o}", optimizer, names, state)
             for o, optimizer in enumerate(self.optimizers)
@@ -206,7 +206,7 @@ class ReplicaState:
                 raise CheckpointError(f"{unpacker.what} does not have {_words(name)} of this script")
 
     def load_trees(self, unpacker: Unpacker, known: Mapping[str, torch.Tensor], state: bool = True) -> None:
-        """Optimizers and tracked objects, as ``pack_trees`` packed them. Raises CheckpointError."""
+        """Load optimizers and tracked objects, as ``pack_trees`` packed them. Raises CheckpointError."""
         trees = unpacker.header.trees
         for o, optimizer in enumerate(self.optimizers):
             _load_optimizer(unpacker, f"optimizer{o}", optimizer, trees[f"optimizer{o}"], known, state)
@@ -237,8 +237,8 @@ class ReplicaState:
         return _signed(hashed)
 
     def quick_digest(self) -> int:
-        """As ``digest``, at the speed of memory: sums of the bits, which find what happens by mistake. Of a sharded
-        model: of what this process has."""
+        """Digest as ``digest`` does, at the speed of memory: sums of the bits, which find what happens by mistake. Of a
+        sharded model: of what this process has."""
         packer = Packer(parts=True)
         parameters = list(self.parameters())
         for name, tensor in (*parameters, *self.buffers()):
@@ -255,15 +255,16 @@ class ReplicaState:
         return _signed(hashlib.blake2b(encode_header(header, "the training state"), digest_size=8))
 
     def tensor_digests(self) -> dict[str, int]:
-        """As ``quick_digest``, int64 by name; of a sharded model: of what this process has."""
+        """Digest as ``quick_digest`` does, int64 by name; of a sharded model: of what this process has."""
         return {name: bit_sum(parts.local(tensor)) for name, tensor in self.tensors()}
 
     def slice_digest(self, step: int) -> int:
-        """Of the slice of the state that ``step`` is about, before that step (``allreduce.rolling``)."""
+        """Return the digest of the slice of the state that ``step`` is about, before that step
+        (``allreduce.rolling``)."""
         return self._rolling.of(step)
 
     def parameter_digests(self) -> dict[str, int]:
-        """int64 by parameter's and buffer's name."""
+        """Return digests, int64 by parameter's and buffer's name."""
         out: dict[str, int] = {}
         for name, tensor in (*self.parameters(), *self.buffers()):
             plain = parts.whole(tensor).detach().cpu().contiguous()
@@ -276,7 +277,7 @@ class ReplicaState:
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of the bit patterns, as an int64: eight bytes at a time where they lie so."""
+    """Return the sum of the bit patterns, as an int64: eight bytes at a time where they lie so."""
     if not tensor.numel():
         return 0
     ints = _INTS.get(tensor.element_size())
@@ -309,7 +310,7 @@ def _words(tree: str) -> str:
 def _matched(
     unpacker: Unpacker, what: str, numbers: Sequence[int], mine: Sequence[Named]
 ) -> list[tuple[int, torch.Tensor]]:
-    """What goes where. CheckpointError names the first that does not fit."""
+    """Return what goes where. CheckpointError names the first that does not fit."""
     theirs = {unpacker.name(n): n for n in numbers}
     here = {m.name for m in mine}
     for name in theirs:
@@ -337,7 +338,8 @@ def _matched(
 def _pack_optimizer(
     packer: Packer, what: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: bool
 ) -> dict[str, Any]:
-    """{"groups": [{"names": [...], "values": tree}], "state": [[parameter's name, tree]], "other": [[key, tree]]}"""
+    """Return {"groups": [{"names": [...], "values": tree}], "state": [[parameter's name, tree]], "other": [[key,
+    tree]]}"""
     out: dict[str, Any] = {"groups": pack_groups(packer, what, optimizer, names)}
     if not state:
         return out
@@ -362,7 +364,7 @@ def _pack_optimizer(
 def pack_groups(
     packer: Packer, what: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Hyper-parameters of each group, with the names of its parameters."""
+    """Return the hyper-parameters of each group, with the names of its parameters."""
     return [
         {
             "names": [names[id(p)] for p in group["params"] if not hasattr(p, _TABLE)],
@@ -373,7 +375,7 @@ def pack_groups(
 
 
 def load_groups(unpacker: Unpacker, what: str, optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Hyper-parameters back into the groups; values that are tensors are changed in place."""
+    """Load hyper-parameters back into the groups; values that are tensors are changed in place."""
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{unpacker.what}: {what} has {len(groups)} groups of parameters there, and {len(optimizer.param_groups)} "
@@ -434,8 +436,8 @@ def _load_optimizer(
 
 
 def _placed(value: torch.Tensor, p: torch.Tensor, old: Any, on_cpu: bool) -> torch.Tensor:
-    """A tensor of an optimizer's state where it belongs; one that is there already is filled, so that its address
-    stays."""
+    """Return a tensor of an optimizer's state where it belongs; one that is there already is filled, so that its
+    address stays."""
     value = parts.as_owner(value, p)
     if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
         old.copy_(value)

@@ -1,4 +1,4 @@
-"""A member as the source of its state for others: snapshots, and what each step after them did.
+"""Gives a member's state to others: snapshots, and what each step after them did.
 
 The thread that trains comes by at each boundary of two steps (``boundary``), takes the snapshots that were asked for
 and keeps what the step did; threads of the data server hand both out. Training never waits for a follower: what is kept
@@ -52,7 +52,7 @@ logger = logging.getLogger("everstep.worker")
 
 
 class Snapshot:
-    """One that may be read. ``used_at``: last, in seconds of the monotonic clock."""
+    """Is a snapshot that may be read. ``used_at``: last, in seconds of the monotonic clock."""
 
     def __init__(self, number: int, mark: Mark, packed: Packed, origin: int, now: float) -> None:
         self.number, self.mark, self.packed, self.origin = number, mark, packed, origin
@@ -164,7 +164,7 @@ class StateSource:
         self._prune()
 
     def _prune(self) -> None:
-        """What no follower needs any more."""
+        """Drop what no follower needs any more."""
         if not self._followers:
             self._stop_tape("nobody followed")
             return
@@ -195,7 +195,7 @@ class StateSource:
             self._stop_tape("the source took over another state")
 
     def close(self) -> None:
-        """Whoever waits is told at once."""
+        """Close; whoever waits is told at once."""
         with self._lock:
             self._closed = True
             self._stop_tape("this worker ends")

@@ -1,4 +1,4 @@
-"""What a member of a group needs of where its script sits (``api.seat.Seat``)."""
+"""Says what a member of a group needs of where its script sits (``api.seat.WorkerRuntime``)."""
 
 from __future__ import annotations
 

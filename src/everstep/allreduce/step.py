@@ -1,4 +1,4 @@
-"""What the training step (``engine``) and the group (``session``) say to each other."""
+"""Says what the training step (``group_engine``) and the group (``session``) say to each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep.policies.step_split import StepCut, within
 
 
 class VoteOutcome(Enum):
-    """Of a vote."""
+    """Is the outcome of a vote."""
 
     COMMITTED = "committed"  # at every survivor: the optimizer may step
     REDO = "redo"  # at none: the step begins anew, perhaps divided anew
@@ -23,12 +23,12 @@ class VoteOutcome(Enum):
 
 class GroupWork(Protocol):
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the tensor holds the result. Raises an exception where the collective failed or was aborted."""
+        """Wait until the tensor holds the result. Raises an exception where the collective failed or was aborted."""
         ...
 
 
 class Collective(Protocol):
-    """A connected group. All members call the same things in the same order."""
+    """Is a connected group. All members call the same things in the same order."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class Collective(Protocol):
     """An all-reduce is added up in the host's memory, by gloo, wherever tensors are; the same at all members."""
 
     def allreduce(self, tensor: Any, op: str = "sum") -> GroupWork:
-        """In place, over a contiguous tensor; ``op``: sum, max, min. Begins at once, in the background."""
+        """Reduce in place, over a contiguous tensor; ``op``: sum, max, min. Begins at once, in the background."""
         ...
 
     def send(self, tensor: Any, peer: int) -> GroupWork: ...
@@ -44,11 +44,11 @@ class Collective(Protocol):
     def recv(self, tensor: Any, peer: int) -> GroupWork: ...
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Everybody's ``values``, as many at each member, by rank."""
+        """Return everybody's ``values``, as many at each member, by rank."""
         ...
 
     def exchange(self, tensor: Any) -> list[Any]:
-        """Everybody's ``tensor``, of one shape and type, by rank."""
+        """Return everybody's ``tensor``, of one shape and type, by rank."""
         ...
 
     def abort(self) -> None: ...
@@ -58,7 +58,7 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """One attempt at a step, as a process has to do it: what its leader can tell it (``units.Train``)."""
+    """Is one attempt at a step, as a process has to do it: what its leader can tell it (``units.Train``)."""
 
     number: int
     generation: int
@@ -74,7 +74,7 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepAttempt(StepWork):
-    """One attempt at a step, as this member has to do it, with its group."""
+    """Is one attempt at a step, as this member has to do it, with its group."""
 
     collective: Collective
     parts: tuple[tuple[int, int], ...] = ()  # logical workers: parts ``[a, b)`` of each member, by rank
@@ -83,8 +83,8 @@ class StepAttempt(StepWork):
     def of(
         cls, cut: StepCut, mark: Mark, generation: int, rank: int, collective: Collective, largest: int = 0
     ) -> StepAttempt:
-        """The step that ``cut`` (of ``policies.step_split``) means for the member at ``rank``; ``largest``: samples
-        that fit into it at once, 0: any number."""
+        """Return the step that ``cut`` (of ``policies.step_split``) means for the member at ``rank``; ``largest``:
+        samples that fit into it at once, 0: any number."""
         return cls(
             number=mark.step,
             generation=generation,
@@ -101,18 +101,18 @@ class StepAttempt(StepWork):
         )
 
     def work(self, micros: tuple[Micro, ...]) -> StepWork:
-        """This step for another process of the member."""
+        """Return this step for another process of the member."""
         facts = {f.name: getattr(self, f.name) for f in fields(StepWork)}
         return StepWork(**facts | {"micros": micros})
 
     @property
     def total(self) -> int:
-        """Samples of the step, over all members."""
+        """Return the samples of the step, over all members."""
         return self.hi - self.lo
 
     @property
     def mark(self) -> Mark:
-        """Of the state that this step begins with."""
+        """Return the mark of the state that this step begins with."""
         return Mark(self.number, self.dataset, self.epoch, self.lo)
 
 
@@ -122,8 +122,8 @@ def _parts(micros: tuple[Micro, ...]) -> tuple[int, int]:
 
 
 class BehindLoop(NamedTuple):
-    """Where a script is that stands behind its loop. ``last``: number of the state's last step; ``lr_factor``: of a
-    step that the present group would do; ``passing``: the state has this place behind it, and what the script does
+    """Says where a script is that stands behind its loop. ``last``: number of the state's last step; ``lr_factor``: of
+    a step that the present group would do; ``passing``: the state has this place behind it, and what the script does
     here is undone."""
 
     last: int
@@ -132,14 +132,14 @@ class BehindLoop(NamedTuple):
 
 
 class StepTables(Protocol):
-    """The tables of a job whose rows live on the ps, for engine and session; on the script's thread.
+    """Is the tables of a job whose rows live on the ps, for engine and session; on the script's thread.
 
     ``pushed``: of all steps below it everybody's pushes are acknowledged, as far as known here."""
 
     pushed: int
 
     def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
-        """Before a step at ``mark`` that would be ``cut``: own what was committed before to the ps, and learn where
+        """Own to the ps, before a step at ``mark`` that would be ``cut``, what was committed before, and learn where
         they are. Returns the position at which this step has to end at the latest; 0: anywhere. Raises CollectiveError
         where the group broke meanwhile."""
         ...
@@ -180,8 +180,8 @@ class StepTables(Protocol):
         ...
 
     def stepped_behind(self, optimizer: Any, lr_factor: float, last: int) -> None:
-        """The same behind the loop, whose last step was ``last``: the rest of an accumulation. Raises ScriptError if
-        there are gradients and no samples of them."""
+        """Step behind the loop, whose last step was ``last``: the rest of an accumulation. Raises ScriptError if there
+        are gradients and no samples of them."""
         ...
 
     def settle_behind(self) -> None:
@@ -205,7 +205,8 @@ class StepTables(Protocol):
         ...
 
     def close_step(self, step: StepAttempt) -> bool:
-        """After the script's part of a committed step. False: the group broke; the step is committed all the same."""
+        """Close a committed step, after the script's part of it. False: the group broke; the step is committed all the
+        same."""
         ...
 
 
@@ -218,7 +219,7 @@ class LeaveJob(Exception):
 
 
 class GroupSession(Protocol):
-    """The group, for the engine (``allreduce.session``). Called from the script's thread only."""
+    """Is the group, for the engine (``allreduce.session``). Called from the script's thread only."""
 
     before_end: Callable[[Any], None] | None
     """Called with the collective when all members are at the end of the loop. Raises CollectiveError."""

@@ -1,4 +1,5 @@
-"""What a step did to the state, so that someone else does the same to a copy of it: same bits, without the user's code.
+"""Records what a step did to the state, so that someone else does the same to a copy of it: same bits, without the
+user's code.
 
 What training does between the reduction and the optimizer (clipping, unscaling, a schedule) is the script's and is not
 known here. What arrives at torch's optimizer is: the gradients and hyper-parameters that its ``step`` is given. A
@@ -22,7 +23,7 @@ from everstep.model.group import Mark
 
 
 class Did(NamedTuple):
-    """One committed step, from mark ``before`` to ``mark``: a piece for each call of an optimizer, and the end."""
+    """Is one committed step, from mark ``before`` to ``mark``: a piece for each call of an optimizer, and the end."""
 
     before: Mark
     mark: Mark
@@ -33,7 +34,7 @@ class Did(NamedTuple):
         return sum(part.size_bytes for part in self.parts)
 
     def buffers(self) -> list[Any]:
-        """Headers and tensors in the order of the wire."""
+        """Return headers and tensors in the order of the wire."""
         return [piece for part in self.parts for piece in (part.header, part.body.numpy())]
 
 
@@ -84,7 +85,7 @@ class Recorder:
         self._parts.append(_packed(packer, self._state, {"step": [number, groups, gradients]}))
 
     def boundary(self) -> Did | None:
-        """At the end of each step, ``state.mark`` being the next one already: what it did; None: broken."""
+        """Return what a step did, at its end, ``state.mark`` being the next one already; None: broken."""
         state = self._state
         if self.broken:
             return None

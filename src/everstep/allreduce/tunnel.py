@@ -1,4 +1,4 @@
-"""Connections of a group between nodes, where everything between nodes is to be encrypted (``tls: all``).
+"""Connects a group between nodes, where everything between nodes is to be encrypted (``tls: all``).
 
 Gloo can neither encrypt nor tell who sends. So it never leaves its node: it listens on a loopback address, and where it
 would call a member of another node it calls an entry on loopback. The entry calls that member's door: TLS with the
@@ -41,14 +41,15 @@ _ACCEPT_S = 0.5
 
 
 class TunnelService(IntEnum):
-    """What a member offers behind its door."""
+    """Is what a member offers behind its door."""
 
     GLOO = 1
     VOTES = 2
 
 
 class TunnelDoor(NamedTuple):
-    """Where a member's tunnels end, and the key (32 bytes) that opens them. ``node``: its own; port 0: it has none."""
+    """Says where a member's tunnels end, and the key (32 bytes) that opens them. ``node``: its own; port 0: it has
+    none."""
 
     node: str = ""
     host: str = ""
@@ -57,7 +58,7 @@ class TunnelDoor(NamedTuple):
 
 
 class Tunnels:
-    """Of one member of one group. ``close`` at any time, from any thread; it ends all connections."""
+    """Holds the tunnels of one member of one group. ``close`` at any time, from any thread; it ends all connections."""
 
     def __init__(self, rank: int, secret: Secret, node: str, host: str) -> None:
         """Listens at ``host`` from now on. OSError: it cannot."""
@@ -80,11 +81,11 @@ class Tunnels:
         return f"<Tunnels of rank {self.rank}, {len(self._open)} sockets{' closed' if self._closed else ''}>"
 
     def far(self, door: TunnelDoor) -> bool:
-        """Whether the member with this door is on another node."""
+        """Return whether the member with this door is on another node."""
         return door.node != self.door.node
 
     def entry(self, peer: int, door: TunnelDoor, service: TunnelService) -> int:
-        """The port on loopback of a tunnel to what rank ``peer`` offers. OSError: there can be none."""
+        """Return the port on loopback of a tunnel to what rank ``peer`` offers. OSError: there can be none."""
         known = self._entries.get((peer, service))
         if known is None:
             listener = socket.create_server((ENTRY, 0))
@@ -101,7 +102,7 @@ class Tunnels:
     # ------------------------------------------------------------ threads
 
     def _start(self, run: Any, sock: socket.socket, *more: Any) -> None:
-        """``run(sock, *more)`` on a thread that has ``sock``."""
+        """Start ``run(sock, *more)`` on a thread that has ``sock``."""
         if not self._keep(sock):
             sock.close()
             return
@@ -142,7 +143,7 @@ class Tunnels:
     # ------------------------------------------------------------ our side of a call
 
     def _enter(self, listener: socket.socket, door: TunnelDoor, service: TunnelService) -> None:
-        """The one connection that gloo, or the exchange of votes, makes to this entry."""
+        """Take in the one connection that gloo, or the exchange of votes, makes to this entry."""
         accepted = self._accept(listener)
         self._end(listener)
         if accepted is None:

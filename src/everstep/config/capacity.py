@@ -1,4 +1,4 @@
-"""``--capacity``: where further machines come from, by name."""
+"""Parses ``--capacity``: the names of where further machines come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: Final = ("trace", "command")
 
 
 class CapacityName(NamedTuple):
-    """``kind``: one of ``KINDS``, or "" for this machine and whoever joins by hand. ``rest``: its file or words."""
+    """Names where machines come from. ``rest``: its file or words."""
 
     kind: str
     rest: str

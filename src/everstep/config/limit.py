@@ -1,4 +1,4 @@
-"""Limits of time that may be off: ``progress_timeout``."""
+"""Parses limits of time that may be off: ``progress_timeout``."""
 
 from __future__ import annotations
 

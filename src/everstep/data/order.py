@@ -51,7 +51,7 @@ def mix64s(x: UInt64s) -> UInt64s:
 
 
 def make_key(*parts: int) -> int:
-    """One 64-bit key from several numbers; the order of the parts matters."""
+    """Return one 64-bit key from several numbers; the order of the parts matters."""
     return extend_key(0, *parts)
 
 
@@ -101,7 +101,7 @@ def _feistel(x: UInt64s, n: int, key: int | UInt64s, inverse: bool) -> UInt64s:
 
 
 def permute(x: Int64s, n: int, key: int | UInt64s, *, inverse: bool = False) -> Int64s:
-    """The keyed permutation of ``[0, n)`` at ``x`` (int64 [m], each in ``[0, n)``); int64 [m].
+    """Return the keyed permutation of ``[0, n)`` at ``x`` (int64 [m], each in ``[0, n)``); int64 [m].
 
     ``key``: one number, or uint64 [m] for a different permutation per element.
     """
@@ -153,7 +153,7 @@ def window_shuffled(positions: Int64s, n: int, chunk: int, seed: int, epoch: int
 
 
 def sample_seeds(samples: Int64s, seed: int, epoch: int) -> Int64s:
-    """A seed in ``[0, 2**63)`` for each (sample, epoch), for augmentation: the same whoever reads the sample."""
+    """Return a seed in ``[0, 2**63)`` for each (sample, epoch), for augmentation: the same whoever reads the sample."""
     with np.errstate(over="ignore"):
         mixed = mix64s(samples.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(make_key(seed, epoch, 4)))
     return (mixed >> np.uint64(1)).astype(np.int64)

@@ -62,8 +62,8 @@ STREAMS: Final = RandomStreams()
 
 
 def range_seed(seed: int, epoch: int, lo: int, dataset: int = 0) -> int:
-    """The seed in ``[0, 2**63)`` of the streams in which the range that begins at ``lo`` of ``epoch`` is computed.
-    ``dataset``: the number of the dataset, where a script has several."""
+    """Return the seed in ``[0, 2**63)`` of the streams in which the range that begins at ``lo`` of ``epoch`` is
+    computed. ``dataset``: the number of the dataset, where a script has several."""
     return extend_key(_epoch_key(seed, dataset, epoch), lo, _RANGE) >> 1
 
 
@@ -118,7 +118,7 @@ class _States(NamedTuple):
         random.setstate(self.random)
 
     def moved(self) -> set[int]:
-        """The streams (0: torch, 1: numpy, 2: random) that were drawn from since then."""
+        """Return the streams (0: torch, 1: numpy, 2: random) that were drawn from since then."""
         now = _States.now()
         out = set()
         if not torch.equal(self.torch, now.torch):
@@ -200,5 +200,5 @@ def in_streams_of(seed: int, call: Callable[[], Any], watch: DrawWatch | None = 
 
 
 def batch_seed(seed: int, epoch: int, first: int) -> int:
-    """The seed of the streams in which the batch whose first sample is ``first`` is put together."""
+    """Return the seed of the streams in which the batch whose first sample is ``first`` is put together."""
     return make_key(seed, epoch, first, _BATCH) >> 1

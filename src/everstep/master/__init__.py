@@ -1,1 +1,1 @@
-"""The shell round the brain: server, journal, timers."""
+"""Is the shell round the brain: server, journal, timers."""

@@ -1,4 +1,4 @@
-"""``python -m everstep.master RUN_DIR``: started, and started again, by the agent of node0."""
+"""Runs ``python -m everstep.master RUN_DIR``: started, and started again, by the agent of node0."""
 
 from __future__ import annotations
 

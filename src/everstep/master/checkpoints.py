@@ -1,4 +1,4 @@
-"""The shell's part of checkpoints: when one is due, orders to the ps, manifests and deletions in a thread.
+"""Does the shell's part of checkpoints: when one is due, orders to the ps, manifests and deletions in a thread.
 
 Everything here may be lost and done again: what is wanted is in the brain's state, and it is said again every
 ``REASK_S`` to those ps that own a bucket without an image (they may have taken it over, or be new), and to a ps that
@@ -43,7 +43,8 @@ logger = logging.getLogger("everstep.master")
 
 
 class CheckpointKeeper:
-    """``tell(event)``: to the brain, by the journal. ``send(slot, order)``: to that ps, if it is connected;
+    """Sees to checkpoints: ``tell(event)`` goes to the brain, by the journal, ``send(slot, order)`` to that ps, if it
+    is connected, and ``send_worker`` to that worker. ``send(slot, order)``: to that ps, if it is connected;
     ``send_worker``: to that worker."""
 
     def __init__(
@@ -132,7 +133,7 @@ class CheckpointKeeper:
     # ------------------------------------------------------------ orders to the ps
 
     def order_images(self) -> None:
-        """To every ps that owns a bucket without an image."""
+        """Order snapshots from every ps that owns a partition without one."""
         brain, at = self._brain, self._now()
         writing, placement = brain.checkpoints.writing, brain.placement
         if writing is not None and (writing.manifest or writing.draft) is None and brain.replicated:
@@ -151,7 +152,7 @@ class CheckpointKeeper:
             self._send(slot, TakeImages(writing.number, writing.since, self._url))
 
     def _too_large(self) -> str:
-        """Why the model in the memory of the ps is not left where nobody asked for it; "": it is."""
+        """Return why the model in the memory of the ps is not left where nobody asked for it; "": it is."""
         seats = [seat.member for seat in self._brain.members.servers.values() if seat.running]
         total = int(sum(self._readings.of(m.key, m.incarnation).get("store_bytes", 0.0) for m in seats))
         return too_large(total) if self._limit and total > self._limit else ""
@@ -195,7 +196,7 @@ class CheckpointKeeper:
             self._tell(CheckpointCommitted(manifest.checkpoint, error))
 
     def _write(self, manifest: Manifest) -> str:
-        """In a thread: "" or why it cannot be written."""
+        """Write the manifest, in a thread: "" or why it cannot be written."""
         end = self._now() + COMMIT_S
 
         def attempt() -> None:
@@ -233,7 +234,8 @@ class CheckpointKeeper:
             logger.warning("old checkpoints %s stay: %s", list(checkpoints), error)
 
     def _sweep(self, place: StoragePlace, checkpoints: tuple[int, ...]) -> None:
-        """Files of checkpoints that never got a manifest. Raises StorageError, CheckpointError: nothing more goes."""
+        """Delete files of checkpoints that never got a manifest. Raises StorageError, CheckpointError: nothing more
+        goes."""
         folders = tuple(f"images/{number:06d}/" for number in checkpoints)
         paths = {path for path in place.sizes() if path.startswith(folders)}
         for number in list_checkpoints(place) if paths else []:

@@ -23,7 +23,7 @@ _REMEMBERED = 600  # beats of one ps
 
 
 class _Life:
-    """One process: beats not confirmed yet, ``(ticket, not before)``, and up to when all is."""
+    """Is one process: beats not confirmed yet, ``(ticket, not before)``, and up to when all is."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
@@ -33,7 +33,7 @@ class _Life:
 
 
 class Confirmations:
-    """``tell(event)``: to the brain, by the journal."""
+    """Confirms what all mirrors have; ``tell(event)`` goes to the brain, by the journal."""
 
     def __init__(self, brain: Brain, spec: JobSpec, tell: Callable[[FactType], object]) -> None:
         self._brain, self._tell = brain, tell

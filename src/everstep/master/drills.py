@@ -17,8 +17,8 @@ FOR_MAX_S = 86_400.0
 
 
 class Drills:
-    """``order(member, order)`` and ``order_agent(node, order)`` return whether somebody is there to get it. Soft state;
-    a drill ends by itself at the member, also when the master is gone, and with its process."""
+    """Passes drills on: ``order(member, order)`` and ``order_agent(node, order)`` return whether somebody is there to
+    get it. Soft state; a drill ends by itself at the member, also when the master is gone, and with its process."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ class _Case(msgspec.Struct):
 
 
 class Hangs:
-    """``reach(node, order)``: whether that agent is there to hear it. ``note``: for people."""
+    """Finds scripts without progress; ``reach(node, order)``: whether that agent is there to hear it, ``note``: for
+    people. ``note``: for people."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Hangs:
                 self._note(at, str(key), Decision("stack", line))
 
     def complete(self, event: MemberSilent) -> MemberSilent:
-        """With the place in its reason."""
+        """Complete the event with the place in its reason."""
         case = self._cases.get(MemberKey(event.role, event.slot))
         if not event.why or case is None or case.incarnation != event.incarnation or not case.place:
             return event

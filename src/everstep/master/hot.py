@@ -20,7 +20,8 @@ _PREFIX = "load."
 
 
 class HotKeeper:
-    """``tell(event)``: to the brain, by the journal. Soft state: a new master looks anew."""
+    """Sees to hot partitions; ``tell(event)`` goes to the brain, by the journal. Soft state: a new master looks
+    anew."""
 
     def __init__(self, brain: Brain, readings: Readings, tell: Callable[[FactType], object]) -> None:
         self._brain, self._readings, self._tell = brain, readings, tell
@@ -48,7 +49,7 @@ class HotKeeper:
             self._tell(HotBuckets(tuple(moves), tuple(rows.items())))
 
     def _loads(self, at: float) -> dict[Slot, PsLoad]:
-        """Of all ps of the map; empty while one of them has not told."""
+        """Return the loads of all ps of the map; empty while one of them has not told."""
         placement = self._brain.placement
         assert placement is not None
         out: dict[Slot, PsLoad] = {}

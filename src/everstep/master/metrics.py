@@ -46,7 +46,7 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: it does not (yet)."""
+        """Return where it listens; 0: it does not (yet)."""
         sockets = self._server.sockets if self._server is not None else ()
         return int(sockets[0].getsockname()[1]) if sockets else 0
 
@@ -95,7 +95,7 @@ class MetricsServer:
                 writer.close()
 
     def answer(self, head: bytes) -> bytes:
-        """The whole answer to a request (its head, to the empty line)."""
+        """Return the whole answer to a request (its head, to the empty line)."""
         first, *headers = head.decode("latin-1").split("\r\n")
         parts = first.split(" ")
         if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
@@ -130,7 +130,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _token(path: Path) -> str:
-    """The one of an earlier master, or a new one. Raises PlatformError."""
+    """Return the one of an earlier master, or a new one. Raises PlatformError."""
     try:
         with contextlib.suppress(FileNotFoundError):
             if (known := path.read_text().strip()) != "":

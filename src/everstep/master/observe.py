@@ -1,4 +1,4 @@
-"""What the master sees of its members' speed: beats in, ``Observations`` for policies, top and metrics out.
+"""Holds what the master sees of its members' speed: beats in, ``Observations`` for policies, top and metrics out.
 
 Soft state: a new master has seen nothing yet.
 """
@@ -36,7 +36,7 @@ _MEMBERS_MAX = 4096  # of hardware classes remembered
 
 
 class MemberLine(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line of ``members.jsonl``: one member over one short window. Times are seconds."""
+    """Is one line of ``members.jsonl``: one member over one short window. Times are seconds."""
 
     at: float
     member: str
@@ -56,7 +56,7 @@ class MemberLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Observer:
-    """``take`` the beats, then ``observe``; ``tick`` writes the history."""
+    """Observes members: ``take`` the beats, then ``observe``; ``tick`` writes the history."""
 
     def __init__(self, brain: Brain, readings: Readings, watch: HeartbeatWatch, run_dir: Path) -> None:
         self._brain, self._readings, self._watch = brain, readings, watch
@@ -113,7 +113,7 @@ class Observer:
     # ------------------------------------------------------------ out
 
     def observe(self, at: float, span_s: float = 0.0) -> Observations:
-        """The whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
+        """Return the whole job as it is seen at ``at``; ``span_s``: of workers, in place of the short window."""
         brain = self._brain
         members, spec = brain.members, brain.job.spec
         seats = [seat for _, seat in sorted(members.workers.items()) if _up(seat)]
@@ -193,7 +193,7 @@ class Observer:
         return windows.last.get(name, 0.0) if windows is not None else 0.0
 
     def _remaining_samples(self) -> int:
-        """Of the epochs that were asked for so far."""
+        """Return the samples that remain of the epochs that were asked for so far."""
         total = sum(d.epochs_known * d.plan.samples for d in self._brain.shards.datasets)
         return max(0, total - self._readings.samples_done(self._brain, self._watch))
 
@@ -203,7 +203,7 @@ def _up(seat: SlotRecord) -> bool:
 
 
 def _line(at: float, seen: WorkerSeen | ServerSeen, **own: Any) -> MemberLine:
-    """``own``: what only its role has."""
+    """Return a member's line; ``own``: what only its role has."""
     return MemberLine(
         at=round(at, 3),
         member=str(seen),

@@ -1,4 +1,5 @@
-"""The shell's part of policies: shows the job to the chosen one once a window, and takes its plans to the brain.
+"""Does the shell's part of policies: it shows the job to the chosen one once a window, and takes its plans to the
+brain.
 
 The first look is when every worker has told what it takes: whoever is slow from the beginning is known then. A later
 one waits a little for readings that are new, where steps take longer than windows; not while a step under way already
@@ -47,8 +48,9 @@ LIMIT_S = 10.0
 
 
 class PolicyKeeper:
-    """``observe(at, span_s)``: what was seen, over windows of ``window_s`` seconds, of workers over ``span_s``.
-    ``tell(event)``: to the brain. ``made()``, on any thread: a call has come to its end, so ``tick``."""
+    """Asks the policy: ``observe(at, span_s)`` gives what was seen, over windows of ``window_s`` seconds, of workers
+    over ``span_s``. ``tell(event)``: to the brain. ``made()``, on any thread: a call has come to its end, so
+    ``tick``."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class PolicyKeeper:
             ).start()
 
     def _due(self, at: float) -> Observations | None:
-        """What the policy is shown now; None: nothing yet."""
+        """Return what the policy is shown now; None: nothing yet."""
         self._peek_at = at + PEEK * self._window_s
         if at < self._look_at and self._known:
             self._peek_at = self._look_at
@@ -126,7 +128,7 @@ class PolicyKeeper:
         return seen if at >= self._look_at + (0.0 if new else PATIENCE * self._window_s) else None
 
     def _news(self, seen: WorkerSeen) -> bool:
-        """The step that it computes takes clearly longer than was known at the last look."""
+        """Return whether the step that it computes takes clearly longer than was known at the last look."""
         told_s = self._told.get((seen.slot, seen.incarnation), 0.0)
         return seen.short.under_way and seen.short.per_sample_s >= told_s * NEWS
 
@@ -139,7 +141,7 @@ class PolicyKeeper:
         self._say_made()
 
     def _ask(self, seen: Observations, state: Any) -> tuple[Plan | None, Any, str]:
-        """A plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
+        """Return a plan that can be followed, the policy's new state, and what is wrong with the plan; "": nothing."""
         if self._policy is None:
             self._policy = load(self._spec.policy, Path(self._spec.script).parent)
         returned = self._policy(seen, state)
@@ -151,7 +153,7 @@ class PolicyKeeper:
         return plan, state, refuse(plan, seen) if plan is not None else ""
 
     def _take(self, at: float, plan: Plan | None, state: Any, error: str) -> None:
-        """What a call came to."""
+        """Take in what a call came to."""
         self._state = state
         if error:
             self._disable(at, line(error))
@@ -163,8 +165,8 @@ class PolicyKeeper:
 
 
 def load(name: str, folder: Path) -> Policy:
-    """The policy of this name; ``module:callable`` is found beside the training script (``folder``), or where Python
-    finds modules. Raises what importing raises, AttributeError, TypeError."""
+    """Return the policy of this name; ``module:callable`` is found beside the training script (``folder``), or where
+    Python finds modules. Raises what importing raises, AttributeError, TypeError."""
     name = RENAMED_POLICIES.get(name, name)  # (job.json of a job of before)
     if name in SHIPPED:
         return SHIPPED[name]
@@ -178,7 +180,7 @@ def load(name: str, folder: Path) -> Policy:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the policy's own that raised, as " (mine.py, line 7)"; "": nobody's, or it says so itself."""
+    """Return the line of the policy's own that raised, as " (mine.py, line 7)"; "": nobody's, or it says so itself."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # (the first one is ours)
     own = [f for f in frames if not f.filename.startswith("<") and f.filename not in (__file__, importlib.__file__)]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -208,8 +210,8 @@ def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
 
 
 def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, tuple[WorkerSeen, ...]]:
-    """Samples of a step, of the loader's batch, and the members of the group with their part in a step. Who is not in
-    the group, or lacks a reading of it, leaves nothing to divide: then the step counts as none."""
+    """Return the samples of a step, of the loader's batch, and the members of the group with their part in a step. Who
+    is not in the group, or lacks a reading of it, leaves nothing to divide: then the step counts as none."""
     groups, group, control = brain.groups, brain.state.groups.group, brain.state.control
     by_process = {(w.slot, w.incarnation): w for w in workers}
     if group is None or group.hold or not all((m.slot, m.incarnation) in by_process for m in group.members):
@@ -228,8 +230,8 @@ def _divided(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, t
 
 
 def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int, tuple[WorkerSeen, ...]]:
-    """The same in mode ps, sync. Who has told no batch of its loader yet, or steps less often than once a batch (then
-    ``accum``, as it told it, is more than 1), leaves nothing to divide."""
+    """Return the same in mode ps, sync. Who has told no batch of its loader yet, or steps less often than once a batch
+    (then ``accum``, as it told it, is more than 1), leaves nothing to divide."""
     if not workers or any(w.loader_batch <= 0 or w.accum > 1 for w in workers):
         return 0, 0, workers
     told = {p.slot: p for p in portions(brain.state.control, {w.slot: w.incarnation for w in workers})}
@@ -243,8 +245,8 @@ def _divided_ps(brain: Brain, workers: tuple[WorkerSeen, ...]) -> tuple[int, int
 
 
 def _passes(samples: int, wanted: int, fits: int) -> tuple[int, int]:
-    """In how many passes a worker computes its samples of a step, and of how many samples the largest is: in more than
-    ``wanted`` where they would not fit (``fits``; 0: unknown)."""
+    """Return in how many passes a worker computes its samples of a step, and of how many samples the largest is: in
+    more than ``wanted`` where they would not fit (``fits``; 0: unknown)."""
     passes = max(1, wanted)
     micro = -(-samples // passes)
     if 0 < fits < micro:

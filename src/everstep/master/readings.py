@@ -27,7 +27,7 @@ VALUE_NAME_MAX = 200  # characters
 
 
 class MetricsLine(msgspec.Struct, kw_only=True):
-    """One line of ``metrics.jsonl``. ``retried``: batches computed again, by ``slot.incarnation`` of the worker."""
+    """Is one line of ``metrics.jsonl``. ``retried``: batches computed again, by ``slot.incarnation`` of the worker."""
 
     at: float
     samples_done: int
@@ -43,7 +43,7 @@ _metrics_line_decoder = msgspec.json.Decoder(MetricsLine)
 
 
 class SummaryFile(msgspec.Struct, kw_only=True):
-    """``summary.json``: how the job ended."""
+    """Is ``summary.json``: how the job ended."""
 
     job: str
     phase: str
@@ -69,8 +69,8 @@ class SummaryFile(msgspec.Struct, kw_only=True):
 
 
 class Progress:
-    """How far a number of things to do has come since it was nothing last. ``share``: of them, 0.0 to 1.0; ``left_s``:
-    so long the rest takes at the pace until now, -1.0: not known."""
+    """Says how far a number of things to do has come since it was nothing last. ``share``: of them, 0.0 to 1.0;
+    ``left_s``: so long the rest takes at the pace until now, -1.0: not known."""
 
     def __init__(self) -> None:
         self.share, self.left_s = 0.0, -1.0
@@ -81,7 +81,7 @@ class Progress:
         return f"<progress {self._total - self._left} of {self._total}>"
 
     def look(self, left: int, at: float) -> None:
-        """``left``: what is still to do, ``at`` (seconds)."""
+        """Look at the progress; ``left``: what is still to do, ``at`` (seconds)."""
         if not self._left and left:
             self._total, self._began_at = 0, at
         self._total += max(0, left - self._left)
@@ -92,7 +92,7 @@ class Progress:
 
 
 class Readings:
-    """Newest readings by member, values the script reported, counters that outlive their worker."""
+    """Holds the newest readings by member, values the script reported, counters that outlive their worker."""
 
     def __init__(self, run_dir: Path) -> None:
         self.values: dict[str, float] = {}
@@ -122,7 +122,7 @@ class Readings:
                     self.samples_told = max(self.samples_told, line.samples_done)
 
     def reported(self, values: dict[str, float]) -> None:
-        """What a script said with ``job.report``, newest of each name; of so many names as people can read."""
+        """Take in what a script said with ``job.report``, newest of each name; of so many names as people can read."""
         for name, value in values.items():
             if name in self.values or (len(self.values) < VALUES_MAX and len(name) <= VALUE_NAME_MAX):
                 self.values[name] = value
@@ -146,7 +146,7 @@ class Readings:
     # ------------------------------------------------------------ views
 
     def samples_done(self, brain: Brain, watch: HeartbeatWatch) -> int:
-        """Samples of done shards, plus what the workers say of those that they hold."""
+        """Return the samples of done shards, plus what the workers say of those that they hold."""
         return brain.shards.samples_done + sum(
             max(0, watch.position(held.no, held.start) - held.start) for held in brain.doing()
         )
@@ -184,7 +184,7 @@ class Readings:
         )
 
     def measured(self, brain: Brain, watch: HeartbeatWatch, at: float) -> Measured:
-        """What the read model has beside the brain, but for what only the master's shell knows."""
+        """Return what the read model has beside the brain, but for what only the master's shell knows."""
         levels = self._look_at_protection(brain, at)
         done = self.samples_done(brain, watch)
         self.samples_told = max(self.samples_told, done)
@@ -202,8 +202,8 @@ class Readings:
         )
 
     def _look_at_protection(self, brain: Brain, at: float) -> dict[str, int] | None:
-        """Partitions by the losses that they survive, counted anew when the books of it have changed; how far what
-        moves has come is counted by looking. None: nothing is protected."""
+        """Return the partitions by the losses that they survive, counted anew when the books of it have changed; how
+        far what moves has come is counted by looking. None: nothing is protected."""
         placement, keeper = brain.placement, brain.keeper
         if placement is None or not is_protected(brain):
             return None

@@ -1,4 +1,4 @@
-"""The shell round the brain: request -> event -> brain -> journal -> durable -> answers and orders.
+"""Is the shell round the brain: request -> event -> brain -> journal -> durable -> answers and orders.
 
 One asyncio loop owns brain, watch and connections; only the journal's writer has a thread of its own. Nobody hears
 of an event before it is durable: answers and orders wait in ``_undurable``, in the order of their events. Heartbeats
@@ -107,7 +107,8 @@ _OK = Ok()
 
 
 class Clock:
-    """Seconds since the epoch that never go back, also across masters, and follow the monotonic clock meanwhile."""
+    """Tells seconds since the epoch that never go back, also across masters, and follow the monotonic clock
+    meanwhile."""
 
     def __init__(self, not_before: float) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
@@ -140,7 +141,7 @@ class LineFile:
 
 
 class Master:
-    """One master. ``run`` serves until the job is over and returns the exit status of the process."""
+    """Is one master. ``run`` serves until the job is over and returns the exit status of the process."""
 
     def __init__(self, run_dir: Path, spec: JobSpec, secret: Secret) -> None:
         self.run_dir, self.spec = run_dir, spec
@@ -328,8 +329,8 @@ class Master:
         self.pace.handled()
 
     def _failed_on(self, error: BrainError, future: asyncio.Future[Answer] | None) -> None:
-        """The brain raised. The event is not journaled; what handling it changed is undone by what the journal has. Who
-        sent it is refused."""
+        """Undo an event on which the brain raised. The event is not journaled; what handling it changed is undone by
+        what the journal has. Who sent it is refused."""
         event = error.event
         asked = escaped(str(self._asking))
         logger.error("the brain failed on %s, asked by %s", escaped(repr(event)), asked, exc_info=error.__cause__)
@@ -405,7 +406,7 @@ class Master:
                 self._finish_job(instruction)
 
     def _order(self, peer: Peer | None, order: wire.OrderType) -> None:
-        """To whoever is connected; the others hear of it at their next hello."""
+        """Send an order to whoever is connected; the others hear of it at their next hello."""
         if peer is not None and not peer.closed:
             peer.send(order)
 
@@ -473,7 +474,7 @@ class Master:
 
     @property
     def _peer(self) -> Peer:
-        """Who asks what is being handled."""
+        """Return who asks what is being handled."""
         assert self._asking is not None
         return self._asking[0]
 
@@ -557,7 +558,7 @@ class Master:
         return _OK
 
     def _vouched(self, node: NodeId, r: wire.Beat, at: float) -> None:
-        """An agent's word of its own processes; of others' it says nothing."""
+        """Take in an agent's word of its own processes; of others' it says nothing."""
         for role, slot, incarnation, cpu_s in r.runs:
             seat = self.brain.members.current(role, slot, incarnation)
             if seat is not None and seat.member.node == node:
@@ -590,7 +591,7 @@ class Master:
         return self._submit(msgspec.structs.replace(r, progress=self._progress(r.role, r.slot)), sender)
 
     def _progress(self, role: Role, slot: Slot) -> tuple[tuple[LeaseNo, int], ...]:
-        """What the process in this slot last told of its leases."""
+        """Return what the process in this slot last told of its leases."""
         seat = self.brain.members.of(role).get(slot)
         if seat is None:
             return ()
@@ -607,7 +608,7 @@ class Master:
             del self._agents[NodeId(peer.tag)]
 
     def view(self, speed: bool) -> JobView:
-        """The read model: all that is shown of the job. ``speed``: also how fast its members are."""
+        """Return the read model: all that is shown of the job. ``speed``: also how fast its members are."""
         at, windows = self.clock.now(), self.observer.windows
         measured = msgspec.structs.replace(
             self.readings.measured(self.brain, self.watch, at),
@@ -621,7 +622,7 @@ class Master:
         return make_job_view(self.brain, at, measured, seen)
 
     def _page(self) -> str:
-        """For the endpoint of metrics."""
+        """Return the page for the endpoint of metrics."""
         page = MetricsPage(self._counted)
         page.fill(self.view(speed=True))
         return page.text()
@@ -722,6 +723,6 @@ def serve(run_dir: Path) -> int:
 
 
 def _say(error: EverstepError) -> None:
-    """In the log, which may lie on the very disk that is full."""
+    """Log a line, in a log which may lie on the very disk that is full."""
     with contextlib.suppress(OSError):
         print(f"everstep: {error}", file=sys.stderr, flush=True)

@@ -16,7 +16,8 @@ SAID_AFTER_S = 10.0
 
 
 class Stalls:
-    """Fed with each worker's heartbeats (``stalled_ps``, ``stalled_s``; see api/worker_readings.py)."""
+    """Finds workers that wait in vain; it is fed with each worker's heartbeats (``stalled_ps``, ``stalled_s``; see
+    api/ps_engine.py)."""
 
     def __init__(self) -> None:
         self._said: dict[MemberKey, tuple[Incarnation, int, float]] = {}  # life, the ps, longest so far
@@ -25,7 +26,7 @@ class Stalls:
         return f"<stalls of {len(self._said)} workers>"
 
     def beat(self, key: MemberKey, incarnation: Incarnation, readings: Mapping[str, float]) -> Decision | None:
-        """What is to be told of this worker now, if anything."""
+        """Return what is to be told of this worker now, if anything."""
         slot, waited_s = int(readings.get("stalled_ps", -1)), readings.get("stalled_s", 0.0)
         said = self._said.get(key)
         if said is not None and said[0] != incarnation:

@@ -1,4 +1,5 @@
-"""The key-value store over which members of a group find each other: in memory, bounded, gone with its generation."""
+"""Is the key-value store over which members of a group find each other: in memory, bounded, gone with its
+generation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Place = tuple[int, str]  # generation, attempt
 
 
 class _Waiter:
-    """One request that waits for ``missing`` keys."""
+    """Is one request that waits for ``missing`` keys."""
 
     __slots__ = ("future", "keys", "missing", "place", "timer")
 
@@ -30,7 +31,7 @@ class _Waiter:
 
 
 class StoreServer:
-    """``set`` and ``get`` as the requests StoreSet and StoreGet want it. For one asyncio loop."""
+    """Stores keys: ``set`` and ``get`` are as the requests StoreSet and StoreGet want it. For one asyncio loop."""
 
     def __init__(self) -> None:
         self._values: dict[Place, dict[str, bytes]] = {}
@@ -66,7 +67,7 @@ class StoreServer:
     def get(
         self, generation: int, attempt: str, keys: Sequence[str], wait_s: float
     ) -> StoreValues | Refused | asyncio.Future[StoreValues]:
-        """All of ``keys``, as soon as they are there; those that are after ``wait_s`` seconds."""
+        """Return all of ``keys``, as soon as they are there; those that are after ``wait_s`` seconds."""
         if generation < self._oldest:
             return Refused(f"generation {generation} is over")
         if not math.isfinite(wait_s):

@@ -1,4 +1,4 @@
-"""Machines that come and go: what may be had, what is held, and what became of it."""
+"""Describes machines that come and go: what may be had, what is held, and what became of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Market(StrEnum):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Machines of one kind that a platform has now.
+    """Is the machines of one kind that a platform has now.
 
     ``hardware``: the class of the machine, as prices name it. ``price``: USD for an hour of one machine; None: not
     known, which is not zero. ``count``: how many can be had."""
@@ -30,7 +30,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """One machine that the job holds from now on.
+    """Is one machine that the job holds from now on.
 
     ``node``: the name of its agent. ``recorded_s``: when that was in the recording, in seconds since its start; None
     where nothing is played."""
@@ -60,7 +60,7 @@ CapacityNews = Grant | Warned | Gone
 
 
 class CapacityStep(StrEnum):
-    """What became of a machine."""
+    """Says what became of a machine."""
 
     GRANTED = "granted"
     WARNED = "warned"
@@ -69,7 +69,7 @@ class CapacityStep(StrEnum):
 
 
 def offer_words(offer: Offer) -> str:
-    """``v100 in us-east-1f, spot, 0.918 USD/h``."""
+    """Return an offer in words: ``v100 in us-east-1f, spot, 0.918 USD/h``."""
     where = f" in {offer.zone}" if offer.zone else ""
     price = f", {offer.price:.4g} USD/h" if offer.price is not None else ""
     return f"{offer.hardware or 'a machine'}{where}, {offer.market.value.replace('_', '-')}{price}"

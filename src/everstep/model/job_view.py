@@ -1,4 +1,4 @@
-"""The read model: everything that is shown of a job, in one struct.
+"""Is the read model: everything that is shown of a job, in one struct.
 
 The master makes a :class:`JobView` (``monitor.viewer``). ``everstep status``, ``everstep top``, the display of a run,
 the metrics and the head of ``everstep explain`` are made of it, and know nothing else. A fact has one name here, and
@@ -37,7 +37,7 @@ RUNNING_STATES = (ShownState.STARTING, *UP_STATES)
 
 
 class MemberView(msgspec.Struct, frozen=True):
-    """The process that fills a slot, or the last one that did.
+    """Shows the process that fills a slot, or the last one that did.
 
     - ``role``: of the slot [one of master, worker, ps]
     - ``slot``: of its role [number]
@@ -83,7 +83,7 @@ class MemberView(msgspec.Struct, frozen=True):
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """A node and what runs on it.
+    """Shows a node and what runs on it.
 
     - ``node``: its name [text]
     - ``host``: the machine that it stands on [text]
@@ -102,7 +102,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class EpochView(msgspec.Struct, frozen=True):
-    """One epoch of one dataset, in shards.
+    """Shows one epoch of one dataset, in shards.
 
     - ``dataset``: its name [text]
     - ``epoch``: from 0 [number]
@@ -127,7 +127,7 @@ class EpochView(msgspec.Struct, frozen=True):
 
 
 class ShardsView(msgspec.Struct, frozen=True):
-    """Shards of the newest epoch of each dataset together.
+    """Counts the shards of the newest epoch of each dataset together.
 
     - ``todo``: that nobody works on [shards]
     - ``doing``: that workers hold [shards]
@@ -142,7 +142,7 @@ class ShardsView(msgspec.Struct, frozen=True):
 
 
 class PlacementView(msgspec.Struct, frozen=True):
-    """Which ps owns which partition.
+    """Shows which ps owns which partition.
 
     - ``version``: of the map; 0: there is none yet [number]
     - ``partitions``: of the job [partitions]
@@ -155,7 +155,7 @@ class PlacementView(msgspec.Struct, frozen=True):
 
 
 class ProtectionView(msgspec.Struct, frozen=True):
-    """What partitions survive now, and what is on its way.
+    """Shows what partitions survive now, and what is on its way.
 
     - ``parity``: as the job was started, e.g. 4+1 [text]
     - ``protect``: when a push is acknowledged [one of acked, eager]
@@ -184,7 +184,7 @@ class ProtectionView(msgspec.Struct, frozen=True):
 
 
 class CheckpointView(msgspec.Struct, frozen=True):
-    """Checkpoints of the job.
+    """Shows the checkpoints of the job.
 
     - ``newest``: that is complete; 0: none [number]
     - ``at``: when that one was taken [seconds since 1970]
@@ -211,7 +211,7 @@ class CheckpointView(msgspec.Struct, frozen=True):
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """The group of mode allreduce.
+    """Shows the group of mode allreduce.
 
     - ``generation``: how often its members have changed [number]
     - ``members``: that train together [processes]
@@ -236,7 +236,7 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """What the job's policy wanted last.
+    """Shows what the job's policy wanted last.
 
     - ``version``: plans that were taken so far [plans]
     - ``last``: the decision of the last one; "": there was none [text]
@@ -251,8 +251,8 @@ class PlanView(msgspec.Struct, frozen=True):
 
 
 class ProcessCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has counted since it began, by its last beat; None: it has not said. They begin anew with each
-    incarnation.
+    """Has what one process has counted since it began, by its last beat; None: it has not said. They begin anew with
+    each incarnation.
 
     - ``role``: of the process [one of worker, ps]
     - ``slot``: that it fills [number]
@@ -287,7 +287,7 @@ class ProcessCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """How slow a member is, and why.
+    """Says how slow a member is, and why.
 
     - ``member``: its role and slot, e.g. worker:1 [text]
     - ``slowness``: times the median of its peers of the same hardware class; 0: nothing to judge by [ratio]
@@ -306,7 +306,7 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class RunningDrill(msgspec.Struct, frozen=True):
-    """A member that ``everstep chaos`` made slow, or stopped.
+    """Is a member that ``everstep chaos`` made slow, or stopped.
 
     - ``target``: the member [text]
     - ``what``: is done to it [one of slow, stop]
@@ -321,7 +321,7 @@ class RunningDrill(msgspec.Struct, frozen=True):
 
 
 class SpeedView(msgspec.Struct, frozen=True):
-    """How fast the members are: what policies see, and what is made of it.
+    """Shows how fast the members are: what policies see, and what is made of it.
 
     - ``seen``: what policies see, over the short and the long window [readings]
     - ``judged``: members that are up, slowest first [members]
@@ -338,7 +338,7 @@ class SpeedView(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True, tag="job_view"):
-    """A job at one moment.
+    """Shows a job at one moment.
 
     - ``job``: its name [text]
     - ``mode``: how it trains [one of ps, allreduce]

@@ -404,8 +404,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
 
 
 class FetchLog(msgspec.Struct, frozen=True, tag="tail"):
-    """From the new owner of ``bucket`` to a ps with another mirror of it: from now on take differences of it
-    from me only
+    """Tells a ps with another mirror of ``bucket``, from its new owner: from now on take differences of it from me only
     (you have placement ``version`` or newer, else Moved), and give me those after ``seq``. Answer: Tailed."""
 
     version: Whole
@@ -417,10 +416,9 @@ class FetchLog(msgspec.Struct, frozen=True, tag="tail"):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
-    """From the new owner (its move mirror complete) to the old, living owner: stop serving ``bucket``, let all
-    its mirrors
-    confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop it.
-    Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
+    """Tells the old, living owner, from the new one (its move mirror complete): stop serving ``bucket``, let all its
+    mirrors confirm everything, then answer with its last seq (-1: it is not here). ``done``: the new owner has it, drop
+    it. Idempotent. Answer: HandedOver | Moved (also: not all is confirmed yet, ask again) | Bad."""
 
     version: Whole
     bucket: BucketId

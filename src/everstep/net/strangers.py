@@ -26,7 +26,7 @@ Drop = Callable[[], None]
 
 
 class Strangers:
-    """Places for connections that have not proved themselves. Used from any thread."""
+    """Gives places to connections that have not proved themselves. Used from any thread."""
 
     def __init__(self, most: int) -> None:
         self.most = most

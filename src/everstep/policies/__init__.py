@@ -1,1 +1,1 @@
-"""Pure choices over facts."""
+"""Makes pure choices over facts."""

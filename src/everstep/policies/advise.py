@@ -1,4 +1,4 @@
-"""Which protection costs least, for given numbers.
+"""Works out which protection costs least, for given numbers.
 
 Everything is a share of training time lost. With write time ``W = bytes / bandwidth``, share ``s`` of it that training
 loses, mean time between losses of a ps ``M``, restart time ``R`` and read time ``L``:
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """What is known of a job. Seconds, bytes, bytes a second; shares from 0 to 1."""
+    """Holds what is known of a job. Seconds, bytes, bytes a second; shares from 0 to 1."""
 
     table_bytes: float
     bandwidth: float  # of the storage, for the whole job
@@ -56,8 +56,8 @@ class Case(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to protect a job. ``loss``: share of training time; ``interval_s`` 0: no checkpoints; ``memory``: bytes
-    held for each byte of rows; ``parts``: what the loss is made of."""
+    """Is one way to protect a job. ``loss``: share of training time; ``interval_s`` 0: no checkpoints; ``memory``:
+    bytes held for each byte of rows; ``parts``: what the loss is made of."""
 
     name: str
     loss: float
@@ -71,12 +71,12 @@ class Option(NamedTuple):
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
-    """``sqrt(2 C M)``, in seconds."""
+    """Return ``sqrt(2 C M)``, in seconds."""
     return math.sqrt(2.0 * cost_s * mtbf_s)
 
 
 def checkpoint_loss(cost_s: float, write_s: float, restore_s: float, mtbf_s: float) -> tuple[float, dict[str, float]]:
-    """The best interval in seconds, and what is lost by what, as shares of the time."""
+    """Return the best interval in seconds, and what is lost by what, as shares of the time."""
     interval_s = max(young_interval(cost_s, mtbf_s), write_s, 1e-9)
     parts = {
         "writing": cost_s / interval_s,
@@ -87,7 +87,7 @@ def checkpoint_loss(cost_s: float, write_s: float, restore_s: float, mtbf_s: flo
 
 
 def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> Option:
-    """``mtbf_s``: between the losses that need them, if not all do."""
+    """Return what checkpoints cost; ``mtbf_s``: between the losses that need them, if not all do."""
     full_s = case.table_bytes / case.bandwidth
     n, f = (case.base_every, case.changed) if incremental else (0, 1.0)
     write_s = full_s * (1.0 + n * f) / (n + 1.0)
@@ -100,7 +100,7 @@ def checkpoints(case: Case, incremental: bool, mtbf_s: float | None = None) -> O
 
 
 def coded(case: Case, k: int, m: int) -> Option:
-    """Parity k+m; ``1+1`` is a replica. Incremental checkpoints behind it for what goes beyond."""
+    """Return what parity k+m costs; ``1+1`` is a replica. Incremental checkpoints behind it for what goes beyond."""
     constant = case.replica if k == 1 else case.parity * m
     rebuild_s = case.table_bytes / case.ps * k / case.network
     parts = {
@@ -118,7 +118,8 @@ def coded(case: Case, k: int, m: int) -> Option:
 
 
 def partial_rollback(case: Case) -> Option:
-    """Full checkpoints as often as ``may_lose`` asks for; the updates since the newest one are lost with a ps."""
+    """Return what full checkpoints cost as often as ``may_lose`` asks for; the updates since the newest one are lost
+    with a ps."""
     write_s = case.table_bytes / case.bandwidth
     interval_s = max(2.0 * case.may_lose * case.ps * case.mtbf_s, write_s, 1e-9)
     parts = {
@@ -134,15 +135,15 @@ def updates_lost(case: Case, interval_s: float) -> float:
 
 
 def options(case: Case, codes: tuple[tuple[int, int], ...] = ((1, 1), (4, 1), (4, 2))) -> list[Option]:
-    """All that the number of ps allows, the cheapest first."""
+    """Return all that the number of ps allows, the cheapest first."""
     found = [checkpoints(case, incremental=False), checkpoints(case, incremental=True)]
     found += [coded(case, k, m) for k, m in codes if k + m <= case.ps]
     return sorted(found, key=lambda option: option.loss)
 
 
 def break_even_mtbf_s(case: Case, k: int, m: int) -> float:
-    """Below this time between losses, parity k+m costs less than incremental checkpoints, above it more. 0: it never
-    costs less; inf: always (up to 10**9 s)."""
+    """Return the time between losses below which parity k+m costs less than incremental checkpoints, and above which
+    more. 0: it never costs less; inf: always (up to 10**9 s)."""
 
     def pays(mtbf_s: float) -> bool:
         at = case._replace(mtbf_s=mtbf_s)
@@ -160,8 +161,8 @@ def break_even_mtbf_s(case: Case, k: int, m: int) -> float:
 
 
 def break_even_bytes(case: Case, k: int, m: int) -> float:
-    """Above so many table bytes, at this time between losses, parity costs less than incremental checkpoints. inf: at
-    no size (up to 10**18)."""
+    """Return the table bytes above which, at this time between losses, parity costs less than incremental
+    checkpoints."""
 
     def pays(table_bytes: float) -> bool:
         at = case._replace(table_bytes=table_bytes)

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and when it is a base: everything, not only what changed."""
+"""Decides when a checkpoint is due, and when it is full: everything, not only what changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_due(every_s: float, every_batches: int, since_s: float, since_batches: in
 
 
 def since_of(newest: int, increments: int, base_every: int, base: bool) -> int:
-    """The checkpoint on which the next one builds; 0: a base.
+    """Return the checkpoint on which the next one builds; 0: a base.
 
     ``newest``: the last one committed by this job (0: none); ``increments``: those since its last base;
     ``base_every``: so many increments, then a base (the chain that a restore reads stays so short); ``base``: one

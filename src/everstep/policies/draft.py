@@ -1,4 +1,4 @@
-"""The next placement while it is being made, and what is known of the present one."""
+"""Builds the next placement, and knows what is known of the present one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everstep.policies.stripes import NOWHERE, StripeLayout, members_of
 
 
 class How(StrEnum):
-    """How the owner of a bucket that it does not hold yet comes by it."""
+    """Says how the owner of a partition that it does not hold yet comes by it."""
 
     PROMOTE = "promote"  # it has a mirror of this bucket alone; the old owner is dead
     FOLD = "fold"  # out of a stripe's mirror, which it has
@@ -24,7 +24,7 @@ class How(StrEnum):
 
 
 class Pending(msgspec.Struct, frozen=True, array_like=True):
-    """A bucket that placement ``version`` gave to its owner, who has not said yet that it is whole there."""
+    """Is a partition that placement ``version`` gave to its owner, who has not said yet that it is whole there."""
 
     version: int
     how: How
@@ -32,7 +32,7 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Draft(msgspec.Struct, kw_only=True):
-    """``living``: ps of the map that serve. ``ready``: ids of mirrors that have everything. ``version``: of the
+    """Is the next placement while it is being made. ``ready``: ids of mirrors that have everything. ``version``: of the
     placement that this becomes; ``routing``: of the one before, when its owners last changed. ``next_id``: of the next
     new mirror. ``images``: as in the placement. ``stuck``: buckets of which their living owner says that it cannot get
     them."""
@@ -57,7 +57,7 @@ class Draft(msgspec.Struct, kw_only=True):
         return members_of(self.code, stripe, len(self.owner))
 
     def rows(self) -> dict[tuple[int, int], list[Mirror]]:
-        """The stripes' mirrors by (stripe, row); more than one while a row goes to another ps."""
+        """Return the stripes' mirrors by (stripe, row); more than one while a row goes to another ps."""
         found: dict[tuple[int, int], list[Mirror]] = {}
         for mirror in self.mirrors:
             if mirror.kind is MirrorKind.PARITY:
@@ -120,7 +120,7 @@ def _level(draft: Draft, members: tuple[BucketId, ...], mirrors: list[Mirror], b
 def _survives(
     draft: Draft, members: tuple[BucketId, ...], mirrors: list[Mirror], bucket: BucketId, gone: set[Slot]
 ) -> bool:
-    """Whether the bucket can be had when the ps ``gone`` are."""
+    """Return whether the bucket can be had when the ps ``gone`` are."""
     lost = {b for b in members if b in draft.missing or draft.owner[b] in gone}
     left = [m for m in mirrors if m.at not in gone]  # two rows at one ps cannot help each other
     return bucket not in lost or len(lost) <= min(len({m.row for m in left}), len({m.at for m in left}))

@@ -1,4 +1,4 @@
-"""Who is in the next group, and when a first one begins."""
+"""Decides who is in the next group, and when a first one begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLAME_APART_S = 2.0  # losses closer together count as one
 
 
 def ready_to_form(asked: int, expected: int, least: int, at: float, due_at: float) -> tuple[bool, float]:
-    """Whether ``asked`` workers begin now, and else the time (seconds) at which this is to be looked at again.
+    """Return whether ``asked`` workers begin now, and else the time (seconds) at which this is to be looked at again.
 
     ``expected``: running workers that may still come, those that asked included; ``due_at``: what this said last, 0
     where the workers have only just become enough, or too few. Too few (below ``least``) never begin: their time is
@@ -29,7 +29,7 @@ def ready_to_form(asked: int, expected: int, least: int, at: float, due_at: floa
 
 
 def absent_words(absent: Collection[int]) -> str:
-    """``worker:1 and worker:3``; of many, the first ones and how many more."""
+    """Return the absent in words: ``worker:1 and worker:3``; of many, the first ones and how many more."""
     names = [f"worker:{slot}" for slot in sorted(absent)[:NAMED]]
     if len(absent) > NAMED:
         names.append(f"{len(absent) - NAMED} more")
@@ -37,12 +37,13 @@ def absent_words(absent: Collection[int]) -> str:
 
 
 def hold_words(members: int, least: int) -> str:
-    """Why no step may begin; "" if one may."""
+    """Return why no step may begin; "" if one may."""
     return f"{members} of at least {least} workers" if members < least else ""
 
 
 def admitted(staying: Sequence[GroupMember], synced: Sequence[GroupMember], most: int) -> list[GroupMember]:
-    """Those who stay, in their order, then who may enter. ``most``: members that a group can have, 0: any number."""
+    """Return those who stay, in their order, then who may enter. ``most``: members that a group can have, 0: any
+    number."""
     room = len(synced) if most <= 0 else max(0, most - len(staying))
     return [*staying, *synced[:room]]
 

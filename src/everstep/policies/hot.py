@@ -1,4 +1,4 @@
-"""Buckets that are touched much more than others move from the ps that has too much to do to one that has little.
+"""Moves partitions that are touched much more than others from the ps that has too much to do to one that has little.
 
 Keys are hashed into buckets, so what makes a bucket hot is a few keys that everybody wants; no layout made in advance
 knows them. A move costs contents once over the wire, a mirror for a moment, and each worker a round of opening its
@@ -24,7 +24,8 @@ GAIN = 0.1  # of the hottest ps's load that a move must at least take away for g
 
 
 class PsLoad(msgspec.Struct, frozen=True):
-    """One ps: rows pulled and pushed a second, of its hottest buckets and of all together; cores that it uses."""
+    """Measures one ps: rows pulled and pushed a second, of its hottest partitions and of all together; cores that it
+    uses."""
 
     rows_per_s: float
     busy: float
@@ -38,7 +39,7 @@ class HotMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 def overloaded(loads: Mapping[Slot, PsLoad], busy: float = BUSY) -> Slot | None:
-    """The ps that has too much to do, if any. ``busy``: cores that it must use at least."""
+    """Return the ps that has too much to do, if any. ``busy``: cores that it must use at least."""
     if len(loads) < 2:
         return None
     mean = sum(load.rows_per_s for load in loads.values()) / len(loads)
@@ -86,7 +87,7 @@ class Patience:
         return f"<patience: ps:{self._slot} for {self._looks} looks>"
 
     def due(self, hottest: Slot | None, at: float) -> bool:
-        """One look at ``at`` seconds. True: call ``moved`` after having moved something."""
+        """Take one look at ``at`` seconds. True: call ``moved`` after having moved something."""
         self._looks = self._looks + 1 if hottest is not None and hottest == self._slot else 1
         self._slot = hottest
         return hottest is not None and self._looks >= LOOKS and at >= self._quiet_until

@@ -1,4 +1,4 @@
-"""From the present placement towards the layout that is wanted, without stopping anybody.
+"""Leads from the present placement towards the layout that is wanted, without stopping anybody.
 
 A bucket moves by a mirror at its destination, made while training goes on; a stripe's mirror moves by a second one at
 the new ps. Nothing is given up before its successor is complete. Every change of owners costs each worker a round of
@@ -22,7 +22,7 @@ BUILDS_AT_ONCE = 4  # stripes' mirrors being made at one ps; each reads all memb
 
 
 class MoveSteps(msgspec.Struct):
-    """What :func:`advance` decided. ``switched``, ``begun``: buckets; ``built``: mirrors begun; ``dropped``: ids."""
+    """Is what :func:`advance` decided. ``switched``, ``begun``: buckets; ``built``: mirrors begun; ``dropped``: ids."""
 
     switched: list[BucketId] = []
     begun: list[BucketId] = []
@@ -40,8 +40,8 @@ class MoveSteps(msgspec.Struct):
 
 
 def advance(draft: Draft, layout: StripeLayout, first: bool = False) -> MoveSteps:
-    """The next steps towards ``layout``, whose ps all live. ``first``: nothing holds anything yet, so nothing has to be
-    spared."""
+    """Return the next steps towards ``layout``, whose ps all live. ``first``: nothing holds anything yet, so nothing
+    has to be spared."""
     steps = MoveSteps()
     _clean(draft, layout, steps)
     _switch(draft, steps)
@@ -89,7 +89,7 @@ def _switch(draft: Draft, steps: MoveSteps) -> None:
 
 
 def _mirrors(draft: Draft, layout: StripeLayout, steps: MoveSteps, at_once: int) -> None:
-    """Every row of every stripe towards its place."""
+    """Lead every row of every stripe towards its place."""
     rows = draft.rows()
     building: dict[Slot, int] = {}
     for mirror in draft.mirrors:

@@ -1,4 +1,4 @@
-"""Which node a process goes to."""
+"""Chooses which node a process goes to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOME_NODE = NodeId("node0")
 
 
 class NodeRoom(msgspec.Struct, frozen=True):
-    """What one living node can take. ``places`` 0: any number."""
+    """Says what one living node can take. ``places`` 0: any number."""
 
     node: NodeId
     places: int
@@ -25,7 +25,7 @@ class NodeRoom(msgspec.Struct, frozen=True):
 
 
 def choose_worker_node(rooms: Iterable[NodeRoom], home: NodeId | None) -> NodeId | None:
-    """The node for one worker slot, None if it has to wait.
+    """Return the node for one worker slot, None if it has to wait.
 
     ``home``: the node that brought this slot along. Such a slot is extra capacity: it goes back home, or into a free
     place of another node with counted places, but never on top of the node that takes any number (it would only
@@ -45,7 +45,7 @@ def choose_worker_node(rooms: Iterable[NodeRoom], home: NodeId | None) -> NodeId
 
 
 def choose_ps_node(rooms: Iterable[NodeRoom]) -> NodeId | None:
-    """The node for one ps slot: the home node, else one that offers places for ps; None if it has to wait."""
+    """Return the node for one ps slot: the home node, else one that offers places for ps; None if it has to wait."""
     offers: list[NodeRoom] = []
     for room in rooms:
         if room.node == HOME_NODE:

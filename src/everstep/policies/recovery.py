@@ -1,4 +1,4 @@
-"""Who owns the buckets of ps that were lost, and where their contents come from.
+"""Chooses who owns the partitions of ps that were lost, and where their contents come from.
 
 From the present state alone, so that a second loss in the middle of a recovery, the loss of either end of a move, and a
 restart of the master need no rules of their own. For every bucket whose owner lives no more, the first that is
@@ -27,7 +27,7 @@ from everstep.policies.stripes import members_of
 
 
 class Recovered(msgspec.Struct):
-    """What :func:`recover` decided, by bucket. ``lost``: of these nothing is left. ``behind``: not all that was
+    """Is what :func:`recover` decided, by partition. ``lost``: of these nothing is left. ``behind``: not all that was
     acknowledged for these is there any more (taken back, loaded, begun again)."""
 
     promoted: list[BucketId] = []
@@ -139,7 +139,8 @@ def _is_folding(draft: Draft, bucket: BucketId) -> bool:
 
 
 def _base(draft: Draft, stripe: int, lost: int) -> Mirror | None:
-    """The mirror out of which ``lost`` members can be rebuilt: each further one needs another row at another ps."""
+    """Return the mirror out of which ``lost`` members can be rebuilt: each further one needs another row at another
+    ps."""
     rows: dict[int, Mirror] = {}
     at: set[Slot] = set()
     found = draft.rows()
@@ -152,7 +153,7 @@ def _base(draft: Draft, stripe: int, lost: int) -> Mirror | None:
 
 
 def _loader(draft: Draft, members: tuple[BucketId, ...]) -> Slot:
-    """The living ps that takes a bucket from an image: one without a mirror of the stripe (it would be void) and
+    """Return the living ps that takes a bucket from an image: one without a mirror of the stripe (it would be void) and
     without other members, else the one with the fewest buckets."""
     beside = [draft.owner[b] for b in members]
     mirrors = {m.at for m in draft.mirrors if set(m.members) & set(members)}

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which files can go."""
+"""Decides which checkpoints are kept, and which files can go."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from everstep.model.image import Manifest
 
 
 class CheckpointTaken(NamedTuple):
-    """A checkpoint and when it was taken, in seconds since the epoch."""
+    """Is a checkpoint and when it was taken, in seconds since the epoch."""
 
     checkpoint: int
     at: float
 
 
 def to_drop(taken: Sequence[CheckpointTaken], keep_last: int, keep_every_s: float = 0.0) -> tuple[int, ...]:
-    """Checkpoints that need not be kept, ascending. Kept are the ``keep_last`` newest (at least one) and, where
-    ``keep_every_s`` > 0, the first of every stretch of so many seconds: once kept so, it stays, whatever comes after.
+    """Return the checkpoints that need not be kept, ascending. Kept are the ``keep_last`` newest (at least one) and,
+    where ``keep_every_s`` > 0, the first of every stretch of so many seconds: once kept so, it stays, whatever comes
+    after.
     """
     ordered = sorted(taken)
     kept = {t.checkpoint for t in ordered[-max(1, keep_last) :]}
@@ -30,7 +31,8 @@ def to_drop(taken: Sequence[CheckpointTaken], keep_last: int, keep_every_s: floa
 
 
 def unneeded_files(dropped: Iterable[Manifest], kept: Iterable[Manifest]) -> set[str]:
-    """Paths of files of ``dropped`` checkpoints that no ``kept`` one needs; increments need all before them."""
+    """Return the paths of files of ``dropped`` checkpoints that no ``kept`` one needs; incremental snapshots need all
+    before them."""
     return _files(dropped) - _files(kept)
 
 

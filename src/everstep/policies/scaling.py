@@ -1,4 +1,4 @@
-"""How many members a job may have, and what speaks against taking some away."""
+"""Decides how many members a job may have, and what speaks against taking some away."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MAX_PS = 10_000
 
 
 def refuse_workers(count: int) -> str:
-    """One line if there cannot be so many workers, else ""."""
+    """Return one line if there cannot be so many workers, else ""."""
     if 1 <= count <= MAX_WORKERS:
         return ""
     return f"{count} workers: must be from 1 to {MAX_WORKERS} (everstep stop ends the job)"
 
 
 def refuse_ps(count: int, code: ParityCode, buckets: int) -> str:
-    """One line if there cannot be so many ps, else ""."""
+    """Return one line if there cannot be so many ps, else ""."""
     if not 1 <= count <= MAX_PS:
         return f"{count} ps: must be from 1 to {MAX_PS}; they hold the parameters (everstep stop ends the job)"
     if count > buckets:
@@ -26,7 +26,7 @@ def refuse_ps(count: int, code: ParityCode, buckets: int) -> str:
 
 
 def after_drain(code: ParityCode, left: int) -> str:
-    """What a drain that leaves ``left`` ps does to the protection; "" if nothing."""
+    """Return what a drain that leaves ``left`` ps does to the protection; "" if nothing."""
     if left >= code.width:
         return ""
     return f"{left} ps are left, parity {code} needs {code.width}: some buckets are protected less until more join"

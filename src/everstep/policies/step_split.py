@@ -1,4 +1,4 @@
-"""How a group's next step is cut out of an epoch, and divided among its members. Everybody computes the same.
+"""Cuts a group's next step out of an epoch, and divides it among the members. Everybody computes the same.
 
 The global batch G: ``elastic``: batch size x members; ``fixed``: batch size x the workers that the job was started
 with; with logical workers: batch size x parts, whoever is there. A step takes the next G positions of the epoch; the
@@ -23,7 +23,7 @@ _EVEN = StepSplit()
 
 
 class StepCut(msgspec.Struct, frozen=True):
-    """One step of a group: positions ``[lo, hi)`` of ``epoch``; ``micros`` by rank; ``lr_factor``: what the learning
+    """Is one step of a group: positions ``[lo, hi)`` of ``epoch``; ``micros`` by rank; ``lr_factor``: what the learning
     rate is multiplied by in this step (``lr_rule``)."""
 
     epoch: int
@@ -47,8 +47,8 @@ def cut_step(
     split: StepSplit = _EVEN,
     stop: int = 0,
 ) -> StepCut | None:
-    """The step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done. ``stop``:
-    a position behind the mark's that it must not go beyond; 0: none.
+    """Return the step of a group of ``size`` members at ``mark``; None: all epochs below ``until_epoch`` are done.
+    ``stop``: a position behind the mark's that it must not go beyond; 0: none.
 
     Raises DataError where an epoch has fewer samples than members, or parts."""
     if mark.position >= plan.samples:
@@ -78,24 +78,25 @@ def _total(spec: JobSpec, batch_samples: int, size: int) -> int:
 
 
 def rate_of(spec: JobSpec, batch_samples: int, size: int, split: StepSplit = _EVEN) -> float:
-    """What the learning rate is multiplied by in the steps of a group of ``size`` members."""
+    """Return what the learning rate is multiplied by in the steps of a group of ``size`` members."""
     return lr_factor(spec, _total(spec, batch_samples, size), batch_samples * spec.workers) * split.rate
 
 
 def step_range(position: int, samples: int, total: int) -> tuple[int, int]:
-    """Positions of the step at ``position`` < ``samples``: ``total`` of them, or fewer at the end of the epoch."""
+    """Return the positions of the step at ``position`` < ``samples``: ``total`` of them, or fewer at the end of the
+    epoch."""
     return position, min(position + total, samples)
 
 
 def _sharing(count: int, of: int, total: int) -> int:
-    """How many of ``of`` members or parts share a step of ``count`` samples, where a full one has ``total``."""
+    """Return how many of ``of`` members or parts share a step of ``count`` samples, where a full one has ``total``."""
     return of if count >= min(total, 2 * of) else max(1, count // 2)
 
 
 def divide(
     lo: int, hi: int, shares: tuple[int, ...], limit: int, total: int, passes: tuple[int, ...] = ()
 ) -> tuple[tuple[Micro, ...], ...]:
-    """By rank: the micro-batches of ``[lo, hi)``, contiguous in order of rank, in proportion to ``shares``.
+    """Return, by rank, the micro-batches of ``[lo, hi)``, contiguous in order of rank, in proportion to ``shares``.
 
     Each has at most ``limit`` samples; samples that a step has more than ``total`` make a micro-batch larger instead of
     adding one. Where a last step has too few samples (see the top), ranks at the end have one empty micro-batch: they
@@ -121,9 +122,9 @@ def _divided(
 
 
 def within(micros: tuple[Micro, ...], largest: int) -> tuple[Micro, ...]:
-    """A member's micro-batches, none of more than ``largest`` samples (0: any): those that are larger in equal pieces.
-    Each member does it for itself, for nobody else needs to know. Parts of logical workers stay whole: their bits are
-    promised."""
+    """Return a member's micro-batches, none of more than ``largest`` samples (0: any): those that are larger in equal
+    pieces. Each member does it for itself, for nobody else needs to know. Parts of logical workers stay whole: their
+    bits are promised."""
     if largest < 1 or all(m.hi - m.lo <= largest for m in micros):
         return micros
     return tuple(
@@ -136,9 +137,9 @@ def within(micros: tuple[Micro, ...], largest: int) -> tuple[Micro, ...]:
 def divide_parts(
     lo: int, hi: int, parts: int, shares: tuple[int, ...], total: int = 0
 ) -> tuple[tuple[Micro, ...], ...]:
-    """By rank: the parts of ``[lo, hi)`` that it holds. Their ranges depend on ``lo, hi, parts, total`` only; ranks
-    hold contiguous parts, in proportion to ``shares``. More members than parts: some have an empty one, as some parts
-    are in a last step of few samples (see ``divide``)."""
+    """Return, by rank, the parts of ``[lo, hi)`` that it holds. Their ranges depend on ``lo, hi, parts, total`` only;
+    ranks hold contiguous parts, in proportion to ``shares``. More members than parts: some have an empty one, as some
+    parts are in a last step of few samples (see ``divide``)."""
     sharing = _sharing(hi - lo, parts, total)
     whole = _equal(lo, hi, sharing, part=0) + tuple(Micro(hi, hi, part) for part in range(sharing, parts))
     starts = _running(0, apportion(parts, shares))
@@ -146,8 +147,8 @@ def divide_parts(
 
 
 def apportion(total: int, shares: tuple[int, ...]) -> list[int]:
-    """``total`` whole things in proportion to ``shares`` (largest remainders, lower ranks first); at least one each
-    where there are enough."""
+    """Divide ``total`` whole things in proportion to ``shares`` (largest remainders, lower ranks first); at least one
+    each where there are enough."""
     n = len(shares)
     if total < n:
         return [1] * total + [0] * (n - total)
@@ -166,7 +167,8 @@ def apportion(total: int, shares: tuple[int, ...]) -> list[int]:
 
 
 def lr_factor(spec: JobSpec, total: int, nominal: int) -> float:
-    """What ``lr_rule`` makes of a global batch of ``total`` instead of the ``nominal`` one that the job asked for."""
+    """Return what ``lr_rule`` makes of a global batch of ``total`` instead of the ``nominal`` one that the job asked
+    for."""
     if spec.logical_workers or spec.lr_rule == "none" or total == nominal:
         return 1.0
     ratio = total / nominal
@@ -174,7 +176,8 @@ def lr_factor(spec: JobSpec, total: int, nominal: int) -> float:
 
 
 def _equal(lo: int, hi: int, n: int, part: int) -> tuple[Micro, ...]:
-    """``n`` ranges of ``[lo, hi)`` that differ by at most one sample; numbered from ``part`` unless that is -1."""
+    """Return ``n`` ranges of ``[lo, hi)`` that differ by at most one sample; numbered from ``part`` unless that is
+    -1."""
     return tuple(Micro(a, b, part + i if part >= 0 else -1) for i, (a, b) in enumerate(_bounds(lo, hi, n)))
 
 

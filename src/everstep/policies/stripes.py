@@ -1,4 +1,5 @@
-"""Stripes: which buckets a parity covers together, and a balanced place for every bucket and every mirror.
+"""Arranges stripes: which partitions a parity covers together, and a balanced place for every partition and every
+mirror.
 
 Buckets ``[j*k, (j+1)*k)`` are stripe j (the last one may be shorter) for the life of a job; only their places change.
 A *unit* is a bucket of a stripe or one of its m mirrors. A layout is good if
@@ -26,28 +27,29 @@ _ROUNDS = 20_000  # of improvement; far more than any layout of 4096 buckets nee
 
 
 def members_of(code: ParityCode, stripe: int, buckets: int) -> tuple[BucketId, ...]:
-    """The buckets of a stripe."""
+    """Return the buckets of a stripe."""
     start = stripe * code.k
     return tuple(BucketId(b) for b in range(start, min(start + code.k, buckets)))
 
 
 class StripeLayout(msgspec.Struct, frozen=True):
-    """``owner[b]``: the ps of bucket b. ``sites[j][r]``: the ps of row r of stripe j."""
+    """Says where all is: ``owner[b]`` is the ps of partition b, ``sites[j][r]`` the ps of row r of stripe j.
+    ``sites[j][r]``: the ps of row r of stripe j."""
 
     owner: tuple[Slot, ...]
     sites: tuple[tuple[Slot, ...], ...]
 
     def stripe(self, code: ParityCode, number: int) -> list[Slot]:
-        """The places of all units of a stripe, buckets first."""
+        """Return the places of all units of a stripe, buckets first."""
         return [*(self.owner[b] for b in members_of(code, number, len(self.owner))), *self.sites[number]]
 
     def shared(self, code: ParityCode) -> int:
-        """How many units are on a ps that has another one of their stripe."""
+        """Return how many units are on a ps that has another one of their stripe."""
         return sum(len(at) - len(set(at)) for j in range(len(self.sites)) for at in [self.stripe(code, j)])
 
 
 def arrange(code: ParityCode, buckets: int, slots: Iterable[Slot], old: StripeLayout | None = None) -> StripeLayout:
-    """A good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone."""
+    """Return a good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone."""
     work = _Work(code, buckets, sorted(set(slots)), old)
     work.part()
     work.fill()
@@ -56,7 +58,7 @@ def arrange(code: ParityCode, buckets: int, slots: Iterable[Slot], old: StripeLa
 
 
 class _Work:
-    """The layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
+    """Is the layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
 
     def __init__(self, code: ParityCode, buckets: int, slots: Sequence[Slot], old: StripeLayout | None) -> None:
         self.code, self.buckets, self.slots = code, buckets, slots
@@ -103,7 +105,7 @@ class _Work:
             counts[new] += 1
 
     def part(self) -> None:
-        """Of units that share a ps, all but one lose their place, if there is a better one for them.
+        """Take its place from all but one of the units that share a ps, if there is a better one for them.
 
         A mirror of one bucket that sits with it was used up by its promotion and has to be made anyway; of a wider
         stripe the bucket goes: one bucket is copied instead of all members read.
@@ -123,7 +125,7 @@ class _Work:
                     seen.add(slot)
 
     def fill(self) -> None:
-        """A place for every unit that has none: not beside another one of its stripe, where the load is least."""
+        """Find a place for every unit that has none: not beside another one of its stripe, where the load is least."""
         least = {mirror: [self._load(mirror, slot) for slot in self.slots] for mirror in (False, True)}
         for heap in least.values():
             heapq.heapify(heap)
@@ -142,14 +144,15 @@ class _Work:
                     heapq.heappush(heap, self._load(kind, slot))
 
     def _load(self, mirror: bool, slot: Slot) -> tuple[int, int, Slot]:
-        """What a ps has to do already, for a mirror that needs a place, or a bucket."""
+        """Return what a ps has to do already, for a mirror that needs a place, or a bucket."""
         # Mirrors go first, to the ps with most buckets: it takes no bucket of this stripe then.
         if mirror:
             return self.mirrors[slot], -self.data[slot], slot
         return self.data[slot], self.mirrors[slot], slot
 
     def _least(self, heap: list[tuple[int, int, Slot]], mirror: bool, beside: set[Slot]) -> Slot | None:
-        """The ps with the least load that has nothing of the stripe; ``heap`` has everybody's load, and older ones."""
+        """Return the ps with the least load that has nothing of the stripe; ``heap`` has everybody's load, and older
+        ones."""
         aside: list[tuple[int, int, Slot]] = []
         found = None
         while heap and found is None:
@@ -172,7 +175,7 @@ class _Work:
                 return
 
     def _even(self, data: bool) -> bool:
-        """One improvement of buckets (else of mirrors); False if there is none."""
+        """Make one improvement of partitions (else of mirrors); False if there is none."""
         counts = self.data if data else self.mirrors
         most = max(counts.values())
         if most - min(counts.values()) < 2:
@@ -203,7 +206,7 @@ class _Work:
         return False
 
     def _chain(self, source: Slot, data: bool, counts: dict[Slot, int]) -> list[tuple[int, int, Slot]] | None:
-        """The shortest chain of steps from ``source`` to a ps with two less, breadth first."""
+        """Return the shortest chain of steps from ``source`` to a ps with two less, breadth first."""
         came: dict[Slot, tuple[Slot, list[tuple[int, int, Slot]]]] = {}
         queue = [source]
         used: set[int] = set()
@@ -225,8 +228,8 @@ class _Work:
         return None
 
     def _steps(self, here: Slot, data: bool) -> dict[Slot, list[tuple[int, int, Slot]]]:
-        """What can be moved off ``here``, by target: a unit alone; or in exchange for a unit of the other kind of the
-        same stripe, where that makes the other kind no worse."""
+        """Return what can be moved off ``here``, by target: a unit alone; or in exchange for a unit of the other kind
+        of the same stripe, where that makes the other kind no worse."""
         other = self.mirrors if data else self.data
         out: dict[Slot, list[tuple[int, int, Slot]]] = {}
         swaps: dict[Slot, list[tuple[int, int, Slot]]] = {}

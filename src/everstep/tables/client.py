@@ -267,7 +267,7 @@ def _in_body(
 
 
 class Ticket:
-    """Answers that are still to come. ``wait`` raises what went wrong."""
+    """Waits for answers that are still to come. ``wait`` raises what went wrong."""
 
     def __init__(self, client: PsClient, n: int) -> None:
         self._client = client

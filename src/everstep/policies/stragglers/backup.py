@@ -1,4 +1,4 @@
-"""``backup``: a step waits for all but the slowest few workers."""
+"""Has ``backup``: a step waits for all but the slowest few workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 0.25  # of the workers
 
 
 def backup(seen: Observations, state: int | None) -> tuple[Plan | None, int]:
-    """As many backup workers as are slow now, at most a quarter. ``state``: how many there are."""
+    """Ask for as many backup workers as are slow now, at most a quarter. ``state``: how many there are."""
     now = seen.backup if state is None else state
     slow = [verdict for verdict in judge(seen.workers) if verdict.slow]
     wanted = min(len(slow), int(MOST * len(seen.workers)))

@@ -1,4 +1,5 @@
-"""Whether what is read now is how it will go on: when a change of somebody's pace is believed, and whether splits pay.
+"""Judges whether what is read now is how it will go on: when a change of somebody's pace is believed, and whether
+splits pay.
 
 A member that reads otherwise than before may have changed for long, or have hiccuped once. To believe a change that
 passes costs a window of the wrong split, to doubt one that lasts a window of the old one; both are known, and how often
@@ -23,9 +24,8 @@ REMEMBERED = 40.0  # changes of which the outcome counts
 
 
 class PolicyTrust(msgspec.Struct, frozen=True, kw_only=True):
-    """``score``: whether splits paid so far; None: nothing was seen yet. ``fade``: of it, a window. ``first``: its
-    first value in a job of which more than ``long`` windows are left. ``bound``: both ways, so what counts is what
-    happened lately."""
+    """Says how much splits are trusted. ``fade``: of it, a window. ``first``: its first value in a job of which more
+    than ``long`` windows are left. ``bound``: both ways, so what counts is what happened lately."""
 
     fade: float = 0.97
     first: float = 0.05
@@ -34,9 +34,8 @@ class PolicyTrust(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """``open``: seconds per sample of who read otherwise at the last look, and what was expected of it. ``slower``,
-    ``faster``: how many of such changes lasted until the next look, and how many had passed. Nothing is known of the
-    slower ones at first; nothing makes a machine look faster than it is."""
+    """Remembers changes of pace. ``slower``, ``faster``: how many of such changes lasted until the next look, and how
+    many had passed. Nothing is known of the slower ones at first; nothing makes a machine look faster than it is."""
 
     open: dict[Key, Span] = {}
     slower: Span = (1.0, 1.0)
@@ -50,7 +49,7 @@ def review(
     shares: Mapping[Key, int],
     under_way: Collection[Key] = (),
 ) -> tuple[Changes, frozenset[Key], frozenset[Key]]:
-    """Who reads otherwise than ``expected`` (seconds per sample, from and to) and is believed, and who is not.
+    """Return who reads otherwise than ``expected`` (seconds per sample, from and to) and is believed, and who is not.
 
     ``readings``: new ones, > 0, of those who have one; ``shares``: samples of a step in force now, of everybody in
     ``expected``, at least one each; ``under_way``: whose reading is of a step that is not over. Such a one can only
@@ -90,10 +89,10 @@ def scored(
     remaining_windows: float,
     trust: PolicyTrust,
 ) -> float:
-    """The sum, in windows of healthy work, old ones fading, of what each look's proposal would have gained over equal
-    shares by the *next* look's readings (of everybody): above 0, reacting pays here. It is judged whether it was in
-    force or not, so what is tried costs nothing. (Not by readings of a step that is not over: what was proposed while
-    it ran could not change it.) ``remaining_windows``: 0.0: nobody knows yet, so the job has just begun."""
+    """Return the sum, in windows of healthy work, old ones fading, of what each look's proposal would have gained over
+    equal shares by the *next* look's readings (of everybody): above 0, reacting pays here. It is judged whether it was
+    in force or not, so what is tried costs nothing. (Not by readings of a step that is not over: what was proposed
+    while it ran could not change it.) ``remaining_windows``: 0.0: nobody knows yet, so the job has just begun."""
     if score is None:  # what is seen first is acted on at once, where one wrong window costs next to nothing
         score = trust.first if not remaining_windows or remaining_windows > trust.long else 0.0
     score *= trust.fade
@@ -106,7 +105,7 @@ def scored(
 
 
 def step_s(shares: Sequence[int], pace_s: Sequence[float]) -> float:
-    """Seconds that a step takes whose members have these shares and seconds per sample."""
+    """Return seconds that a step takes whose members have these shares and seconds per sample."""
     return max(n * p for n, p in zip(shares, pace_s, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The exact split of a step over members of different speed and memory (the problem of the *exclusive* policy).
+"""Finds the exact split of a step over members of different speed and memory (the problem of the *exclusive* policy).
 
 Member i computes ``samples[i]`` in ``passes[i]`` micro-batches, as alike as whole numbers can be, which takes it
 ``passes * overhead + per_sample * samples`` seconds. Wanted: the smallest largest time, so that all together have
@@ -16,7 +16,8 @@ MAX_TOTAL = 1 << 14
 
 
 class Device(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """``per_sample_s`` > 0 and ``overhead_s`` >= 0 seconds; ``memory_batch``: largest micro-batch that fits, >= 1."""
+    """Describes a device: ``per_sample_s`` > 0 and ``overhead_s`` >= 0 seconds; ``memory_batch``: largest micro-batch
+    that fits, >= 1."""
 
     per_sample_s: float
     overhead_s: float
@@ -38,12 +39,12 @@ def time_s(device: Device, portion: ExactShare) -> float:
 
 
 def whole(samples: int, memory_batch: int) -> ExactShare:
-    """In as few passes as fit; more would only cost more."""
+    """Take in as few passes as fit; more would only cost more."""
     return ExactShare(samples, -(-samples // memory_batch))
 
 
 def solve(total: int, devices: Sequence[Device]) -> tuple[ExactShare, ...]:
-    """The optimal portion of each device; every device has at least one sample. Raises ValueError where there is
+    """Return the optimal portion of each device; every device has at least one sample. Raises ValueError where there is
     nothing to divide, or too much (``MAX_TOTAL``)."""
     if not devices or not len(devices) <= total <= MAX_TOTAL:
         raise ValueError(f"{total} samples for {len(devices)} devices: must be {len(devices)} to {MAX_TOTAL}")
@@ -71,7 +72,8 @@ def solve(total: int, devices: Sequence[Device]) -> tuple[ExactShare, ...]:
 
 
 def _cheapest(most: int, device: Device) -> dict[int, tuple[float, ExactShare]]:
-    """By number of samples up to ``most``, ascending: the shortest time in which it computes so many, and how."""
+    """Return, by number of samples up to ``most``, ascending, the shortest time in which the device computes so many,
+    and how."""
     portions = (whole(n, device.memory_batch) for n in range(1, most + 1))
     return {portion.samples: (time_s(device, portion), portion) for portion in portions}
 
@@ -82,7 +84,7 @@ def _reached(
     kinds: Mapping[Device, Mapping[int, tuple[float, ExactShare]]],
     limit_s: float,
 ) -> list[int]:
-    """By number of devices used: the sums that they can have within ``limit_s``, as bits."""
+    """Return, by number of devices used, the sums that they can have within ``limit_s``, as bits."""
     mask = (1 << total + 1) - 1
     sums = [1]
     counts = {device: [n for n, (cost, _) in costs.items() if cost <= limit_s] for device, costs in kinds.items()}

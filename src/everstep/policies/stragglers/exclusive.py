@@ -1,4 +1,5 @@
-"""``exclusive``: machines of several kinds, and nobody else on them. The exact split, once it is known what they take.
+"""Has ``exclusive``: machines of several kinds, and nobody else on them. The exact split, once it is known what they
+take.
 
 What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; till
 there are two, the overhead counts as next to nothing. Where nobody knows what fits into memory, the loader's batch
@@ -47,19 +48,19 @@ class Fit(msgspec.Struct, frozen=True):
 
     @property
     def _near(self) -> list[float]:
-        """Newest seconds per sample of passes about as large as the newest."""
+        """Return the newest seconds per sample of passes about as large as the newest."""
         newest = next(reversed(self.passes_s))
         near = [t / b for b, times in self.passes_s.items() if newest / ALIKE < b < newest * ALIKE for t in times]
         return near[-2 * READINGS :]
 
     @property
     def known(self) -> int:
-        """How many readings say what a pass takes now."""
+        """Return how many readings say what a pass takes now."""
         return len(self._near)
 
     def per_sample_s(self, batch: int) -> Span:
-        """What is expected of a pass of so many samples, by sample; > 0. Where no two sizes are known, between
-        a pass that takes the same for every size, and one in proportion to it."""
+        """Return what is expected of a pass of so many samples, by sample; > 0. Where no two sizes are known, between a
+        pass that takes the same for every size, and one in proportion to it."""
         if batch in self.passes_s:
             low = high = median(self.passes_s[batch])
         elif len(self.passes_s) == 1:
@@ -71,8 +72,8 @@ class Fit(msgspec.Struct, frozen=True):
         return low / batch, high / batch
 
     def device(self, memory_batch: int) -> Device:
-        """Straight line through the smallest and the largest size that were read often enough; nearly through 0 where
-        these are about one size, or where it would not rise: then by all readings of about the newest size."""
+        """Return a straight line through the smallest and the largest size that were read often enough; nearly through
+        0 where these are about one size, or where it would not rise: then by all readings of about the newest size."""
         often = {batch: median(times) for batch, times in self.passes_s.items() if len(times) >= OFTEN}
         b1 = next(reversed(self.passes_s))  # newest
         if often and max(often) > ALIKE * min(often):
@@ -86,8 +87,8 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 class ExclusiveState(msgspec.Struct, frozen=True):
-    """``fits``: of each process that is up. ``devices``, ``best``: when the best split was worked out last. ``score``:
-    whether splits paid so far; None: nothing was seen yet. ``proposed``: samples of the last look's best split."""
+    """Is what the policy remembers. ``devices``, ``best``: when the best split was worked out last. ``score``: whether
+    splits paid so far; None: nothing was seen yet. ``proposed``: samples of the last look's best split."""
 
     fits: dict[Key, Fit] = {}
     devices: tuple[Device, ...] = ()
@@ -163,8 +164,8 @@ def exclusive(seen: Observations, state: ExclusiveState | None) -> tuple[Plan | 
 
 
 def by_kind(devices: Sequence[Device], readings: int) -> tuple[Device, ...]:
-    """Those that take about the same (the less, the more ``readings`` there are of each) and have the same memory, all
-    like the one in their middle. So fine differences of what are machines of one kind are not followed."""
+    """Return those that take about the same (the less, the more ``readings`` there are of each) and have the same
+    memory, all like the one in their middle. So fine differences of what are machines of one kind are not followed."""
     like = 1.0 + (ALIKE - 1.0) / readings**2
     kinds: list[list[int]] = []
     for i in sorted(range(len(devices)), key=lambda i: (devices[i].memory_batch, _full_s(devices[i]))):
@@ -189,7 +190,7 @@ def _full_s(device: Device) -> float:
 
 
 def _alike(a: tuple[Device, ...], b: tuple[Device, ...], like: float) -> bool:
-    """Whether no pass takes clearly longer or shorter."""
+    """Return whether no pass takes clearly longer or shorter."""
     return len(a) == len(b) and all(
         x.memory_batch == y.memory_batch and max(_full_s(x) / _full_s(y), _full_s(y) / _full_s(x)) < like
         for x, y in zip(a, b, strict=True)

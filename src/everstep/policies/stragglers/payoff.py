@@ -1,4 +1,4 @@
-"""Whether it pays to end a slow process and start another one in its place."""
+"""Judges whether it pays to end a slow process and start another one in its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def restart_gain_s(
     remaining_s: float,
     remaining_samples: int = 0,
 ) -> float:
-    """Seconds that the job ends sooner if its ``worst`` member is replaced by one that takes ``normal_s`` a sample.
+    """Return seconds that the job ends sooner if its ``worst`` member is replaced by one that takes ``normal_s`` a
+    sample.
 
     ``paces_s``: everybody's seconds per sample; ``shares``: of a step now, () where each goes at its own pace. So many
     ``remaining_samples`` are left; where nobody knows (0), as many as take ``remaining_s`` at today's speed. (A speed

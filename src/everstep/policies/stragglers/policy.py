@@ -1,4 +1,4 @@
-"""What a policy is, and which are shipped."""
+"""Says what a policy is, and which are shipped."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ FEW = 0.85  # where it has less than so much of an even share
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One process. ``parts``: of a request, by window, newest last: its seconds, and its work in buckets' worth;
-    ``clean``: how many of them were measured since buckets changed hands. ``late``, ``early``: for how many windows it
-    has been so."""
+    """Remembers one process. ``parts``: of a request, by window, newest last: its seconds, and its work in buckets'
+    worth; ``clean``: how many of them were measured since buckets changed hands. ``late``, ``early``: for how many
+    windows it has been so."""
 
     parts: tuple[tuple[float, float], ...] = ()
     clean: int = 0
@@ -71,12 +71,13 @@ class Record(msgspec.Struct, frozen=True):
         return median(self.paces_s(fixed)[-min(PATIENCE, self.clean) :])
 
     def work(self) -> float:
-        """Of the last windows; 0.0: none."""
+        """Return the work of the last windows; 0.0: none."""
         last = self.parts[-min(PATIENCE, self.clean) :] if self.clean else ()
         return median(work for _, work in last) if last else 0.0
 
     def fixed(self) -> float | None:
-        """By its parts before and after buckets moved; None: that does not show it (yet, or any more)."""
+        """Return the fixed part, by its parts before and after partitions moved; None: that does not show it (yet, or
+        any more)."""
         now, before = self.parts[-self.clean :], self.parts[: -self.clean][-PATIENCE:]
         if self.clean != AGAIN or len(before) < AGAIN:
             return None
@@ -89,11 +90,12 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Servers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then. ``patience``:
-    where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when the moves that
-    were asked for are done; ``waits``: windows for which to wait for that, from the last change on. ``rounds``: how
-    often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work. ``before``: buckets by ps before
-    the last plan, until it is judged; ``doubt``: how often plans were wrong lately, so many times the patience."""
+    """Is what the policy remembers of ps. ``owned``: buckets by ps at the last look. ``slow``: who was then.
+    ``patience``: where it is not the usual. ``relieved``: when who gave buckets away. ``wanted``: buckets by ps when
+    the moves that were asked for are done; ``waits``: windows for which to wait for that, from the last change on.
+    ``rounds``: how often buckets were asked to move. ``fixed``: of a part, in buckets' worth of work. ``before``:
+    buckets by ps before the last plan, until it is judged; ``doubt``: how often plans were wrong lately, so many times
+    the patience."""
 
     owned: dict[Slot, int] = {}
     records: dict[Key, Record] = {}
@@ -119,14 +121,14 @@ class Servers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """One window of the ps that have a reading. ``part_s``: of a request; ``work``: of it, in buckets' worth: of all
+    """Is one window of the ps that have a reading. ``part_s``: of a request; ``work``: of it, in buckets' worth: of all
     these ps together, as many as they have buckets."""
 
     part_s: dict[Slot, float]
     work: dict[Slot, float]
 
     def others_s(self, slot: Slot) -> float:
-        """Median part of all others; 0.0: there are none."""
+        """Return the median part of all others; 0.0: there are none."""
         others = [s for other, s in self.part_s.items() if other != slot]
         return median(others) if others else 0.0
 
@@ -181,7 +183,8 @@ def watch(seen: Observations, state: Servers) -> tuple[tuple[SlowVerdict, ...], 
 
 
 def _judged(state: Servers, records: Mapping[Slot, Record]) -> Servers:
-    """Whether the last plan was right, by the windows after it (none, while its buckets have not moved yet)."""
+    """Judge whether the last plan was right, by the windows after it (none, while its partitions have not moved
+    yet)."""
     if state.before in ({}, state.owned) or not state.before.keys() == state.owned.keys() == records.keys():
         return state
     pace = {slot: r.pace_s(state.fixed) for slot, r in records.items()}
@@ -251,8 +254,8 @@ def divide_buckets(seen: Observations, verdicts: Sequence[SlowVerdict], state: S
 
 
 def _slower(records: Mapping[Slot, Record], have: Mapping[Slot, int], other: Mapping[Slot, int], fixed: float) -> float:
-    """So many times the windows that are remembered would have been faster with the ``other`` division; 0.0: too few
-    of them are of this one."""
+    """Return how many times faster the windows that are remembered would have been with the ``other`` division; 0.0:
+    too few of them are of this one."""
     if not all(len(r.parts) == KEPT <= r.clean for r in records.values()):
         return 0.0
     paces = {slot: r.paces_s(fixed) for slot, r in records.items()}
@@ -288,8 +291,8 @@ def divided(total: int, part_s: Mapping[Slot, tuple[float, float]]) -> dict[Slot
 
 
 def transfers(servers: Mapping[Slot, ServerSeen], wanted: Mapping[Slot, int], rounds: int = 0) -> dict[BucketId, Slot]:
-    """Buckets that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since of a stripe's
-    buckets only the first one may go where the plan says.
+    """Return the partitions that change hands, and to whom: as few as can be. ``rounds``: other ones each time, since
+    of a stripe's buckets only the first one may go where the plan says.
 
     A ps that is closed to all that another one gives (it may keep the mirrors of all of it) gets buckets of a third
     one, which takes those."""
@@ -335,7 +338,7 @@ def _turned(owned: tuple[BucketId, ...], rounds: int) -> tuple[BucketId, ...]:
 
 
 def waited_share(workers: Sequence[WorkerSeen]) -> float:
-    """Of their time, for how much workers waited for rows: what faster ps could save; 1.0: unknown."""
+    """Return for how much of their time workers waited for rows: what faster ps could save; 1.0: unknown."""
     shares = []
     for w in workers:
         spent_s = sum(s for name, s in w.short.phases.items() if name != "outside")

@@ -1,4 +1,4 @@
-"""``shared``: machines that others use too. Slow for moments, for long, or always; workers and ps.
+"""Has ``shared``: machines that others use too. Slow for moments, for long, or always; workers and ps.
 
 Theory. Dividing a step by the speeds of the last window is right as long as the next window is like the last. Where
 slow spells are about as long as a window it is wrong both times: nothing is done while somebody is slow, and when
@@ -35,7 +35,7 @@ Inputs = dict[str, str | int | float | bool]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds and ratios; what a policy's own callable may choose differently."""
+    """Holds seconds and ratios; what a policy's own callable may choose differently."""
 
     worth: float = 1.05  # a split must make the step so many times faster than equal shares, as the readings say
     better: float = 1.03  # and so many times faster than the one in force, or it is left alone
@@ -134,7 +134,7 @@ def _divide(
 def _believed(
     state: SharedState, workers: Sequence[WorkerSeen], readings: Mapping[Key, float], under_way: Collection[Key]
 ) -> SharedState:
-    """With what is believed of everybody's pace after this look; who is new is believed."""
+    """Return the state with what is believed of everybody's pace after this look; who is new is believed."""
     paces = {key: state.paces.get(key, (s,)) for key, s in readings.items()}
     expected = {key: (median(known), median(known)) for key, known in paces.items()}
     new = {(w.slot, w.incarnation) for w in workers if w.short.per_sample_s > 0}
@@ -183,7 +183,7 @@ def _may_restart(seen: Observations, settings: Settings) -> bool:
 
 
 def _place(places: Sequence[NodeId], node: NodeId, innocent: set[NodeId]) -> str:
-    """Where another process would be better off: another node, or its own where others are well; "": nowhere."""
+    """Return where another process would be better off: another node, or its own where others are well; "": nowhere."""
     others = [other for other in places if other != node]
     return others[0] if others else (node if node in innocent and node in places else "")
 
@@ -197,7 +197,7 @@ def _restart(
     inputs: Inputs,
     settings: Settings,
 ) -> tuple[Plan | None, SharedState]:
-    """``inputs``: what else speaks for it, ``saves_s`` among that: of the job's time."""
+    """Restart a worker; ``inputs``: what else speaks for it, ``saves_s`` among that: of the job's time."""
     if place == v.node:
         if state.in_place.get((role, v.slot), v.incarnation) != v.incarnation:
             return None, state
@@ -225,7 +225,8 @@ def _restart(
 def _mend_server(
     seen: Observations, state: SharedState, verdicts: Sequence[SlowVerdict], settings: Settings
 ) -> tuple[Plan | None, SharedState]:
-    """Buckets move first; who is slow nevertheless, or because the others do its work, is replaced where that pays."""
+    """Move partitions first; who is slow nevertheless, or because the others do its work, is replaced where that
+    pays."""
     plan, servers = divide_buckets(seen, verdicts, state.servers)
     state = msgspec.structs.replace(state, servers=servers)
     worst = max((v for v in verdicts if v.persistent), key=lambda v: (v.slowness, -v.slot), default=None)

@@ -1,4 +1,4 @@
-"""How many samples of a step each worker takes, in proportion to its speed."""
+"""Decides how many samples of a step each worker takes, in proportion to its speed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 def proportional(
     total: int, speeds: Sequence[float], least: Sequence[int] | None = None, most: Sequence[int] | None = None
 ) -> list[int]:
-    """``total`` samples in proportion to ``speeds`` (samples a second, > 0), in whole numbers of which the slowest part
-    is as fast as can be, each within ``[least, most]`` (default: 1, and no limit; ``most`` 0: no limit).
+    """Divide ``total`` samples in proportion to ``speeds`` (samples a second, > 0), in whole numbers of which the
+    slowest part is as fast as can be, each within ``[least, most]`` (default: 1, and no limit; ``most`` 0: no limit).
 
     Raises ValueError where the limits cannot hold ``total``."""
     n = len(speeds)
@@ -48,5 +48,5 @@ def proportional(
 
 
 def even(total: int, members: int) -> list[int]:
-    """As alike as whole numbers can be; the first ones take one more."""
+    """Divide as evenly as whole numbers can be; the first ones take one more."""
     return [total // members + (i < total % members) for i in range(members)]

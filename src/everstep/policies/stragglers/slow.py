@@ -1,4 +1,4 @@
-"""Who is slow, and for how long already.
+"""Judges who is slow, and for how long already.
 
 A member is measured against its *peers*: the others of the same role and hardware class. Slow is who takes more than
 ``SLOW`` times their median; who was slow stays so until it is below ``CALM`` times. A member without a peer in its
@@ -22,9 +22,8 @@ HISTORY = 8  # sub-windows that there must be to call anything persistent
 
 
 class SlowVerdict(msgspec.Struct, frozen=True):
-    """``pace_s``: seconds per sample (of a ps: for the same work) in the short window; ``normal_s``: of those of
-    its class who are not slow, itself included; ``slowness``: their ratio. ``slow_share``: of its sub-windows, in
-    which it was slow; ``looks``: how many of those there are."""
+    """Says how slow a member is. ``slow_share``: of its sub-windows, in which it was slow; ``looks``: how many of those
+    there are."""
 
     slot: Slot
     incarnation: Incarnation
@@ -54,7 +53,7 @@ class _Reading(msgspec.Struct, frozen=True):
 
 
 def judge(workers: Sequence[WorkerSeen], before: Collection[Slot] = ()) -> tuple[SlowVerdict, ...]:
-    """Of every worker that has a reading. ``before``: who was slow at the last look."""
+    """Judge every worker that has a reading. ``before``: who was slow at the last look."""
     readings = [
         _Reading(w.slot, w.incarnation, w.node, w.hardware, w.short.per_sample_s or w.long.per_sample_s, w.history)
         for w in workers
@@ -67,7 +66,7 @@ def judge_servers(
     paces_s: Mapping[Slot, tuple[float, tuple[float, ...]]],
     before: Collection[Slot] = (),
 ) -> tuple[SlowVerdict, ...]:
-    """Of every ps of ``paces_s``: seconds for the same work, now and in the last windows, the newest one last."""
+    """Judge every ps of ``paces_s``: seconds for the same work, now and in the last windows, the newest one last."""
     readings = [
         _Reading(s.slot, s.incarnation, s.node, s.hardware, *paces_s[s.slot]) for s in servers if s.slot in paces_s
     ]
@@ -106,7 +105,7 @@ def _verdicts(readings: Sequence[_Reading], before: Collection[Slot]) -> tuple[S
 
 
 def _normal_then(index: int, r: _Reading, peers: Sequence[_Reading], now_s: float) -> float:
-    """What the peers took in the same sub-window, counted from the newest one."""
+    """Return what the peers took in the same sub-window, counted from the newest one."""
     back = len(r.history) - index
     then = [p.history[-back] for p in peers if len(p.history) >= back and p.history[-back] > 0]
     return median(then) if then else now_s
