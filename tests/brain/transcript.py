@@ -83,6 +83,7 @@ from everstep.brain.events import (
     by_worker,
 )
 from everstep.brain.shards import lease_words
+from everstep.brain.states import StateCheck
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.decision import Decision
@@ -126,6 +127,7 @@ class Story:
     def __init__(self) -> None:
         self.brain = Brain()
         self.steady = Brain()  # the same events, never restored
+        self.states = StateCheck()
         self.at = 0.0
         self.manifests: dict[int, Manifest] = {}  # ordered, by number, also of the story before a "resume"
 
@@ -137,7 +139,7 @@ class Story:
         if words[0] == "state":
             return list(self._state())
         if words[0] == "new-job":
-            self.brain, self.steady = Brain(), Brain()
+            self.brain, self.steady, self.states = Brain(), Brain(), StateCheck()
             return ["nothing"]
         self.at += 1.0
         event = self._event(words[0], plain, named)
@@ -150,6 +152,7 @@ class Story:
         assert instructions == self.steady.handle(event), "the brain that was never restored wants something else"
         assert self.steady.snapshot() == self.brain.snapshot(), "a decision reads what is not in the state"
         self.brain.validate()
+        self.states.look(self.brain, line)
         self.brain = Brain.restore(self.brain.snapshot())
         return [self._words(i) for i in instructions] or ["nothing"]
 

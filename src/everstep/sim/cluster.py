@@ -48,6 +48,7 @@ from everstep.brain.events import (
     Welcome,
 )
 from everstep.brain.job import Phase
+from everstep.brain.states import StateCheck
 from everstep.brain.turns import PaceKeeper
 from everstep.config.consistency import parse_consistency
 from everstep.ids import BucketId, Incarnation, LeaseNo, NodeId, ShardKey, Slot
@@ -128,6 +129,7 @@ class SimMaster(SimProcess):
         self.flushing = 0  # up to here, when the fsync under way returns
         self.images_asked_at = 0.0
         self.committing = 0  # a manifest is being written
+        self.states = StateCheck()
         disk = self.disk
         # As the real journal: opening it raises the fence in its own transaction.
         disk.incarnation += 1
@@ -202,6 +204,7 @@ class SimMaster(SimProcess):
         disk.log.append((event, done))
         if sim.validate:
             self.brain.validate()
+            self.states.look(self.brain, fact)
         if self.kernel.lines is not None:
             sim.say_event(self, event, instructions)
         if len(disk.log) - (disk.snapshots[-1][0] if disk.snapshots else 0) >= sim.scenario.snapshot_every:

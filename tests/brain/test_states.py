@@ -1,0 +1,54 @@
+"""States of slots and of the group: the tables, their diagrams in the docs, and the check of a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everstep.brain.brain import Brain
+from everstep.brain.events import Event, MasterStarted, MemberJoined, NodeJoined
+from everstep.brain.states import (
+    DIAGRAMS,
+    GROUP_TRANSITIONS,
+    SLOT_TRANSITIONS,
+    GroupState,
+    SlotState,
+    StateCheck,
+    slot_state,
+)
+from everstep.config.spec import JobSpec
+from everstep.ids import Incarnation, NodeId, Slot
+from everstep.model.member import MemberState, Role
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+ONE, NODE = Incarnation(1), NodeId("node0")
+
+
+def test_the_page_shows_the_tables() -> None:
+    for diagram in DIAGRAMS.values():
+        assert f"```mermaid\n{diagram}```" in PAGE.read_text(), f"docs/states.md is to have this diagram:\n{diagram}"
+
+
+@pytest.mark.parametrize("states", [SlotState, GroupState])
+def test_every_state_is_in_its_table(states: type[SlotState] | type[GroupState]) -> None:
+    table = SLOT_TRANSITIONS if states is SlotState else GROUP_TRANSITIONS
+    assert set(table) == set(states)
+    assert all(state not in moves and set(moves) <= set(states) for state, moves in table.items())
+
+
+def test_a_change_that_is_no_transition_is_found() -> None:
+    brain, check = Brain(), StateCheck()
+    brain.handle(Event(0.0, MasterStarted(ONE, JobSpec(workers=1, ps=0, mode="allreduce"), True)))
+    check.look(brain)
+    brain.handle(Event(1.0, NodeJoined(NODE, "", 0, 0)))
+    check.look(brain)
+    brain.handle(Event(2.0, MemberJoined(Role.WORKER, Slot(0), ONE, NODE, 7)))
+    check.look(brain)
+    seat = brain.members.workers[Slot(0)]
+    assert slot_state(seat) is SlotState.ALIVE
+    seat.member.state = MemberState.LEFT
+    check.look(brain)
+    seat.member.state = MemberState.ALIVE  # a process that has ended is back
+    with pytest.raises(AssertionError, match="worker:0 #1 went from left to alive, by nothing"):
+        check.look(brain, "nothing")
