@@ -22,13 +22,13 @@ from collections.abc import Iterator
 
 from everstep.brain.brain_state import State, decode_state, encode_state
 from everstep.brain.checkpoints import Checkpoints
+from everstep.brain.concerns.bucket_facts import BucketFacts
 from everstep.brain.concerns.composition import Concerns
 from everstep.brain.concerns.group_facts import GroupFacts
 from everstep.brain.duty import Duty
 from everstep.brain.events import Event, InstructionType, Refused, Reply, Said
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
-from everstep.brain.protection import PlacementController
 from everstep.brain.shards import HeldLease, Shards
 from everstep.ids import Incarnation, ShardKey, Slot
 from everstep.model.member import Role
@@ -128,8 +128,8 @@ class Brain:
         return self.shards.leases
 
     @property
-    def keeper(self) -> PlacementController:
-        return self.concerns.placement.keeper
+    def keeper(self) -> BucketFacts:
+        return self.concerns.placement.facts
 
     @property
     def groups(self) -> GroupFacts:

@@ -323,7 +323,7 @@ class Simulation:
                 # ... or a bucket's: then who handed it over has dropped it when the loss is noticed.
                 draft.missing = {b: p for b, p in draft.missing.items() if p.how is not How.HAND_OVER}
             draft.owner = [Slot(-1) if b in away else slot for b, slot in enumerate(draft.owner)]
-            if not draft.living or (recover(draft, keeper._image_of).lost and not self.may_begin_again()):
+            if not draft.living or (recover(draft, keeper.image_of).lost and not self.may_begin_again()):
                 return False
         return True
 
@@ -337,7 +337,7 @@ class Simulation:
     def may_begin_again(self) -> bool:
         """Whether nothing was released, and nothing is about to be: then what is lost may begin empty."""
         shards = self.master.brain.shards
-        return not shards.released and not shards.releasing and self.master.brain.keeper._may_begin_again()
+        return not shards.released and not shards.releasing and self.master.brain.keeper.may_begin_again()
 
     def record(self, fact: FactType) -> None:
         if self.master.alive and self.kernel.now >= self.master.paused_until:

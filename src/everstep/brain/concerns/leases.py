@@ -232,7 +232,7 @@ class LeaseConcern(Concern):
             if e.lease in seat.done:
                 return [OK]
             return [Reply(Refused(f"lease {lease_words(e.lease)} of {self.shards.name(e.shard)} is not current"))]
-        dead = self.concerns.placement.keeper.unacknowledged(e.servers, e.route)
+        dead = self.concerns.placement.facts.unacknowledged(e.servers, e.route)
         if dead:
             self._release_hold(seat, held, settled=True)
             self.shards.take_back(e.shard, 0)

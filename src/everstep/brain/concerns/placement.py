@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from everstep.brain.brain_state import State
+from everstep.brain.concerns.bucket_facts import BucketFacts
+from everstep.brain.concerns.bucket_maps import BucketMaps
+from everstep.brain.concerns.bucket_reports import BucketReports
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.events import BucketsReady, Event, Fenced, HotBuckets, LoadFailed, MirrorsReady, Note, Reply
 from everstep.brain.job import Phase
 from everstep.brain.members import SlotRecord
-from everstep.brain.protection import PlacementController
 from everstep.ids import Slot
 from everstep.model.decision import Decision
 from everstep.model.image import Holdings
@@ -26,16 +28,16 @@ _CRASHES = frozenset({-4, -6, -7, -8, -11})  # ILL, ABRT, BUS, FPE, SEGV: of its
 
 
 class PlacementConcern(Concern):
-    """Keeps the map of buckets. ``keeper``: what works the next one out."""
+    """Keeps the map of buckets. ``facts``: what follows from it."""
 
-    __slots__ = ("keeper",)
+    __slots__ = ("_maps", "facts", "reports")
 
     def __init__(self, state: State, concerns: Concerns, ahead: bool) -> None:
         """``ahead``: workers have a state of their own, which must not be newer than the tables on the ps."""
         super().__init__(state, concerns)
-        self.keeper = PlacementController(
-            self.job, self.members, self.shards, self.checkpoints, state.protection, ahead
-        )
+        self.facts = BucketFacts(state)
+        self.reports = BucketReports(self.facts)
+        self._maps = BucketMaps(self.facts, ahead)
 
     def handlers(self) -> Handlers:
         return {
@@ -53,11 +55,11 @@ class PlacementConcern(Concern):
         return self.settle_map() if self.state.protection.gone and not self.job.over else []
 
     def validate(self) -> None:
-        self.keeper.validate()
+        self._maps.validate()
 
     def place(self, seat: SlotRecord, changed: bool, holds: Holdings | None) -> Out:
         """A ps said hello: make the first map once all have, or take up what it tells."""
-        member, keeper = seat.member, self.keeper
+        member = seat.member
         old = self.state.placement
         if old is None:
             servers = self.members.servers
@@ -70,7 +72,7 @@ class PlacementConcern(Concern):
                 return []
             if self.job.phase is Phase.STARTING:
                 self.job.phase = Phase.TRAINING
-            return keeper.first()
+            return self._maps.first()
         known = next((p for p in old.servers if p.slot == member.slot), None)
         trusted = False
         if known is None:
@@ -79,13 +81,13 @@ class PlacementConcern(Concern):
             why = f"{member.key} is at a new address or in a new life" if changed else f"{member.key} said hello"
             trusted = known.incarnation != member.incarnation and holds is None
         if holds is not None:
-            keeper.holds(member.slot, holds)
+            self.reports.holds(member.slot, holds)
         return self.settle_map(why, trusted)
 
     def settle_map(self, why: str = "", trusted: bool = False) -> Out:
         """The next map, if anything calls for one; the end of the job, if something is lost for good; the end of ps
         that have given everything away."""
-        out = self.keeper.settle(why, trusted)
+        out = self._maps.settle(why, trusted)
         if self.state.protection.lost and not self.job.over:
             spec, lost = self.job.spec, len(self.state.protection.lost)
             what = (
@@ -101,13 +103,13 @@ class PlacementConcern(Concern):
         for slot, incarnation in self.state.protection.ending:
             worker = self.members.current(Role.WORKER, slot, incarnation)
             if worker is not None and not worker.stopping:
-                words = self.concerns.training.why_ends(len(self.keeper.books.gone))
+                words = self.concerns.training.why_ends(len(self.state.protection.gone))
                 out.append(self.concerns.processes.send_away(worker, Decision("stop", words), END_GRACE_S))
         for slot in self.state.protection.leaving:
             seat = self.members.servers.get(slot)
-            if seat is not None and seat.running and not seat.stopping and self.keeper.empty(slot):
+            if seat is not None and seat.running and not seat.stopping and self.facts.empty(slot):
                 out.append(self.concerns.processes.send_away(seat, Decision("stop", "others have all that it held")))
-        return out + self.keeper.covers()
+        return out + self.reports.covers()
 
     def _ps_told(self, e: MirrorsReady | BucketsReady, told: Event) -> Out:
         seat = self.members.current(Role.PS, told.slot, told.incarnation)
@@ -115,7 +117,7 @@ class PlacementConcern(Concern):
             return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
-        out = self.keeper.told(told.slot, e)
+        out = self.reports.told(told.slot, e)
         if isinstance(e, BucketsReady) and e.how is Arrival.STUCK:
             return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot get what it was given")]
         seat.streak = 0  # it got somewhere
@@ -127,7 +129,7 @@ class PlacementConcern(Concern):
             return [Reply(Fenced(f"ps:{told.slot} #{told.incarnation} was replaced"))]
         if self.job.over:
             return [OK]
-        out = self.keeper.load_failed(told.slot, e)
+        out = self.reports.load_failed(told.slot, e)
         if self.checkpoints.aside:
             return [OK, *out, self.fail(4, self.checkpoints.aside_words)]
         return [OK, *out, *self.settle_map(f"ps:{told.slot} cannot load bucket {e.bucket}")]
@@ -138,7 +140,7 @@ class PlacementConcern(Concern):
             return []
         slot = seat.member.slot
         out: Out = []
-        for checkpoint in sorted({c for _, c in self.keeper.loading(slot)}):
+        for checkpoint in sorted({c for _, c in self.facts.loading(slot)}):
             out += self.checkpoints.load_failed(checkpoint, f"ps:{slot}", f"{reason} while it loaded it")
         return out
 
@@ -148,9 +150,9 @@ class PlacementConcern(Concern):
         plan = self.state.control.plan
         if plan is not None and any(isinstance(action, MoveBuckets) for action in plan.actions):
             return []
-        if self.job.over or not self.keeper.at_rest():
+        if self.job.over or not self.facts.at_rest():
             return []
-        moved = self.keeper.spread(e.moves)
+        moved = self.reports.spread(e.moves)
         if not moved:
             return []
         loads = ", ".join(f"ps:{slot} {rows}" for slot, rows in e.loads)

@@ -58,7 +58,7 @@ class PlanConcern(Concern):
         if (
             not why
             and moves is not None
-            and not (self.state.placement is not None and self.concerns.placement.keeper.at_rest())
+            and not (self.state.placement is not None and self.concerns.placement.facts.at_rest())
         ):
             why = "buckets are under way"
         for action in plan.actions:
@@ -108,7 +108,7 @@ class PlanConcern(Concern):
                 placement = self.state.placement
                 assert placement is not None
                 moves = [HotMove(bucket, placement.owner[bucket], slot) for bucket, slot in owners.items()]
-                moved = self.concerns.placement.keeper.spread(moves)
+                moved = self.concerns.placement.reports.spread(moves)
                 return (
                     self.concerns.placement.settle_map(
                         f"{len(moved)} buckets change hands by plan {self.state.control.version}"

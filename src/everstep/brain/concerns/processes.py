@@ -98,7 +98,7 @@ class ProcessConcern(Concern):
             elif role is Role.PS and not job.spec.ps:
                 error = "this job of mode allreduce has no ps: every worker has the whole model"
             elif role is Role.PS:
-                error = refuse_ps(count, self.concerns.placement.keeper.code, job.spec.buckets)
+                error = refuse_ps(count, self.concerns.placement.facts.code, job.spec.buckets)
                 if not error and self.state.placement is None:
                     error = "not yet: not every ps has joined"
             if error:
@@ -160,7 +160,7 @@ class ProcessConcern(Concern):
         servers = [seat.member.slot for seat in seats if seat.member.role is Role.PS and not seat.stopping]
         leaving = self.state.protection.leaving
         left = [
-            m.slot for m in self.concerns.placement.keeper.servers() if m.slot not in leaving and m.slot not in servers
+            m.slot for m in self.concerns.placement.facts.servers() if m.slot not in leaving and m.slot not in servers
         ]
         if servers and self.state.placement is None:
             return [Reply(Refused(f"{e.target}: not yet: not every ps has joined"))]
@@ -172,10 +172,10 @@ class ProcessConcern(Concern):
         words = f"empty it within {e.deadline_s:g} s" if e.deadline_s else "empty it"
         words += f": {', '.join(str(seat.member.key) for seat in seats) or 'nothing'}"
         words += ", and start another process in its place" if e.again else ""
-        less = after_drain(self.concerns.placement.keeper.code, len(left)) if servers else ""
+        less = after_drain(self.concerns.placement.facts.code, len(left)) if servers else ""
         words += f"; {less}" if less else ""
         inputs: Inputs = {"deadline_s": e.deadline_s, "buckets": 0}
-        inputs["buckets"] = sum(self.concerns.placement.keeper.left_at(slot) for slot in servers)
+        inputs["buckets"] = sum(self.concerns.placement.facts.left_at(slot) for slot in servers)
         out.append(Note(e.target, Decision("drain", words, inputs)))
         for seat in seats:
             if seat.member.role is Role.WORKER and not seat.stopping:

@@ -1,0 +1,192 @@
+"""What follows from what is known of buckets and mirrors: which ps serve, what is missing, what is at rest."""
+
+from __future__ import annotations
+
+from everstep.brain.brain_state import State
+from everstep.brain.checkpoints import has_checkpoints
+from everstep.config.parity import ParityCode, parse_code
+from everstep.ids import BucketId, Incarnation, Slot
+from everstep.model.member import Member
+from everstep.model.placement import MirrorKind, PsPlace
+from everstep.policies.draft import Draft, How, level_counts
+from everstep.policies.moves import under_way
+from everstep.policies.stripes import members_of
+
+
+class BucketFacts:
+    """Reads :class:`Protection`, for all that change it and for displays."""
+
+    __slots__ = ("books", "checkpoints", "job", "members", "shards")
+
+    def __init__(self, state: State) -> None:
+        self.job, self.members, self.shards = state.job, state.members, state.shards
+        self.checkpoints, self.books = state.checkpoints, state.protection
+
+    @property
+    def code(self) -> ParityCode:
+        return parse_code(self.job.spec.parity)
+
+    def servers(self) -> list[Member]:
+        """The ps that live, have said where they listen, and are not on their way out."""
+        seats = self.members.servers.values()
+        return [s.member for s in seats if s.running and not s.stopping and s.member.address is not None]
+
+    def loading(self, slot: Slot, placement: int = 0) -> list[tuple[BucketId, int]]:
+        """Buckets that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
+        found = self.books.placement
+        if found is None:
+            return []
+        images = dict(found.images)
+        return [
+            (bucket, images[bucket])
+            for bucket, pending in self.books.missing.items()
+            if pending.how is How.LOAD
+            and found.owner[bucket] == slot
+            and images.get(bucket)
+            and (not placement or pending.version <= placement)
+        ]
+
+    def draft(self) -> Draft:
+        """The present placement, to be changed."""
+        placement, books = self.books.placement, self.books
+        assert placement is not None
+        joined = {(m.slot, m.incarnation) for m in self.servers()}
+        # A ps of the map in a later life is not the one that was meant.
+        stale = {p.slot for p in placement.servers if (p.slot, p.incarnation) not in joined}
+        living = {m.slot for m in self.servers()}
+        torn = [m for m in placement.mirrors if m.id in books.torn]
+        mirrors = [m for m in placement.mirrors if m.at not in stale and m not in torn]
+        # Who was to make its buckets of one has nothing now to make them of.
+        made = [(b, books.missing[b].how, m) for m in torn for b in m.members if b in books.missing]
+        of = (How.PROMOTE, How.FOLD, How.HAND_OVER)
+        cut = {b for b, how, m in made if how in of and placement.owner[b] == m.at}
+        return Draft(
+            code=self.code,
+            version=placement.version + 1,
+            routing=placement.route,
+            living=living,
+            owner=list(placement.owner),
+            mirrors=mirrors,
+            ready=set(books.ready) & {m.id for m in mirrors},
+            missing=dict(books.missing),
+            images=dict(placement.images),
+            next_id=books.mirrors + 1,
+            stuck=frozenset(books.stuck) | cut,
+        )
+
+    def may_begin_again(self) -> bool:
+        """Whether everything that was ever trained could be trained again: nothing was released."""
+        nothing = not self.shards.released and not self.checkpoints.resumed
+        return nothing and (self.code.m > 0 or has_checkpoints(self.job.spec))
+
+    def on_its_way_back(self, place: PsPlace) -> bool:
+        """A later life of a ps of the map is there, its loss was never told (its agent says it runs, or a journal's
+        tail was lost): its hello says what it holds."""
+        seat = self.members.servers.get(place.slot)
+        return (
+            seat is not None
+            and seat.running
+            and seat.member.incarnation > place.incarnation
+            and seat.member.address is None
+        )
+
+    def early(self) -> set[Slot]:
+        """Ps that have joined and wait for others of their wave: each plan of its own would move buckets twice."""
+        books, servers = self.books, self.members.servers
+        seats = [s for slot in books.wave if (s := servers.get(slot)) is not None and s.running and not s.stopping]
+        if all(s.member.address is not None for s in seats):
+            return set()
+        return {s.member.slot for s in seats if s.member.slot not in books.over}
+
+    def image_of(self, bucket: BucketId) -> int | None:
+        """The checkpoint that a bucket may fall back to; None: there is none."""
+        found = self.checkpoints.newest_image(bucket)
+        return found[0] if found is not None else None
+
+    def at_rest(self) -> bool:
+        """Whether everything is where it shall be."""
+        books = self.books
+        # (the slot of one that was emptied may stay empty for good)
+        emptied = any(self.members.servers[slot].running for slot in books.leaving)
+        if books.placement is None or books.layout is None or books.missing or emptied or self.early():
+            return False
+        return books.placement.owner == books.layout.owner and not self.building() and not under_way(self.draft())
+
+    def may_move(self, bucket: BucketId, slot: Slot) -> bool:
+        """Whether this ps may have the bucket: it serves, and has nothing else of its stripe."""
+        layout, code = self.books.layout, self.code
+        if layout is None or slot not in self.books.over or not 0 <= bucket < len(layout.owner):
+            return False
+        return slot not in (layout.stripe(code, bucket // code.k) if code.m else (layout.owner[bucket],))
+
+    def closed_to(self, slot: Slot) -> tuple[BucketId, ...]:
+        """Buckets of others of which this ps has another unit of the stripe, or a mirror."""
+        layout, code = self.books.layout, self.code
+        if layout is None or not code.m:
+            return ()
+        out: list[BucketId] = []
+        for stripe in range(len(layout.sites)):
+            if slot in layout.stripe(code, stripe):
+                members = members_of(code, stripe, len(layout.owner))
+                out += [b for b in members if layout.owner[b] != slot]
+        return tuple(out)
+
+    def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...], route: int = 0) -> str:
+        """ "" if these acknowledgements, by the map with this ``route`` (0: not told), count; else what is wrong with
+        them, in words."""
+        maps = self.books.maps
+        if 0 < route < self.books.counts_from:
+            return f"it was acknowledged by map v{route}, from before a loss that cost something"
+        if not maps:
+            return "no ps has joined"
+        if any(known.by(acks) == "" for known in reversed(maps)):
+            return ""
+        return maps[-1].by(acks)
+
+    def levels(self) -> dict[str, int]:
+        """Buckets by level of protection: "full", "less", "none"; empty before the first map."""
+        return level_counts(self.draft()) if self.books.placement is not None else {}
+
+    def moving(self) -> int:
+        """Buckets on their way to another ps, the one where they are being alive."""
+        if self.books.placement is None:
+            return 0
+        handed = sum(p.how is How.HAND_OVER for p in self.books.missing.values())
+        return len(under_way(self.draft())) + handed
+
+    def rebuilding(self) -> int:
+        """Buckets that their owner does not hold yet, the old one being dead."""
+        return sum(p.how is not How.HAND_OVER for p in self.books.missing.values())
+
+    def building(self) -> int:
+        """Mirrors of stripes that do not have everything yet."""
+        placement = self.books.placement
+        mirrors = placement.mirrors if placement is not None else ()
+        whole = set(self.books.ready) - set(self.books.torn)
+        return sum(m.kind is MirrorKind.PARITY and m.id not in whole for m in mirrors)
+
+    def empty(self, slot: Slot) -> bool:
+        """Whether nothing is lost when this ps ends."""
+        placement = self.books.placement
+        if placement is None:
+            return True
+        return (
+            slot not in placement.owner
+            and not placement.mirrors_at(slot)
+            and all(p.source != slot for p in self.books.missing.values())
+        )
+
+    def left_at(self, slot: Slot) -> int:
+        """Buckets and mirrors that are still there."""
+        placement = self.books.placement
+        return 0 if placement is None else len(placement.owned_by(slot)) + len(placement.mirrors_at(slot))
+
+
+class BucketPart:
+    """Base of what changes :class:`Protection`."""
+
+    __slots__ = ("books", "checkpoints", "facts", "job", "members", "shards")
+
+    def __init__(self, facts: BucketFacts) -> None:
+        self.facts, self.books, self.checkpoints = facts, facts.books, facts.checkpoints
+        self.job, self.members, self.shards = facts.job, facts.members, facts.shards

@@ -1,0 +1,124 @@
+"""What ps tell of buckets and mirrors: what is whole there, torn, or cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep.brain.concerns.bucket_facts import BucketPart
+from everstep.brain.events import BucketsReady, InstructionType, LoadFailed, MirrorsReady, Note
+from everstep.brain.protection import Inputs
+from everstep.ids import BucketId, Slot
+from everstep.model.decision import Decision
+from everstep.model.image import Holdings
+from everstep.model.reasons import Arrival
+from everstep.policies.hot import HotMove
+from everstep.policies.stripes import StripeLayout
+
+
+class BucketReports(BucketPart):
+    """Keeps what is where, and takes wishes for other places."""
+
+    __slots__ = ()
+
+    def mirrors_ready(self, slot: Slot, mirrors: Iterable[int]) -> bool:
+        """Whether this is news."""
+        placement, books = self.books.placement, self.books
+        if placement is None:
+            return False
+        here = {m.id for m in placement.mirrors_at(slot)}
+        news = [m for m in mirrors if m in here and m not in books.ready]
+        books.ready = sorted([*books.ready, *news])
+        return bool(news)
+
+    def covers(self) -> list[InstructionType]:
+        """What may be released when every bucket has all its mirrors for the first time: until then its ps may take it
+        with it, and it must be possible to train all of it again."""
+        if self.checkpoints.covered or self.books.placement is None or self.books.missing:
+            return []
+        draft = self.facts.draft()
+        rows = draft.rows()
+        wanted = [(j, r) for j in range(draft.stripes) for r in range(draft.code.m)]
+        if not all(any(m.id in draft.ready for m in rows.get(w, ())) for w in wanted):
+            return []
+        return self.checkpoints.cover(self.job, self.shards)
+
+    def buckets_ready(self, slot: Slot, version: int, buckets: Iterable[BucketId]) -> list[BucketId]:
+        """Those that are news. ``version``: of the placement that gave them, or a later one."""
+        placement, missing = self.books.placement, self.books.missing
+        if placement is None:
+            return []
+        news = [b for b in buckets if b in missing and placement.owner[b] == slot and version >= missing[b].version]
+        for bucket in news:
+            del missing[bucket]
+        return news
+
+    def holds(self, slot: Slot, holds: Holdings) -> None:
+        """What a ps said in its hello."""
+        self.mirrors_ready(slot, holds.mirrors)
+        self.buckets_ready(slot, holds.placement, holds.buckets)
+
+    def told(self, slot: Slot, e: MirrorsReady | BucketsReady) -> list[InstructionType]:
+        """A ps tells what is whole there."""
+        if isinstance(e, MirrorsReady):
+            self.mirrors_ready(slot, e.mirrors)
+            return self._torn(slot, e)
+        if e.how is Arrival.STUCK:
+            return self._stuck(slot, e)
+        news = self.buckets_ready(slot, e.placement, e.buckets)
+        if not news:
+            return []
+        if self.books.missing:
+            return []
+        inputs: Inputs = {"buckets": len(news), "how": e.how}
+        words = f"every bucket is whole where the map has it (the last ones at ps:{slot}: {e.how})"
+        return [Note("", Decision("buckets ready", words, inputs))]
+
+    def _torn(self, slot: Slot, e: MirrorsReady) -> list[InstructionType]:
+        """Mirrors are not to be trusted: from now on none is there, and the next map has others in their place."""
+        placement, books = self.books.placement, self.books
+        named = {m.id for m in placement.mirrors} if placement is not None else set()
+        news = sorted((set(e.torn) & named) - set(books.torn))
+        if not news:
+            return []
+        books.torn = sorted([*books.torn, *news])
+        words = f"{len(news)} mirrors lack differences of their members: others are made in their place"
+        why = Decision("mirrors torn", words, {"mirrors": len(news)}, ("go on with them: they would give wrong rows",))
+        return [Note(f"ps:{slot}", why)]
+
+    def _stuck(self, slot: Slot, e: BucketsReady) -> list[InstructionType]:
+        """A ps has no way to get buckets: they are taken for lost there, if that is about what was last ordered."""
+        placement, missing = self.books.placement, self.books.missing
+        if placement is None:
+            return []
+        stuck = self.books.stuck = sorted(
+            b
+            for b in set(e.buckets)
+            if 0 <= b < placement.buckets
+            and placement.owner[b] == slot
+            and e.placement >= (missing[b].version if b in missing else placement.version)
+        )
+        if not stuck:
+            return []
+        words = f"it has no way to get {len(stuck)} buckets that placement {e.placement} gave it"
+        why = Decision("buckets stuck", words, {"buckets": len(stuck)}, ("wait: nothing more would come",))
+        return [Note(f"ps:{slot}", why)]
+
+    def load_failed(self, slot: Slot, e: LoadFailed) -> list[InstructionType]:
+        """A ps could not load a bucket: it is taken for lost there, if that is about what was last ordered."""
+        if (e.bucket, e.checkpoint) not in self.facts.loading(slot, e.placement):
+            return []
+        self.books.stuck = sorted({*self.books.stuck, e.bucket})
+        return self.checkpoints.load_failed(e.checkpoint, f"ps:{slot}", e.error)
+
+    def spread(self, moves: Iterable[HotMove]) -> list[HotMove]:
+        """Want these buckets elsewhere; those for which it is possible."""
+        done: list[HotMove] = []
+        for move in moves:
+            layout = self.books.layout
+            assert layout is not None
+            if self.facts.may_move(move.bucket, move.target) and layout.owner[move.bucket] == move.source:
+                owner = list(layout.owner)
+                owner[move.bucket] = move.target
+                self.books.layout = StripeLayout(tuple(owner), layout.sites)
+                done.append(move)
+        return done
