@@ -124,8 +124,11 @@ def test_stop_takes_a_last_checkpoint(counting: Counting) -> None:
     code, out = run.everstep("stop", str(run.run_dir))
     assert code == 0 and "after a last checkpoint" in out, out
     assert run.wait() == 0, run.story()
-    assert latest_intact(checkpoint_place(run.run_dir)).samples_done >= 200
+    manifest = latest_intact(checkpoint_place(run.run_dir))
+    assert manifest.samples_done >= 200
     assert "checkpoint 1 (stop)" in run.text(), run.story()
+    # Nobody trained while the images were made: they are of one moment, and a resumed job does nothing twice.
+    assert len({tuple(sorted(image.watermarks)) for image in manifest.images}) == 1, run.story()
 
 
 def test_kill_everything_and_go_on_with_other_numbers(counting: Counting) -> None:

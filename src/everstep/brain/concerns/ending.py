@@ -34,12 +34,25 @@ class EndingConcern(Concern):
                 return [OK]
             self.checkpoints.stopping = e.reason
             why = Decision("stop the job", f"{e.reason}: after a last checkpoint", {}, ("stop it at once",))
-            return [OK, Note("", why), *self._stop_when_saved(told.at)]
+            return [OK, Note("", why), *self._rest(), *self._stop_when_saved(told.at)]
         why = Decision("stop the job", e.reason)
         return [OK, Note("", why), self.job.finish(Phase.STOPPED, 0, "")]
 
+    @property
+    def rests(self) -> bool:
+        """The job stops, and no worker is to train any more."""
+        return self.concerns.training.rests and bool(self.checkpoints.stopping)
+
+    def _rest(self) -> Out:
+        """Each worker finishes its batch and leaves, if the last checkpoint is to wait for that."""
+        why = Decision("stop", "the job ends with a checkpoint, and first the batch in hand is finished")
+        seats = [s for s in self.members.workers.values() if self.rests and s.running and not s.stopping]
+        return [self.concerns.processes.send_away(seat, why) for seat in seats]
+
     def _stop_when_saved(self, at: float) -> Out:
         """Towards the end of a job that was asked to stop with a last checkpoint, committed or given up."""
+        if self.rests and any(s.running for s in self.members.workers.values()):
+            return []
         if not self.checkpoints.stopped:
             # (nothing while another one is written)
             return self.checkpoints.begin(

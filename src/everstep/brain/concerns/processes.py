@@ -55,6 +55,8 @@ class ProcessConcern(Concern):
         """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
         take, where many slots are started at once. ``replaces``: a process that was lost; if its script failed, the new
         one comes a little later."""
+        if role is Role.WORKER and self.concerns.ending.rests:
+            return []
         members = self.members
         home = members.homes.get(slot) if role is Role.WORKER else None
         seat = members.of(role).get(slot)

@@ -46,11 +46,13 @@ _JOINED = (MemberState.ALIVE, MemberState.SUSPECT)
 
 class Training(Concern):
     """How workers train. ``unit``: what a worker that gets on finishes; ``saves_all``: each checkpoint has everything;
-    ``ahead``: workers have a state of their own, which must not be newer than tables on the ps."""
+    ``ahead``: workers have a state of their own, which must not be newer than tables on the ps; ``rests``: a job that
+    stops ends its workers before its last checkpoint is made."""
 
     __slots__ = ()
 
     unit: ClassVar[str]
+    rests: ClassVar[bool] = False
     saves_all: ClassVar[bool] = False
     ahead: ClassVar[bool] = False
 
@@ -183,6 +185,7 @@ class LeaseTraining(Training):
     __slots__ = ("_leases",)
 
     unit = "a shard"
+    rests = True  # images are of different moments, and what only some of them have would be done again
 
     def __init__(self, state: State, concerns: Concerns, leases: LeaseConcern) -> None:
         super().__init__(state, concerns)
