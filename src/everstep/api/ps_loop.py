@@ -95,10 +95,11 @@ class PsLoop:
 
     def leave(self, reason: str) -> None:
         """Wait a little for pushes on their way, then give all leases back. Batches that no step has consumed are left
-        out: their gradient was never stepped with."""
+        out: their gradient was never stepped with. If this worker was asked to leave, the script might still have
+        stepped: another worker does them again."""
         driver, ending = self._driver, self._driver.ending
         limit = time.monotonic() + _LEAVE_S
-        if self._hand.kept and not ending.over:
+        if self._hand.kept and not ending.over and not ending.stopping:
             kept = self._builder.take_rest()
             with driver.lock:
                 driver.close_part()
