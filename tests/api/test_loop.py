@@ -321,3 +321,23 @@ def test_a_script_that_raises(tmp_path: Path) -> None:
     (run_dir,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["exit_code"] == 1 and "KeyError" in summary["error"]
+
+
+def test_what_was_accumulated_by_a_worker_that_is_asked_to_leave_is_done_again(join: Join) -> None:
+    """It is not left out: the script might still have stepped."""
+    job = join(prefetch=0)
+    model = counting(job)
+    dense = job.replicate(nn.Linear(1, 1))
+    opt = job.optimizer(torch.optim.SGD(dense.parameters(), lr=0.0))
+    engine = job._trainer.engine  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        for number, batch in enumerate(job.steps(job.loader({"id": np.arange(N)}, batch_size=10))):
+            (dense(torch.ones(1)).sum() - model(batch["id"]).sum()).backward()
+            if number == 1:
+                opt.step()
+                opt.zero_grad()
+            if number == 4:
+                assert engine.leave_soon(143)
+    job.close()
+    report = audit(Path(job.run_dir))
+    assert not report.counts.get("left_out_samples"), report.counts
