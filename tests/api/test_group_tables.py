@@ -78,7 +78,7 @@ def test_both_parts_are_what_plain_pytorch_computes(join: Callable[..., Job]) ->
     report = audit(Path(run_dir))
     assert report.ok and len(report.finished) == 2, report.text()
     assert report.counts["batches"] == report.counts["steps"] == 2 * N // BATCH
-    assert "tables: 16 steps applied at 1 ps x 64 buckets" in report.text()
+    assert "tables: 16 steps applied at 1 ps x 64 partitions" in report.text()
 
 
 def test_parts_of_logical_workers_are_summed_in_order(join: Callable[..., Job]) -> None:
@@ -229,7 +229,7 @@ def test_gradients_that_wait_go_to_the_ps_with_the_step_that_uses_them(join: Cal
     report = audit(Path(job.run_dir))
     assert report.ok and len(report.finished) == 2, report.text()
     assert report.counts["left_out_samples"] == BATCH + (BATCH if nan >= 0 else 0), report.counts
-    assert "tables: 6 steps applied at 1 ps x 64 buckets" in report.text(), report.text()
+    assert "tables: 6 steps applied at 1 ps x 64 partitions" in report.text(), report.text()
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -360,7 +360,7 @@ def test_a_step_behind_the_loop_consumes_what_the_loop_has_left(join: Callable[.
     report = audit(Path(job.run_dir))
     assert report.ok and len(report.finished) == 2, report.text()
     assert "left_out_samples" not in report.counts or not report.counts["left_out_samples"], report.counts
-    assert f"tables: {4 + 2 * steps} steps applied at 1 ps x 64 buckets" in report.text(), report.text()
+    assert f"tables: {4 + 2 * steps} steps applied at 1 ps x 64 partitions" in report.text(), report.text()
 
 
 def test_a_step_behind_the_loop_without_samples_of_its_own_is_refused(join: Callable[..., Job]) -> None:

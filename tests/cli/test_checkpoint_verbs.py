@@ -153,7 +153,7 @@ def test_export_falls_back_to_the_newest_intact_one(where: Path, tmp_path: Path)
     write_manifest(place, broken)
     try:
         code, _out, err = run("export", where, tmp_path, "--table", "items")
-        assert code == 0 and "checkpoint 3 is left out: manifest-000003.json has no image" in err
+        assert code == 0 and "checkpoint 3 is left out: manifest-000003.json has no snapshot" in err
     finally:
         place.delete("manifest-000003.json")
 
@@ -196,7 +196,7 @@ def test_verify_takes_what_it_reads_as_a_ps_would(where: Path, tmp_path: Path) -
     code, out, err = run("verify", copy)
     assert code == 2
     assert "1 of" in err
-    assert "bucket 1: these are not the marks of a bucket: a blob of kind 3" in out
+    assert "partition 1: these are not the marks of a bucket: a blob of kind 3" in out
 
 
 def test_old_commands_work_and_say_their_new_names(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ def test_a_missing_batch(run: Run) -> None:
     assert {"missing", "fingerprint"} <= whats(report)
     offence = next(o for o in report.offenders if o.what == "missing")
     assert (offence.shard, offence.lo, offence.hi, offence.ps) == ("train e0 #1", 40, 50, "ps:0")
-    assert "missing: train e0 #1 [40, 50) at ps:0 all 4 buckets" in report.text()
+    assert "missing: train e0 #1 [40, 50) at ps:0 all 4 partitions" in report.text()
 
 
 def test_a_missing_end_of_a_shard_and_a_missing_shard(run: Run) -> None:
@@ -342,7 +342,7 @@ def test_one_bucket_less(run: Run) -> None:
     some = sum(1 << b for b in owned[1:]).to_bytes(1, "little")
     report = run.doctor(lambda pushes: [replace(pushes[0], applied=3, buckets=some), *pushes[1:]])
     missing = [o for o in report.offenders if o.what == "missing"]
-    assert [(o.lo, o.hi, o.buckets) for o in missing] == [(0, 10, f"bucket {owned[0]}")]
+    assert [(o.lo, o.hi, o.buckets) for o in missing] == [(0, 10, f"partition {owned[0]}")]
     assert "fingerprint" in whats(report)
 
 
@@ -416,7 +416,7 @@ def test_buckets_that_hold_more_than_plan_and_log_say(run: Run) -> None:
     report = run.write()
     assert whats(report) == {"fingerprint"}
     assert {o.ps for o in report.offenders} == {"ps:1"}
-    assert report.offenders[0].buckets == f"bucket {run.owned[Slot(1)][0]}"
+    assert report.offenders[0].buckets == f"partition {run.owned[Slot(1)][0]}"
 
 
 def test_a_false_count_and_foreign_buckets(run: Run) -> None:
@@ -426,8 +426,8 @@ def test_a_false_count_and_foreign_buckets(run: Run) -> None:
         lambda pushes: [replace(pushes[0], applied=3), replace(pushes[1], applied=2, buckets=foreign), *pushes[2:]]
     )
     assert [o.detail for o in report.offenders if o.what == "bad record"] == [
-        "says 3 buckets, its bitmap has 4",
-        "names buckets that this ps does not own",
+        "says 3 partitions, its bitmap has 4",
+        "names partitions that this ps does not own",
     ]
 
 

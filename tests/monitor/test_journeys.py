@@ -172,7 +172,7 @@ def test_a_bucket_that_moves_in_the_middle_of_a_shard_is_exactly_once(run: Journ
     assert report.finished == ["train e0", "train e1"]
     assert (report.counts["taken"], report.counts["void"], report.counts["vouched"]) == (1, 0, 0)
     assert report.counts["fingerprints"] > BUCKETS
-    assert "1 buckets taken over (1 promoted)" in report.text()
+    assert "1 partitions taken over (1 promoted)" in report.text()
 
 
 def test_what_a_lost_ps_did_beyond_its_mirror_is_void_and_applied_again(run: Journey) -> None:
@@ -290,7 +290,7 @@ def test_what_a_fenced_ps_still_applied_is_void_and_named(run: Journey) -> None:
     run.done(0, lease)
     report = run.good()
     assert any(
-        "ps:0 #1 still applied 4 batches to buckets that ps:1 #1 had taken over: void" in n for n in report.notes
+        "ps:0 #1 still applied 4 batches to partitions that ps:1 #1 had taken over: void" in n for n in report.notes
     )
 
 
@@ -313,7 +313,7 @@ def moved(run: Journey, **lie: int | bytes) -> AuditReport:
 def test_a_false_fingerprint(run: Journey) -> None:
     report = moved(run, fingerprint=12345)
     assert whats(report) == {"fingerprint"}
-    assert {o.buckets for o in report.offenders} == {f"bucket {run.first[P0][0]}"}
+    assert {o.buckets for o in report.offenders} == {f"partition {run.first[P0][0]}"}
 
 
 def test_watermarks_that_say_less_than_was_taken(run: Journey) -> None:
@@ -338,7 +338,7 @@ def test_a_batch_applied_by_both_owners(run: Journey) -> None:
     report = run.report()
     assert {"twice", "fingerprint"} <= whats(report)
     offence = next(o for o in report.offenders if o.what == "twice")
-    assert (offence.lo, offence.hi, offence.buckets) == (10, 20, f"bucket {bucket}")
+    assert (offence.lo, offence.hi, offence.buckets) == (10, 20, f"partition {bucket}")
 
 
 def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
@@ -352,7 +352,7 @@ def test_what_was_void_and_never_applied_again_is_missing(run: Journey) -> None:
     run.rest()
     report = run.report()
     found = [(o.lo, o.hi, o.buckets) for o in report.offenders if o.what == "missing"]
-    assert found == [(10, 30, f"buckets {','.join(map(str, mirrors))}")]
+    assert found == [(10, 30, f"partitions {','.join(map(str, mirrors))}")]
 
 
 def test_a_bucket_that_leaves_though_it_never_came(run: Journey) -> None:

@@ -669,7 +669,7 @@ def test_a_bucket_without_any_way_here_is_said() -> None:
     w.heal()
     w.lose(1)
     w.publish()
-    assert "bucket 1" in w.at(1).stuck[0]
+    assert "partition 1" in w.at(1).stuck[0]
 
 
 @pytest.mark.parametrize("seed", seeds(12, 60))

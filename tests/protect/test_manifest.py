@@ -141,7 +141,7 @@ def test_a_missing_file_is_named(copy: Path) -> None:
     manifest = read_manifest(open_place(copy), 3)
     (copy / manifest.images[1].files[0].path).unlink()
     (line,) = wrong(copy, 3)
-    assert line.startswith(str(copy)) and line.endswith("is missing: checkpoint 3 needs it for bucket 1")
+    assert line.startswith(str(copy)) and line.endswith("is missing: checkpoint 3 needs it for partition 1")
     assert wrong(copy, 1) != []
     with pytest.raises(
         CheckpointError, match=r"no checkpoint that is complete and intact; of the newest: .* is missing"
@@ -160,7 +160,7 @@ def test_a_manifest_without_a_bucket_is_incomplete(copy: Path) -> None:
     place = open_place(copy)
     manifest = read_manifest(place, 3)
     write_manifest(place, msgspec.structs.replace(manifest, checkpoint=4, images=manifest.images[1:]))
-    assert wrong(copy, 4) == ["manifest-000004.json has no image of bucket 0"]
+    assert wrong(copy, 4) == ["manifest-000004.json has no snapshot of partition 0"]
     assert latest_intact(place).checkpoint == 3
 
 

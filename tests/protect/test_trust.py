@@ -126,9 +126,9 @@ def test_what_was_trusted_is_that_one_and_no_other(place: StoragePlace, tmp_path
 
 def test_a_trusted_one_is_tried_before_it_is_taken(place: StoragePlace, tmp_path: Path) -> None:
     craft(tmp_path, read_manifest(place, 2), 1, of_bodies)
-    assert [line for line in unloadable(place, read_manifest(place, 2)) if "bucket 1" in line]
+    assert [line for line in unloadable(place, read_manifest(place, 2)) if "partition 1" in line]
     assert choose(place, None, ManifestTrust(key=KEY, anything=True)).checkpoint == 1
-    with pytest.raises(CheckpointError, match="bucket 1: these are not the marks"):
+    with pytest.raises(CheckpointError, match="partition 1: these are not the marks"):
         choose(place, 2, ManifestTrust(anything=True))
 
 

@@ -167,7 +167,7 @@ def test_buckets_that_it_never_had_are_not_taken_silently(tmp_path: Path, caplog
     assert s.set_placement(placement(2, (0,) * B))
     assert s.store.owned() == [0, 2, 4, 6]
     assert isinstance(ask(s, OpenShard(SHARD, 0, LeaseNo(1))), Moved)
-    assert "bucket 1" in caplog.text
+    assert "partition 1" in caplog.text
 
 
 def test_a_later_lease_fences_and_a_released_shard_is_closed(service: PsService) -> None:

@@ -140,7 +140,7 @@ def fact_words(event: Event) -> str:
         case NodeLost(node):
             return f"node {node} was lost"
         case BucketsReady(placement, buckets, how):
-            return f"{by}: {len(buckets)} buckets of placement {placement} are {how}"
+            return f"{by}: {len(buckets)} partitions of placement {placement} are {how}"
         case MirrorsReady(mirrors):
             return f"{by}: {len(mirrors)} mirrors have everything"
         case GroupSynced(generation):

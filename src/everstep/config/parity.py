@@ -40,7 +40,9 @@ def parse_code(text: str) -> ParityCode:
         return OFF
     match = re.fullmatch(r"\s*(\d{1,4})\+(\d{1,4})\s*", text, re.ASCII)
     if match is None:
-        raise ConfigError("expected K+M such as '4+1' (K data buckets and M parity buckets a stripe), or '0' for off")
+        raise ConfigError(
+            "expected K+M such as '4+1' (K data partitions and M parity partitions a stripe), or '0' for off"
+        )
     k, m = int(match[1]), int(match[2])
     if not 1 <= k <= MAX_K:
         raise ConfigError(f"K = {k}: must be from 1 to {MAX_K}")

@@ -133,7 +133,7 @@ def _ranges(ranges: Iterable[tuple[int, int]], lo: int, hi: int) -> str:
 def _buckets(brain: Brain, buckets: Iterable[BucketId]) -> str:
     n = brain.job.spec.buckets
     bad = next((b for b in buckets if not 0 <= b < n), None)
-    return "" if bad is None else f"there is no bucket {bad}: the job has {n}"
+    return "" if bad is None else f"there is no partition {bad}: the job has {n}"
 
 
 def _mirrors(brain: Brain, mirrors: Iterable[int]) -> str:

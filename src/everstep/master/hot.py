@@ -31,7 +31,7 @@ class HotKeeper:
         self._cpu: dict[Slot, tuple[Incarnation, float, float]] = {}  # life, cpu_s, when
 
     def __repr__(self) -> str:
-        return f"<hot buckets: {self._patience!r}>"
+        return f"<hot partitions: {self._patience!r}>"
 
     def tick(self, at: float) -> None:
         """Call several times a second; ``at`` in seconds."""

@@ -36,9 +36,8 @@ class Stalls:
             if slot < 0 or waited_s < SAID_AFTER_S:
                 return None
             self._said[key] = (incarnation, slot, waited_s)
-            words = (
-                f"for {waited_s:.0f} s ps:{slot} has had another map than it, or lacked buckets that the map gives it"
-            )
+            lacks = "has had another map than it, or lacked partitions that the map gives it"
+            words = f"for {waited_s:.0f} s ps:{slot} {lacks}"
             return Decision("waits for a ps", words, {"ps": slot, "waited_s": round(waited_s, 1)})
         if slot == said[1] and waited_s >= said[2]:
             self._said[key] = (incarnation, slot, waited_s)

@@ -81,9 +81,9 @@ class _PsCheck:
     def _named(self, mask: NDArray[np.bool_]) -> str:
         chosen = self.log.owned[mask]
         if len(chosen) == len(self.log.owned):
-            return f"all {len(chosen)} buckets"
+            return f"all {len(chosen)} partitions"
         shown = ",".join(str(b) for b in chosen[:8]) + (",..." if len(chosen) > 8 else "")
-        return f"bucket{'s' if len(chosen) > 1 else ''} {shown}"
+        return f"partition{'s' if len(chosen) > 1 else ''} {shown}"
 
     def _counts(self) -> None:
         """Each record's bucket count is that of its bitmap, and the bitmap holds no bucket of somebody else."""
@@ -96,9 +96,9 @@ class _PsCheck:
             which = log.buckets[first:last]
             for i in np.flatnonzero((log.applied[first:last] != size[which]) | foreign[which]).tolist():
                 row = first + i
-                detail = f"says {log.applied[row]} buckets, its bitmap has {size[which[i]]}"
+                detail = f"says {log.applied[row]} partitions, its bitmap has {size[which[i]]}"
                 if foreign[which[i]]:
-                    detail = "names buckets that this ps does not own"
+                    detail = "names partitions that this ps does not own"
                 self._offend("bad record", log.shard[row], log.lo[row], log.hi[row], detail=detail)
 
     def _leases(self) -> None:
@@ -186,7 +186,9 @@ class _PsCheck:
             self.report.counts["cuts"] += 1
             self.report.counts["fingerprints"] += len(found)
             if wrong.any():
-                detail = f"the buckets hold other samples than the log says, since record {last_seq + 1}, seen at {seq}"
+                detail = (
+                    f"the partitions hold other samples than the log says, since record {last_seq + 1}, seen at {seq}"
+                )
                 self._offend("fingerprint", mask=wrong, detail=detail)
                 return
             last_seq = seq
@@ -252,7 +254,7 @@ def check(facts: JobFacts, done: set[ShardKey], logs: Sequence[PsLog], run_dir: 
     _check_owners(facts, journeys, report, bool(done))
     n_buckets = facts.buckets
     for (shard, lo, hi), buckets in sorted(skipped.items()):
-        share = "" if buckets >= n_buckets else f" at {buckets} of {n_buckets} buckets"
+        share = "" if buckets >= n_buckets else f" at {buckets} of {n_buckets} partitions"
         report.skipped.append(f"{facts.shard_name(ShardKey(shard))} [{lo}, {hi}){share}: gradient not finite")
     quarantined = facts.quarantined()
     for key in sorted(quarantined):
@@ -289,10 +291,10 @@ def _check_owners(facts: JobFacts, journeys: dict[int, list[BucketStint]], repor
         elif bucket in facts.brain.state.protection.missing:
             continue  # (the job was over before its new owner had it)
         elif stints and facts.over and slot not in {s.log.slot for s in stints}:
-            detail = f"bucket {bucket} is placed there, but only {stints[-1].log.name} speaks for it"
+            detail = f"partition {bucket} is placed there, but only {stints[-1].log.name} speaks for it"
             report.offenders.append(Offence("bad record", f"ps:{slot}", detail=detail))
     for slot, n in sorted(silent.items()):
-        report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} buckets"))
+        report.offenders.append(Offence("no log", f"ps:{slot}", detail=f"it owned {n} partitions"))
 
 
 def _finished_epochs(

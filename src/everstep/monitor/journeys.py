@@ -110,10 +110,10 @@ class JourneyCheck:
         """Say what was found, offences that differ only in the bucket as one."""
         for (what, ps, shard, lo, hi, detail), buckets in self._found.items():
             shown = ",".join(str(b) for b in buckets[:8]) + (",..." if len(buckets) > 8 else "")
-            named = f"bucket{'s' if len(buckets) > 1 else ''} {shown}"
+            named = f"partition{'s' if len(buckets) > 1 else ''} {shown}"
             self.report.offenders.append(Offence(what, ps, shard, lo, hi, named, detail))
         for (old, new), n in sorted(self._fenced.items()):
-            self.report.notes.append(f"{old} still applied {n} batches to buckets that {new} had taken over: void")
+            self.report.notes.append(f"{old} still applied {n} batches to partitions that {new} had taken over: void")
 
     # ------------------------------------------------------------ a bucket changes hands
 
@@ -249,7 +249,7 @@ class JourneyCheck:
             self.report.counts["fingerprints"] += 1
             expected = (base + int(sums[np.searchsorted(rows, cut.before)])) % _M64
             if int(cut.found[place]) != expected:
-                detail = f"the bucket holds other samples than the log says, seen at record {cut.seq}"
+                detail = f"the partition holds other samples than the log says, seen at record {cut.seq}"
                 self._offend("fingerprint", bucket, stint, -1, -1, -1, detail)
                 return False
         return True

@@ -132,7 +132,7 @@ class PsLog:
         bucket = record.bucket
         if not 0 <= bucket < self.n_buckets or (bucket in self._now) == isinstance(record, AcquiredRecord):
             word = "came" if isinstance(record, AcquiredRecord) else "left"
-            self.bad.append(f"bad record: number {seq} says that bucket {bucket} {word}, which cannot be")
+            self.bad.append(f"bad record: number {seq} says that partition {bucket} {word}, which cannot be")
             return
         self.moved = True
         if isinstance(record, AcquiredRecord):
@@ -162,7 +162,7 @@ class PsLog:
     def _take_cut(self, record: CutRecord | FinalCutRecord, seq: int) -> None:
         self.closed = self.closed or isinstance(record, FinalCutRecord)
         if len(record.fingerprints) != 8 * len(self._owned_now):
-            self.bad.append(f"bad record: number {seq} has fingerprints of {len(record.fingerprints) // 8} buckets")
+            self.bad.append(f"bad record: number {seq} has fingerprints of {len(record.fingerprints) // 8} partitions")
             return
         found = np.frombuffer(record.fingerprints, "<u8").astype(np.uint64)
         self.cuts.append(CutSeen(len(self._rows), seq, self._owned_now, found))

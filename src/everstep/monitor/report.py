@@ -89,7 +89,7 @@ class AuditReport(msgspec.Struct):
             return "\n".join([*lines, *self._steps(), *self._end()])
         lines.append(
             f"  shards done {c['shards_done']}, samples of finished epochs {c['samples']:,}, batches applied"
-            f" {c['batches']:,} at {c['ps']} ps x {c['buckets']} buckets, leases {c['leases']}"
+            f" {c['batches']:,} at {c['ps']} ps x {c['buckets']} partitions, leases {c['leases']}"
         )
         lines.append(
             f"  ranges taken over in the middle {c['handovers']}, samples left out by the script"
@@ -101,8 +101,8 @@ class AuditReport(msgspec.Struct):
                 f"{c[how]} {how}" for how in ("promoted", "rebuilt", "loaded", "resumed", "begun", "new") if c.get(how)
             )
             lines.append(
-                f"  {c['taken']} buckets taken over ({ways}): {c['void']} intervals void, undone by crashes and applied"
-                f" again; {c['vouched']} samples vouched for by watermarks alone"
+                f"  {c['taken']} partitions taken over ({ways}): {c['void']} intervals void, undone by crashes and"
+                f" applied again; {c['vouched']} samples vouched for by watermarks alone"
             )
         lines.append(f"  fingerprints: {c['fingerprints']} compared at {c['cuts']} cuts")
         return "\n".join([*lines, *self._end()])
@@ -119,7 +119,7 @@ class AuditReport(msgspec.Struct):
         ]
         if c.get("ps"):
             lines.append(
-                f"  tables: {c['batches']:,} steps applied at {c['ps']} ps x {c['buckets']} buckets,"
+                f"  tables: {c['batches']:,} steps applied at {c['ps']} ps x {c['buckets']} partitions,"
                 f" {c.get('taken', 0)} taken over; {c['fingerprints']} fingerprints compared at {c['cuts']} cuts"
             )
         return lines

@@ -48,7 +48,7 @@ def table_rows(place: StoragePlace, manifest: Manifest, spec: TableSpec) -> Iter
         whole = assemble(place, image)
         if spec.id in whole.pages:
             for pages in whole.some(spec.id):
-                yield rows_of_pages(pages, spec, f"{place.url}, bucket {image.bucket}")
+                yield rows_of_pages(pages, spec, f"{place.url}, partition {image.bucket}")
 
 
 def rows_of_pages(pages: Pages, spec: TableSpec, where: str) -> ExportedRows:

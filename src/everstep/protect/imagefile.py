@@ -209,7 +209,7 @@ def read_image_file(file: BinaryIO, name: str, expected: ImageFile | None = None
     not that ``expected``: what was handed out before must not be used then. StorageError: it cannot be read.
     """
     reader = Reader(file, name)
-    reader.begin(MAGIC, VERSION, "an image of a bucket")
+    reader.begin(MAGIC, VERSION, "a snapshot of a partition")
     number, kind = 0, 0
     while kind != _SnapshotKind.END:
         kind, payload = reader.section(number)

@@ -223,7 +223,7 @@ class ImageWriter:
             return ImagesWritten(checkpoint, error=str(error))
         n = sum(i.bytes_written for i in images)
         took_s = time.monotonic() - began
-        logger.info("checkpoint %d: %d buckets, %s in %.1f s", checkpoint, len(images), human_bytes(n), took_s)
+        logger.info("checkpoint %d: %d partitions, %s in %.1f s", checkpoint, len(images), human_bytes(n), took_s)
         tables = tuple(self._store.specs())
         return ImagesWritten(checkpoint, tuple(images), tables)
 
@@ -270,7 +270,7 @@ class ImageWriter:
         except KeyError:
             return None
         except RuntimeError as error:  # it is being rebuilt here
-            raise StorageError(f"bucket {bucket} cannot be imaged yet: {error}") from None
+            raise StorageError(f"partition {bucket} cannot be written yet: {error}") from None
         try:
             facts = marks_facts(marks)
             kind = "base" if before is None else "delta"

@@ -360,7 +360,9 @@ class Machine:
         self._actions: list[MirrorAction] = []
 
     def __repr__(self) -> str:
-        return f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {len(self.buckets)} buckets, {self._mirrors}>"
+        return (
+            f"<Machine ps:{self.me[0]} #{self.me[1]} v{self.version} {len(self.buckets)} partitions, {self._mirrors}>"
+        )
 
     # ------------------------------------------------------------ looking
 
@@ -698,7 +700,7 @@ class Machine:
             if done == AppendCode.GAP:
                 if held.complete:
                     at = self.port.mirror_seq(id_, entry.bucket)
-                    self._tear(held, f"differences of bucket {entry.bucket} between {at} and {entry.seq} never came")
+                    self._tear(held, f"differences of partition {entry.bucket} between {at} and {entry.seq} never came")
                     continue
                 done = AppendCode.APPLIED  # what is still to be swept has it
             if codes[i] != AppendCode.APPLIED:
@@ -1108,9 +1110,8 @@ class Machine:
             self._got(bucket, Arrival.NEW if self.placement.route == 1 else Arrival.BEGUN)
         elif not gain.stuck and not any(bucket in h.mirror.members for h in self._mirrors.values()):
             gain.stuck = True
-            why = (
-                f"placement {self.version} gives ps:{self.me[0]} bucket {bucket}: no mirror is here and no image named"
-            )
+            here = f"placement {self.version} gives ps:{self.me[0]} partition {bucket}"
+            why = f"{here}: no mirror is here and no snapshot is named"
             self._actions.append(Stuck(bucket, why))
 
     def _got(self, bucket: BucketId, how: Arrival) -> None:
@@ -1166,7 +1167,7 @@ class Machine:
         if max(gain.tails.values(), default=-1) > self.port.seq(bucket):
             if not gain.stuck:
                 gain.stuck = True
-                why = f"bucket {bucket} is at {self.port.seq(bucket)} here, a mirror of it is ahead"
+                why = f"partition {bucket} is at {self.port.seq(bucket)} here, a mirror of it is ahead"
                 self._actions.append(Stuck(bucket, why))
             return
         self.port.resume(bucket)
@@ -1199,13 +1200,15 @@ class Machine:
             for id_ in self._by_bucket[bucket]:
                 held = self._mirrors[id_]
                 if held.complete and self.port.mirror_apply(id_, kept) == AppendCode.GAP:
-                    self._tear(held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of bucket {bucket}")
+                    self._tear(
+                        held, f"the tail of mirror {mirror} leaves a gap before {entry.seq} of partition {bucket}"
+                    )
             self._tails.keep(bucket, entry.seq, kept)
         if self._level_of(bucket) < answer.seq:
             # It cannot be brought to the same point: the other one is the newer, and the bucket is to be had there.
             for id_ in self._by_bucket.get(bucket, ()):
                 if self._mirrors[id_].complete:
-                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of bucket {bucket}"
+                    why = f"the tail of mirror {mirror} does not reach {answer.seq} of partition {bucket}"
                     self._tear(self._mirrors[id_], why)
 
     def _level(self, bucket: BucketId, gain: _Gain, others: list[tuple[int, PeerKey]]) -> None:
@@ -1218,7 +1221,7 @@ class Machine:
             lacking = self._tails.after(bucket, seq)
             if not lacking or lacking[0][0] != seq + 1:  # it lacks more than anybody kept for it
                 self.torn.add(mirror)
-                why = f"it has bucket {bucket} up to {seq}, ours is at {top}, what is between is kept nowhere"
+                why = f"it has partition {bucket} up to {seq}, ours is at {top}, what is between is kept nowhere"
                 self._actions.append(Torn(mirror, f"mirror {mirror} at ps:{peer[0]} is made again: {why}"))
                 continue
             for s, blob in lacking:
@@ -1297,7 +1300,7 @@ class Machine:
     def _say_torn(self, held: _HeldMirror, recovery: _Recovery) -> None:
         if recovery.torn:
             lost = ", ".join(str(b) for b in recovery.lost)
-            why = f"contents for the rebuild of bucket {lost} out of mirror {held.mirror.id} had a gap: swept again"
+            why = f"contents for the rebuild of partition {lost} out of mirror {held.mirror.id} had a gap: swept again"
             self._actions.append(Torn(held.mirror.id, why))
 
     def _abort(self, held: _HeldMirror) -> None:

@@ -248,14 +248,14 @@ def _incomplete(manifest: Manifest) -> Iterator[str]:
     have = [image.bucket for image in manifest.images]
     missing = sorted(set(range(manifest.buckets)) - set(have))
     if missing:
-        yield f"{name} has no image of bucket{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}" + (
+        yield f"{name} has no snapshot of partition{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}" + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
     if len(set(have)) != len(have):
-        yield f"{name} has two images of a bucket"
+        yield f"{name} has two snapshots of a partition"
     for image in manifest.images:
         if not image.files:
-            yield f"{name}: the image of bucket {image.bucket} has no files"
+            yield f"{name}: the snapshot of partition {image.bucket} has no files"
 
 
 def _replica_problem(
@@ -290,7 +290,7 @@ def _file_problem(
 ) -> str:
     file = image.files[i]
     where = f"{place.url}/{file.path}"
-    needed = f"checkpoint {manifest.checkpoint} needs it for bucket {image.bucket}"
+    needed = f"checkpoint {manifest.checkpoint} needs it for partition {image.bucket}"
     wrong = _size_problem(where, file, sizes, needed)
     if wrong or not deep:
         return wrong
@@ -298,8 +298,8 @@ def _file_problem(
         with reading(place, file, needed) as stream:
             for part in read_image_file(stream, where, file):
                 if isinstance(part, ImageHead) and (part.bucket, part.base) != (image.bucket, i == 0):
-                    what = "base" if part.base else "increment"
-                    return f"{where} is {what} of bucket {part.bucket}, not file {i} of bucket {image.bucket}"
+                    what = "full snapshot" if part.base else "incremental snapshot"
+                    return f"{where} is {what} of partition {part.bucket}, not file {i} of partition {image.bucket}"
     except CheckpointError as error:
         return str(error)
     return ""
@@ -446,13 +446,15 @@ def assemble(place: StoragePlace, image: BucketImage) -> Assembled:
     pages: dict[int, dict[int, NDArray[np.uint8]]] = {}
     for i, file in enumerate(image.files):
         where = f"{place.url}/{file.path}"
-        with reading(place, file, f"the image of bucket {image.bucket} needs it") as stream:
+        with reading(place, file, f"the snapshot of partition {image.bucket} needs it") as stream:
             for part in read_image_file(stream, where, file):
                 match part:
                     case ImageHead():
                         head = part
                         if part.bucket != image.bucket or part.base != (i == 0):
-                            raise CheckpointError(f"{where} is not file {i} of the image of bucket {image.bucket}")
+                            raise CheckpointError(
+                                f"{where} is not file {i} of the snapshot of partition {image.bucket}"
+                            )
                     case MarksBlob():
                         marks = bytes(part)
                     case Pages() | Rows():
@@ -464,7 +466,9 @@ def assemble(place: StoragePlace, image: BucketImage) -> Assembled:
                         else:
                             _patch(of_table, part)
     if head is None or head.seq != image.seq:
-        raise CheckpointError(f"{place.url}: the files of bucket {image.bucket} are not the image of seq {image.seq}")
+        raise CheckpointError(
+            f"{place.url}: the files of partition {image.bucket} are not the snapshot of seq {image.seq}"
+        )
     for of_table in pages.values():
         for number in [n for n, page in of_table.items() if not page.any()]:
             del of_table[number]

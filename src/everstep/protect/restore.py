@@ -51,11 +51,11 @@ def load_bucket(store: LoadingStore, place: StoragePlace | str, image: BucketIma
     read); the bucket is empty and not owned then.
     """
     place = open_place(place) if isinstance(place, str) else place
-    where = f"{place.url}, bucket {image.bucket}"
+    where = f"{place.url}, partition {image.bucket}"
     whole = assemble(place, image)
     head = whole.head
     if head.buckets != store.n_buckets:
-        raise CheckpointError(f"{where}: of a job with {head.buckets} buckets, this one has {store.n_buckets}")
+        raise CheckpointError(f"{where}: of a job with {head.buckets} partitions, this one has {store.n_buckets}")
     check_tables(head.tables, store.specs(), where)
     try:
         facts = marks_facts(whole.marks)

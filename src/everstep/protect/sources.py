@@ -75,7 +75,7 @@ class ImageSources:
         for image in manifest.images:
             if image.bucket == bucket:
                 return url, image
-        raise CheckpointError(f"checkpoint {checkpoint} of {url} has no image of bucket {bucket}")
+        raise CheckpointError(f"checkpoint {checkpoint} of {url} has no snapshot of partition {bucket}")
 
     def _find(self, checkpoint: int) -> tuple[str, Manifest]:
         for url in self.urls:

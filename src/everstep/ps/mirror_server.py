@@ -435,7 +435,7 @@ class MirrorServer:
             self.streams.native.poke_all()
             return True
         except Exception as error:
-            self._on_failure(f"ps:{self._slot} cannot read its buckets: {type(error).__name__}: {error}")
+            self._on_failure(f"ps:{self._slot} cannot read its partitions: {type(error).__name__}: {error}")
             raise
 
     # ------------------------------------------------------------ one peer

@@ -31,7 +31,7 @@ class BucketLoad:
         self._at = now()
 
     def __repr__(self) -> str:
-        return f"<load of {len(self._all)} buckets, {self._requests} requests>"
+        return f"<load of {len(self._all)} partitions, {self._requests} requests>"
 
     def request(self) -> bool:
         """A pull or push came: whether its keys are to be counted."""

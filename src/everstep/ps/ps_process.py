@@ -186,7 +186,9 @@ class PsProcess:
         machine = self.service.keeper.machine
         if self._go_until:
             if time.monotonic() > self._go_until:
-                logger.warning("ps:%s ends with %s buckets: nobody took them in time", self.slot, len(machine.serving))
+                logger.warning(
+                    "ps:%s ends with %s partitions: nobody took them in time", self.slot, len(machine.serving)
+                )
                 self.stop()
         elif self.control.away_s > 0 or not (machine.serving or machine.complete):
             self.stop()

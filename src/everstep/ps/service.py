@@ -204,7 +204,7 @@ class PsService:
             if place.slot == self.slot and place.incarnation > self.incarnation:
                 return False
         if placement.buckets != self.store.n_buckets:
-            raise InternalError(f"a placement of {placement.buckets} buckets for a store of {self.store.n_buckets}")
+            raise InternalError(f"a placement of {placement.buckets} partitions for a store of {self.store.n_buckets}")
         self.keeper.place(placement)
         return True
 
@@ -272,14 +272,16 @@ class PsService:
                 return
             try:
                 if self.load is None:
-                    raise InternalError(f"bucket {bucket} is to be loaded, but nothing says from where")
+                    raise InternalError(f"partition {bucket} is to be loaded, but nothing says from where")
                 self.load(bucket, checkpoint)
             except StorageError as error:
-                logger.warning("bucket %s of checkpoint %s cannot be read, trying again: %s", bucket, checkpoint, error)
+                logger.warning(
+                    "partition %s of checkpoint %s cannot be read, trying again: %s", bucket, checkpoint, error
+                )
                 continue
             except Exception as error:  # also ours: the master decides who tries it next, if anybody
                 if not isinstance(error, EverstepError):
-                    logger.exception("bucket %s of checkpoint %s", bucket, checkpoint)
+                    logger.exception("partition %s of checkpoint %s", bucket, checkpoint)
                 text = str(error) if isinstance(error, EverstepError) else f"{type(error).__name__}: {error}"
                 self._not_loaded(bucket, checkpoint, text)
                 return
@@ -288,7 +290,7 @@ class PsService:
             return
 
     def _not_loaded(self, bucket: BucketId, checkpoint: int, error: str) -> None:
-        logger.error("bucket %s of checkpoint %s cannot be loaded: %s", bucket, checkpoint, error)
+        logger.error("partition %s of checkpoint %s cannot be loaded: %s", bucket, checkpoint, error)
         with self.keeper.transition() as m:
             version = m.version
             m.loaded(bucket, checkpoint, there=False, failed=True)
@@ -452,7 +454,7 @@ class PsService:
         if route == self.route and not np.array_equal(buckets, self.keeper.mine):
             # By all that is known here this cannot be: no worker could go on with such an answer.
             self._limit.warning(
-                f"ps:{self.slot} has buckets {buckets.tolist()}, the map says {self.keeper.mine.tolist()}"
+                f"ps:{self.slot} has partitions {buckets.tolist()}, the map says {self.keeper.mine.tolist()}"
             )
             return Moved(self.route)
         return Opened(self.incarnation, buckets.astype("<i4").tobytes(), marks.astype("<i8").tobytes())

@@ -193,7 +193,7 @@ class SocketLink:
                 if now - lost_at > self._give_up_s or self._closing.is_set():
                     raise ServerLostError(
                         f"ps:{self.slot} did not answer for {now - lost_at:.0f} s ({error}), and no other ps was "
-                        "given its buckets"
+                        "given its partitions"
                     ) from error
         raise AssertionError("backoff never ends")
 

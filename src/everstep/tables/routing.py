@@ -53,7 +53,7 @@ class Router:
         self.bucket_ps = np.array([position[s] for s in placement.owner], dtype=np.int32)
 
     def __repr__(self) -> str:
-        return f"<Router v{self.version} {self.n_buckets} buckets on ps {list(self.slots)}>"
+        return f"<Router v{self.version} {self.n_buckets} partitions on ps {list(self.slots)}>"
 
     def route(self, table: TableId, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32], list[int]]:
         """Return ``(keys int64 [u], inverse int32 [n], counts per ps)``: unique ids, grouped by ps, then by
