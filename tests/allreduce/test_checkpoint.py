@@ -19,6 +19,7 @@ from everstep.brain.events import Answer, Ok, Refused, ReplicaWritten
 from everstep.cli.checkpoint import checkpoint as verbs
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError
+from everstep.machines.idle_slot import IdleSlot
 from everstep.model.group import Mark
 from everstep.model.image import REPLICA_VERSION, Manifest, ReplicaImage
 from everstep.net.messages import RequestType, TakeReplica
@@ -109,6 +110,50 @@ def test_training_goes_on_while_it_is_written_and_it_is_told_when_all_have_its_s
     other.state.load(read_replica(open_place(tmp_path), latest_intact(open_place(tmp_path))))
     assert other.state.digest() == digest
     assert len(list(tmp_path.glob("images/000001/*"))) == 1
+
+
+class WatchedSlot(IdleSlot):
+    """Counts claims that were put off, of all slots."""
+
+    put_off = 0
+
+    def claim(self, wanted: int, least: int = 1) -> int:
+        granted = super().claim(wanted, least)
+        WatchedSlot.put_off += not granted
+        return granted
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+def test_a_checkpoint_that_nobody_waits_for_takes_the_idle_slots_of_steps(
+    hurry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained()
+    digest, mark = run.state.digest(), run.state.mark
+    monkeypatch.setattr("everstep.allreduce.replica_checkpoint.IdleSlot", WatchedSlot)
+    monkeypatch.setattr("everstep.allreduce.replica_checkpoint.SILENT_S", 3600.0)
+    monkeypatch.setattr("everstep.allreduce.replica_checkpoint.PACED_S", 3600.0)
+    monkeypatch.setattr("everstep.protect.replicafile.WRITE_BYTES", 256)
+    seat, before = Seat(tmp_path), WatchedSlot.put_off
+    writer = ReplicaWriter(run.state, seat)
+    writer.order(TakeReplica(1, str(tmp_path), idle=True))
+    writer.boundary()
+    writer.settled(mark.step)
+    wait(lambda: WatchedSlot.put_off > before)  # (and for an hour nothing happens without a step)
+    assert not writer.idle and not list(tmp_path.glob("images/000001/replica-*.rep"))
+    run.step()  # what is written is the copy
+    if hurry:
+        writer.order(TakeReplica(1, str(tmp_path)))
+        wait(lambda: writer.idle)
+    else:
+        wait(lambda: writer.boundary() or writer.idle)
+    image = seat.told[-1].replica
+    assert isinstance(image, ReplicaImage) and image.mark == mark
+    write_manifest(
+        open_place(tmp_path), Manifest(job="toy", checkpoint=1, at=1.0, seed=0, buckets=1, images=(), replica=image)
+    )
+    other = Run(5)
+    other.state.load(read_replica(open_place(tmp_path), latest_intact(open_place(tmp_path))))
+    assert other.state.digest() == digest
 
 
 def test_a_place_that_takes_nothing_is_told(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints of the training state: the leader writes a snapshot while training goes on; anybody loads it.
 
-The thread that trains only copies the state (at a boundary of two steps); another writes it where the job's
+The thread that trains only copies the state (at a boundary of two steps): script and optimizers may change any of it
+from then on. Another thread does the larger part, checksums and files, in the idle slots of the steps that follow
+(``machines.idle_slot``), so that no single step lends it the processors for all of that. It writes where the job's
 checkpoints lie, and tells the master once all members have committed every step before its mark. The manifest is the
 master's.
 """
@@ -25,6 +27,7 @@ from everstep.allreduce.station import Station
 from everstep.brain.events import Refused, ReplicaWritten
 from everstep.config.spec import JobSpec
 from everstep.errors import CheckpointError, EverstepError, StorageError
+from everstep.machines.idle_slot import Budget, IdleSlot
 from everstep.model.group import Mark
 from everstep.model.image import ImageFile, Manifest, ReplicaImage
 from everstep.net.messages import TakeReplica
@@ -36,6 +39,9 @@ from everstep.protect.sources import own_url
 from everstep.storage.places import StoragePlace, open_place
 
 WRITE_S = 120.0  # a place that does not take the file is tried again for so long
+SHARE = 0.25  # of a step's time: what writing a checkpoint that nobody waits for may cost in it (processor time)
+SILENT_S = 0.5  # without a step for so long, the writer goes on as if there had been one
+PACED_S = 10.0  # so much later than at full speed a checkpoint is complete at most
 TELL_S = 300.0  # for the last steps to be settled and journaled, and for a master to be there
 
 logger = logging.getLogger("everstep.worker")
@@ -65,6 +71,8 @@ class ReplicaWriter:
         self._settled = 0
         self._spare: torch.Tensor | None = None
         self._closed = False
+        self._slot = IdleSlot()
+        self._stepped_at = 0.0  # the last boundary, monotonic seconds
 
     def __repr__(self) -> str:
         return f"<ReplicaWriter {f'writing {self._busy}' if self._busy else 'idle'}>"
@@ -74,6 +82,9 @@ class ReplicaWriter:
         with self._lock:
             if order.checkpoint != self._busy:
                 self._order = order
+            elif not order.idle:
+                self._slot.unlimited = True  # somebody waits for it now
+                self._lock.notify_all()
 
     def settled(self, step: int) -> None:
         """Every member has committed all steps before ``step``."""
@@ -84,6 +95,10 @@ class ReplicaWriter:
 
     def boundary(self) -> None:
         """The state is that of its mark: copy it, if it is wanted. Raises ScriptError: it cannot be saved."""
+        now = time.monotonic()
+        since_s, self._stepped_at = now - self._stepped_at, now
+        if self._busy:
+            self._offer(since_s)
         if self._order is None or self._busy:
             return
         with self._lock:
@@ -92,6 +107,8 @@ class ReplicaWriter:
             if order is None:
                 return
             self._busy = order.checkpoint
+            self._slot = IdleSlot()
+            self._slot.unlimited = not order.idle
         again = self._told.get(order.checkpoint)
         packed = self._state.snapshot(into) if again is None else Packed(b"", torch.empty(0))
         mark, numbers = self._state.mark, sum(p.numel() for _, p in self._state.parameters())
@@ -99,6 +116,13 @@ class ReplicaWriter:
         threading.Thread(
             target=self._work, args=(order, copied, again), name="everstep-checkpoint", daemon=True
         ).start()
+
+    def _offer(self, step_s: float) -> None:
+        """To the thread that writes: its share of a step that took so long. (Of a long one it had the most already.)"""
+        if step_s > 0:
+            with self._lock:
+                self._slot.offer(Budget(seconds=SHARE * min(step_s, SILENT_S)))
+                self._lock.notify_all()
 
     @property
     def idle(self) -> bool:
@@ -147,6 +171,25 @@ class ReplicaWriter:
                     self._spare = packed.body
                 self._lock.notify_all()
 
+    def _pacer(self) -> Callable[[int], None]:
+        """What the writing thread calls before each piece: waits until the slots of steps have room for it. Time in
+        which the thread waits for a disk or a network costs training nothing, and is not counted."""
+        piece, cpu_s, end = 0, time.thread_time(), Deadline(PACED_S)
+
+        def before(size: int) -> None:
+            nonlocal piece, cpu_s
+            with self._lock:
+                slot = self._slot
+                slot.spent(piece, time.thread_time() - cpu_s)
+                while not (self._closed or end.expired or self._lock.wait_for(lambda: self._may(size), SILENT_S)):
+                    slot.offer(Budget(seconds=SHARE * SILENT_S))
+            piece, cpu_s = size, time.thread_time()
+
+        return before
+
+    def _may(self, size: int) -> bool:
+        return self._closed or self._slot.claim(size, size) > 0
+
     def _leave_model(self, order: TakeReplica, packed: Packed, mark: Mark) -> None:
         """Raises StorageError, ConfigError, PlatformError."""
         with model_folder(order.model) as folder:
@@ -173,7 +216,8 @@ class ReplicaWriter:
 
         def attempt() -> ImageFile:
             with open_place(order.url).create(path) as file:
-                written = write_replica_file(file.write, head, packed.header, packed.body.numpy().data)
+                body = packed.body.numpy().data
+                written = write_replica_file(file.write, head, packed.header, body, self._pacer())
                 file.commit()
             return msgspec.structs.replace(written, path=path)
 

@@ -164,7 +164,8 @@ class CheckpointKeeper:
         self._asked, self._asked_at = number, at
         group, writing = self._brain.state.groups.group, self._brain.checkpoints.writing
         self._asked_of = writing.writer if writing is not None else Slot(-1)
-        order = TakeReplica(number, self._url)
+        nobody_waits = writing is not None and writing.reason is CheckpointReason.DUE
+        order = TakeReplica(number, self._url, idle=nobody_waits and not self._brain.checkpoints.stopping)
         if writing is not None and writing.ends_job and leaves_model(self._spec):
             only = self._limit if not has_checkpoints(self._spec) else 0
             order = TakeReplica(number, self._url, model_url(self._spec, self._run_dir), only)

@@ -179,6 +179,7 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
     url: str
     model: str = ""  # leave the model there too: a directory or URL
     limit_bytes: int = 0  # if it has no more than that, 0: whatever it has
+    idle: bool = False  # write it in idle slots of the steps: nobody waits for it
 
 
 class Slow(Order, frozen=True, tag="slow"):
