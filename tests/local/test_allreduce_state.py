@@ -115,7 +115,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_another_number_of_workers(run: Rep
     run.train(2, "--logical-workers", "4", "--checkpoint-every", "1h")
     run.trained(200)
     code, out = run.everstep("checkpoint", "take", str(run.run_dir))  # by hand, while it trains
-    assert code == 0 and re.search(r"checkpoint \d+: base", out), out
+    assert code == 0 and re.search(r"checkpoint \d+: full", out), out
     code, out = run.everstep("stop", str(run.run_dir))  # at once: perhaps nothing was told since then
     assert code == 0 and "after a last checkpoint" in out, out
     assert run.wait() == 0, run.story()

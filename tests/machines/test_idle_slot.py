@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.machines.idle_slot import Budget, IdleSlot, run_pieces
@@ -25,6 +25,7 @@ class Copying:
         return done
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     size=st.integers(1, 10_000),
     unit=st.integers(1, 500),
