@@ -1,4 +1,4 @@
-"""everstep: training that never loses a step. The public names, loaded lazily, and nothing else."""
+"""Is everstep: training that never loses a step. The public names, loaded lazily, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranges of numbers, and forms of names, that come from outside: over the wire, or out of a file. The decoder refuses
-what lies beyond.
+"""Bounds the ranges of numbers, and the forms of names, that come from outside: over the wire, or out of a file. The
+decoder refuses what lies beyond.
 
 A number without a range is one with which a stranger, or a mistake, makes a process count to it. ``tests/net/
 test_bounds.py`` walks all messages and files and asks for the range of each number.

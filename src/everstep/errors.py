@@ -1,4 +1,4 @@
-"""One tree of errors, split by who must act. Each ends the command with its exit code.
+"""Has one tree of errors, split by who must act. Each ends the command with its exit code.
 
 A message is one line: what, with the value, and what to do about it.
 Exit codes: 0 done, 1 user code, 2 usage or config, 3 our bug, 4 infrastructure gave up, 5 the result is lost,
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class EverstepError(Exception):
-    """Base of all errors that everstep raises on purpose. ``str(error)`` is one line for a person."""
+    """Is the base of all errors that everstep raises on purpose. ``str(error)`` is one line for a person."""
 
     exit_code = 3
 
@@ -23,7 +23,7 @@ class UserError(EverstepError):
 
 
 class ScriptError(UserError):
-    """The training script failed, or used the API in a way that cannot work."""
+    """Says that the training script failed, or used the API in a way that cannot work."""
 
     exit_code = 1
 
@@ -37,21 +37,21 @@ class DataError(UserError):
 
 
 class NonFiniteGradientError(ScriptError):
-    """A gradient holds NaN or Inf; nothing of its batch was applied."""
+    """Says that a gradient holds NaN or Inf; nothing of its batch was applied."""
 
 
 class PlatformError(EverstepError):
-    """The machine or the platform: a port in use, no disk space, no permission."""
+    """Says what is wrong with the machine or the platform: a port in use, no disk space, no permission."""
 
     exit_code = 4
 
 
 class CheckpointError(UserError):
-    """A checkpoint that was asked for is not there, not whole, or of another job or version."""
+    """Says that a checkpoint that was asked for is not there, not whole, or of another job or version."""
 
 
 class UntrustedError(CheckpointError):
-    """A checkpoint that nobody who has the job's key has written."""
+    """Says that nobody who has the job's key has written a checkpoint."""
 
 
 class StorageError(PlatformError):
@@ -93,13 +93,13 @@ class InternalError(EverstepError):
 
 
 class ReplicasDifferError(InternalError):
-    """Workers that must hold the same state hold different ones; nothing of the step was applied."""
+    """Says that workers that must hold the same state hold different ones; nothing of the step was applied."""
 
     exit_code = 6
 
 
 def script_place(error: BaseException, script: Path) -> str:
-    """``file:line`` of the innermost frame in the script's directory: where the user has to look."""
+    """Return ``file:line`` of the innermost frame in the script's directory: where the user has to look."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     here = str(script.resolve().parent)
@@ -114,7 +114,8 @@ def script_place(error: BaseException, script: Path) -> str:
 
 
 def escaped(text: str, most: int = 2000) -> str:
-    """``text`` for a log or a terminal: control characters (new lines, escapes) shown as ``\\x1b``, cut at ``most``."""
+    """Return ``text`` for a log or a terminal: control characters (new lines, escapes) shown as ``\x1b``, cut at
+    ``most``."""
     shown = text if text.isprintable() else "".join(c if c.isprintable() else _shown(c) for c in text)
     return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown):,} characters)"
 
@@ -124,5 +125,5 @@ def _shown(character: str) -> str:
 
 
 def escaped_lines(text: str, most: int = 100_000) -> str:
-    """As ``escaped``, but lines stay lines: for what may have several, such as a traceback."""
+    """Do as ``escaped`` does, but lines stay lines: for what may have several, such as a traceback."""
     return "\n".join(escaped(line.expandtabs(), most) for line in text.split("\n"))

@@ -1,4 +1,5 @@
-"""Fault points: named steps of the code at which a test or a drill can have a process killed. The only such mechanism.
+"""Names the fault points: steps of the code at which a test or a drill can have a process killed. The only such
+mechanism.
 
 ``EVERSTEP_FAULT`` says who dies where: ``ROLE:SLOT[.LIFE]:POINT:TIMES``, several with commas between them.
 ``EVERSTEP_FAULT=ps:1:before_apply:3`` is SIGKILL for each life of ps:1 when it comes to ``before_apply`` for the third
@@ -55,8 +56,8 @@ _left: dict[str, int] = {}  # by point: how many times until this process dies t
 
 
 def planted(words: str | None = None) -> list[tuple[str, int, int, str, int]]:
-    """All faults of ``words`` (default: of the environment) as (role, slot, life, point, times); life 0: each life.
-    Raises ConfigError that names the one that cannot be read."""
+    """Return all faults of ``words`` (default: of the environment) as (role, slot, life, point, times); life 0: each
+    life. Raises ConfigError that names the one that cannot be read."""
     found = []
     for one in filter(None, (os.environ.get(VARIABLE, "") if words is None else words).split(",")):
         try:

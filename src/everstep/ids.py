@@ -1,4 +1,5 @@
-"""Identifiers. Plain ints and strings with names, so that a type checker keeps them apart."""
+"""Names identifiers: plain ints and strings, so that a type checker keeps them apart. Plain ints and strings with
+names, so that a type checker keeps them apart."""
 
 from typing import Annotated, NewType
 

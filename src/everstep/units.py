@@ -1,4 +1,4 @@
-"""Sizes and spans of time as people write them: ``30s``, ``10m``, ``64MiB``."""
+"""Parses and prints sizes and spans of time as people write them: ``30s``, ``10m``, ``64MiB``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _split(text: str, what: str) -> tuple[float, str]:
 
 
 def seconds(text: str) -> float:
-    """``"30s"`` -> 30.0; a bare number is seconds. Raises ConfigError."""
+    """Parse ``"30s"`` -> 30.0; a bare number is seconds. Raises ConfigError."""
     number, unit = _split(text, "time span")
     if unit and unit not in _SECONDS:
         raise ConfigError(f"time span {text!r}: unit {unit!r} is not one of {', '.join(_SECONDS)}")
@@ -26,7 +26,7 @@ def seconds(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """``"64MiB"`` -> 67108864; a bare number is bytes. Raises ConfigError."""
+    """Parse ``"64MiB"`` -> 67108864; a bare number is bytes. Raises ConfigError."""
     number, unit = _split(text, "size")
     if unit and unit.lower() not in _BYTES:
         raise ConfigError(f"size {text!r}: unit {unit!r} is not one of B, KB, MB, GB, KiB, MiB, GiB")
@@ -34,7 +34,7 @@ def size_bytes(text: str) -> int:
 
 
 def human_bytes(n: float) -> str:
-    """67108864 -> ``"64.0 MiB"``."""
+    """Return a size in words: 67108864 -> ``"64.0 MiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""What a training script touches: join, Job, nn, optimizers. Runs embedded (alone) or as a worker of a job."""
+"""Is all that a training script touches: join, Job, nn, optimizers. Runs embedded (alone) or as a worker of a job."""

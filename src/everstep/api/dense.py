@@ -1,4 +1,4 @@
-"""The dense part on the ps: parameters flattened into the rows of a table, one table per parameter group.
+"""Puts the dense part on the ps: parameters flattened into the rows of a table, one table per parameter group.
 
 All parameters of a group are views of one flat buffer, each beginning a row. Before a batch the newest rows are copied
 into it. At the script's ``step`` the gradients of those parameters that have one are copied out and pushed. A
@@ -26,7 +26,7 @@ _BIG_FLOATS = 1 << 18  # from here on a row has 1024 floats, below 256
 
 
 class DenseOrder:
-    """How a group's rows are ordered by one map: ``keys`` int64 [rows] grouped by ps and bucket, and back."""
+    """Says how a group's rows are ordered by one map: ``keys`` int64 [rows] grouped by ps and partition, and back."""
 
     def __init__(self, spec: TableSpec, n_rows: int, router: Router) -> None:
         self.version = router.version
@@ -36,7 +36,7 @@ class DenseOrder:
 
 
 class FlatGroup:
-    """Tensors in the rows of one dense table. ``flat``: float32 [rows * dim], zero behind each tensor's end.
+    """Holds tensors in the rows of one dense table. ``flat``: float32 [rows * dim], zero behind each tensor's end.
 
     ``names``: of the tensors, as the model's ``state_dict`` has them; they go into checkpoints."""
 
@@ -61,14 +61,14 @@ class FlatGroup:
         self._digest: int | None = None  # None: nobody has seen the values of the ps yet
 
     def order(self, router: Router) -> DenseOrder:
-        """The rows as ``router`` groups them. Rows of a batch keep the order they were pulled in."""
+        """Return the rows as ``router`` groups them. Rows of a batch keep the order they were pulled in."""
         order = self._order
         if order is None or order.version != router.version:
             self._order = order = DenseOrder(self.spec, self.n_rows, router)
         return order
 
     def initial(self) -> NDArray[np.float32]:
-        """This worker's own values, float32 [rows, dim] in the order of the keys 0, 1, 2, ..."""
+        """Return this worker's own values, float32 [rows, dim] in the order of the keys 0, 1, 2, ..."""
         return self._rows(self.flat)
 
     def take(self, rows: TableRows) -> None:
@@ -77,7 +77,7 @@ class FlatGroup:
         self.seen()
 
     def view(self, i: int) -> Tensor:
-        """The place of tensor ``i`` in the flat buffer, in its shape."""
+        """Return the place of tensor ``i`` in the flat buffer, in its shape."""
         t = self.tensors[i]
         return self.flat[self.starts[i] : self.starts[i] + t.numel()].view(t.shape)
 
@@ -86,11 +86,11 @@ class FlatGroup:
         self._digest = sum_bits(self.flat.numpy(), "float32")[0]
 
     def changed(self) -> bool:
-        """Whether the script has changed values since ``seen``."""
+        """Return whether the script has changed values since ``seen``."""
         return self._digest is not None and sum_bits(self.flat.numpy(), "float32")[0] != self._digest
 
     def changed_names(self, rows: TableRows | None) -> list[str]:
-        """Of the tensors that are not as in ``rows``, the pulled ones."""
+        """Return the names of the tensors that are not as in ``rows``, the pulled ones."""
         if rows is None:
             return []
         pulled = torch.from_numpy(rows.values[rows.order.inverse]).reshape(-1)
@@ -142,7 +142,7 @@ class StaleValues:
         return f"<StaleValues {len(self._params)} parameters, {len(self._tables)} tables>"
 
     def watch(self, groups: Sequence[FlatGroup], tables: Iterable[BatchTable]) -> None:
-        """From now on whoever uses these gets the new values first."""
+        """Watch these: from now on whoever uses them gets the new values first."""
         self._tables = list(tables)
         for table in self._tables:
             table.stale = self.freshen
@@ -165,14 +165,14 @@ class StaleValues:
 
 
 class DenseGradient(NamedTuple):
-    """What a step takes of a dense group. ``keys`` int64 [n]: its rows, None for all; ``grads`` float32 [n, dim]."""
+    """Is what a step takes of a dense group. ``keys`` int64 [n]: its rows, None for all; ``grads`` float32 [n, dim]."""
 
     keys: NDArray[np.int64] | None
     grads: NDArray[np.float32]
 
 
 class DenseGroup(FlatGroup):
-    """The parameters of one group of one optimizer, all of float32 on the CPU. ``twin``: of the group."""
+    """Holds the parameters of one group of one optimizer, all of float32 on the CPU. ``twin``: of the group."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class DenseGroup(FlatGroup):
         return any(p.grad is not None for p in self.params)
 
     def gradient(self) -> DenseGradient | None:
-        """The gradients of all parameters that have one; None: none has. Valid until the next call."""
+        """Return the gradients of all parameters that have one; None: none has. Valid until the next call."""
         with_grad = [i for i, p in enumerate(self.params) if p.grad is not None]
         if not with_grad:
             return None
@@ -245,7 +245,7 @@ class DenseGroup(FlatGroup):
         return DenseGradient(keys, rows[keys])
 
     def torch_state(self, keys: NDArray[np.int64], state: NDArray[np.float32]) -> list[dict[str, Any]]:
-        """State of each parameter, named as torch does, from that of all rows (float32 [rows, floats])."""
+        """Return the state of each parameter, named as torch does, from that of all rows (float32 [rows, floats])."""
         ordered, dim = state[np.argsort(keys)], self.dim
         if self.spec.optimizer.kind is OptimizerKind.SGD:
             ordered = np.nan_to_num(ordered, nan=0.0)  # NaN: there was no gradient yet
@@ -264,7 +264,7 @@ class DenseGroup(FlatGroup):
 
 
 class PsStepper(Protocol):
-    """What an optimizer tells the job."""
+    """Is what an optimizer tells the job."""
 
     def stepped(self, optimizer: PsOptimizer) -> None: ...
 
@@ -328,7 +328,7 @@ class PsOptimizer(torch.optim.Optimizer):
         return loss
 
     def give_up(self, params: Collection[int]) -> list[DenseGroup]:
-        """Another optimizer takes over some of the parameters (by ``id()``): the groups that they were in are no more.
+        """Give up some of the parameters (by ``id()``) to another optimizer: the groups that they were in are no more.
         Those of their other parameters that get a gradient begin a group anew."""
         gone = [group for group in self.groups if any(id(p) in params for p in group.params)]
         self.groups = [group for group in self.groups if group not in gone]
@@ -336,7 +336,7 @@ class PsOptimizer(torch.optim.Optimizer):
         return gone
 
     def thawed(self) -> list[DenseGroup]:
-        """New groups of parameters that were frozen when the optimizer was made and have a gradient now."""
+        """Return new groups of parameters that were frozen when the optimizer was made and have a gradient now."""
         known = {id(p) for dense in self.groups for p in dense.params} | {id(p) for p in self._given_up}
         out: list[DenseGroup] = []
         for i, group in enumerate(self.param_groups):
@@ -360,8 +360,8 @@ class PsOptimizer(torch.optim.Optimizer):
         self._stepper.zeroed(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the torch optimizer's own, with the state that the ps has now; torch's optimizer can load it. The state of
-        tables is not in it: it is in checkpoints and exports."""
+        """Return the state as the torch optimizer's own, with the state that the ps has now; torch's optimizer can load
+        it. The state of tables is not in it: it is in checkpoints and exports."""
         state: dict[int, Any] = {}
         packed, number = [], 0
         known: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""``python train.py``, with no launcher: master, ps and worker in this process.
+"""Runs ``python train.py``, with no launcher: master, ps and worker in this process.
 
 The same brain, journal, ps service and audit log as in a job of many processes; only the wire is missing. Every call
 is made at once, on the caller's thread.
@@ -62,7 +62,7 @@ EXPIRE_EVERY_S = 1.0
 
 
 class DirectLink:
-    """A link to a ps in this process: answered before ``submit`` returns."""
+    """Links to a ps in this process: answered before ``submit`` returns."""
 
     def __init__(self, slot: Slot, service: PsService, arena: Arena) -> None:
         self.slot = slot
@@ -85,7 +85,7 @@ class DirectLink:
 
 
 class EmbeddedMaster:
-    """A brain and its journal, driven by calls. Thread-safe."""
+    """Is a brain and its journal, driven by calls. Thread-safe."""
 
     def __init__(self, spec: JobSpec, run_dir: Path, service: PsService | None) -> None:
         self.spec, self.run_dir, self.service = spec, run_dir, service
@@ -102,7 +102,7 @@ class EmbeddedMaster:
         self._events = (run_dir / "events.jsonl").open("ab")
 
     def dispatch(self, request: RequestType, sender: Sender) -> Answer:
-        """The answer to a request."""
+        """Return the answer to a request."""
         with self._lock:
             answer = self._machine.dispatch(request, sender)
         if answer is None:
@@ -159,8 +159,8 @@ class EmbeddedMaster:
 
 
 def _one_line_errors(script: Path) -> None:
-    """A mistake that everstep names ends the script with that one line and its exit code, as under ``everstep run``;
-    every other exception is shown as Python shows it. EVERSTEP_DEBUG=1 keeps the traceback."""
+    """End the script, at a mistake that everstep names, with that one line and its exit code, as under ``everstep
+    run``; every other exception is shown as Python shows it. EVERSTEP_DEBUG=1 keeps the traceback."""
     shown = sys.excepthook
     if os.environ.get("EVERSTEP_DEBUG") == "1" or shown is not sys.__excepthook__:
         return
@@ -197,7 +197,7 @@ class EmbeddedSeat:
 
     @classmethod
     def alone(cls, given: dict[str, Any], prefetch: int | None) -> EmbeddedSeat:
-        """A new run directory and a job of one worker and one ps."""
+        """Make a new run directory and a job of one worker and one ps."""
         script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else ""
         if script and not hasattr(sys, "ps1"):
             _one_line_errors(Path(script))

@@ -1,4 +1,5 @@
-"""Which ``step()`` fires which table: that of the optimizer that holds its parameter, else that of the only one."""
+"""Decides which ``step()`` fires which table: that of the optimizer that holds its parameter, else that of the only
+one."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from everstep.model.table import OptimizerSpec, Rate
 
 
 class HeldTable(NamedTuple):
-    """A table that an optimizer fires. ``group``: of the optimizer, whose learning rate it goes by; ``twin``: by all of
-    whose options it goes.
+    """Is a table that an optimizer fires. ``group``: of the optimizer, whose learning rate it goes by; ``twin``: by all
+    of whose options it goes.
 
     ``own``: the table's optimizer was given to job.sparse; then the group's rate counts in relation to ``base_lr``."""
 
@@ -32,7 +33,7 @@ class HeldTable(NamedTuple):
         return self.twin is not None and self.twin.maximize
 
     def rate(self, factor: float = 1.0) -> Rate:
-        """What a step goes by now; its learning rate times ``factor``."""
+        """Return what a step goes by now; its learning rate times ``factor``."""
         if self.twin is not None:
             lr, options = self.twin.rate()
             return Rate(lr * factor, options)
@@ -58,18 +59,18 @@ class TableFiring:
 
     @property
     def names(self) -> set[str]:
-        """Tables whose parameter some optimizer holds."""
+        """Return the tables whose parameter some optimizer holds."""
         return {held.table.name for held in self._held}
 
     @property
     def free(self) -> list[str]:
-        """Tables that no optimizer holds."""
+        """Return the tables that no optimizer holds."""
         names = self.names
         return [name for name in self._tables.batches if name not in names]
 
     def hold(self, optimizer: Any, of_torch: torch.optim.Optimizer) -> None:
-        """``optimizer`` (as the script has it) fires the tables whose parameters ``of_torch`` holds. Raises ScriptError
-        where its formula has no twin on the ps."""
+        """Let ``optimizer`` (as the script has it) fire the tables whose parameters ``of_torch`` holds. Raises
+        ScriptError where its formula has no twin on the ps."""
         self._tables.optimizers.append(of_torch)
         for i, group in enumerate(of_torch.param_groups):
             for p in group["params"]:
@@ -95,12 +96,12 @@ class TableFiring:
         self.optimizers += 1
 
     def all_fired(self) -> list[HeldTable]:
-        """The tables that steps of all optimizers fire."""
+        """Return the tables that steps of all optimizers fire."""
         return [held for optimizer in self._given for held in self.fired(optimizer)]
 
     def fired(self, optimizer: Any) -> list[HeldTable]:
-        """The tables that a step of ``optimizer`` fires. One that no optimizer holds follows the only one, by the
-        factor of its first group's rate; without any (``optimizer`` None) it goes by its own rate."""
+        """Return the tables that a step of ``optimizer`` fires. One that no optimizer holds follows the only one, by
+        the factor of its first group's rate; without any (``optimizer`` None) it goes by its own rate."""
         found = [held for held in self._held if held.optimizer is optimizer]
         if self.optimizers > 1:
             return found

@@ -34,7 +34,7 @@ _MASTER_S = 300.0  # a master may be away so long
 
 
 class GroupTrainer:
-    """A ``Trainer`` (``api.trainer``)."""
+    """Is a ``Trainer`` (``api.trainer``) for mode allreduce."""
 
     def __init__(self, seat: WorkerRuntime) -> None:
         self._seat = seat
@@ -243,7 +243,8 @@ class GroupTrainer:
 
 
 def _forbid_process_groups() -> Any:
-    """A script that makes its own process group waits for peers that never come: tell it instead. Returns the undo."""
+    """Forbid a script to make its own process group, in which it would wait for peers that never come. Returns the
+    undo."""
     if not torch.distributed.is_available():
         return lambda: None
     places = [torch.distributed, sys.modules["torch.distributed.distributed_c10d"]]

@@ -1,4 +1,4 @@
-"""``join`` and ``Job``: the few lines that a training script has more than a script of plain PyTorch."""
+"""Has ``join`` and ``Job``: the few lines that a training script has more than a script of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def join(
     logical_workers: int | None = None,
     ps: int | None = None,
 ) -> Job:
-    """The job that this script belongs to; the same one when called again.
+    """Return the job that this script belongs to; the same one when called again.
 
     Started by ``everstep run`` the arguments are ignored (the job's spec rules). Alone, everything runs in this
     process: ``seed``, ``name``, ``run_dir`` and ``nonfinite`` ("raise" or "skip") are those of ``JobSpec``, and
@@ -88,7 +88,7 @@ def _renamed(old: str, new: str) -> None:
 
 
 class Job:
-    """What a script touches. Made by ``join``."""
+    """Is what a script touches. Made by ``join``."""
 
     def __init__(self, seat: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
         """``trainer``: makes what trains the models."""
@@ -112,14 +112,14 @@ class Job:
 
     @property
     def slot(self) -> Slot:
-        """Which worker this is, from 0; another process may take the slot over."""
+        """Return which worker this is, from 0; another process may take the slot over."""
         return self._seat.slot
 
     @property
     def chief(self) -> bool:
-        """Whether this is the worker that evaluates and saves: one at a time, which has the final state behind the loop
-        (another one where it is lost, late or sent away). The job is done when the script of the chief has ended
-        well; if it is lost before, what stands behind the loop is run again (see ``once``). With
+        """Return whether this is the worker that evaluates and saves: one at a time, which has the final state behind
+        the loop (another one where it is lost, late or sent away). The job is done when the script of the chief has
+        ended well; if it is lost before, what stands behind the loop is run again (see ``once``). With
         ``--processes-per-worker`` it is true in all processes of that worker, so that they evaluate a sharded model
         together; for what only one of them shall do, see ``process_index``."""
         self._engine.clock.touch()
@@ -127,9 +127,10 @@ class Job:
 
     @contextmanager
     def once(self, key: str) -> Iterator[bool]:
-        """What the job does once, though its script may run again: ``with job.once("upload") as first: if first: ...``.
-        ``first`` is false where it was done (the block was left without an exception), or another worker that lives is
-        at it. The master remembers it before this returns; a worker that is lost inside of the block did not do it."""
+        """Do once what the job does once, though its script may run again: ``with job.once("upload") as first: if
+        first: ...``. ``first`` is false where it was done (the block was left without an exception), or another worker
+        that lives is at it. The master remembers it before this returns; a worker that is lost inside of the block did
+        not do it."""
         if not isinstance(key, str) or not key:
             raise ScriptError(f"job.once({key!r}): a key is a text, e.g. 'upload'")
         first = self._ask_once(key, done=False)
@@ -148,19 +149,19 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Mode allreduce: where this worker's model shall be, ``model.to(job.device)`` before job.replicate: one of the
-        GPUs of its node, which its workers take in turn, and which is the current one from now on (``.cuda()``); the
-        CPU where there are none, with ``--processes-per-worker``, and in mode ps."""
+        """Return where this worker's model shall be in mode allreduce, ``model.to(job.device)`` before job.replicate:
+        one of the GPUs of its node, which its workers take in turn, and which is the current one from now on
+        (``.cuda()``); the CPU where there are none, with ``--processes-per-worker``, and in mode ps."""
         return self._trainer.device
 
     @property
     def processes_per_worker(self) -> int:
-        """How many processes this worker has (``--processes-per-worker``); FSDP2 shards the models over them."""
+        """Return how many processes this worker has (``--processes-per-worker``); FSDP2 shards the models over them."""
         return self._trainer.processes
 
     @property
     def process_index(self) -> int:
-        """Which of the worker's processes this one is, from 0."""
+        """Return which of the worker's processes this one is, from 0."""
         return self._trainer.process_index
 
     @property
@@ -189,17 +190,17 @@ class Job:
         return self.device_mesh
 
     def digest(self) -> str:
-        """Of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly: the same on all
-        workers after the same step. With ``--processes-per-worker`` all processes of a worker have to ask.
-        Raises ScriptError in mode ps."""
+        """Return a digest of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly:
+        the same on all workers after the same step. With ``--processes-per-worker`` all processes of a worker have to
+        ask. Raises ScriptError in mode ps."""
         return f"{self._trainer.digest():016x}"
 
     @property
     def step(self) -> int:
-        """Mode allreduce: the number of the step in hand, the same on all workers; count with it, not with a counter of
-        your own (a new worker's would begin at 0). Mode ps with consistency sync: the number of the iteration in hand,
-        the same on all workers. Else in mode ps: the number of the batch in hand, from 0, of those that this process
-        has taken; behind the loop, how many these are."""
+        """Return, in mode allreduce, the number of the step in hand, the same on all workers; count with it, not with a
+        counter of your own (a new worker's would begin at 0). Mode ps with consistency sync: the number of the
+        iteration in hand, the same on all workers. Else in mode ps: the number of the batch in hand, from 0, of those
+        that this process has taken; behind the loop, how many these are."""
         return self._engine.step_number
 
     @property
@@ -216,7 +217,7 @@ class Job:
 
     @property
     def readings(self) -> dict[str, float]:
-        """This process's numbers: samples, batches, samples_per_s, wait_fraction, ..."""
+        """Return this process's numbers: samples, batches, samples_per_s, wait_fraction, ..."""
         return self._engine.beat().readings
 
     # ------------------------------------------------------------ the model
@@ -302,13 +303,13 @@ class Job:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Several backward passes in one iteration: all but the last one in here (mode allreduce)."""
+        """Do several backward passes in one iteration: all but the last one in here (mode allreduce)."""
         with self._trainer.no_sync():
             yield
 
     def reduce_gradients(self) -> None:
-        """The gradients that a script has put into ``p.grad`` itself (``torch.autograd.grad``, ``torch.func``) are of
-        this worker's batch: make them those of all workers' batches, before clipping and ``opt.step()``. Not needed
+        """Make gradients that the script has put into ``p.grad`` itself (``torch.autograd.grad``, ``torch.func``),
+        which are of this worker's batch, those of all workers' batches, before clipping and ``opt.step()``. Not needed
         behind ``backward()``. In other modes than allreduce nothing is to be done."""
         self._trainer.reduce_gradients()
 
@@ -335,7 +336,8 @@ class Job:
         return loader
 
     def steps(self, loader: Loader) -> Iterator[Any]:
-        """The batches that this process is to work on. Leaving an iteration ends its step: see ``Engine.steps``."""
+        """Yield the batches that this process is to work on. Leaving an iteration ends its step: see
+        ``Engine.steps``."""
         if not isinstance(loader, Loader):
             raise ScriptError(
                 f"job.steps needs what job.loader returned, not {type(loader).__name__}: job.steps(job.loader(...)), "
@@ -344,7 +346,8 @@ class Job:
         return self._trainer.steps(loader)
 
     def report(self, **values: Any) -> None:
-        """Numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each counts."""
+        """Report numbers for the display and the summary: ``job.report(loss=loss)``. Cheap; the newest of each
+        counts."""
         self._engine.clock.touch()
         for name, value in values.items():
             try:
@@ -369,17 +372,17 @@ class Job:
 
     @contextmanager
     def eval(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Evaluation: newest dense values, rows read only (none are created), modules in eval mode, no gradients."""
+        """Evaluate in here: newest dense values, rows read only (none are created), modules in eval mode, no
+        gradients."""
         with self._trainer.evaluating([model] if model is not None else list(self._models)):
             yield
 
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training changes: ``models``, a list of the state of each model that the job was given "
-        "(tables
-        pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a list. Mode
-        allreduce: ``tracked`` too, the objects of ``job.track`` by name."""
+        """Return everything that training changes: ``models``, a list of the state of each model that the job was given
+        " "(tables pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a
+        list. Mode allreduce: ``tracked`` too, the objects of ``job.track`` by name."""
         return self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -413,7 +416,7 @@ class Job:
             atexit.unregister(self._at_exit)
 
     def never_took_a_batch(self) -> ScriptError | None:
-        """The mistake of a script that ends without training, where there is one."""
+        """Return the mistake of a script that ends without training, where there is one."""
         if self._engine.batches or self._engine.registered:
             return None
         return ScriptError(
@@ -446,14 +449,14 @@ def _keep_memory() -> None:
 
 
 def last_error() -> str:
-    """The exception that is ending this interpreter, as one line; "" if none."""
+    """Return the exception that is ending this interpreter, as one line; "" if none."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def pass_too_large(error: BaseException) -> tuple[int, bool]:
-    """Where the memory was too small for the pass that the script raised ``error`` in: its samples, and whether they
-    were more than a batch of the loader, as plans make them. (0, False): it is something else."""
+    """Return, where the memory was too small for the pass that the script raised ``error`` in, its samples, and whether
+    they were more than a batch of the loader, as plans make them. (0, False): it is something else."""
     words = str(error).lower()
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (
         isinstance(error, RuntimeError) and any(w in words for w in _MEMORY_WORDS)
@@ -464,12 +467,12 @@ def pass_too_large(error: BaseException) -> tuple[int, bool]:
 
 
 def steps_done() -> int:
-    """That this process has done."""
+    """Return how many steps this process has done."""
     return 0 if _job is None else _job._engine.clock.steps
 
 
 def script_ended() -> None:
-    """For who ran the script in this process (the agent's template): leave the job.
+    """Leave the job, for the process that ran the script (the agent's template).
 
     Raises ScriptError if the script joined a job and never took a batch."""
     if _job is None:

@@ -12,7 +12,7 @@ from everstep.net.messages import RequestType
 
 
 def is_mate(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one."""
+    """Return whether this process is one."""
     place = environment.get(VARIABLE, "")
     return bool(place) and not place.startswith("0/")
 

@@ -1,4 +1,4 @@
-"""Optimizers that run on the ps, ways for rows to begin, and the twins of torch's optimizers.
+"""Has the optimizers that run on the ps, ways for rows to begin, and the twins of torch's optimizers.
 
 A plain torch optimizer given to ``job.optimizer`` never steps here: its options are copied into an
 ``OptimizerSpec`` and the ps applies the same formula to the pushed gradients.
@@ -34,7 +34,7 @@ def SGD(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> OptimizerSpec:
-    """``torch.optim.SGD``, row by row: a row that no batch touches keeps its momentum."""
+    """Describe ``torch.optim.SGD``, row by row: a row that no batch touches keeps its momentum."""
     _check_nesterov(momentum, dampening, nesterov)
     return OptimizerSpec(
         kind=OptimizerKind.SGD,
@@ -49,7 +49,7 @@ def SGD(
 def Adagrad(
     lr: float = 0.01, eps: float = 1e-10, weight_decay: float = 0.0, initial_accumulator: float = 0.0
 ) -> OptimizerSpec:
-    """``torch.optim.Adagrad`` without learning rate decay."""
+    """Describe ``torch.optim.Adagrad`` without learning rate decay."""
     return OptimizerSpec(
         kind=OptimizerKind.ADAGRAD,
         lr=_positive("lr", lr),
@@ -62,7 +62,7 @@ def Adagrad(
 def RowWiseAdagrad(
     lr: float = 0.01, eps: float = 1e-10, weight_decay: float = 0.0, initial_accumulator: float = 0.0
 ) -> OptimizerSpec:
-    """Adagrad with one accumulator per row: the mean of the row's squared gradients (as FBGEMM)."""
+    """Describe Adagrad with one accumulator per row: the mean of the row's squared gradients (as FBGEMM)."""
     return OptimizerSpec(
         kind=OptimizerKind.ROWWISE_ADAGRAD,
         lr=_positive("lr", lr),
@@ -75,7 +75,7 @@ def RowWiseAdagrad(
 def Adam(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> OptimizerSpec:
-    """``torch.optim.Adam`` with a step count per row (lazy Adam: untouched rows do not decay)."""
+    """Describe ``torch.optim.Adam`` with a step count per row (lazy Adam: untouched rows do not decay)."""
     return OptimizerSpec(
         kind=OptimizerKind.ADAM,
         lr=_positive("lr", lr),
@@ -89,7 +89,7 @@ def Adam(
 def AdamW(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2
 ) -> OptimizerSpec:
-    """``torch.optim.AdamW`` (decoupled weight decay), lazy as ``Adam``."""
+    """Describe ``torch.optim.AdamW`` (decoupled weight decay), lazy as ``Adam``."""
     return OptimizerSpec(
         kind=OptimizerKind.ADAMW,
         lr=_positive("lr", lr),
@@ -101,22 +101,23 @@ def AdamW(
 
 
 def FTRL(lr: float = 0.05, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0) -> OptimizerSpec:
-    """FTRL-proximal (McMahan et al., KDD 2013): sparse weights through ``l1``."""
+    """Describe FTRL-proximal (McMahan et al., KDD 2013): sparse weights through ``l1``."""
     return OptimizerSpec(kind=OptimizerKind.FTRL, lr=_positive("lr", lr), l1=l1, l2=l2, beta=beta)
 
 
 def Uniform(low: float, high: float) -> InitSpec:
-    """Every value of a new row uniform in ``[low, high)``."""
+    """Draw every value of a new row uniformly from ``[low, high)``."""
     return InitSpec(InitKind.UNIFORM, float(low), float(high))
 
 
 def Normal(mean: float = 0.0, std: float = 1.0) -> InitSpec:
-    """Every value of a new row normal (a sum of eight uniforms: bit-exact on every machine)."""
+    """Draw every value of a new row from a normal distribution (a sum of eight uniforms: bit-exact on every
+    machine)."""
     return InitSpec(InitKind.NORMAL, float(mean), float(std))
 
 
 def Constant(value: float = 0.0) -> InitSpec:
-    """Every value of a new row the same."""
+    """Set every value of a new row to the same."""
     return InitSpec(InitKind.CONSTANT, float(value), 0.0)
 
 
@@ -155,20 +156,20 @@ _TRAVELS = frozenset(
 
 
 def fixed_options(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group that say its formula, all but the learning rate."""
+    """Return the options of a group that say its formula, all but the learning rate."""
     return {k: v for k, v in group.items() if k not in _HARMLESS and not k.startswith("_")}
 
 
 def moves_all(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> bool:
-    """Whether a step of torch's changes rows whose gradient is zero, or their state, too."""
+    """Return whether a step of torch's changes rows whose gradient is zero, or their state, too."""
     if issubclass(kind, torch.optim.SGD | torch.optim.Adagrad):
         return bool(group.get("momentum") or group["weight_decay"] or group.get("lr_decay"))
     return not issubclass(kind, torch.optim.SparseAdam)
 
 
 def table_twin_of_kind(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> OptimizerSpec:
-    """The ps-side twin of a group of an optimizer of this class, for the tables in it: rows that are not pushed are not
-    changed.
+    """Return the ps-side twin of a group of an optimizer of this class, for the tables in it: rows that are not pushed
+    are not changed.
 
     Raises ScriptError as ``twin_of_kind`` does."""
     if kind is torch.optim.SparseAdam:
@@ -178,7 +179,7 @@ def table_twin_of_kind(kind: type[torch.optim.Optimizer], group: dict[str, Any])
 
 
 def twin_of_kind(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> OptimizerSpec:
-    """The ps-side twin of one parameter group of an optimizer of this class.
+    """Return the ps-side twin of one parameter group of an optimizer of this class.
 
     Raises ScriptError naming the optimizer or the option for which the ps has no formula. ``maximize`` is no part of
     the twin: gradients are negated before they are pushed."""
@@ -212,7 +213,7 @@ def twin_of_kind(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> Op
 
 
 class TwinGroup:
-    """A parameter group of a torch optimizer, for its twin on the ps: as it was given to the job, and as it is now.
+    """Is a parameter group of a torch optimizer, for its twin on the ps: as it was given to the job, and as it is now.
 
     ``label``: names it in errors. ``table``: the twin is that of the tables in it."""
 
@@ -228,7 +229,7 @@ class TwinGroup:
 
     @cached_property
     def spec(self) -> OptimizerSpec:
-        """The twin as it began. Raises ScriptError as ``twin_of_kind`` does."""
+        """Return the twin as it began. Raises ScriptError as ``twin_of_kind`` does."""
         return self._make(self._kind, {**self._given, "lr": self._lr})
 
     @property
@@ -236,11 +237,12 @@ class TwinGroup:
         return bool(self.group.get("maximize"))
 
     def moves_all(self) -> bool:
-        """Whether a step of torch's now changes rows whose gradient is zero, or their state, too."""
+        """Return whether a step of torch's now changes rows whose gradient is zero, or their state, too."""
         return moves_all(self._kind, self.group)
 
     def rate(self) -> Rate:
-        """What a step now goes by. Raises ScriptError where the state of the twin's rows was made for other options."""
+        """Return what a step now goes by. Raises ScriptError where the state of the twin's rows was made for other
+        options."""
         lr = float(self.group["lr"])
         for name, value in self._given.items():
             if self.group.get(name) != value:

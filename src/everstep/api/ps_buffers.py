@@ -1,4 +1,5 @@
-"""Buffers of the models in mode ps (batch norm's running statistics, counters): rows of a dense table on the ps.
+"""Keeps buffers of the models in mode ps (batch norm's running statistics, counters) in rows of a dense table on the
+ps.
 
 A worker pushes what its batches changed, along with its steps, and the ps adds it up. So buffers outlive every worker,
 are in checkpoints, and a new worker begins with them. Before each batch a worker takes the newest values, plus what it
@@ -61,7 +62,7 @@ class BufferGroup(FlatGroup):
                 now.copy_(view if now.is_floating_point() else view.round())
 
     def take(self, rows: TableRows) -> None:
-        """The newest values, and what was changed here and not pushed."""
+        """Take the newest values, and what was changed here and not pushed."""
         self._read()
         ours = self.flat - self._base
         super().take(rows)
@@ -79,8 +80,8 @@ class BufferGroup(FlatGroup):
         return self.initial()
 
     def gradient(self) -> NDArray[np.float32] | None:
-        """float32 [rows, dim], whose step of SGD with rate 1 adds what was changed here; None: nothing was. From now on
-        that counts as pushed."""
+        """Return float32 [rows, dim], whose step of SGD with rate 1 adds what was changed here; None: nothing was. From
+        now on that counts as pushed."""
         if not self.changed():
             return None
         change = (self._base - self.flat).numpy().reshape(self.n_rows, self.dim)
@@ -122,7 +123,8 @@ class ModelBuffers:
         return f"<ModelBuffers {len(self.groups)} groups of {len(self.models)} models>"
 
     def place(self, count: nn.Module | None) -> BufferGroup | None:
-        """The group of the buffers that are new; None: none is. ``count``: one more module whose buffers are kept."""
+        """Return the group of the buffers that are new; None: none is. ``count``: one more module whose buffers are
+        kept."""
         counts = count is not None
         seen = [id(m) for m in self.models] + [0] * counts
         if seen == self._seen:
@@ -146,7 +148,7 @@ class ModelBuffers:
 
 
 def find_buffers(models: Sequence[nn.Module]) -> tuple[list[tuple[str, nn.Module, str]], list[ConstantBuffer]]:
-    """The buffers that are kept, with their names in ``state_dict``, and those that must not change."""
+    """Return the buffers that are kept, with their names in ``state_dict``, and those that must not change."""
     kept: list[tuple[str, nn.Module, str]] = []
     constant: list[ConstantBuffer] = []
     for i, full, module, key, buffer in each_buffer(models):

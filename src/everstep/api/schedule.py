@@ -1,4 +1,5 @@
-"""One schedule for the job: schedulers that the script steps in the loop count the job's steps, whoever does them.
+"""Keeps one schedule for the job: schedulers that the script steps in the loop count the job's steps, whoever does
+them.
 
 The number of steps is a buffer of the job (``api/ps_buffers.py``): each worker adds its own, and sees those of all with
 the next batch. A scheduler that a worker's script has stepped in an iteration is brought up to that number before the
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 
 class StepCount(nn.Module):
-    """``steps`` float32 [1]: optimizer steps of the job. ``by_step`` float32 [16]: more than 0 for each of the first
-    schedulers that some worker's script has stepped in the loop."""
+    """Counts the job's steps. ``by_step`` float32 [16]: more than 0 for each of the first schedulers that some worker's
+    script has stepped in the loop."""
 
     steps: Tensor
     by_step: Tensor
@@ -55,7 +56,7 @@ class JobSchedule:
 
     @property
     def counted(self) -> StepCount | None:
-        """The count of the job's steps, where there is one."""
+        """Return the count of the job's steps, where there is one."""
         return self.count if self._schedulers and not self._alone else None
 
     def stepped(self) -> None:

@@ -1,4 +1,5 @@
-"""Where a script sits: alone in this process (embedded), or as a worker process of a job. Same protocol both ways."""
+"""Says where a script sits: alone in this process (embedded), or as a worker process of a job. Same protocol both
+ways."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from everstep.tables.client import PsClient
 
 
 class Listener(Protocol):
-    """What the master's orders become; called on any thread."""
+    """Is what the master's orders become; called on any thread."""
 
     @property
     def clock(self) -> StepClock: ...
@@ -42,7 +43,7 @@ class Listener(Protocol):
 
 
 class TurnListener(Listener, Protocol):
-    """In mode ps."""
+    """Is what they become in mode ps."""
 
     def turned(self, turn: Turn) -> None: ...
 
@@ -52,7 +53,7 @@ class TurnListener(Listener, Protocol):
 
 
 class GroupListener(Listener, Protocol):
-    """In mode allreduce."""
+    """Is what they become in mode allreduce."""
 
     def grouped(self, group: Group) -> None: ...
 
@@ -74,7 +75,7 @@ class WorkerRuntime(Station, Protocol):
         ...
 
     def chief(self) -> bool:
-        """Whether this is the worker that evaluates and saves."""
+        """Return whether this is the worker that evaluates and saves."""
         ...
 
     def close(self, error: str) -> None: ...

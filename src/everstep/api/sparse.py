@@ -1,4 +1,4 @@
-"""``job.sparse``: which modules of a model become ps tables, and how their rows begin."""
+"""Does ``job.sparse``: it decides which modules of a model become ps tables, and how their rows begin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
 
 
 class LifeCycle(NamedTuple):
-    """When rows are made and freed; see ``TableSpec``."""
+    """Says when rows are made and freed; see ``TableSpec``."""
 
     admit_after: int = 0
     expire_batches: int = 0
@@ -41,7 +41,7 @@ NO_LIFE_CYCLE = LifeCycle()
 
 @dataclass
 class TableInfo:
-    """A table as the script means it. ``upload``: float32 [rows, dim] to begin with, where there are values.
+    """Is a table as the script means it. ``upload``: float32 [rows, dim] to begin with, where there are values.
 
     ``own``: its optimizer was given to job.sparse or to its module; else the optimizer that holds its parameter
     counts."""
@@ -115,13 +115,15 @@ def swap(
 
 
 def _free(label: str, taken: Collection[str]) -> str:
-    """``label``, or ``label@2``, ``@3``, ...: the same on every worker, for all run the same script."""
+    """Return a free name: ``label``, or ``label@2``, ``@3``, ...: the same on every worker, for all run the same
+    script."""
     names = (label if n == 1 else f"{label}@{n}" for n in itertools.count(1))
     return next(name for name in names if name not in taken)
 
 
 def _tied(model: nn.Module, label: str, weight: Tensor) -> list[tuple[nn.Module, str]]:
-    """Other modules that have the weight. Raises ScriptError if it is too large to be used as a whole in each batch."""
+    """Return other modules that have the weight. Raises ScriptError if it is too large to be used as a whole in each
+    batch."""
     out: list[tuple[nn.Module, str]] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -197,7 +199,8 @@ def _of_torch(
 
 
 def _watch_replaced(name: str, weight: Tensor) -> None:
-    """A script that still uses the parameter that a table has replaced would train something that nobody reads."""
+    """Watch for a script that still uses the parameter that a table has replaced: it would train something that nobody
+    reads."""
 
     def hook(p: Tensor) -> None:
         raise ScriptError(

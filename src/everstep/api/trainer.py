@@ -1,4 +1,5 @@
-"""What differs between the modes of a job: how its models are trained. ``Job`` has one of these and knows no mode."""
+"""Has what differs between the modes of a job: how its models are trained. ``Job`` has one of these and knows no
+mode."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class TrainingLoop(Listener, Protocol):
 
     @property
     def values(self) -> dict[str, float]:
-        """What ``job.report`` was given, by name."""
+        """Return what ``job.report`` was given, by name."""
         ...
 
     @property
@@ -39,27 +40,27 @@ class TrainingLoop(Listener, Protocol):
 
     @property
     def samples(self) -> int:
-        """Applied, by this process."""
+        """Return the samples applied by this process."""
         ...
 
     @property
     def batches(self) -> int:
-        """Given to the script."""
+        """Return the batches given to the script."""
         ...
 
     @property
     def registered(self) -> int:
-        """Loops that the script has begun."""
+        """Return how many loops the script has begun."""
         ...
 
     @property
     def in_hand(self) -> int:
-        """Samples of the batch that the script is at, or raised in."""
+        """Return the samples of the batch that the script is at, or raised in."""
         ...
 
     @property
     def loader_batch(self) -> int:
-        """Samples of a batch as the loader makes them."""
+        """Return the samples of a batch as the loader makes them."""
         ...
 
     @property
@@ -76,12 +77,12 @@ class Trainer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the models shall be."""
+        """Return where the models shall be."""
         ...
 
     @property
     def chief(self) -> bool:
-        """Whether this process evaluates and saves."""
+        """Return whether this process evaluates and saves."""
         ...
 
     @property
@@ -91,20 +92,20 @@ class Trainer(Protocol):
 
     @property
     def processes(self) -> int:
-        """How many processes this worker has."""
+        """Return how many processes this worker has."""
         ...
 
     @property
     def process_index(self) -> int:
-        """Which of them this one is, from 0."""
+        """Return which of them this one is, from 0."""
         ...
 
     def mesh(self) -> DeviceMesh:
-        """The processes of this worker."""
+        """Return the processes of this worker."""
         ...
 
     def digest(self) -> int:
-        """A number of 64 bits, of everything that is trained. Raises ScriptError where no process has it."""
+        """Return a number of 64 bits, of everything that is trained. Raises ScriptError where no process has it."""
         ...
 
     def check_sparse(self) -> None:
@@ -116,7 +117,7 @@ class Trainer(Protocol):
         ...
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The optimizer that the script is to use. Raises ScriptError."""
+        """Return the optimizer that the script is to use. Raises ScriptError."""
         ...
 
     def track(self, objects: Mapping[str, Any]) -> None: ...
@@ -126,7 +127,7 @@ class Trainer(Protocol):
     def reduce_gradients(self) -> None: ...
 
     def steps(self, loader: Loader) -> Iterator[Any]:
-        """The batches that this process is to work on."""
+        """Yield the batches that this process is to work on."""
         ...
 
     def evaluating(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
@@ -149,7 +150,7 @@ class Trainer(Protocol):
 
 
 def trainer_for(seat: WorkerRuntime) -> Trainer:
-    """That of the job's mode."""
+    """Return the trainer of the job's mode."""
     module, _, name = TRAINERS[seat.spec.mode].partition(":")
     make: Callable[[WorkerRuntime], Trainer] = getattr(importlib.import_module(module), name)
     return make(seat)
@@ -157,7 +158,7 @@ def trainer_for(seat: WorkerRuntime) -> Trainer:
 
 @contextmanager
 def without_training(models: Sequence[nn.Module], clock: StepClock) -> Iterator[None]:
-    """Modules in eval mode and no gradients; each module goes back to the mode that it was in."""
+    """Put modules into eval mode without gradients; each module goes back to the mode that it was in."""
     training = [m.training for m in models]
     for m in models:
         m.eval()
@@ -175,7 +176,7 @@ def without_training(models: Sequence[nn.Module], clock: StepClock) -> Iterator[
 
 @contextmanager
 def rows_only_read(tables: TableSet) -> Iterator[None]:
-    """The newest dense values, and rows of tables as they are now; a lookup makes none."""
+    """Show the newest dense values, and rows of tables as they are now; a lookup makes none."""
     tables.refresh_dense()
     current, tables.current = tables.current, None
     tables.forget_asides()
@@ -193,13 +194,13 @@ def not_started(tables: TableSet) -> None:
 
 
 def with_model(state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, with the only one of its models by its own name."""
+    """Return ``state``, with the only one of its models by its own name."""
     models = state["models"]
     return {"model": models[0], **state} if len(models) == 1 else state
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Of parameters by ``id()``; with several models, each name begins with the model's number."""
+    """Return the names of parameters by ``id()``; with several models, each name begins with the model's number."""
     several = len(models) > 1
     return {
         id(p): f"{i}.{name}" if several else name

@@ -1,4 +1,4 @@
-"""A worker process of a job: the master over the control connection, the ps over data connections."""
+"""Runs a worker process of a job: the master over the control connection, the ps over data connections."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class WorkerSeat:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> WorkerSeat:
-        """As the agent starts workers. Raises ConfigError where a variable is missing or wrong."""
+        """Make the seat from the environment, as the agent starts workers. Raises ConfigError where a variable is
+        missing or wrong."""
         try:
             run_dir = Path(environment["EVERSTEP_RUN_DIR"])
             slot = Slot(int(environment["EVERSTEP_SLOT"]))
@@ -146,7 +147,8 @@ class WorkerSeat:
         timer.start()
 
     def chief(self) -> bool:
-        """By the master's word (``brain.duty``): who was told that it is stays it, so it need not ask again."""
+        """Return whether this is the chief, by the master's word (``brain.duty``): who was told that it is stays it, so
+        it need not ask again."""
         if not self._chief and time.monotonic() >= self._chief_until:
             answer = self.call(ChiefAsked(), _CHIEF_S)
             if isinstance(answer, Fenced):
@@ -248,7 +250,7 @@ class WorkerSeat:
         return SocketLink(place, self.arena, self.client.dims, self._connect, self._fail)
 
     def _connect(self, place: PsPlace) -> tuple[DataLink, bool]:
-        """A data connection; on the same node the ps maps our memory."""
+        """Return a data connection; on the same node the ps maps our memory."""
         client = DataClient(
             place.address,
             secret=self._secret,
@@ -263,9 +265,9 @@ class WorkerSeat:
         return client, shared
 
     def _leave_on_term(self, signo: int, frame: FrameType | None) -> None:
-        """Asked to go (scale-in, stop): end the script, inside the loop after the batch in hand, so that no push is
-        torn; leases are given back. The status says by whom: a worker that nobody wanted to end is replaced. A second
-        signal ends the script at once."""
+        """Leave when asked to go (scale-in, stop): end the script, inside the loop after the batch in hand, so that no
+        push is torn; leases are given back. The status says by whom: a worker that nobody wanted to end is replaced. A
+        second signal ends the script at once."""
         status = 128 + signo
         if self._listener is None or not self._listener.leave_soon(status):
             raise SystemExit(status)

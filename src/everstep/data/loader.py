@@ -133,8 +133,7 @@ class Loader:
 
     @property
     def may_draw(self) -> bool:
-        """Reading draws random numbers, for what is known, and puts the script's streams back: not beside the "
-        "script."""
+        """Reading draws random numbers, for what is known, and puts the script's streams back: not beside the script."""
         draws = isinstance(self.source, DatasetSource) and self.source.draws
         return self.apart and self._draws and (draws or self.transform is not None)
 

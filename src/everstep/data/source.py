@@ -229,7 +229,7 @@ def open_source(
 
 def is_dataset(spec: Any) -> bool:
     """Return whether ``spec`` is read sample by sample: anything with ``__getitem__`` that is no array, table or list
-    of " "files. DataError for what looks like one and is none."""
+    of files. DataError for what looks like one and is none."""
     if isinstance(spec, np.ndarray | str | Path | Mapping) or type(spec).__module__.startswith("pyarrow"):
         return False
     if isinstance(spec, list | tuple):

@@ -1,1 +1,1 @@
-"""Readings, the event log, the summary."""
+"""Has readings, the event log, the summary, the audit and the read model."""

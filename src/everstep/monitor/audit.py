@@ -41,7 +41,7 @@ __all__ = ["AuditReport", "Offence", "PsLog", "audit", "check", "mix64", "read_l
 
 
 class _PsCheck:
-    """All checks of one ps's log; offences go to ``report``."""
+    """Does all checks of one ps's log; offences go to ``report``."""
 
     def __init__(self, facts: JobFacts, done: set[ShardKey], log: PsLog, report: AuditReport, prints: Prints) -> None:
         self.facts, self.done, self.log, self.report, self.prints = facts, done, log, report, prints
@@ -153,7 +153,7 @@ class _PsCheck:
             self._one_shard(int(shards[g]), bounds_of[g], bool(is_done[g]), order[starts[g] : ends[g]])
 
     def _one_shard(self, shard: int, bounds: tuple[int, int] | None, is_done: bool, rows: NDArray[np.int64]) -> None:
-        """Tiling and fence order of one shard, for each group of buckets with the same records."""
+        """Check tiling and fence order of one shard, for each group of partitions with the same records."""
         log = self.log
         if bounds is None:
             self._offend("unknown shard", shard, log.lo[rows[0]], log.hi[rows[-1]], detail="no plan has it")
@@ -196,8 +196,8 @@ class _PsCheck:
             self._against_plan(log.cuts[-1].found, value)
 
     def _against_plan(self, found: NDArray[np.uint64], value: NDArray[np.uint64]) -> None:
-        """The final fingerprints from the plan alone: all of each done shard, less what was skipped. Of the other
-        shards the log must be believed."""
+        """Compare with the final fingerprints from the plan alone: all of each done shard, less what was skipped. Of
+        the other shards the log must be believed."""
         log = self.log
         total = np.uint64(0)
         for key in self.done:
@@ -336,7 +336,7 @@ _BY_EXIT_CODE = {5: Verdict.LOST, 6: Verdict.REPLICAS}
 
 
 def judged(report: AuditReport, facts: JobFacts) -> AuditReport:
-    """``report`` with the verdict about the job: what was found of its samples is not all that counts."""
+    """Return ``report`` with the verdict about the job: what was found of its samples is not all that counts."""
     job = facts.brain.job
     if not report.ok:
         report.verdict = Verdict.OFFENCES

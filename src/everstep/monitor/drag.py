@@ -33,8 +33,8 @@ class Drag:
         return f"<Drag x{self._factor:g}{' burning' if self._burn else ''}>" if self.on else "<Drag off>"
 
     def order(self, factor: float, for_s: float, burn: bool = False) -> None:
-        """From now on ``factor`` (>= 1) times slower for ``for_s`` seconds. A factor of 1, no time or nonsense: off, at
-        once, also for those that wait now."""
+        """Be, from now on, ``factor`` (>= 1) times slower for ``for_s`` seconds. A factor of 1, no time or nonsense:
+        off, at once, also for those that wait now."""
         sane = math.isfinite(factor) and math.isfinite(for_s) and factor > 1.0 and for_s > 0.0
         with self._lock:
             if not sane:
@@ -50,7 +50,7 @@ class Drag:
         self._over.set()
 
     def pause(self, own_s: float) -> float:
-        """After ``own_s`` seconds of own work; call only where ``on``. Returns how long it was, in seconds."""
+        """Pause after ``own_s`` seconds of own work; call only where ``on``. Returns how long it was, in seconds."""
         now = self._now()
         if now >= self._until:
             with self._lock:  # (a new order may have come just now)

@@ -1,4 +1,4 @@
-"""What the journal says about leases and shards, for the audit: every event folded through the real brain."""
+"""Folds what the journal says about leases and shards, for the audit: every event goes through the real brain."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from everstep.storage.journal import SQL_ERRORS, check_version, sound_row
 
 
 class JobFacts:
-    """``grants``: to whom each lease number was given, ``(shard, worker slot, worker incarnation)``. ``resumed``:
-    shards that were done before this job went on from a checkpoint. ``steps``: mode allreduce; ``groups``: who may
-    push under the lease of a generation there. ``loops``: what the loops of the script asked for. ``manifests``: of its
-    checkpoints, by number, also of those that were dropped."""
+    """Holds what the journal says of a job. ``resumed``: shards that were done before this job went on from a
+    checkpoint. ``steps``: mode allreduce; ``groups``: who may push under the lease of a generation there. ``loops``:
+    what the loops of the script asked for. ``manifests``: of its checkpoints, by number, also of those that were
+    dropped."""
 
     def __init__(self) -> None:
         self.brain = Brain()
@@ -97,7 +97,7 @@ class JobFacts:
         self.loops.granted(no, shard, worker, incarnation)
 
     def holders(self, lease: LeaseNo, shard: ShardKey) -> set[tuple[ShardKey, Slot, Incarnation]] | None:
-        """Who held ``lease``, and for which shards (that of a group: for all); None: it was never given."""
+        """Return who held ``lease``, and for which shards (that of a group: for all); None: it was never given."""
         if lease in self.groups:
             return {(shard, slot, incarnation) for slot, incarnation in self.groups[lease]}
         return self.grants.get(lease)
@@ -121,12 +121,12 @@ class JobFacts:
 
     @property
     def plans(self) -> list[ShardSchedule]:
-        """Plans by dataset number."""
+        """Return the plans by dataset number."""
         return [dataset.plan for dataset in self.brain.shards.datasets]
 
     @property
     def owner(self) -> tuple[Slot, ...]:
-        """Bucket -> ps slot; empty before every ps has joined."""
+        """Return partition -> ps slot; empty before every ps has joined."""
         return self.brain.placement.owner if self.brain.placement is not None else ()
 
     @property
@@ -135,27 +135,27 @@ class JobFacts:
 
     @property
     def done_well(self) -> bool:
-        """Every script ran to its end."""
+        """Return whether every script ran to its end."""
         return self.brain.job.phase is Phase.DONE
 
     @property
     def over(self) -> bool:
-        """The job ended by its own decision, with success."""
+        """Return whether the job ended by its own decision, with success."""
         return self.brain.job.exit_code == 0
 
     def bounds(self, shard: ShardKey) -> tuple[int, int] | None:
-        """Positions ``[start, stop)`` of a shard; None if no plan has it."""
+        """Return the positions ``[start, stop)`` of a shard; None if no plan has it."""
         number, _, index = split_key(shard)
         if number >= len(self.plans) or index >= self.plans[number].shards:
             return None
         return self.plans[number].bounds(index)
 
     def shard_name(self, shard: ShardKey) -> str:
-        """``train e0 #12``."""
+        """Return a shard's name: ``train e0 #12``."""
         return self.brain.shards.name(shard)
 
     def quarantined(self) -> dict[ShardKey, str]:
-        """Shards set aside, and why."""
+        """Return the shards set aside, and why."""
         return {
             shard_key(dataset.number, epoch.number, index): reason
             for dataset in self.brain.shards.datasets

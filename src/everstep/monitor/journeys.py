@@ -1,4 +1,4 @@
-"""Buckets that change hands, followed through all their owners.
+"""Follows partitions that change hands through all their owners.
 
 A bucket's journey is a row of stints, one at each owner, in the order in which they began. Each stint after the first
 begins with what the new owner says it took over (``Took``): for every open shard how far the bucket had come, and the
@@ -35,7 +35,8 @@ _Where = tuple[str, str, str, int, int, str]  # of an offence, but for its bucke
 
 
 class _Counted:
-    """Intervals that count for one bucket so far, as columns. ``lease`` 0: vouched for by a watermark, in no log."""
+    """Holds intervals that count for one partition so far, as columns. ``lease`` 0: vouched for by a watermark, in no
+    log."""
 
     def __init__(self) -> None:
         self.shard: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -65,7 +66,8 @@ class _Counted:
 
 
 class JourneyCheck:
-    """``run`` every bucket that changed hands, then ``close``. ``skipped``: ranges that some ps logged as skipped."""
+    """Checks ownership: ``run`` every partition that changed hands, then ``close``. ``skipped``: ranges that some ps
+    logged as skipped."""
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class JourneyCheck:
         return out
 
     def _name_fenced(self, bucket: int, stints: list[BucketStint], i: int, marks: dict[int, int]) -> None:
-        """What the owner before applied after it had been replaced."""
+        """Name what the owner before applied after it had been replaced."""
         old, new = stints[i - 1], stints[i]
         log = old.log
         rows = log.rows_of(bucket, old.first, old.last)
@@ -223,7 +225,7 @@ class JourneyCheck:
     # ------------------------------------------------------------ fingerprints
 
     def _value(self, log: PsLog) -> NDArray[np.uint64]:
-        """Fingerprint of each push of a log, 0 where it was skipped."""
+        """Return the fingerprint of each push of a log, 0 where it was skipped."""
         found = self._values.get(id(log))
         if found is None:
             found = self._values[id(log)] = self.prints.pushes(log)
@@ -240,7 +242,7 @@ class JourneyCheck:
     def _cuts(
         self, bucket: int, stint: BucketStint, rows: NDArray[np.int64], value: NDArray[np.uint64], base: int
     ) -> bool:
-        """At every cut of the stint the bucket holds what it came with and what was logged since."""
+        """Check that at every cut of the stint the partition holds what it came with and what was logged since."""
         sums = np.r_[np.uint64(0), np.cumsum(value, dtype=np.uint64)]
         for cut, places in zip(stint.log.cuts, self._places(stint.log), strict=True):
             place = places.get(bucket)
@@ -255,8 +257,8 @@ class JourneyCheck:
         return True
 
     def _against_plan(self, bucket: int, stints: list[BucketStint], counted: _Counted) -> None:
-        """The final fingerprint from the plan: all of each done shard, less what was skipped. Of the others the logs
-        must be believed."""
+        """Compare with the final fingerprint from the plan: all of each done shard, less what was skipped. Of the
+        others the logs must be believed."""
         stint = stints[-1]
         log = stint.log
         if not log.closed or not log.cuts or stint.gave is not None or stints[0].took is not None:
@@ -316,14 +318,14 @@ class JourneyCheck:
 
 
 def _within(stint: BucketStint, before: int, seq: int) -> bool:
-    """Whether a cut was made during the stint."""
+    """Return whether a cut was made during the stint."""
     after = stint.took is None or seq > stint.took.seq
     return after and (stint.gave is None or seq < stint.gave.seq) and stint.first <= before <= stint.last
 
 
 def _in_order(stints: list[BucketStint]) -> list[BucketStint]:
-    """By the placements under which they began; where a log does not know them, by time. One that began empty is the
-    first, or the first sign of its new life."""
+    """Return stints by the placements under which they began; where a log does not know them, by time. One that began
+    empty is the first, or the first sign of its new life."""
     if sum(s.took is None for s in stints) <= 1 and all(s.took is None or s.took.version for s in stints):
         return sorted(stints, key=lambda s: (s.took.version, s.took.at) if s.took is not None else (0, 0.0))
     fresh = sorted((s for s in stints if s.took is None), key=lambda s: s.log.life)

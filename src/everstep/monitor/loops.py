@@ -1,4 +1,4 @@
-"""What each loop of the script asked for, and whether that is what it trained.
+"""Compares what each loop of the script asked for with what it trained.
 
 A worker says, as it begins a loop (``job.steps``), which one of its script it is and which epochs of which dataset it
 is over. A step, or a lease, is of the loop that its worker was in. Where its epoch is not among those that the loop
@@ -16,7 +16,7 @@ from everstep.model.shard import split_key
 
 
 class Asked(NamedTuple):
-    """A loop over epochs ``[begin, until)`` of a dataset."""
+    """Is a loop over epochs ``[begin, until)`` of a dataset."""
 
     dataset: int
     begin: int
@@ -30,9 +30,8 @@ class Asked(NamedTuple):
 
 
 class LoopFacts:
-    """``asked``: by loop of the script, what workers said that it is over (all the same, unless the script depends on
-    the worker). ``leases``: the loop that a lease was granted in. ``carried``: (dataset, epoch) of which a worker had
-    samples in hand, at the end of the data, for a step in its next loop: so they are that loop's."""
+    """Knows what loops asked for. ``leases``: the loop that a lease was granted in. ``carried``: (dataset, epoch) of
+    which a worker had samples in hand, at the end of the data, for a step in its next loop: so they are that loop's."""
 
     def __init__(self) -> None:
         self.asked: dict[int, set[Asked]] = {}
@@ -56,14 +55,14 @@ class LoopFacts:
             self.leases[lease, shard] = now
 
     def of_steps(self, loop: int, dataset: int, epoch: int) -> str:
-        """What is wrong with steps of this loop over this epoch; "": nothing, as far as is known."""
+        """Return what is wrong with steps of this loop over this epoch; "": nothing, as far as is known."""
         asked = self.asked.get(loop, set())
         if not asked or any(one.has(dataset, epoch) for one in asked):
             return ""
         return f"in loop {loop} of the script, which is over {', '.join(map(str, sorted(asked)))}"
 
     def of_lease(self, lease: LeaseNo, shard: ShardKey) -> str:
-        """The same of what was applied under a lease."""
+        """Return the same of what was applied under a lease."""
         dataset, epoch, _ = split_key(shard)
         loop, asked = self.leases.get((lease, shard), (0, None))
         if asked is None or asked.has(dataset, epoch) or (dataset, epoch) in self.carried:

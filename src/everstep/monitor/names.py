@@ -1,4 +1,5 @@
-"""Every metric of the master's endpoint: name, kind, labels, meaning. ``docs/monitoring.md`` has the same table."""
+"""Names every metric of the master's endpoint: name, kind, labels, meaning. ``docs/monitoring.md`` has the same
+table."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import msgspec
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """``kind``: as in Prometheus; a counter's name ends in ``_total``, others in their unit where there is one.
+    """Is one metric.
 
     ``field``: of the read model (``model.job_view``), where its values come from, as a path from ``JobView``:
 

@@ -1,4 +1,4 @@
-"""Fingerprints of ranges of samples, and whether intervals tile a shard."""
+"""Computes fingerprints of ranges of samples, and whether intervals tile a shard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from everstep.monitor.pslog import PsLog
 
 
 def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finalizer of splitmix64 (uint64 [n] -> uint64 [n]), as in ``native/hash.h``."""
+    """Apply the finalizer of splitmix64 (uint64 [n] -> uint64 [n]), as in ``native/hash.h``."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def _prefix(shard: int, start: int, stop: int) -> NDArray[np.uint64]:
-    """``out[i]``: fingerprint of ``[start, start + i)``; uint64 [stop - start + 1]."""
+    """Return ``out[i]``: fingerprint of ``[start, start + i)``; uint64 [stop - start + 1]."""
     salt = mix64(np.full(1, epoch_key(ShardKey(shard)), dtype=np.uint64))
     out = np.zeros(stop - start + 1, np.uint64)
     positions: NDArray[np.uint64] = np.arange(start, stop).astype(np.uint64)
@@ -30,14 +30,14 @@ def _prefix(shard: int, start: int, stop: int) -> NDArray[np.uint64]:
 
 
 class Prints:
-    """Fingerprints of ranges, keeping the prefix sums of the shard last asked for."""
+    """Computes fingerprints of ranges, keeping the prefix sums of the shard last asked for."""
 
     def __init__(self, facts: JobFacts) -> None:
         self._facts = facts
         self._kept: dict[int, NDArray[np.uint64]] = {}
 
     def ranges(self, shard: int, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Fingerprints of ``[lo[i], hi[i])`` of one shard; clipped to it."""
+        """Return the fingerprints of ``[lo[i], hi[i])`` of one shard; clipped to it."""
         bounds = self._facts.bounds(ShardKey(shard))
         if bounds is None:
             return np.zeros(len(lo), np.uint64)
@@ -52,7 +52,7 @@ class Prints:
         return np.asarray(prefix[high] - prefix[low])
 
     def pushes(self, log: PsLog) -> NDArray[np.uint64]:
-        """Fingerprint of each push of a log, 0 where it was skipped; uint64 [log.n]."""
+        """Return the fingerprint of each push of a log, 0 where it was skipped; uint64 [log.n]."""
         found = np.zeros(log.n, np.uint64)
         order = np.argsort(log.shard, kind="stable")
         keys, first = np.unique(log.shard[order], return_index=True)
@@ -70,7 +70,7 @@ class Prints:
 def tile(
     start: int, stop: int | None, limit: int, spans: Sequence[tuple[int, int, int]]
 ) -> Iterable[tuple[str, int, int, str]]:
-    """What keeps ``(lo, hi, lease)`` intervals from tiling ``[start, stop)`` once, in fence order.
+    """Yield what keeps ``(lo, hi, lease)`` intervals from tiling ``[start, stop)`` once, in fence order.
 
     ``stop`` None: an open shard, complete only up to its last interval; ``limit``: the shard's end. Yields
     ``(what, lo, hi, detail)``.

@@ -1,4 +1,5 @@
-"""What the operating system says of this process: processor time, memory, throttling by its cgroup, kind of machine."""
+"""Reads what the operating system says of this process: processor time, memory, throttling by its cgroup, kind of
+machine."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class ProcessReadings:
         return f"<readings of {self._proc}, throttling in {self._cpu_stat}>"
 
     def readings(self) -> dict[str, float]:
-        """``cpu_s``, ``rss_bytes``; ``throttled`` (periods) and ``throttled_s`` where a cgroup counts them. Counters
-        are since the process (for a cgroup: since that) began."""
+        """Return ``cpu_s``, ``rss_bytes``; ``throttled`` (periods) and ``throttled_s`` where a cgroup counts them.
+        Counters are since the process (for a cgroup: since that) began."""
         out = {"cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), "rss_bytes": 0.0}
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int((self._proc / "statm").read_text().split()[1])
@@ -34,7 +35,7 @@ class ProcessReadings:
 
 
 def parse_cpu_stat(text: str) -> dict[str, float]:
-    """Of a ``cpu.stat``: version 2 counts microseconds (``throttled_usec``), version 1 nanoseconds
+    """Parse a ``cpu.stat``: version 2 counts microseconds (``throttled_usec``), version 1 nanoseconds
     (``throttled_time``)."""
     found: dict[str, float] = {}
     for line in text.splitlines():
@@ -50,7 +51,7 @@ def parse_cpu_stat(text: str) -> dict[str, float]:
 
 
 def _cpu_stat(proc: Path, cgroups: Path) -> Path | None:
-    """The ``cpu.stat`` of this process: of its cgroup, or (in a container that sees only itself) the root's."""
+    """Return the ``cpu.stat`` of this process: of its cgroup, or (in a container that sees only itself) the root's."""
     paths: list[Path] = []
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "cgroup").read_text().splitlines():
@@ -69,8 +70,8 @@ def _cpu_stat(proc: Path, cgroups: Path) -> Path | None:
 
 
 def hardware_class(proc: Path = Path("/proc")) -> str:
-    """What this machine is, in words that are the same on every machine of its kind: its GPUs, else its processor, and
-    how many. "": unknown."""
+    """Return what this machine is, in words that are the same on every machine of its kind: its GPUs, else its
+    processor, and how many. "": unknown."""
     with contextlib.suppress(OSError):
         models = [_field(info, "Model") for info in sorted((proc / "driver/nvidia/gpus").glob("*/information"))]
         if models:
@@ -80,7 +81,7 @@ def hardware_class(proc: Path = Path("/proc")) -> str:
 
 
 def clean_hardware(text: str) -> str:
-    """One short printable line, whatever it was."""
+    """Return one short printable line, whatever it was."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:HARDWARE_MAX]
 
 

@@ -1,4 +1,4 @@
-"""The text format of Prometheus, version 0.0.4, filled from the read model. Pure."""
+"""Writes the text format of Prometheus, version 0.0.4, filled from the read model. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[str, tuple[str, ...]]
 
 
 class MetricsPage:
-    """Values by metric. ``set`` them in any order; ``text`` has them in the order of the table of names.
+    """Holds values by metric. ``set`` them in any order; ``text`` has them in the order of the table of names.
 
     ``counted``: counters of the whole job as the pages before had them. They never go back: where samples are taken
     back (every state was lost, a checkpoint was gone back to) Prometheus would take that for a new process, and count
@@ -46,13 +46,13 @@ class MetricsPage:
             self._values.setdefault(name, {})[key] = value
 
     def fill(self, view: JobView) -> None:
-        """Every metric, from its field of the view."""
+        """Fill in every metric, from its field of the view."""
         for metric in METRICS:
             for labels, value in read_metric(view, metric):
                 self.set(metric.name, value, *labels)
 
     def text(self) -> str:
-        """The whole page. What has an old name stands there once more by that."""
+        """Return the whole page. What has an old name stands there once more by that."""
         lines: list[str] = []
         for metric in METRICS:
             values = self._values.get(metric.name)
@@ -70,7 +70,7 @@ _PART = re.compile(r"(?P<field>\w*)(\[(?P<roles>[a-z|]*)\]|\{(?P<label>\w+)(:(?P
 
 
 def read_metric(view: JobView, metric: Metric) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Labels (in the metric's order) and value, for each value that its field has. See ``Metric.field``."""
+    """Yield labels (in the metric's order) and value, for each value that its field has. See ``Metric.field``."""
     counts = metric.field.endswith("]")
     counted: Counter[tuple[str, ...]] = Counter()
     if counts and not metric.labels and _exists(view, metric.field):
@@ -87,7 +87,7 @@ def read_metric(view: JobView, metric: Metric) -> Iterator[tuple[tuple[str, ...]
 
 
 def _exists(view: JobView, path: str) -> bool:
-    """Whether the last field of a path is there (with elements or without)."""
+    """Return whether the last field of a path is there (with elements or without)."""
     value: Any = view
     for part in path.split("."):
         if value is None:
@@ -97,7 +97,7 @@ def _exists(view: JobView, path: str) -> bool:
 
 
 def _read(value: Any, path: Sequence[str], labels: dict[str, str], wanted: Sequence[str]) -> Iterator[Any]:
-    """(labels, value) of all that lies at ``path`` below ``value``."""
+    """Yield (labels, value) of all that lies at ``path`` below ``value``."""
     if value is None or not path:
         yield labels, value
         return
@@ -138,7 +138,7 @@ def _line(name: str, keys: Sequence[str], labels: Sequence[str], value: float) -
 
 
 def number(value: float) -> str:
-    """As Go reads it."""
+    """Write a number as Go reads it."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

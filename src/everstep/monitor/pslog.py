@@ -1,4 +1,4 @@
-"""One ps's audit log, read into columns."""
+"""Reads one ps's audit log into columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = -1  # in PsLog.buckets: every bucket owned then
 
 
 class BucketStint(NamedTuple):
-    """One ps's time with one bucket: the pushes ``[first, last)`` of its log, as far as they name the bucket.
+    """Is one ps's time with one partition: the pushes ``[first, last)`` of its log, as far as they name the partition.
 
     ``took``: how it came; None: it began here, empty. ``gave``: it left in order. ``at``: when it came, 0.0: unknown.
     """
@@ -42,7 +42,7 @@ class CutSeen(NamedTuple):
 
 
 class PsLog:
-    """One ps's records as columns, in the order in which they were written.
+    """Holds one ps's records as columns, in the order in which they were written.
 
     ``shard, lo, hi, lease, worker, incarnation, applied: int64 [n]``; ``skipped``, ``left_out: bool [n]`` (skipped by
     the script's own doing); ``joined: bool [n]`` (of the step of the record before); ``at: float64 [n]``
@@ -168,13 +168,14 @@ class PsLog:
         self.cuts.append(CutSeen(len(self._rows), seq, self._owned_now, found))
 
     def mask(self, index: int) -> NDArray[np.bool_]:
-        """Which buckets (bool [owned]) of those owned at first a record with this ``buckets`` index was applied to."""
+        """Return which buckets (bool [owned]) of those owned at first a record with this ``buckets`` index was applied
+        to."""
         if index == ALL:
             return np.ones(len(self.owned), bool)
         return bits(self.bitmaps[index], self.n_buckets)[self.owned]
 
     def rows_of(self, bucket: int, first: int, last: int) -> NDArray[np.int64]:
-        """Numbers of the pushes in ``[first, last)`` that were applied to ``bucket``, which was owned then."""
+        """Return numbers of the pushes in ``[first, last)`` that were applied to ``bucket``, which was owned then."""
         if self._member is None:
             self._member = np.ones((len(self.bitmaps) + 1, self.n_buckets), bool)  # [ALL]: the last row
             for i, bitmap in enumerate(self.bitmaps):
@@ -183,7 +184,7 @@ class PsLog:
 
 
 def bits(bitmap: bytes, n: int) -> NDArray[np.bool_]:
-    """A little-endian bitmap as bool [n]."""
+    """Return a little-endian bitmap as bool [n]."""
     found = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little").astype(bool)
     out = np.zeros(n, bool)
     out[: min(n, len(found))] = found[:n]
@@ -191,7 +192,8 @@ def bits(bitmap: bytes, n: int) -> NDArray[np.bool_]:
 
 
 def read_log(path: Path) -> PsLog:
-    """One audit log. What is wrong with it is in ``problem`` and ``bad``; raises only if it cannot be read at all."""
+    """Return one audit log. What is wrong with it is in ``problem`` and ``bad``; raises only if it cannot be read at
+    all."""
     header, records, problem = read_chain(path)
     try:
         slot, life, n = int(header["slot"]), int(header["incarnation"]), int(header["buckets"])

@@ -1,4 +1,4 @@
-"""What a ps writes into its audit log ``audit/ps-SLOT.INCARNATION.log`` (``storage.chain``), one message each.
+"""Writes what a ps writes into its audit log ``audit/ps-SLOT.INCARNATION.log`` (``storage.chain``), one message each.
 
 Header of the log: ``{"kind": "ps-audit", "slot": int, "incarnation": int, "buckets": int, "owned": hex}``, ``owned``
 being a bitmap (little-endian bits, bit b = bucket b) of the buckets that the log speaks for at first: those that began
@@ -37,7 +37,8 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="push", gc=False
 
 
 class CutRecord(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=False):
-    """Fingerprints of the owned buckets, ascending, uint64 little-endian, with exactly the pushes before it in."""
+    """Has fingerprints of the owned partitions, ascending, uint64 little-endian, with exactly the pushes before it
+    in."""
 
     seq: int
     fingerprints: bytes
@@ -45,7 +46,7 @@ class CutRecord(msgspec.Struct, frozen=True, array_like=True, tag="cut", gc=Fals
 
 
 class FinalCutRecord(msgspec.Struct, frozen=True, array_like=True, tag="closed", gc=False):
-    """The last record of a ps that ended in order: its final cut."""
+    """Is the last record of a ps that ended in order: its final cut."""
 
     seq: int
     fingerprints: bytes
@@ -86,12 +87,12 @@ AuditRecord = Applied | CutRecord | FinalCutRecord | AcquiredRecord | ReleasedRe
 
 
 def bitmap(buckets: list[int], n_buckets: int) -> bytes:
-    """Little-endian bits of ``buckets``."""
+    """Return the little-endian bits of ``buckets``."""
     return sum(1 << b for b in buckets).to_bytes(-(-n_buckets // 8), "little")
 
 
 def audit_header(slot: Slot, incarnation: Incarnation, n_buckets: int, owned: list[int]) -> dict[str, str | int]:
-    """The header of one ps's log."""
+    """Return the header of one ps's log."""
     return {
         "kind": "ps-audit",
         "slot": slot,

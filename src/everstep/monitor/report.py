@@ -1,4 +1,4 @@
-"""What an audit found: offences, counts, notes, and how they read."""
+"""Holds what an audit found: offences, counts, notes, and how they read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OFFENDERS_SHOWN = 50
 
 
 class Verdict(StrEnum):
-    """About the job: the first of these that is true."""
+    """Says about the job the first of these that is true."""
 
     OFFENCES = "offences"
     WITNESS = "the witness differs"
@@ -38,8 +38,8 @@ EXIT_CODES = {
 
 
 class Offence(msgspec.Struct, frozen=True):
-    """One thing that is not as promised. ``what``: missing, twice, outside, unknown lease, wrong worker, after fence,
-    unknown shard, fingerprint, broken chain, sequence, bad record, no log."""
+    """Is one thing that is not as promised. ``what``: missing, twice, outside, unknown lease, wrong worker, after
+    fence, unknown shard, fingerprint, broken chain, sequence, bad record, no log."""
 
     what: str
     ps: str
@@ -56,7 +56,7 @@ class Offence(msgspec.Struct, frozen=True):
 
 
 class AuditReport(msgspec.Struct):
-    """``ok``: no offence. ``finished``: epochs proven complete. ``counts``: what was looked at. ``loops``: what was
+    """Is what an audit found. ``finished``: epochs proven complete. ``counts``: what was looked at. ``loops``: what was
     trained in a loop of the script that did not ask for it. ``witness``: where a counting model says otherwise.
     ``verdict``: about the job, ``why``: in words."""
 
@@ -80,7 +80,7 @@ class AuditReport(msgspec.Struct):
         return not self.offenders
 
     def text(self) -> str:
-        """The report for a person, several lines."""
+        """Return the report for a person, several lines."""
         c = self.counts
         found = f"{len(self.offenders)} offences" if not self.ok else self.verdict
         lines = [f"audit of {self.run_dir}: {found}{f' ({self.why})' if self.why else ''}"]
@@ -108,7 +108,7 @@ class AuditReport(msgspec.Struct):
         return "\n".join([*lines, *self._end()])
 
     def _steps(self) -> list[str]:
-        """Mode allreduce."""
+        """Return the lines of mode allreduce."""
         c = self.counts
         void = f", {c['void']:,} more void and done again" if c["void"] else ""
         logs = f"{c['logs']} workers' own logs" + (" agree with the journal" if self.ok and c["logs"] else "")
@@ -140,7 +140,7 @@ class AuditReport(msgspec.Struct):
         return lines
 
     def json(self) -> bytes:
-        """Everything, for machines."""
+        """Return everything, for machines."""
         return msgspec.json.encode(
             {
                 "ok": self.ok,

@@ -1,4 +1,5 @@
-"""A file of JSON lines that never grows beyond a bound: what is older is in ``FILE.1``, and before that forgotten."""
+"""Writes a file of JSON lines that never grows beyond a bound: what is older is in ``FILE.1``, and before that
+forgotten."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ logger = logging.getLogger("everstep.monitor")
 
 
 class RotatedFile:
-    """At most ``2 * max_bytes`` on disk. A full disk costs lines, never the job."""
+    """Holds at most ``2 * max_bytes`` on disk. A full disk costs lines, never the job."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max = path, max_bytes

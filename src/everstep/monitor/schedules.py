@@ -1,4 +1,4 @@
-"""What a drill does and when: schedules in files, and recorded slowdowns of real clusters. Pure.
+"""Says what a drill does and when: schedules in files, and recorded slowdowns of real clusters. Pure.
 
 A schedule has a line for each thing, ``SECONDS, WHAT``; ``#`` begins a comment:
 
@@ -30,7 +30,7 @@ CHANGED = 0.1  # factors closer together than so (relatively) are one
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """At ``at_s`` seconds: ``what`` (slow, kill, stop, heal) to ``target`` ("" with heal: to all)."""
+    """Plans, at ``at_s`` seconds, ``what`` (slow, kill, stop, heal) to ``target`` ("" with heal: to all)."""
 
     at_s: float
     what: str
@@ -48,7 +48,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def parse_schedule(text: str, name: str = "schedule") -> list[Planned]:
-    """In order of time. Raises ConfigError that names the line."""
+    """Parse a schedule, in order of time. Raises ConfigError that names the line."""
     found: list[Planned] = []
     lines = text.splitlines()
     if len(lines) > LINES_MAX:
@@ -72,7 +72,7 @@ def parse_schedule(text: str, name: str = "schedule") -> list[Planned]:
 
 
 def parse_one(at_s: float, words: Sequence[str]) -> Planned:
-    """``slow worker:1 factor=4 for=60s``. Raises ConfigError."""
+    """Parse one line: ``slow worker:1 factor=4 for=60s``. Raises ConfigError."""
     what = words[0] if words else ""
     if what not in ("slow", "kill", "stop", "heal"):
         raise ConfigError(f"{what!r} is not slow, kill, stop or heal")
@@ -115,8 +115,8 @@ def choose(plan: Planned, members: Iterable[str], rng: random.Random) -> Planned
 
 
 def parse_recording(lines: Iterable[str], name: str = "recording") -> list[list[float]]:
-    """Factors (>= 1) of each worker, iteration by iteration: a worker's time over the median of all in its n-th row.
-    Raises ConfigError."""
+    """Return factors (>= 1) of each worker, iteration by iteration: a worker's time over the median of all in its n-th
+    row. Raises ConfigError."""
     times: dict[str, list[float]] = {}
     reader = csv.DictReader(lines)
     if reader.fieldnames is None or not {"worker", "batch_time_norm"} <= set(reader.fieldnames):

@@ -1,4 +1,4 @@
-"""Who is slow, how much, and why, in words: of what was observed. Pure."""
+"""Judges who is slow, how much, and why, in words: of what was observed. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _WAITING = {
 
 
 def drill_words(drill: RunningDrill, at: float) -> str:
-    """``4 times slower for 30 s more``; ``at``: now, seconds."""
+    """Return a drill in words: ``4 times slower for 30 s more``; ``at``: now, seconds."""
     what = f"{drill.factor:g} times slower" if drill.what == "slow" else "stopped"
     return f"{what} for {drill.until - at:.0f} s more"
 
 
 def judge(seen: Observations, drills: Iterable[tuple[str, str]] = ()) -> list[Judged]:
-    """Everybody, slowest first. ``drills``: (member, words) of those that run."""
+    """Judge everybody, slowest first. ``drills``: (member, words) of those that run."""
     told = dict(drills)
     found: list[Judged] = []
     # of the long window where a step takes longer than the short one: so policies see it, too

@@ -1,4 +1,4 @@
-"""Where the training thread's time goes: seconds by phase of a step, and own compute per sample.
+"""Measures where the training thread's time goes: seconds by phase of a step, and own compute per sample.
 
 At every moment the thread is in exactly one phase; ``switch`` goes over to another one and costs one look at the clock
 (about a third of a microsecond; ``benchmarks/readings.py`` measures it). So the phases tile the time of the loop, and
@@ -38,7 +38,7 @@ LONG_S = 0.1
 
 
 class StepClock:
-    """One thread switches; others read. Counters only grow, as long as the process lives."""
+    """Measures phases: one thread switches; others read. Counters only grow, as long as the process lives."""
 
     __slots__ = (
         "_at", "_compute_ns", "_new", "_now", "_ns", "_phase", "_recent", "_told_s", "_under_way", "aside", "batch",
@@ -77,14 +77,15 @@ class StepClock:
 
     @property
     def idle_s(self) -> float:
-        """Since the thread last did anything that we see; 0.0 where it waits for others. For any thread."""
+        """Return the time since the thread last did anything that we see; 0.0 where it waits for others. For any
+        thread."""
         if self._phase in _WAITS:
             return 0.0
         return max(0, self._now() - max(self._at, self.touched)) * 1e-9
 
     @property
     def inside(self) -> bool:
-        """In the loop, and no more in the first step, which may have much to prepare."""
+        """Return whether it is in the loop, and no more in the first step, which may have much to prepare."""
         return self._phase != OUTSIDE and self.steps > 0 and not self.aside
 
     @property
@@ -144,7 +145,8 @@ class StepClock:
         return self._new or (least_s * self._under_way >= LONG_S and least_s >= NEWS * self._told_s > 0.0)
 
     def readings(self) -> dict[str, float]:
-        """For the beat: counters in seconds and samples, and the median since the last call where there is one."""
+        """Return, for the beat, counters in seconds and samples, and the median since the last call where there is
+        one."""
         out = {PREFIX + name: ns * 1e-9 for name, ns in zip(PHASES, self._ns, strict=True) if ns}
         recent, self._recent, self._new = self._recent, [], False
         out.update(computed=float(self.samples), compute_s=self._compute_ns * 1e-9, steps=float(self.steps))

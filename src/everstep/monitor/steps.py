@@ -28,7 +28,7 @@ LOG_KIND = "steps"
 
 
 class StepLog(msgspec.Struct):
-    """What one worker says that it committed, in the order in which it did. ``problem``: of the file."""
+    """Is what one worker says that it committed, in the order in which it did. ``problem``: of the file."""
 
     slot: Slot
     incarnation: Incarnation
@@ -41,7 +41,8 @@ class StepLog(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """From generation ``origin`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from nothing)."""
+    """Is the lineage from generation ``origin`` on, beginning at ``begin`` (``restore``: from this checkpoint, 0: from
+    nothing)."""
 
     origin: int
     begin: Mark
@@ -50,9 +51,9 @@ class Line(msgspec.Struct):
 
 
 class StepFacts:
-    """What the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation. ``before``: by
-    dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's begin).
-    ``loops``: what the script asked for."""
+    """Holds what the journal says of groups and their steps. ``lines`` by origin; ``members`` by generation.
+    ``before``: by dataset, where a job that goes on from a checkpoint begins (but for the dataset of the first line's
+    begin). ``loops``: what the script asked for."""
 
     def __init__(self, loops: LoopFacts | None = None) -> None:
         self.loops = loops or LoopFacts()
@@ -73,7 +74,7 @@ class StepFacts:
                 line.told.append(committed)
 
     def line(self, generation: int) -> Line | None:
-        """The one that this generation belongs to."""
+        """Return the one that this generation belongs to."""
         return next((line for line in reversed(self.lines) if line.origin <= generation), None)
 
 
@@ -91,7 +92,7 @@ class StepsPiece(msgspec.Struct, array_like=True):
 
 
 def read_step_log(path: Path) -> StepLog:
-    """One worker's log. What is wrong with it is in ``problem``; raises only if it cannot be read at all."""
+    """Return one worker's log. What is wrong with it is in ``problem``; raises only if it cannot be read at all."""
     header, records, problem = read_chain(path)
     slot, life = 0, 0
     steps: list[Committed] = []
@@ -145,13 +146,13 @@ class StepCheck:
             self._witnessed(logs)
 
     def lines(self) -> Iterable[tuple[Line, list[StepsPiece]]]:
-        """Each line with what counts of it; after ``run``."""
+        """Return each line with what counts of it; after ``run``."""
         lines = self.facts.lines
         for i, line in enumerate(lines):
             yield line, list(self._kept(line, self._until(i, len(lines) - 1)))
 
     def _until(self, i: int, last: int) -> Mark | None:
-        """Where line ``i`` is cut by those behind it, up to line ``last``."""
+        """Return where line ``i`` is cut by those behind it, up to line ``last``."""
         return min((line.begin for line in self.facts.lines[i + 1 : last + 1]), default=None)
 
     # ------------------------------------------------------------ the journal
@@ -183,7 +184,7 @@ class StepCheck:
             cursors[c.dataset] = self._turned(c.epoch, c.hi, self.plans[c.dataset].samples)
 
     def _kept(self, line: Line, until: Mark | None) -> Iterable[StepsPiece]:
-        """What is not void."""
+        """Return what is not void."""
         for p in self.pieces[line.origin]:
             if until is None or p.last < until.step:
                 yield p
@@ -201,7 +202,7 @@ class StepCheck:
                 self.report.skipped.append(f"{self._epoch(dataset, epoch)} [{lo}, {hi}): gradient not finite")
 
     def _tile(self, count: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
-        """Every epoch's ranges, from whatever lines, meet without hole or overlap."""
+        """Check that every epoch's ranges, from whatever lines, meet without hole or overlap."""
         first = self.facts.lines[0].begin if self.facts.lines else Mark()
         last = {d: max(e for x, e in count if x == d) for d, _ in count}
         for (dataset, epoch), spans in sorted(count.items()):
@@ -269,7 +270,7 @@ class StepCheck:
                 return
 
     def _witnessed(self, logs: Sequence[StepLog]) -> None:
-        """Every step that was told is in the log of a worker."""
+        """Check that every step that was told is in the log of a worker."""
         for line in self.facts.lines:
             logged = sorted(
                 (c.first, c.last) for log in logs for c in log.steps if self.facts.line(c.generation) is line
@@ -289,7 +290,7 @@ class StepCheck:
     # ------------------------------------------------------------ both
 
     def _mark(self, line: Line, c: Committed, who: str) -> None:
-        """Where these steps begin and end, against what is known of that."""
+        """Compare where these steps begin and end with what is known of that."""
         if not 0 <= c.dataset < len(self.plans):
             self._offend("outside", who, c)
             return

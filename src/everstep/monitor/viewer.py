@@ -43,7 +43,7 @@ def _nothing(key: MemberKey, incarnation: Incarnation) -> Mapping[str, float]:
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master knows beside its brain. ``of_member``: the newest readings of one process, {}: none.
+    """Is what the master knows beside its brain. ``of_member``: the newest readings of one process, {}: none.
     ``levels``: partitions by the losses that they survive (full, less, none), where they were counted already.
     ``samples_done``: -1: of shards that are done, only. Other fields: as in ``JobView``, ``GroupView`` and
     ``ProtectionView``."""
@@ -64,7 +64,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), speed: SpeedView | None = None) -> JobView:
-    """The whole model at ``at`` (seconds)."""
+    """Return the whole model at ``at`` (seconds)."""
     job, shards = brain.job, brain.shards
     done = measured.samples_done if measured.samples_done >= 0 else shards.samples_done
     return JobView(
@@ -101,7 +101,7 @@ def make_job_view(brain: Brain, at: float, measured: Measured = Measured(), spee
 
 
 def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
-    """The master first, then workers and ps by slot."""
+    """Return the master first, then workers and ps by slot."""
     job, placement = brain.job, brain.placement
     yield MemberView(
         Role.MASTER,
@@ -134,14 +134,14 @@ def members_view(brain: Brain, measured: Measured) -> Iterable[MemberView]:
 
 
 def shown_state(seat: SlotRecord) -> ShownState:
-    """What the process of a slot is doing."""
+    """Return what the process of a slot is doing."""
     if seat.stopping and seat.running:
         return ShownState.LEAVING
     return ShownState.WAITING if seat.waiting else ShownState(seat.member.state)
 
 
 def nodes_view(brain: Brain) -> Iterable[NodeView]:
-    """All nodes that have joined, in that order."""
+    """Return all nodes that have joined, in that order."""
     running: dict[tuple[NodeId, Role], int] = {}
     for seat in brain.members.all():
         if seat.running:
@@ -159,7 +159,7 @@ def nodes_view(brain: Brain) -> Iterable[NodeView]:
 
 
 def failures_view(brain: Brain) -> dict[str, int]:
-    """Failures survived so far, by role."""
+    """Return the failures survived so far, by role."""
     job = brain.job
     return {
         "worker": job.worker_failures,
@@ -173,7 +173,7 @@ def failures_view(brain: Brain) -> dict[str, int]:
 
 
 def epochs_view(brain: Brain) -> Iterable[EpochView]:
-    """The newest epochs of each dataset."""
+    """Return the newest epochs of each dataset."""
     for dataset in brain.shards.datasets:
         for epoch in dataset.epochs[-EPOCHS_SHOWN:]:
             yield EpochView(
@@ -190,7 +190,7 @@ def epochs_view(brain: Brain) -> Iterable[EpochView]:
 
 
 def shards_view(brain: Brain) -> ShardsView:
-    """The newest epoch of each dataset together."""
+    """Return the newest epoch of each dataset together."""
     newest = [dataset.epochs[-1] for dataset in brain.shards.datasets if dataset.epochs]
     return ShardsView(
         todo=sum(e.todo for e in newest),
@@ -234,7 +234,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
 
 
 def is_protected(brain: Brain) -> bool:
-    """Whether there are mirrors, or partitions that nobody holds yet."""
+    """Return whether there are mirrors, or partitions that nobody holds yet."""
     keeper, placement = brain.keeper, brain.placement
     return placement is not None and bool(keeper.code.m or keeper.books.missing or placement.mirrors)
 
@@ -295,7 +295,7 @@ def make_speed_view(
     dropped: Mapping[str, int],
     drills: tuple[RunningDrill, ...],
 ) -> SpeedView:
-    """``newest(member, incarnation)``: the last good readings of a process, {}: none."""
+    """Return how fast members are; ``newest(member, incarnation)``: the last good readings of a process, {}: none."""
     up: list[tuple[Role, WorkerSeen | ServerSeen]] = [(Role.WORKER, w) for w in seen.workers]
     up += [(Role.PS, s) for s in seen.servers]
     return SpeedView(
@@ -311,7 +311,7 @@ _PHASE = "phase."
 
 
 def process_counters(role: Role, slot: Slot, told: Mapping[str, float]) -> ProcessCounters:
-    """What a process told, by the names of the model."""
+    """Return what a process told, by the names of the model."""
     worker = role is Role.WORKER
     return ProcessCounters(
         role=role,

@@ -47,7 +47,7 @@ def catches(pid: int, signo: int, proc: Path = Path("/proc")) -> bool:
 
 
 def children(pid: int, proc: Path = Path("/proc")) -> list[int]:
-    """Processes that this one has forked and that still are."""
+    """Return the processes that this one has forked and that still are."""
     found: list[int] = []
     try:
         for task in (proc / str(pid) / "task").iterdir():

@@ -29,7 +29,8 @@ _ABSURD = 1e15  # of anything: an hour is 3.6e3 s, a petabyte 1e15 bytes
 
 
 class MemberWindows:
-    """One process. ``take`` its readings as they come, ask for the rest at any time; ``at`` in seconds."""
+    """Holds the readings of one process. ``take`` its readings as they come, ask for the rest at any time; ``at`` in
+    seconds."""
 
     def __init__(self, short_s: float = SHORT_S, subwindows: int = SUBWINDOWS) -> None:
         self.short_s, self.long_s = short_s, short_s * subwindows
@@ -46,7 +47,7 @@ class MemberWindows:
     # ------------------------------------------------------------ in
 
     def take(self, readings: Mapping[str, float], at: float) -> str:
-        """Why it was dropped, "" where it was not."""
+        """Take readings in; return why they were dropped, "" where they were not."""
         looked = {k: v for k, v in readings.items() if k in _LOOKED_AT or k.startswith(PHASE)}
         if (why := _wrong(looked)) is not None:
             return why
@@ -88,12 +89,12 @@ class MemberWindows:
 
     @property
     def history(self) -> tuple[float, ...]:
-        """Medians of the short windows that are over, newest last; 0.0: no reading in that one."""
+        """Return the medians of the short windows that are over, newest last; 0.0: no reading in that one."""
         return tuple(self._history)
 
     def pace(self, at: float, long: bool = False, span_s: float = 0.0) -> Pace:
-        """Of the window that ends at ``at`` (short, long, or so many seconds, at most the long one); empty where fewer
-        than two beats are in it."""
+        """Return the pace of the window that ends at ``at`` (short, long, or so many seconds, at most the long one);
+        empty where fewer than two beats are in it."""
         first, last, medians = self._span(at, min(span_s, self.long_s) or (self.long_s if long else self.short_s))
         if first is None or last is None:
             return Pace()
@@ -108,7 +109,7 @@ class MemberWindows:
         )
 
     def load(self, at: float, long: bool = False) -> ProcessLoad:
-        """Rates over the window that ends at ``at``."""
+        """Return rates over the window that ends at ``at``."""
         first, last, medians = self._span(at, self.long_s if long else self.short_s)
         if first is None or last is None:
             return ProcessLoad()
@@ -125,7 +126,7 @@ class MemberWindows:
     def _span(
         self, at: float, span_s: float
     ) -> tuple[dict[str, float] | None, dict[str, float] | None, dict[str, list[float]]]:
-        """The beats at both ends of a window (with ``at``), None: not two of different times; medians inside."""
+        """Return the beats at both ends of a window (with ``at``), None: not two of different times; medians inside."""
         medians: dict[str, list[float]] = {name: [] for name in MEDIANS}
         first = last = None
         for then, readings in reversed(self._beats):
@@ -144,7 +145,7 @@ class MemberWindows:
 
 
 class Windows:
-    """Those of all members by name, and what was dropped of their readings: counts by reason."""
+    """Holds those of all members by name, and what was dropped of their readings: counts by reason."""
 
     def __init__(self, short_s: float = SHORT_S, subwindows: int = SUBWINDOWS) -> None:
         self.short_s, self._subwindows = short_s, subwindows
@@ -156,7 +157,7 @@ class Windows:
         return f"<windows of {len(self._members)} members, {sum(self.dropped.values())} readings dropped>"
 
     def take(self, member: str, incarnation: int, readings: Mapping[str, float], at: float) -> str:
-        """Why these readings were dropped, the first time for this process; else ""."""
+        """Take readings in; return why they were dropped, the first time for this process; else ""."""
         known = self._members.get(member)
         if known is not None and known[0] > incarnation:
             return ""
@@ -178,7 +179,7 @@ class Windows:
         return known[1] if known is not None and known[0] == incarnation else None
 
     def newest(self, member: str, incarnation: int) -> Mapping[str, float]:
-        """The last good reading of each name of a process; {}: none."""
+        """Return the last good reading of each name of a process; {}: none."""
         found = self.of(member, incarnation)
         return found.last if found is not None else {}
 
@@ -209,5 +210,5 @@ def _wrong(readings: Mapping[str, float]) -> str | None:
 
 
 def _grown(first: Mapping[str, float], last: Mapping[str, float], name: str) -> float:
-    """Of a counter; where it is missing at one end, 0."""
+    """Return how much a counter has grown; where it is missing at one end, 0."""
     return max(0.0, last[name] - first[name]) if name in first and name in last else 0.0

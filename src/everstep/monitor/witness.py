@@ -1,4 +1,4 @@
-"""What a witness counted (``es.testing.Witness``), beside what the audit says.
+"""Compares what a witness counted (``es.testing.Witness``) with what the audit says.
 
 The audit reads what the ps and the workers logged. The witness is a part of the model: its rows gain 1.0 for each
 sample that was applied, and its steps 1.0 for each iteration that was. Both must say the same:
@@ -50,12 +50,12 @@ Where = tuple[int, int]  # dataset, epoch
 
 
 def witness_key(dataset: int, epoch: int, sample: int) -> int:
-    """The key of a sample's row."""
+    """Return the key of a sample's row."""
     return (dataset * EPOCHS_MAX + epoch) * SAMPLES_MAX + sample
 
 
 class Counts(msgspec.Struct):
-    """What a witness counted. ``rows``: by (dataset, epoch), the samples that have a row and its value; ``steps``:
+    """Is what a witness counted. ``rows``: by (dataset, epoch), the samples that have a row and its value; ``steps``:
     [loops, epochs], None: it had none."""
 
     rows: dict[Where, tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -63,12 +63,12 @@ class Counts(msgspec.Struct):
 
     @property
     def loops(self) -> set[int]:
-        """Loops of the script, from 1, that have steps."""
+        """Return the loops of the script, from 1, that have steps."""
         return set() if self.steps is None else {int(at) + 1 for at in np.flatnonzero((self.steps > 0.5).any(1))}
 
 
 def read_counts(folder: Path) -> Counts:
-    """Of a model as a job leaves it. Raises ConfigError where there is no witness in it."""
+    """Read the counts of a model as a job leaves it. Raises ConfigError where there is no witness in it."""
     from safetensors.numpy import load_file  # (of the extra that writes the model, too)
 
     rows: dict[Where, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
@@ -101,9 +101,9 @@ def read_counts(folder: Path) -> Counts:
 
 
 class Expected(msgspec.Struct):
-    """Of one epoch, by the audit. ``samples``: of the dataset; ``done``: how many were consumed; ``whole``: no more can
-    have been. ``not_applied``: positions that were consumed and surely not applied; ``perhaps``: or perhaps not.
-    ``unknown``: by a run before, of which nothing is known."""
+    """Is what is expected of one epoch, by the audit. ``samples``: of the dataset; ``done``: how many were consumed;
+    ``whole``: no more can have been. ``not_applied``: positions that were consumed and surely not applied; ``perhaps``:
+    or perhaps not. ``unknown``: by a run before, of which nothing is known."""
 
     samples: int
     done: int = 0
@@ -122,14 +122,14 @@ class Expected(msgspec.Struct):
 
 
 class Expectation(msgspec.Struct):
-    """``steps``: by (loop, epoch), at least and at most so many; None: they cannot be told."""
+    """Is what is expected of a run."""
 
     epochs: dict[Where, Expected]
     steps: dict[tuple[int, int], tuple[int, int]] | None = None
 
 
 def _length(spans: Iterable[tuple[int, int]]) -> int:
-    """Positions in at least one of these."""
+    """Return how many positions are in at least one of these."""
     total, at = 0, -1
     for lo, hi in sorted(spans):
         total += max(0, hi - max(lo, at))
@@ -141,8 +141,8 @@ def _length(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectation:
-    """What a run, with those that it goes on from, applied; of one that is not done, what it had at this checkpoint (0:
-    now). Raises ConfigError, PlatformError."""
+    """Return what a run, with those that it goes on from, applied; of one that is not done, what it had at this
+    checkpoint (0: now). Raises ConfigError, PlatformError."""
     with JournalReader(run_dir / "journal.sqlite") as journal:
         journal.advance()
         facts = journal.facts
@@ -166,7 +166,7 @@ def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectatio
 
 
 def _run_of(url: str) -> Path | None:
-    """The run directory whose checkpoints these are."""
+    """Return the run directory whose checkpoints these are."""
     path = Path(url.removeprefix("file://"))
     return next((p for p in (path, path.parent) if (p / "journal.sqlite").is_file()), None)
 
@@ -267,7 +267,7 @@ def _of_servers(facts: JobFacts, run_dir: Path, manifest: Manifest | None) -> Ex
 
 
 def _covered(manifest: Manifest) -> Iterator[ShardKey]:
-    """Shards that all images of a checkpoint have."""
+    """Yield the shards that all snapshots of a checkpoint have."""
     for number, dataset in enumerate(manifest.datasets):
         begun = {one.epoch: one for one in dataset.epochs}
         for epoch in range(max((dataset.finished_epochs, *(e + 1 for e in begun)))):
@@ -280,8 +280,8 @@ def _covered(manifest: Manifest) -> Iterator[ShardKey]:
 
 
 def _count(steps: dict[tuple[int, int], tuple[int, int]], facts: JobFacts, log: PsLog, rows: list[int]) -> None:
-    """Of one bucket: the steps lie between those of the bucket that has the fewest and the one that has the most. A
-    single sample may be all of an iteration, or what the first of several steps in it consumed."""
+    """Count the steps of one partition: they lie between those of the partition that has the fewest and the one that
+    has the most. A single sample may be all of an iteration, or what the first of several steps in it consumed."""
     mine: dict[tuple[int, int], tuple[int, int]] = {}
     for i, after in zip(rows, [*rows[1:], -1], strict=True):
         shard, lease = int(log.shard[i]), int(log.lease[i])
@@ -299,7 +299,7 @@ def _count(steps: dict[tuple[int, int], tuple[int, int]], facts: JobFacts, log: 
 
 
 def compare(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
-    """Where the two differ, in words."""
+    """Return where the two differ, in words."""
     out: list[str] = []
     names = [plan.name for plan in facts.plans]
     for where in sorted({*counts.rows, *said.epochs}):
@@ -353,8 +353,8 @@ def _steps(counts: Counts, said: Expectation, facts: JobFacts) -> list[str]:
 
 
 def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) -> AuditReport:
-    """``report`` with what the witness in the model of ``folder`` (else the run's) says. A job that failed has no model
-    to ask. Raises ConfigError where there is none though the job ended well, PlatformError."""
+    """Return ``report`` with what the witness in the model of ``folder`` (else the run's) says. A job that failed has
+    no model to ask. Raises ConfigError where there is none though the job ended well, PlatformError."""
     with JournalReader(run_dir / "journal.sqlite") as journal:
         journal.advance()
         facts = journal.facts
@@ -382,7 +382,7 @@ def witnessed(run_dir: Path, report: AuditReport, folder: Path | None = None) ->
 
 
 def _checkpoint_of(folder: Path) -> int:
-    """Of which checkpoint of its job a model is; 0: it does not say."""
+    """Return of which checkpoint of its job a model is; 0: it does not say."""
     try:
         return _about_decoder.decode((folder / ABOUT_FILE).read_bytes()).checkpoint
     except (OSError, *MALFORMED):

@@ -1,4 +1,4 @@
-"""C++ kernels behind one small module, with a NumPy twin used as oracle.
+"""Is the small module over the C++ kernels, which have a NumPy twin as their oracle.
 
 Arrays are checked at the border (dtype, C layout, shape, bounds): a wrong one is a ValueError, a key whose bucket is
 not owned a KeyError. All long work runs without the GIL. Keys are int64, rows float32, all little-endian.
@@ -94,7 +94,7 @@ _INITS = {kind: number for number, kind in enumerate(InitKind)}
 
 
 class StoreStats(NamedTuple):
-    """``rows`` by table name; ``bytes`` mapped for rows and indexes; calls so far."""
+    """Counts what a store has: ``rows`` by table name; ``bytes`` mapped for rows and indexes; calls so far."""
 
     rows: dict[str, int]
     bytes: int
@@ -103,7 +103,7 @@ class StoreStats(NamedTuple):
 
 
 def check_options(spec: TableSpec, options: tuple[float, ...] = ()) -> None:
-    """ValueError if the table's optimizer cannot go by these (``TRAVELLING``; (): its own)."""
+    """Raise ValueError if the table's optimizer cannot go by these (``TRAVELLING``; (): its own)."""
     if options and (len(options) != len(TRAVELLING) or not all(np.isfinite(x) and x >= 0 for x in options)):
         raise ValueError(f"table {spec.name!r}: options {options} are not {len(TRAVELLING)} finite numbers >= 0")
     o = spec.optimizer.with_options(options)
@@ -118,7 +118,7 @@ def check_options(spec: TableSpec, options: tuple[float, ...] = ()) -> None:
 
 
 def check_spec(spec: TableSpec) -> None:
-    """ValueError if a table cannot be as ``spec`` says."""
+    """Raise ValueError if a table cannot be as ``spec`` says."""
     o = spec.optimizer
     if not 1 <= spec.dim <= 65536:
         raise ValueError(f"table {spec.name!r}: dim {spec.dim} is not in 1..65536")
@@ -142,7 +142,7 @@ def check_spec(spec: TableSpec) -> None:
 
 
 class Store(_native.Store):
-    """All buckets that one ps owns: rows, optimizer state and the exactly-once ledger.
+    """Holds all partitions that one ps owns: rows, optimizer state and the exactly-once ledger.
 
     Thread-safe. A bucket is one critical section; kernels run without the GIL. Unless said otherwise ValueError:
     malformed, KeyError: the bucket is not here. Further methods (typed in ``_native.pyi``):
@@ -230,17 +230,18 @@ class Store(_native.Store):
             return True
 
     def specs(self) -> list[TableSpec]:
-        """Declared tables, in the order of their declaration."""
+        """Return the declared tables, in the order of their declaration."""
         with self._specs_lock:
             return list(self._specs.values())
 
     def declared(self) -> tuple[int, list[TableSpec]]:
-        """``n_tables()`` (candidates count as well) and the specs, of one moment."""
+        """Return ``n_tables()`` (candidates count as well) and the specs, of one moment."""
         with self._specs_lock:
             return self.n_tables(), list(self._specs.values())
 
     def tables(self) -> list[int]:
-        """Ids of all tables that a bucket's contents lie in: of the specs, and of the candidates of late admission."""
+        """Return the ids of all tables that a partition's contents lie in: of the specs, and of the candidates of late
+        admission."""
         return [
             table
             for spec in self.specs()
@@ -295,7 +296,7 @@ class Store(_native.Store):
         step: int = -1,
         more: Sequence[SpanTuple] = (),
     ) -> PushResult:
-        """``push`` to all buckets that are owned, of arrays that lie in ``memory``. ``parts``: objects as
+        """Do ``push`` to all partitions that are owned, of arrays that lie in ``memory``. ``parts``: objects as
         ``net.messages.RowsPart``. (``pull_at(parts, memory)`` is the same of ``pull``, which writes the rows there.)"""
         try:
             spans = ((shard, lo, hi, lease, not skipped), *more)
@@ -311,7 +312,7 @@ class Store(_native.Store):
             raise self._named(error) from None
 
     def _named(self, error: Full) -> Full:
-        """The same, with the table's name for its id."""
+        """Return the same error, with the table's name for its id."""
         text = str(error)
         for spec in self.specs():
             text = text.replace(f"table {spec.id} ", f"table {spec.name!r} ")
@@ -319,7 +320,7 @@ class Store(_native.Store):
         return Full(text)
 
     def _addressed(self, part: PushPart, buckets: bytes) -> PushPart:
-        """The rows of a part whose buckets are in the bitmap; the part itself if all are."""
+        """Return the rows of a part whose buckets are in the bitmap; the part itself if all are."""
         table, keys, grads, *rate = part
         n = self.n_buckets
         if grads.shape[:1] != keys.shape:
@@ -331,7 +332,7 @@ class Store(_native.Store):
         return part if mask.all() else cast(PushPart, (table, keys[mask], grads[mask], *rate))
 
     def marks(self, bucket: int) -> bytes:
-        """All marks of the bucket, as a sealed blob."""
+        """Return all marks of the bucket, as a sealed blob."""
         return super()._marks(bucket)
 
     def snapshot_begin(self, bucket: int, since: int = -1) -> tuple[int, bytes]:
@@ -354,7 +355,7 @@ class Store(_native.Store):
         super()._load_end(bucket, marks)
 
     def set_limit(self, n_bytes: int, on_full: Literal["error", "evict"] = "error") -> None:
-        """A ceiling for all memory of the store (0: none). Where new rows would need more: "error" refuses the push
+        """Set a ceiling for all memory of the store (0: none). Where new rows would need more: "error" refuses the push
         (Full), "evict" frees rows of the same table and bucket that were pushed least recently, if it has a life cycle.
         """
         if n_bytes < 0 or on_full not in ("error", "evict"):

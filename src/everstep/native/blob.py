@@ -1,4 +1,5 @@
-"""Blobs: differences and contents of buckets, as ps send them to each other. The Python twin of native/blob.h.
+"""Builds and parses blobs: differences and contents of partitions, as ps send them to each other. The Python twin of
+native/blob.h.
 
 A blob is a header, a block of marks and parts, one a table; little-endian, packed. Production reads and writes blobs in
 C++ only; here they are read for tests, and their checksums are made and checked (``seal``, ``check_seal``).
@@ -41,7 +42,8 @@ class BlobKind(IntEnum):
 
 @dataclass
 class BlobMarks:
-    """``shards``: (shard, watermark, fence); watermark -1: the mark is gone. ``initialised``: table ids."""
+    """Holds marks: ``shards``: (shard, watermark, fence); watermark -1: the mark is gone. ``initialised``: table
+    ids."""
 
     fingerprint: int = 0
     clock: int = 0
@@ -51,10 +53,10 @@ class BlobMarks:
 
 @dataclass
 class BlobPart:
-    """``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records`` uint8 [n, record], both
-    XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one update, its ``rate`` and
-    its ``options`` (``TRAVELLING``; none: the table's own).
-    HEADS: ``keys`` [n]. BODIES: ``records``. Contents cover the slots ``[lo, hi)``."""
+    """Is a part of a blob: ``slots`` uint32 [n]. CHANGE: ``toggled`` bool [n], ``keys`` int64 of those, ``records``
+    uint8 [n, record], both XOR; or, of a dense table, in place of records the ``gradients`` float32 [n, dim] of one
+    update, its ``rate`` and its ``options`` (``TRAVELLING``; none: the table's own). HEADS: ``keys`` [n]. BODIES:
+    ``records``. Contents cover the slots ``[lo, hi)``."""
 
     table: int
     slots: NDArray[np.uint32]
@@ -79,7 +81,7 @@ class Blob:
 
 
 def build(blob: Blob) -> bytes:
-    """The bytes of a blob, sealed."""
+    """Return the bytes of a blob, sealed."""
     marks = _MARKS.pack(blob.marks.fingerprint, blob.marks.clock, len(blob.marks.shards), len(blob.marks.initialised))
     marks += b"".join(_MARK.pack(*mark) for mark in blob.marks.shards)
     marks += np.array(blob.marks.initialised, "<u4").tobytes()
@@ -103,7 +105,7 @@ def build(blob: Blob) -> bytes:
 
 
 def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob:
-    """The blob in ``data``. ``record_bytes(table)``; not needed for marks. ValueError: it is none."""
+    """Return the blob in ``data``. ``record_bytes(table)``; not needed for marks. ValueError: it is none."""
     try:
         magic, version, kind_no, bucket, n_parts, seq, marks_bytes, _ = _HEADER.unpack_from(data)
         if magic != MAGIC or version != VERSION:
@@ -161,7 +163,7 @@ def parse(data: bytes, record_bytes: Callable[[int], int] | None = None) -> Blob
 
 
 def parse_marks(data: bytes) -> Blob:
-    """The blob of a bucket's marks. ValueError: it is none."""
+    """Return the blob of a bucket's marks. ValueError: it is none."""
     if len(data) < _HEADER.size:
         raise ValueError("a blob ends too early")
     if (kind := _HEADER.unpack_from(data)[2]) != BlobKind.MARKS:
@@ -209,7 +211,7 @@ def _crc(data: bytes) -> int:
 
 
 def seal(data: bytes) -> bytes:
-    """The blob with its checksum (crc32c of all but the checksum) written into its header."""
+    """Return the blob with its checksum (crc32c of all but the checksum) written into its header."""
     return data[:28] + struct.pack("<I", _crc(data)) + data[_HEADER.size :]
 
 

@@ -1,4 +1,4 @@
-"""The exactly-once ledger of a ps on its own: fences, watermarks, fingerprints, released shards; no rows.
+"""Is the exactly-once ledger of a ps on its own: fences, watermarks, fingerprints, released shards; no rows.
 
 The same rules as ``Store``, in plain Python: the twin keeps its books with it, the simulator runs it.
 
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix64(z: int) -> int:
-    """Finalizer of splitmix64: a bijection of 64 bits."""
+    """Apply the finalizer of splitmix64: a bijection of 64 bits."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
@@ -35,7 +35,7 @@ _SPANS_MAX = 1 << 16
 
 
 def by_shard(spans: Sequence[SpanTuple]) -> list[tuple[int, int, int, int]]:
-    """``(shard, lo, hi, lease)`` of each shard, in the order of its first span.
+    """Return ``(shard, lo, hi, lease)`` of each shard, in the order of its first span.
 
     Raises ValueError if a span is malformed, or the spans of a shard do not follow each other under one lease."""
     if not 1 <= len(spans) <= _SPANS_MAX:
@@ -83,13 +83,13 @@ def bitmap(buckets: Iterable[int], n_buckets: int) -> bytes:
 
 
 def bitmap_buckets(bits: bytes) -> list[int]:
-    """The buckets of a bitmap, ascending."""
+    """Return the buckets of a bitmap, ascending."""
     value = int.from_bytes(bits, "little")
     return [b for b in range(len(bits) * 8) if value >> b & 1]
 
 
 class BucketLedger:
-    """One bucket's part: ``shard -> [watermark, fence]`` and the fingerprint of all samples applied."""
+    """Is one partition's part: ``shard -> [watermark, fence]`` and the fingerprint of all samples applied."""
 
     __slots__ = ("fingerprint", "shards")
 
@@ -99,7 +99,7 @@ class BucketLedger:
 
 
 class PushLedger:
-    """The ledger of one ps. ``n_buckets``: of the whole job; ``buckets``: owned here, default all of them."""
+    """Is the ledger of one ps. ``n_buckets``: of the whole job; ``buckets``: owned here, default all of them."""
 
     def __init__(self, n_buckets: int, buckets: Iterable[int] | None = None) -> None:
         self.n_buckets = n_buckets
@@ -135,7 +135,7 @@ class PushLedger:
         return list(self.buckets), [b.shards[shard][0] for b in self.buckets.values()]
 
     def check_push(self, shard: int, lo: int, hi: int, lease: int, buckets: bytes) -> list[int]:
-        """The addressed buckets, ascending. ValueError: malformed; KeyError: a bucket is not owned here."""
+        """Return the addressed buckets, ascending. ValueError: malformed; KeyError: a bucket is not owned here."""
         if shard < 0 or lease < 0:
             raise ValueError("shard and lease must not be negative")
         if lo < 0 or hi <= lo or hi - lo > 1 << 24:
@@ -205,7 +205,8 @@ class PushLedger:
                 bucket.shards.pop(shard, None)
 
     def watermarks(self, shard: int) -> tuple[list[int], list[int]] | None:
-        """Buckets where the shard is open, ascending, and their watermarks; None if it is open nowhere."""
+        """Return the partitions where the shard is open, ascending, and their watermarks; None if it is open
+        nowhere."""
         found = [(b, ledger.shards[shard][0]) for b, ledger in self.buckets.items() if shard in ledger.shards]
         return ([b for b, _ in found], [w for _, w in found]) if found else None
 
@@ -214,5 +215,5 @@ class PushLedger:
         return sorted({shard for bucket in self.buckets.values() for shard in bucket.shards})
 
     def fingerprints(self) -> list[int]:
-        """Per bucket of the job, 0 for those not owned."""
+        """Return the fingerprint of each partition of the job, 0 for those not owned."""
         return [self.buckets[b].fingerprint if b in self.buckets else 0 for b in range(self.n_buckets)]

@@ -1,4 +1,5 @@
-"""What an optimizer does to one row, in NumPy: the plain form of the kernels in native/rows.inc, equal bit for bit.
+"""Does to one row, in NumPy, what an optimizer does: the plain form of the kernels in native/rows.inc, equal bit for
+bit.
 
 A member of a group steps a few rows of its own with it (``api/group_tables.py``); the twin of the store all of them.
 """
@@ -18,7 +19,7 @@ _LANES = 16
 
 
 def first_state(values: F32, opt: OptimizerSpec) -> F32:
-    """Optimizer state of a new row that begins with ``values``."""
+    """Return the optimizer state of a new row that begins with ``values``."""
     dim = len(values)
     state = np.zeros(opt.state_floats(dim), np.float32)
     match opt.kind:
@@ -48,7 +49,7 @@ def _squares(x: F32) -> np.float32:
 
 
 def update(w: F32, s: F32, g: F32, opt: OptimizerSpec, lr: float) -> None:
-    """One optimizer step on one row: ``w`` float32 ``[dim]`` and its state ``s`` change in place."""
+    """Do one optimizer step on one row: ``w`` float32 ``[dim]`` and its state ``s`` change in place."""
     f = np.float32
     dim = len(w)
     if opt.weight_decay != 0:
