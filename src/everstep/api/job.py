@@ -381,7 +381,7 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training changes: ``models``, a list of the state of each model that the job was given
-        " "(tables pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a
+        (tables pulled from the ps), ``model``, the same of the only one where there is one, and ``optimizers``, a
         list. Mode allreduce: ``tracked`` too, the objects of ``job.track`` by name."""
         return self._trainer.state_dict()
 

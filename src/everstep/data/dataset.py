@@ -102,7 +102,8 @@ class DatasetSource:
         return type(self._dataset) is not TensorDataset or self.collate_fn is not None
 
     def fetch(self, rows: Int64s, seeds: Int64s, apart: bool) -> Any:
-        """Return the samples ``rows``, not yet a batch. ``seeds``: one for each. ``apart``: whatever a sample's ``__getitem__`` draws comes from streams of the sample's seed; else from the process's streams as they are."""
+        """Return the samples ``rows``, not yet a batch. ``seeds``: one for each. ``apart``: whatever a sample's
+        ``__getitem__`` draws comes from streams of the sample's seed; else from the process's streams as they are."""
         at: list[int] = rows.tolist()
         if type(self._dataset) is TensorDataset and self.collate_fn is None:
             return _Taken([tensor[torch.from_numpy(rows)] for tensor in self._dataset.tensors])
