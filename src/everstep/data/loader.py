@@ -133,7 +133,7 @@ class Loader:
 
     @property
     def may_draw(self) -> bool:
-        """Return whether reading may draw: then it puts the script's streams back, and is not done beside the script."""
+        """Return whether reading may draw; it then puts the streams back, and is not done beside the script."""
         draws = isinstance(self.source, DatasetSource) and self.source.draws
         return self.apart and self._draws and (draws or self.transform is not None)
 
