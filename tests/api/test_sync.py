@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from everstep.monitor.audit import audit
 from everstep.net import messages
 from everstep.net.arena import Arena
 from everstep.tables.client import PsClient
+from everstep.tables.worker_protocol import WorkerProtocol
 
 ONE, HERE = Incarnation(1), NodeId("node0")
 N, EPOCHS = 48, 4
@@ -241,3 +243,53 @@ def train(
     report = audit(tmp_path)
     assert report.ok, report.text()
     return batches
+
+
+def test_a_step_that_is_cut_off_leaves_the_batch_in_hand_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss some partitions have consumed some of what a worker has accumulated: that is a step by itself. The
+    batch that had begun beside it begins again, with the values behind that step, and nobody waits for ever."""
+    alike, asked = WorkerProtocol.alike, itertools.count()
+    behind: list[float] = []  # what the first values behind such a step have more than those before it
+
+    def sometimes(protocol: WorkerProtocol, works: Any) -> bool:
+        return next(asked) % 3 != 1 and alike(protocol, works)
+
+    monkeypatch.setattr(WorkerProtocol, "alike", sometimes)
+    first = OneOfTwo(JobSpec(workers=2, ps=1, consistency="sync", partitions=8), tmp_path, None)
+    jobs = [Job(seat) for seat in (first, OneOfTwo(JobSpec(), tmp_path, first))]
+    ended: list[int] = []
+
+    def work(job: Job) -> None:
+        witness = es.testing.Witness(job, N, epochs=2)
+        model = job.replicate(job.sparse(witness))
+        opt = job.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        engine: Any = job._engine
+        cut_off, seen = engine.builder.cut, [0.0]
+
+        def cut() -> None:
+            cut_off()
+            seen.append(float(model.witness_steps.detach().sum()))
+
+        engine.builder.cut = cut
+        for i, batch in enumerate(job.steps(job.loader({"row": np.arange(N)}, batch_size=4, epochs=2))):
+            if len(seen) > 1:
+                behind.append(float(model.witness_steps.detach().sum()) - seen.pop())
+            model(batch["row"]).backward()
+            if i % 2:
+                opt.step()
+                opt.zero_grad()
+        ended.append(engine.samples + engine._hand.samples)
+
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 2 and sum(ended) == N * 2
+    assert behind and min(behind) >= 0 and max(behind) > 0
+    for job in jobs:
+        job.close()
+    report = audit(tmp_path)
+    assert report.ok, report.text()

@@ -59,6 +59,24 @@ class BatchReader:
             driver.feed(lambda: driver.protocol.computed(work))
             return False
 
+    def put_back(self, item: BatchItem) -> None:
+        """Sync: a step was cut off in front of this batch, which belongs to the next one. The batch is handed out
+        again, so that it begins with that step, and its rows are pulled when the step before it is applied. Raises the
+        failure."""
+        work, driver = item.work, self._driver
+        assert work is not None
+        with driver.lock:
+            while not driver.protocol.put_back(work):  # (its lease is being opened again)
+                driver.ending.check()
+                if driver.ending.stopping:
+                    break
+                if not driver.protocol.current(work):
+                    driver.feed(lambda: driver.protocol.computed(work))
+                    break
+                driver.changed.wait(0.2)
+        item.close()
+        self._permits.release()
+
     def stop(self) -> None:
         """The loop is over: no work is taken any more."""
         self._stop.set()

@@ -189,6 +189,9 @@ class PsLoop:
                 continue
             if self._hand.kept and not builder.goes_on(work):
                 builder.cut()
+                if self._driver.admission.sync:
+                    reader.put_back(item)
+                    continue
             self._tables.take(item)
             reader.taken()
             builder.begin(work, reader.ahead)
