@@ -135,6 +135,8 @@ class Job:
         problem, beyond = self._judge(self.run_dir, status, plan.resumed > 0)
         if problem or beyond or not plan.resumed or self._done():
             return problem, beyond
+        if "model: not left at" in self._said() and not any((self.run_dir / "checkpoints").glob("manifest-*")):
+            return "", True  # every copy of the state was lost just before the stop: the job says that nothing is left
         second = self.home / "second"
         verb = ["resume", str(self.run_dir), "--run-dir", str(second), "--workers", str(plan.resumed), "--no-display"]
         self.run_dir = second
@@ -144,6 +146,9 @@ class Job:
                 self._worker(process)
             status = self._end(process)
         return self._judge(second, status, False)
+
+    def _said(self) -> str:
+        return (self.home / "out.txt").read_text(errors="replace")
 
     @contextlib.contextmanager
     def _started(self, verb: list[str]) -> Iterator[subprocess.Popen[bytes]]:
