@@ -184,9 +184,8 @@ def checkpoint_text(found: CheckpointView, at: float) -> str:
 
 def group_text(found: GroupView) -> str:
     """``group 5: 3 workers, step 1,204, 12.3 steps/s; 1 joining; paused: ...``."""
-    text = (
-        f"group {found.generation}: {found.members} workers, step {count(found.step)}, {found.steps_per_s:.1f} steps/s"
-    )
+    text = f"group {found.generation}: {found.members} workers, step {count(found.step)}"
+    text += f", {found.steps_per_s:.1f} steps/s" if found.steps_per_s > 0 else ""
     text += f", {found.logical_workers} logical workers" if found.logical_workers else ""
     text += ", fixed batch" if found.strategy == "fixed" and not found.logical_workers else ""
     text += f"; {found.joining} joining" if found.joining else ""
