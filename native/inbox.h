@@ -42,7 +42,7 @@ class Inbox {
   // Held, inside of the gate, for the time of a feed: two of one sender never at once.
   std::mutex& one_at_a_time(const PeerKey& sender);
 
-  // Tails: protect/tails.py.
+  // Tails: protect/retained_log.py.
   void keep_tail(uint32_t bucket, int64_t seq, const uint8_t* data, size_t size);
   void confirm_tail(uint32_t bucket, int64_t seq);
   std::vector<std::pair<int64_t, std::shared_ptr<const std::vector<uint8_t>>>> tail(uint32_t bucket, int64_t seq);

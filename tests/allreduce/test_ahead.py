@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.allreduce.ahead import AheadReader
+from everstep.allreduce.batch_prefetch import AheadReader
 
 
 def test_what_was_guessed_is_read_while_there_is_time_and_only_once() -> None:

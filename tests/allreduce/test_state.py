@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from replica_runs import Run
 from torch import nn
 
-from everstep.allreduce.packed import DEPTH_MAX, Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.serialize import DEPTH_MAX, Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.allreduce.state import ReplicaState
 from everstep.errors import CheckpointError, EverstepError, ScriptError
 from everstep.model.group import Mark

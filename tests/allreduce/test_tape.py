@@ -8,7 +8,7 @@ from replica_runs import Run
 from torch import nn
 
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.tape import Did, Recorder, replay
+from everstep.allreduce.step_log import Did, Recorder, replay
 from everstep.errors import CheckpointError
 from everstep.model.group import Mark
 

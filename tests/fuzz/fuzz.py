@@ -556,7 +556,7 @@ def packed(_: Path) -> Attempt:
     """The header of a packed state, and all values in it."""
     import torch
 
-    from everstep.allreduce import packed as of
+    from everstep.allreduce import serialize as of
     from everstep.errors import CheckpointError
 
     packer = of.Packer()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from everstep.monitor.drag import Drag
+from everstep.monitor.slowdown import Drag
 
 
 @pytest.mark.parametrize(("factor", "for_s"), [(1.0, 10), (0.5, 10), (math.nan, 10), (math.inf, 10), (4, 0), (4, -1)])

@@ -7,7 +7,7 @@ from time import process_time
 import pytest
 
 from everstep.monitor import stepclock
-from everstep.monitor.drag import Drag
+from everstep.monitor.slowdown import Drag
 from everstep.monitor.stepclock import StepClock
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep.ids import Incarnation, Slot
-from everstep.policies.stragglers.belief import Changes, Key, review
+from everstep.policies.stragglers.change_detector import Changes, Key, review
 
 KEYS: list[Key] = [(Slot(i), Incarnation(1)) for i in range(4)]
 EVEN = dict.fromkeys(KEYS, 64)

@@ -28,7 +28,7 @@ from everstep.protect.replication import (
     SweepTarget,
 )
 from everstep.protect.replication import StreamKind as Of
-from everstep.protect.tails import KeptTails
+from everstep.protect.retained_log import KeptTails
 from everstep.ps.mirror_server import _Tails
 
 PEERS: list[PeerKey] = [(Slot(n), Incarnation(life)) for n, life in ((1, 1), (2, 4), (3, 2))]

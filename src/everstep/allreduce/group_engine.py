@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from everstep.allreduce.ahead import AheadReader
+from everstep.allreduce.batch_prefetch import AheadReader
 from everstep.allreduce.counting import Enumerated, SampleCounts
 from everstep.allreduce.devices import wait_for
 from everstep.allreduce.flats import join_digests

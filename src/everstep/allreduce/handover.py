@@ -19,9 +19,9 @@ import torch
 
 from everstep import faultpoints
 from everstep.allreduce.devices import wait_for
-from everstep.allreduce.packed import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
+from everstep.allreduce.serialize import ALIGN_BYTES, BODY_MAX_BYTES, HEADER_MAX_BYTES, Packed
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.tape import replay
+from everstep.allreduce.step_log import replay
 from everstep.errors import CheckpointError, DeadlineError, EverstepError, WireError
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import GroupMember, Mark

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.allreduce.packed import Packed
 from everstep.allreduce.replica_group import (
     Leave,
     LoadState,
@@ -31,6 +30,7 @@ from everstep.allreduce.replica_group import (
     Voted,
     split,
 )
+from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, VoteOutcome
 from everstep.errors import EverstepError, InternalError

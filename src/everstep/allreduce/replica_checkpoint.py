@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from everstep import faultpoints
-from everstep.allreduce.packed import Packed, Unpacker
+from everstep.allreduce.serialize import Packed, Unpacker
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.station import Station
 from everstep.brain.events import Refused, ReplicaWritten

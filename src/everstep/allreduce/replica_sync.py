@@ -19,8 +19,8 @@ from typing import Any
 
 from everstep import faultpoints
 from everstep.allreduce.handover import Connect, StateFollower, fetch
-from everstep.allreduce.packed import Packed
 from everstep.allreduce.replica_checkpoint import ReplicaWriter, find_replica, read_replica
+from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
 from everstep.allreduce.state_source import StateSource
 from everstep.allreduce.station import Station

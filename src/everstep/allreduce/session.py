@@ -22,7 +22,7 @@ from everstep.allreduce.commits import Commits
 from everstep.allreduce.device_group import DeviceCollective
 from everstep.allreduce.group_machine import AbortGroup, Action, Connect, Counted, Follow, GroupMachine
 from everstep.allreduce.group_store import GroupStore
-from everstep.allreduce.packed import Packed
+from everstep.allreduce.serialize import Packed
 from everstep.allreduce.station import Station
 from everstep.allreduce.step import BehindLoop, LeaveJob, StepAttempt, StepTables, VoteOutcome
 from everstep.allreduce.tunnel import INSIDE, Tunnels

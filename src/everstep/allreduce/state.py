@@ -16,8 +16,8 @@ from msgspec import structs
 from torch import nn
 
 from everstep.allreduce import parts
-from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.allreduce.rolling import RollingDigest
+from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.errors import CheckpointError, ScriptError
 from everstep.model.group import Mark
 
@@ -43,7 +43,7 @@ class ReplicaState:
     thread-safe: whoever trains calls it.
     """
 
-    follows = True  # it can be told step by step (``allreduce.tape``)
+    follows = True  # it can be told step by step (``allreduce.step_log``)
 
     def __init__(
         self,

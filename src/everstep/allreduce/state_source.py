@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from everstep import faultpoints
-from everstep.allreduce.packed import Packed
+from everstep.allreduce.serialize import Packed
 from everstep.allreduce.state import ReplicaState
-from everstep.allreduce.tape import Did, Recorder
+from everstep.allreduce.step_log import Did, Recorder
 from everstep.ids import Incarnation, Slot
 from everstep.model.group import Mark
 from everstep.net.messages import (

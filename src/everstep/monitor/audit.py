@@ -28,8 +28,8 @@ from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
 from everstep.model.shard import ShardSchedule, shard_key, split_key
 from everstep.monitor.facts import JobFacts, JournalReader
-from everstep.monitor.journeys import JourneyCheck
-from everstep.monitor.prints import Prints, mix64, tile
+from everstep.monitor.fingerprints import Prints, mix64, tile
+from everstep.monitor.ownership_audit import JourneyCheck
 from everstep.monitor.pslog import ALL, BucketStint, PsLog, bits, read_log
 from everstep.monitor.report import AuditReport, Offence, Verdict
 from everstep.monitor.steps import check_steps, read_step_log

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from everstep.monitor.drag import Drag
+from everstep.monitor.slowdown import Drag
 
 OUTSIDE: Final = 0  # not in the loop
 DATA: Final = 1  # waiting for the next batch

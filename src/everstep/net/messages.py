@@ -184,7 +184,7 @@ class TakeReplica(Order, frozen=True, tag="take_replica"):
 
 class Slow(Order, frozen=True, tag="slow"):
     """Tells a worker or ps, in a drill, to be ``factor`` times slower for ``for_s`` s; 1.0: as ever. See
-    monitor/drag.py."""
+    monitor/slowdown.py."""
 
     factor: float
     for_s: float

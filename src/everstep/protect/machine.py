@@ -68,7 +68,7 @@ from everstep.net.messages import (
     Want,
 )
 from everstep.protect.replication import AppendCode, Batch, Blob, Flow, PeerKey, StreamItem, StreamKind, SweepTarget
-from everstep.protect.tails import KeptTails, Tails
+from everstep.protect.retained_log import KeptTails, Tails
 
 REST = BucketId(0xFFFFFFFF)
 """In place of a bucket: what is left of a row of a stripe when its living members are folded out of it."""

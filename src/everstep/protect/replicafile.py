@@ -7,7 +7,7 @@
       last END empty; nothing follows
 
 Little-endian, all of it under a checksum, as a bucket's image is (``imagefile``); what the packed header says is
-everstep.allreduce.packed. Needs no torch.
+everstep.allreduce.serialize. Needs no torch.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
 from everstep.model.reasons import Arrival
 from everstep.model.shard import Span, Token
-from everstep.monitor.drag import Drag
 from everstep.monitor.records import (
     AcquiredRecord,
     Applied,
@@ -44,6 +43,7 @@ from everstep.monitor.records import (
     ReleasedRecord,
     audit_header,
 )
+from everstep.monitor.slowdown import Drag
 from everstep.native import PushResult, Recovering, Store, _native, bitmap_buckets, unique_route
 from everstep.net.log import LineLimit
 from everstep.net.messages import (

@@ -1,13 +1,12 @@
-"""Has ``exclusive``: machines of several kinds, and nobody else on them. The exact split, once it is known what they
-take.
+"""Has ``exclusive``: machines of several kinds, and nobody else on them. The split is exact once paces are known.
 
-What a pass of B samples takes, ``overhead + per_sample * B``, is fitted from what was measured at two sizes of B; till
-there are two, the overhead counts as next to nothing. Where nobody knows what fits into memory, the loader's batch
-does. What is seen first is acted on; a pace that is another one all at once begins a new fit, if it is believed
-(``belief``). Who reads like others is of their kind, and what is like is told more finely with every reading: noise is
-not followed. The split is worked out anew only when a pace has changed, and asked for only when it is clearly better
-than the one in force. Where splits do not pay, because paces change from window to window, the machines are not
-exclusive, and shares are equal.
+A pass of B samples takes ``overhead + per_sample * B``, which is fitted from what was measured at two sizes of B.
+Until there are two, the overhead counts as next to nothing. If a member does not say what fits into its memory,
+the loader's batch does. What is seen first is acted on. If a pace changes all at once, a new fit begins, provided
+that the change is believed (``change_detector``). Members that read alike are of one kind, and with every reading
+*alike* becomes narrower, so noise is not followed. The split is worked out anew only if a pace has changed, and
+asked for only if it is clearly better than the one in force. Where splits do not pay, because paces change from
+window to window, others use the machines too, and shares are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 from everstep.model.decision import Decision
 from everstep.model.observation import Observations
 from everstep.model.plan import AdjustAccum, AdjustBatch, Plan
-from everstep.policies.stragglers.belief import ALIKE, Changes, Key, PolicyTrust, Span, review, scored
+from everstep.policies.stragglers.change_detector import ALIKE, Changes, Key, PolicyTrust, Span, review, scored
 from everstep.policies.stragglers.exact import MAX_TOTAL, Device, ExactShare, solve, time_s, whole
 from everstep.policies.stragglers.shares import even
 

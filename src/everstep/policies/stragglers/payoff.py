@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.policies.stragglers.belief import step_s
+from everstep.policies.stragglers.change_detector import step_s
 
 
 def restart_gain_s(

@@ -6,7 +6,7 @@ something is done, that one is fast again. So each look first judges what the *l
 readings: would the step have been faster so than with equal shares? The sum of these (``score``, in windows of healthy
 work, old ones fading) says whether reacting pays here, and while it does not, shares stay equal. What is tried costs
 nothing: the proposal is judged whether it was in force or not. And whose pace is new is believed at once only if
-that pays by how often such changes lasted so far (``belief``): a hiccup is not followed.
+that pays by how often such changes lasted so far (``change_detector``): a hiccup is not followed.
 
 Workers: shares by speed where steps are common; nothing for moments where each takes shards at its own pace. A worker
 that is slow in most of its windows is ended and started elsewhere, if that pays (``payoff``). Servers: one that stays
@@ -25,7 +25,7 @@ from everstep.model.decision import Decision
 from everstep.model.member import Role
 from everstep.model.observation import Observations, Pace, WorkerSeen
 from everstep.model.plan import Action, AdjustAccum, AdjustBatch, KillRestart, Plan
-from everstep.policies.stragglers.belief import Changes, Key, PolicyTrust, review, scored, step_s
+from everstep.policies.stragglers.change_detector import Changes, Key, PolicyTrust, review, scored, step_s
 from everstep.policies.stragglers.payoff import restart_gain_s
 from everstep.policies.stragglers.servers import Servers, divide_buckets, replacing_saves_s, waited_share, watch
 from everstep.policies.stragglers.shares import even, proportional

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.allreduce.packed import Packed, PackedHeader, Packer, Unpacker, encode_header
+from everstep.allreduce.serialize import Packed, PackedHeader, Packer, Unpacker, encode_header
 from everstep.allreduce.state import ReplicaState, load_groups, pack_groups
 from everstep.errors import CheckpointError, EverstepError
 from everstep.model.group import Mark

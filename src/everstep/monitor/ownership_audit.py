@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from everstep.ids import ShardKey
 from everstep.model.reasons import Arrival
 from everstep.monitor.facts import JobFacts
-from everstep.monitor.prints import Prints, tile
+from everstep.monitor.fingerprints import Prints, tile
 from everstep.monitor.pslog import BucketStint, PsLog
 from everstep.monitor.report import AuditReport, Offence
 
