@@ -37,12 +37,13 @@ def test_a_job_under_a_recorded_cloud_ends_exactly(run: Run, mode: tuple[str, ..
     run.alive(Role.WORKER, 0)
     popen = run.popen
     assert popen is not None
-    until(lambda: run.text().count("taken back") >= 12 or popen.poll() is not None, 500.0, run.story)
+    gone = CapacityStep.TAKEN_BACK
+    until(lambda: steps(run).count(gone) >= 12 or popen.poll() is not None, 500.0, run.story)
     assert popen.poll() is None, run.story()
     run.hurry()
     run.ended_well(300)
     seen = steps(run)
-    assert seen.count(CapacityStep.TAKEN_BACK) >= 10
+    assert seen.count(gone) >= 12
     assert (CapacityStep.WARNED in seen) is (lead != "0s")
     assert replay(run.run_dir).ok
     nodes = list((run.run_dir / "nodes").iterdir())

@@ -44,7 +44,7 @@ def test_a_machine_comes_is_warned_and_goes() -> None:
     assert fleet.told(Warned(NODE, 20.0)) == []
     assert fleet.ended(NODE, 143, 5.0) == []  # it goes: nobody starts it again
     assert fleet.told(Gone(NODE)) == [StopAgent(NODE), Remember(GRANT, CapacityStep.TAKEN_BACK)]
-    assert fleet.told(GRANT)[1] == StartAgent(GRANT, 1)
+    assert fleet.told(GRANT) == [Remember(GRANT, CapacityStep.GRANTED, life=1), StartAgent(GRANT, 1)]
     assert fleet.over() == [ReleaseMachine(NODE)] and fleet.held == ()
 
 

@@ -367,7 +367,8 @@ class RemarkMade(Fact, frozen=True, tag="remark_made"):
 
 class CapacityChanged(Fact, frozen=True, tag="capacity_changed"):
     """From ``everstep run --capacity``: what became of a machine beside the first one. Costs are reckoned from it.
-    ``price``: USD for an hour, where the source says one. ``recorded_s``: the moment of the recording that is played.
+    A machine that is gone is a node that is lost, at once. ``price``: USD for an hour, where the source says one.
+    ``recorded_s``: the moment of the recording that is played. ``life``: so many machines of this name came before.
     Answer: Ok."""
 
     node: NodeId
@@ -377,6 +378,7 @@ class CapacityChanged(Fact, frozen=True, tag="capacity_changed"):
     market: Market = Market.ON_DEMAND
     price: PriceUsd | None = None
     recorded_s: Seconds | None = None
+    life: Whole = 0
 
 
 Said = (

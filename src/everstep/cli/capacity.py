@@ -48,9 +48,8 @@ def make_fleet(
 
     def remember(fact: Remember) -> None:
         offer = fact.grant.offer
-        said = CapacityChanged(
-            fact.grant.node, fact.step, offer.hardware, offer.zone, offer.market, offer.price, fact.recorded_s
-        )
+        of = (offer.hardware, offer.zone, offer.market, offer.price)
+        said = CapacityChanged(fact.grant.node, fact.step, *of, fact.recorded_s, fact.life)
         ask_master(run_dir, said, REMEMBER_S)
 
     source: Capacity

@@ -18,7 +18,7 @@ from everstep.config.capacity import check_zone
 from everstep.config.load import check_script, new_run_dir, save_spec
 from everstep.errors import ConfigError, EverstepError, PlatformError
 from everstep.ids import NodeId
-from everstep.model.capacity import Market
+from everstep.model.capacity import RETURNS_A_LIFE, Market
 from everstep.model.member import Address
 from everstep.net.auth import Secret, load_secret
 from everstep.net.messages import GetSpec, SpecReport
@@ -26,8 +26,6 @@ from everstep.net.sockets import parse_host_port
 from everstep.platforms.notices import NoticeWatch, sources_of
 
 JOIN_S = 30.0
-LIVES = 1000
-"""So often one machine comes back to a job from which it was emptied, before numbers of lives meet."""
 STILL_HERE_S = 600.0
 """So long after a node should have gone it is still here: the notice was wrong."""
 _LOOK_S = 1.0
@@ -80,7 +78,7 @@ def join_job(
         print(
             f"everstep: {name} joins {spec.name} at {master} with {workers} workers, run directory {here}", flush=True
         )
-        for returns in itertools.count(life * LIVES):
+        for returns in itertools.count(life * RETURNS_A_LIFE):
             agent = Agent(
                 spec,
                 here,

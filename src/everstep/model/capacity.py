@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -57,6 +58,10 @@ class Gone(msgspec.Struct, frozen=True):
 
 CapacityNews = Grant | Warned | Gone
 """What a source of machines tells since it was asked last."""
+
+
+RETURNS_A_LIFE: Final = 1000
+"""Each further machine of a name counts from so much more how often it was emptied and stayed (``returns``)."""
 
 
 class CapacityStep(StrEnum):

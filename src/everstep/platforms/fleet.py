@@ -48,6 +48,7 @@ class Remember(msgspec.Struct, frozen=True):
     grant: Grant
     step: CapacityStep
     recorded_s: float | None = None
+    life: int = 0
 
 
 class Complain(msgspec.Struct, frozen=True):
@@ -60,10 +61,11 @@ FleetAction = StartAgent | WarnAgent | StopAgent | ReleaseMachine | Remember | C
 
 
 class HeldMachine(msgspec.Struct):
-    """``starts``: of its agent. ``quick``: ends in a row soon after the start. ``warned``: it goes, and its agent need
-    not come back."""
+    """``life``: of its newest agent. ``starts``: of its agents. ``quick``: ends in a row soon after the start.
+    ``warned``: it goes, and its agent need not come back."""
 
     grant: Grant
+    life: int
     starts: int = 1
     quick: int = 0
     warned: bool = False
@@ -90,19 +92,20 @@ class Fleet:
             case Grant(node):
                 if node in self._held:
                     return [Complain(f"{node} is granted, and the job has it already: nothing is done")]
-                self._held[node] = HeldMachine(news)
-                return [Remember(news, CapacityStep.GRANTED, news.recorded_s), StartAgent(news, self._next_life(node))]
+                life = self._next_life(node)
+                self._held[node] = HeldMachine(news, life)
+                return [Remember(news, CapacityStep.GRANTED, news.recorded_s, life), StartAgent(news, life)]
             case Warned(node, in_s, recorded_s):
                 held = self._held.get(node)
                 if held is None or held.warned:
                     return []
                 held.warned = True
-                return [Remember(held.grant, CapacityStep.WARNED, recorded_s), WarnAgent(node, in_s)]
+                return [Remember(held.grant, CapacityStep.WARNED, recorded_s, held.life), WarnAgent(node, in_s)]
             case Gone(node, recorded_s):
                 held = self._held.pop(node, None)
                 if held is None:
                     return [Complain(f"{node} is gone, and the job does not have it: nothing is done")]
-                return [StopAgent(node), Remember(held.grant, CapacityStep.TAKEN_BACK, recorded_s)]
+                return [StopAgent(node), Remember(held.grant, CapacityStep.TAKEN_BACK, recorded_s, held.life)]
 
     def ended(self, node: NodeId, status: int, lived_s: float) -> list[FleetAction]:
         """The agent of a machine has ended by itself, with ``status``, after ``lived_s`` seconds."""
@@ -116,13 +119,13 @@ class Fleet:
             return [
                 Complain(f"{words}, {held.quick} times in a row: its machine is given back"),
                 ReleaseMachine(node),
-                Remember(held.grant, CapacityStep.GIVEN_BACK),
+                Remember(held.grant, CapacityStep.GIVEN_BACK, life=held.life),
             ]
-        held.starts += 1
+        held.starts, held.life = held.starts + 1, self._next_life(node)
         wait_s = _FIRST_WAIT_S * 4 ** (held.quick - 1)
         return [
             Complain(f"{words}: it is started again in {wait_s:.0f} s"),
-            StartAgent(held.grant, self._next_life(node), wait_s),
+            StartAgent(held.grant, held.life, wait_s),
         ]
 
     def starts(self, action: StartAgent) -> bool:

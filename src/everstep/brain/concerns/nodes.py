@@ -19,7 +19,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.members import Node, Rooms, set_state
 from everstep.ids import Incarnation, NodeId, Slot
-from everstep.model.capacity import Offer, offer_words
+from everstep.model.capacity import RETURNS_A_LIFE, CapacityStep, Offer, offer_words
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
 from everstep.policies.node_selection import HOME_NODE
@@ -41,7 +41,13 @@ class NodeConcern(Concern):
     def _capacity_changed(self, e: CapacityChanged, told: Event) -> Out:
         inputs: Inputs = {} if e.recorded_s is None else {"recorded_s": round(e.recorded_s, 1)}
         words = offer_words(Offer(e.hardware, e.zone, e.market, e.price))
-        return [OK, Note(e.node, Decision(e.step.value, words, inputs))]
+        out: Out = [OK, Note(e.node, Decision(e.step.value, words, inputs))]
+        node = self.members.nodes.get(e.node)
+        gone = e.step in (CapacityStep.TAKEN_BACK, CapacityStep.GIVEN_BACK)
+        if gone and node is not None and node.returns < (e.life + 1) * RETURNS_A_LIFE:
+            # (else the word is late: a later machine of that name has said hello already)
+            out += self._node_lost(NodeLost(e.node, f"its machine was {e.step.value}"), told)
+        return out
 
     def _node_joined(self, e: NodeJoined, told: Event) -> Out:
         job, members = self.job, self.members
@@ -49,6 +55,7 @@ class NodeConcern(Concern):
         out: Out = [OK]
         if node is None:
             node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
+            node.returns = e.returns
             if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
                 node.brought = e.worker_places
                 for slot in range(job.workers_wanted, job.workers_wanted + e.worker_places):
