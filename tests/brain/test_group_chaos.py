@@ -222,7 +222,7 @@ class Chaos:
             if self.brain.job.over:
                 return
             self.at += 1.0
-            if self.brain.state.groups.due_at:
+            if self.brain.state.groups.timing.due_at:
                 self.say(Event(self.at, GroupDue()))
             seats = [s for s in self.brain.members.workers.values() if s.running]
             for seat in seats:

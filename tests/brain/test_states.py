@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from everstep.brain.brain import Brain
@@ -52,3 +53,17 @@ def test_a_change_that_is_no_transition_is_found() -> None:
     seat.member.state = MemberState.ALIVE  # a process that has ended is back
     with pytest.raises(AssertionError, match="worker:0 #1 went from left to alive, by nothing"):
         check.look(brain, "nothing")
+
+
+def test_a_snapshot_of_another_version_is_refused_in_one_line() -> None:
+    state = msgspec.msgpack.decode(Brain().snapshot())
+    state["version"] = 4
+    with pytest.raises(msgspec.ValidationError, match="snapshot version 4, this everstep reads 5 and 6"):
+        Brain.restore(msgspec.msgpack.encode(state))
+    for damaged in (
+        b"\x93\x01",
+        msgspec.msgpack.encode({"version": 5}),
+        msgspec.msgpack.encode({"version": 5, "groups": 1}),
+    ):
+        with pytest.raises(msgspec.ValidationError, match="no snapshot"):
+            Brain.restore(damaged)

@@ -7,6 +7,7 @@ import msgspec
 from everstep.bounds import MALFORMED
 from everstep.brain.checkpoints import Checkpoints
 from everstep.brain.duty import Duty
+from everstep.brain.earlier import state_of_5
 from everstep.brain.group import Groups
 from everstep.brain.job import JobState
 from everstep.brain.members import Members
@@ -15,7 +16,7 @@ from everstep.brain.protection import Protection
 from everstep.brain.shards import Shards
 from everstep.model.placement import Placement
 
-SNAPSHOT_VERSION = 5
+SNAPSHOT_VERSION = 6
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -36,7 +37,12 @@ class State(msgspec.Struct, kw_only=True):
         return self.protection.placement
 
 
+class _Versioned(msgspec.Struct):
+    version: int
+
+
 _encoder = msgspec.msgpack.Encoder()
+_version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _decoder = msgspec.msgpack.Decoder(State)
 
 
@@ -45,11 +51,14 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(snapshot: bytes) -> State:
-    """Read a snapshot. Raises ``msgspec.ValidationError`` on bytes that are none (of this version)."""
+    """Read a snapshot, of this version or the one before. Raises ``msgspec.ValidationError`` on bytes that are none."""
     try:
-        state = _decoder.decode(snapshot)
-    except MALFORMED as error:
+        version = _version_decoder.decode(snapshot).version
+        if version == 5:
+            snapshot = state_of_5(snapshot)
+        elif version != SNAPSHOT_VERSION:
+            words = f"snapshot version {version}, this everstep reads 5 and {SNAPSHOT_VERSION}"
+            raise msgspec.ValidationError(words)
+        return _decoder.decode(snapshot)
+    except (*MALFORMED, AttributeError, KeyError, TypeError) as error:
         raise msgspec.ValidationError(f"no snapshot: {error}") from None
-    if state.version != SNAPSHOT_VERSION:
-        raise msgspec.ValidationError(f"snapshot version {state.version}, this everstep reads {SNAPSHOT_VERSION}")
-    return state

@@ -1,4 +1,4 @@
-"""The journal of earlier releases: its entries, made into today's. (Values of enums: see ``model.reasons``.)
+"""Journals and snapshots of earlier releases: made into today's. (Values of enums: see ``model.reasons``.)
 
 Until version 2 an entry was one array: tag, time, who said it (in the facts of workers and ps), fields. Since version 3
 it is an :class:`Event`: time, fact, sender, cause. An entry says by its shape of which kind it is.
@@ -63,3 +63,22 @@ def _as_now(entry: list[Any]) -> list[Any]:
     if tag == "shard_returned" and len(fields) == 3:
         fields = [*fields, fields[2] == _LATE]
     return [at, [tag, *fields], sender]
+
+
+_GROUPS_OF_5: Final = {
+    "history": ("stints", "boundaries", "skips", "voids"),
+    "timing": ("due_at", "too_few", "quiet_until"),
+    "streak": ("blamed", "blamed_at", "furthest"),
+    "waits": ("stuck", "broken", "broken_step", "ended", "apart"),
+}
+
+
+def state_of_5(snapshot: bytes) -> bytes:
+    """A snapshot of version 5, made into one of version 6: some of what is known of a group is in parts of it now.
+    Raises what decoding raises."""
+    state = msgspec.msgpack.decode(snapshot)
+    groups = state["groups"]
+    for part, fields in _GROUPS_OF_5.items():
+        groups[part] = {field: groups.pop(field) for field in fields if field in groups}
+    state["version"] = 6
+    return _encode(state)

@@ -91,22 +91,55 @@ class Void(msgspec.Struct, array_like=True):
     restore: int
 
 
+class StepHistory(msgspec.Struct):
+    """What was committed, as far as it is needed: the rest is in cursors. ``boundaries``: of the last committed ranges:
+    step -> where it begins."""
+
+    stints: list[Stint] = []
+    boundaries: dict[int, tuple[int, int, int]] = {}
+    skips: list[Skip] = []
+    voids: list[Void] = []
+
+
+class GroupTiming(msgspec.Struct):
+    """``due_at``: when those who wait for a first group begin without the others, or a change that waits is published
+    with others (not before ``quiet_until``), or when it is said for whom ``too_few`` workers wait; 0: nothing waits."""
+
+    due_at: float = 0.0
+    too_few: bool = False
+    quiet_until: float = 0.0
+
+
+class LossStreak(msgspec.Struct):
+    """``blamed``: losses in a row without getting further than step ``furthest``; ``blamed_at``: when one counted
+    last."""
+
+    blamed: int = 0
+    blamed_at: float = 0.0
+    furthest: int = 0
+
+
+class MutualWaits(msgspec.Struct):
+    """``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
+    ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
+    ``ended``: who had to end since, as that had not helped. ``apart``: how often members of different groups waited for
+    each other, which must never be."""
+
+    stuck: dict[Slot, tuple[int, float]] = {}
+    broken: int = 0
+    broken_step: int = -1
+    ended: list[Slot] = []
+    apart: int = 0
+
+
 class Groups(msgspec.Struct, kw_only=True):
     """``group``: published last. ``origin``: the generation that began this line of states. ``step``: committed so far.
-    ``cursors``: (epoch, position) by dataset. ``boundaries``: of the last committed ranges: step -> where it begins.
-    ``confirmed``: the newest generation that has met, or of which a step was told.
-    ``due_at``: when those who wait for a first group begin without the others, or a change waits to be published with
-    others (not before ``quiet_until``), or when it is said for whom ``too_few`` workers wait; 0: nothing waits.
-    ``force``: why to publish even if the members stay the same.
+    ``cursors``: (epoch, position) by dataset. ``confirmed``: the newest generation that has met, or of which a step was
+    told. ``force``: why to publish even if the members stay the same.
     ``dismissed``: who was told to end since the group that it was to leave is no more.
     ``entered``: by slot, in which life and with which generation it came into this line.
-    ``stuck``: members that said they wait for others, for long: in which generation, and when they said so last.
-    ``broken``: the last generation that was left because all of its members did; ``broken_step``: the step of then;
-    ``ended``: who had to end since, as that had not helped.
     ``passed``: who copied the state of the end, and came out of its loop with it without having been in the group.
-    ``apart``: how often members of different groups waited for each other, which must never be.
-    ``final_for``: the line of which a last checkpoint was begun.
-    ``blamed``: losses in a row without getting further than ``furthest``. ``splits``: counts versions of splits."""
+    ``final_for``: the line of which a last checkpoint was begun. ``splits``: counts versions of splits."""
 
     group: Group | None = None
     generations: int = 0
@@ -118,26 +151,15 @@ class Groups(msgspec.Struct, kw_only=True):
     entered: dict[Slot, tuple[Incarnation, int]] = {}
     step: int = 0
     cursors: dict[int, tuple[int, int]] = {}
-    stints: list[Stint] = []
-    boundaries: dict[int, tuple[int, int, int]] = {}
-    skips: list[Skip] = []
-    voids: list[Void] = []
     confirmed: int = 0
-    due_at: float = 0.0
-    too_few: bool = False
-    quiet_until: float = 0.0
     force: str = ""
-    blamed: int = 0
-    blamed_at: float = 0.0
-    furthest: int = 0
     splits: int = 0
-    stuck: dict[Slot, tuple[int, float]] = {}
-    broken: int = 0
-    broken_step: int = -1
-    ended: list[Slot] = []
     passed: dict[Slot, Incarnation] = {}
     final_for: int = 0
-    apart: int = 0
+    history: StepHistory = msgspec.field(default_factory=StepHistory)
+    timing: GroupTiming = msgspec.field(default_factory=GroupTiming)
+    streak: LossStreak = msgspec.field(default_factory=LossStreak)
+    waits: MutualWaits = msgspec.field(default_factory=MutualWaits)
 
     def __repr__(self) -> str:
         size = self.group.size if self.group is not None else 0

@@ -26,7 +26,7 @@ Inputs = dict[str, str | int | float | bool]
 
 def cursors_at(groups: Groups, mark: Mark) -> dict[int, tuple[int, int]]:
     """(epoch, position) of each dataset at ``mark``, which is not beyond what is committed."""
-    out = {stint.dataset: stint.end for stint in groups.stints if stint.first < mark.step}
+    out = {stint.dataset: stint.end for stint in groups.history.stints if stint.first < mark.step}
     if mark.step:
         out[mark.dataset] = (mark.epoch, mark.position)
     return out
@@ -56,7 +56,7 @@ def take_replica(
     mark = replica.mark
     if mark.step > groups.step:
         return [], f"step {mark.step - 1} is not in the journal yet"
-    skips = [(s.dataset, s.epoch, s.lo, s.hi) for s in groups.skips]
+    skips = [(s.dataset, s.epoch, s.lo, s.hi) for s in groups.history.skips]
     cursors = cursors_at(groups, mark)
     before = tuple(s for s in skips if s[1:3] < cursors.get(s[0], (0, 0)))
     positions = tuple(
@@ -123,8 +123,8 @@ def resume_replica(
     for number, position in enumerate(manifest.datasets):
         shards.register(position.plan)
         if number != mark.dataset and position.finished_epochs:
-            books.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
-    books.skips = [Skip(*skip) for skip in manifest.skipped]
+            books.history.stints.append(Stint(0, number, (0, 0), (position.finished_epochs, 0)))
+    books.history.skips = [Skip(*skip) for skip in manifest.skipped]
     begin = turned(mark, manifest)
     generations.fall_back(begin)
     inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "step": mark.step}

@@ -234,7 +234,7 @@ class Readings:
             values=self.values,
             steps=brain.state.groups.step,
             generations=brain.state.groups.generations,
-            steps_void=sum(v.last + 1 - v.first for v in brain.state.groups.voids),
+            steps_void=sum(v.last + 1 - v.first for v in brain.state.groups.history.voids),
             checkpoint=brain.checkpoints.last,
             set_aside=brain.checkpoints.aside,
             trusted=brain.checkpoints.resumed if job.spec.trusted else 0,

@@ -642,7 +642,7 @@ class Master:
                     fact = msgspec.structs.replace(fact, progress=self._progress(fact.role, fact.slot))
                     fact = self.hangs.complete(fact)
                 self._tell(fact)
-            if 0 < self.brain.state.groups.due_at <= at:
+            if 0 < self.brain.state.groups.timing.due_at <= at:
                 self._tell(GroupDue())
             self.checkpoints.tick(at)
             self.confirmations.tick(at)

@@ -273,7 +273,7 @@ def group_view(brain: Brain, steps_per_s: float) -> GroupView | None:
         strategy=spec.strategy,
         paused=books.group.hold,
         logical_workers=spec.logical_workers,
-        steps_void=sum(v.last + 1 - v.first for v in books.voids),
+        steps_void=sum(v.last + 1 - v.first for v in books.history.voids),
     )
 
 

@@ -313,7 +313,7 @@ class GroupMaster(SimMaster):
                 before = self.brain.state.groups.generations - any(isinstance(j, PublishGroup) for j in instructions)
                 sim.lost[int(i.key.slot), i.incarnation] = before
             if isinstance(i, PublishGroup):
-                if self.brain.state.groups.apart:  # the brain helps, but members must not get there
+                if self.brain.state.groups.waits.apart:  # the brain helps, but members must not get there
                     raise Violation("members of different groups waited for each other")
                 for other in list(self.conns.values()):
                     if isinstance(other.client, GroupWorker):
@@ -321,7 +321,7 @@ class GroupMaster(SimMaster):
 
     def tick(self) -> None:
         super().tick()
-        if self.alive and 0 < self.brain.state.groups.due_at <= self.now():
+        if self.alive and 0 < self.brain.state.groups.timing.due_at <= self.now():
             self.record(GroupDue())
 
     def commit(self, manifest: Manifest) -> None:
@@ -1206,7 +1206,7 @@ class GroupSimulation(Simulation):
             self.replayed,
             self.deaths,
             books.step,
-            sum(v.last + 1 - v.first for v in books.voids),
+            sum(v.last + 1 - v.first for v in books.history.voids),
         )
 
     def check(self) -> None:

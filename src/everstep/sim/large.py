@@ -115,7 +115,7 @@ def measure(workers: int, seconds: float, every_s: float, step_s: float, seed: i
         "hold_up_s": round(max(sim.hold_up, default=0.0), 3),
         "events_per_s": round((sim.brain_events - events) / seconds, 2),
         "cpu_us_per_step": round((sim.cpu_s - cpu) / max(1, steps) * 1e6, 1),
-        "void": float(sum(v.last + 1 - v.first for v in books.voids)),
+        "void": float(sum(v.last + 1 - v.first for v in books.history.voids)),
     }
 
 

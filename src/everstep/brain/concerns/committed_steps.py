@@ -36,8 +36,8 @@ class CommittedSteps(GroupPart):
                 out += self.confirm(steps.generation)
         if books.step > before:
             group = books.group
-            if group is not None and group.generation == books.confirmed and books.step > books.furthest:
-                books.blamed = 0
+            if group is not None and group.generation == books.confirmed and books.step > books.streak.furthest:
+                books.streak.blamed = 0
         held = books.step > before and books.group is not None and bool(books.group.hold)
         if books.confirmed != confirmed or (held and self.facts.data_done()):
             # newcomers have the state for certain now; a group on hold waits for nothing any more
@@ -57,7 +57,7 @@ class CommittedSteps(GroupPart):
         after = _turned(c.epoch, c.hi, plan.samples)
         ends = {c.first: (c.dataset, c.epoch, c.lo), c.last + 1: (c.dataset, *after)}
         for step, place in ends.items():
-            known = books.boundaries.get(step)
+            known = books.history.boundaries.get(step)
             if known is not None and known[1:] != place[1:] and known[0] == place[0]:
                 return f"{what}: step {step} is at {_place(place)} there, but was at {_place(known)}"
         if c.last < books.step:
@@ -68,29 +68,29 @@ class CommittedSteps(GroupPart):
         if c.first == books.step:
             if at != (c.epoch, c.lo):
                 return f"{what} begin at {_place(ends[c.first])}, but step {books.step} is at e{at[0]} {at[1]}"
-        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and books.stints[-1].dataset == c.dataset):
+        elif not (at[0] == c.epoch and c.lo < at[1] < c.hi and books.history.stints[-1].dataset == c.dataset):
             return f"{what} are e{c.epoch} [{c.lo}, {c.hi}), but step {books.step} is at e{at[0]} {at[1]}"
         self._advance(c, at[1], after, out)
         return ""
 
     def _advance(self, c: Committed, lo: int, after: tuple[int, int], out: list[InstructionType]) -> None:
         books = self.books
-        if books.stints and books.stints[-1].dataset == c.dataset:
-            books.stints[-1].end = after
+        if books.history.stints and books.history.stints[-1].dataset == c.dataset:
+            books.history.stints[-1].end = after
         else:
-            books.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
+            books.history.stints.append(Stint(c.first, c.dataset, (c.epoch, lo), after))
         books.step = c.last + 1
         books.cursors[c.dataset] = after
-        books.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
-        books.boundaries[books.step] = (c.dataset, *after)
-        while len(books.boundaries) > STEPS_REMEMBERED:
-            del books.boundaries[next(iter(books.boundaries))]
+        books.history.boundaries[c.first] = (c.dataset, c.epoch, c.lo)
+        books.history.boundaries[books.step] = (c.dataset, *after)
+        while len(books.history.boundaries) > STEPS_REMEMBERED:
+            del books.history.boundaries[next(iter(books.history.boundaries))]
         skipped = 0
         for a, b in c.skipped:
             a, b = max(a, lo), min(b, c.hi)
             if a < b:
                 skipped += b - a
-                books.skips.append(Skip(c.dataset, c.epoch, a, b))
+                books.history.skips.append(Skip(c.dataset, c.epoch, a, b))
         if skipped:
             name = self.shards.datasets[c.dataset].plan.name
             words = f"'{name}' epoch {c.epoch}: steps in [{c.lo}, {c.hi}) gave gradients that are not finite"

@@ -45,7 +45,7 @@ class Generations(GroupPart):
             synced, copies = [], [m for m in staying if not self.facts.holds(m)]
             staying = [m for m in staying if self.facts.holds(m)]
             if copies:
-                books.broken = books.generations
+                books.waits.broken = books.generations
                 force = force or "the others have come to the end of their scripts"
         if not force and not synced and not held and self.facts.all_over(members):
             if staying:
@@ -73,10 +73,10 @@ class Generations(GroupPart):
             hold = ""  # nothing is left to wait for
         assert group is not None
         if tuple(wanted) == members and hold == group.hold and not force:
-            books.due_at = 0.0
+            books.timing.due_at = 0.0
             return []
-        if at < books.quiet_until:
-            books.due_at = books.quiet_until
+        if at < books.timing.quiet_until:
+            books.timing.due_at = books.timing.quiet_until
             return []
         return self._publish(at, group, wanted, lost, hold, force, copies)
 
@@ -125,7 +125,7 @@ class Generations(GroupPart):
                 ask.synced = 0  # should it want to come back
         self.facts.set_leavers(leavers)
         group = self._next(tuple(wanted), hold, old.begin, old.restore, books.origin)
-        books.quiet_until = at + quiet_s(len(wanted))
+        books.timing.quiet_until = at + quiet_s(len(wanted))
         words = [f"lost {_names(lost)}"] if lost else []
         words += [f"{_names(came)} entered"] if came else []
         words += [f"{_names(left)} left"] if left else []
@@ -145,7 +145,7 @@ class Generations(GroupPart):
         books, job = self.books, self.job
         split = self._splits.carried(members)
         books.generations += 1
-        books.due_at, books.force = 0.0, ""
+        books.timing.due_at, books.force = 0.0, ""
         books.gone = [g for g in books.gone if g.generation > books.confirmed][-LOST_REMEMBERED:]
         books.group = Group(
             generation=books.generations,
@@ -157,7 +157,7 @@ class Generations(GroupPart):
             origin=origin,
             split=split,
             lease=lease_no(job.master_incarnation, books.generations),
-            broken=books.broken,
+            broken=books.waits.broken,
         )
         books.group = msgspec.structs.replace(books.group, joining=self.facts.joining())
         return books.group
@@ -168,7 +168,7 @@ class Generations(GroupPart):
         there = self.facts.newcomers(False, members=True)
         out = self._dismiss()
         if not there or self.facts.committing:
-            books.due_at = 0.0
+            books.timing.due_at = 0.0
             return out
         if self.facts.data_done() and self.duty.done:
             return out + self.send_home()
@@ -179,10 +179,10 @@ class Generations(GroupPart):
         seats = self.members.workers.values()
         expected = {s.member.slot for s in seats if s.running and not s.stopping and not self.facts.has_left(s)}
         least = job.spec.min_workers
-        if books.too_few != (too_few := len(there) < max(1, least)):
-            books.too_few, books.due_at = too_few, 0.0
-        due_at = books.due_at
-        now, books.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
+        if books.timing.too_few != (too_few := len(there) < max(1, least)):
+            books.timing.too_few, books.timing.due_at = too_few, 0.0
+        due_at = books.timing.due_at
+        now, books.timing.due_at = ready_to_form(len(there), len(expected), least, at, due_at)
         absent = absent_words(expected - {m.slot for m in there})
         if not now:
             if too_few and 0 < due_at <= at:
@@ -233,7 +233,7 @@ class Generations(GroupPart):
         self.fall_back(begin)
         if last < begin.step:
             return []
-        books.voids.append(Void(books.generations + 1, begin.step, last, restore))
+        books.history.voids.append(Void(books.generations + 1, begin.step, last, restore))
         source = f"checkpoint {restore}" if restore else "the beginning: there is no checkpoint"
         words = f"every state was lost; steps {begin.step}..{last} are done again, from {source}"
         inputs: Inputs = {"first": begin.step, "last": last, "checkpoint": restore}
@@ -243,20 +243,20 @@ class Generations(GroupPart):
         """Be at ``begin``, as if what came after it had never been."""
         books = self.books
         books.step = begin.step
-        books.stints = [s for s in books.stints if s.first < begin.step]
+        books.history.stints = [s for s in books.history.stints if s.first < begin.step]
         cursors: dict[int, tuple[int, int]] = {}
-        for stint in books.stints:
+        for stint in books.history.stints:
             cursors[stint.dataset] = stint.end
         if begin != Mark():
             cursors[begin.dataset] = (begin.epoch, begin.position)
-            if books.stints and books.stints[-1].dataset == begin.dataset:
-                books.stints[-1].end = (begin.epoch, begin.position)
+            if books.history.stints and books.history.stints[-1].dataset == begin.dataset:
+                books.history.stints[-1].end = (begin.epoch, begin.position)
             else:
-                books.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
+                books.history.stints.append(Stint(begin.step, begin.dataset, *[(begin.epoch, begin.position)] * 2))
         books.cursors = cursors
-        books.boundaries = {}
-        kept = [s for s in books.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
-        books.skips = kept
+        books.history.boundaries = {}
+        kept = [s for s in books.history.skips if (s.epoch, s.lo) < cursors.get(s.dataset, (0, 0))]
+        books.history.skips = kept
         for dataset in self.shards.datasets:
             epoch, position = cursors.get(dataset.number, (0, 0))
             mine = [(s.epoch, s.hi - s.lo) for s in kept if s.dataset == dataset.number]

@@ -38,12 +38,12 @@ class GroupStalls(GroupPart):
         books = self.books
         if books.group is None or waited_s < STUCK_S:
             return None, ""
-        books.stuck[slot] = (generation, at)
+        books.waits.stuck[slot] = (generation, at)
         everybody = (*books.group.members, *(x.member for x in books.leavers))
         where = {generation}  # of them; who is in two of these may wait in another one than the others
         while True:
             waits = [m for m in everybody if any(self._in(m, g) for g in where)]
-            said = [books.stuck.get(m.slot, (0, 0.0)) for m in waits]
+            said = [books.waits.stuck.get(m.slot, (0, 0.0)) for m in waits]
             if any(at - when > STUCK_TOGETHER_S for _, when in said):
                 return None, ""
             if where.issuperset(g for g, _ in said):
@@ -51,22 +51,22 @@ class GroupStalls(GroupPart):
             where.update(g for g, _ in said)
         if len(waits) < 2:
             return None, ""
-        books.stuck = {}
-        books.apart += len(where) > 1
+        books.waits.stuck = {}
+        books.waits.apart += len(where) > 1
         apart = ", in different groups" if len(where) > 1 else ""
         words = (
             f"{_workers(len(waits))} wait for each other in step {books.step} for {waited_s:.1f} s{apart}, and all are "
             "heard"
         )
-        if books.broken_step != books.step:
-            books.broken_step, books.broken, books.ended = books.step, books.generations, []
+        if books.waits.broken_step != books.step:
+            books.waits.broken_step, books.waits.broken, books.waits.ended = books.step, books.generations, []
             books.force = f"{words}: a connection is dead, all are made anew"
             return None, ""
-        if {m.slot for m in waits} <= set(books.ended):
-            books.ended = []
+        if {m.slot for m in waits} <= set(books.waits.ended):
+            books.waits.ended = []
         # (who came in its place need not be tried again: it is the pair of two others)
-        m = max((m for m in waits if m.slot not in books.ended), key=lambda m: (books.entered[m.slot][1], m.slot))
-        books.ended.append(m.slot)
+        m = max((m for m in waits if m.slot not in books.waits.ended), key=lambda m: (books.entered[m.slot][1], m.slot))
+        books.waits.ended.append(m.slot)
         return self.facts.living(m.slot, m.incarnation), f"{words}, also with new connections; it came last"
 
     def _in(self, m: GroupMember, generation: int) -> bool:
@@ -79,16 +79,16 @@ class GroupStalls(GroupPart):
     def blame(self, seat: SlotRecord, at: float, reason: str) -> str:
         """A member was lost: the error if the group gets nowhere, else ""."""
         books, limit = self.books, self.job.spec.quarantine_after
-        if books.step > books.furthest:
-            books.furthest, books.blamed, books.blamed_at = books.step, 0, 0.0
-        if books.blamed and at - books.blamed_at < BLAME_APART_S:
+        if books.step > books.streak.furthest:
+            books.streak.furthest, books.streak.blamed, books.streak.blamed_at = books.step, 0, 0.0
+        if books.streak.blamed and at - books.streak.blamed_at < BLAME_APART_S:
             return ""
-        books.blamed, books.blamed_at = books.blamed + 1, at
-        if not 0 < limit <= books.blamed:
+        books.streak.blamed, books.streak.blamed_at = books.streak.blamed + 1, at
+        if not 0 < limit <= books.streak.blamed:
             return ""
         return (
-            f"workers were lost {books.blamed} times in a row without getting beyond step {books.furthest} (last: "
-            f"{seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
+            f"workers were lost {books.streak.blamed} times in a row without getting beyond step {books.streak.furthest}"
+            f" (last: {seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
         )
 
 
