@@ -39,7 +39,8 @@ class Fact(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 class MasterStarted(Fact, frozen=True, tag="master_started"):
     """A master took over the journal. Its incarnation numbers its leases and fences older masters. ``settles``: its
     brain settles after each fact until nothing more follows. Brains of before this release asked each concern once, so
-    that some instructions came with the next fact; what their masters recorded is replayed in their way."""
+    that some instructions came with the next fact, and let workers train on while a job that is asked to stop takes its
+    last checkpoint; what their masters recorded is replayed in their way."""
 
     incarnation: Incarnation
     spec: JobSpec

@@ -87,8 +87,8 @@ class GroupStalls(GroupPart):
         if not 0 < limit <= books.streak.blamed:
             return ""
         return (
-            f"workers were lost {books.streak.blamed} times in a row without getting beyond step {books.streak.furthest}"
-            f" (last: {seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
+            f"workers were lost {books.streak.blamed} times in a row without getting beyond step "
+            f"{books.streak.furthest} (last: {seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
         )
 
 
