@@ -41,7 +41,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 @click.group()
 def checkpoint() -> None:
-    """Checkpoints: take one of a running job; list, show, verify, compact and export those in a run directory, in a
+    """Take a checkpoint of a running job; list, show, verify, compact or export those in a run directory, in a
     directory or at a URL."""
 
 
@@ -76,7 +76,7 @@ def take(run_dir: Path, full: bool, no_wait: bool, base: bool) -> None:
 @WHERE
 @JSON
 def ls(where: str, as_json: bool) -> None:
-    """All checkpoints there, and whether their files are."""
+    """List all checkpoints there, and say whether their files are."""
     place = checkpoint_place(where)
     sizes = place.sizes()
     lines = [_line(place, number, sizes) for number in need_checkpoints(place)]
@@ -103,7 +103,7 @@ def ls(where: str, as_json: bool) -> None:
 @NUMBER
 @JSON
 def show(where: str, number: int | None, as_json: bool) -> None:
-    """What one checkpoint holds."""
+    """Show what one checkpoint holds."""
     place = checkpoint_place(where)
     manifest = _choose(place, number, deep=False)
     if as_json:
@@ -192,9 +192,9 @@ def compact_one(where: str, number: int | None) -> None:
     help="Of tables.",
 )
 def export(where: str, out: Path, number: int | None, tables: tuple[str, ...], form: str) -> None:
-    """Tables as Parquet or safetensors, and the dense part as dense.safetensors (a state_dict), into the directory OUT;
-    of mode allreduce model.safetensors (the model's state_dict) and training.pt (optimizers and the rest, for
-    torch.load). Nothing of it needs everstep to be read."""
+    """Export tables as Parquet or safetensors, and the dense part as dense.safetensors (a state_dict), into the
+    directory OUT; of mode allreduce model.safetensors (the model's state_dict) and training.pt (optimizers and the
+    rest, for torch.load). Nothing of it needs everstep to be read."""
     from everstep.protect.export import file_name, wanted_tables, write_dense, write_parquet, write_safetensors
 
     place = checkpoint_place(where)

@@ -41,8 +41,8 @@ NEAREST = 2  # causes that are shown besides the first one; all: --event
 
 
 def explain(run_dir: Path, member: str = "") -> Iterator[str]:
-    """Lines: when, who, what, why; below it the inputs and what was not done instead. Of the whole job: first what it
-    has come to, last how it stands.
+    """Yield lines: when, who, what, why; below it the inputs and what was not done instead. Of the whole job: first
+    what it has come to, last how it stands.
 
     ``member``: ``worker:1``, ``ps:0``, ``master``, or a node's name: what was decided about it, and what its numbers
     were part of; "" for the whole job. Raises ConfigError (no
@@ -73,8 +73,8 @@ def explain(run_dir: Path, member: str = "") -> Iterator[str]:
 
 
 def chain(run_dir: Path, number: int) -> Iterator[str]:
-    """Lines: the events that led to event ``number``, first cause first, and below it all that it led to, each with
-    what was decided. Raises ConfigError (no journal there, no such event), PlatformError (unreadable)."""
+    """Yield lines: the events that led to event ``number``, first cause first, and below it all that it led to, each
+    with what was decided. Raises ConfigError (no journal there, no such event), PlatformError (unreadable)."""
     brain, chains = Brain(), _Chains()
     decided: dict[int, list[str]] = {}
     for seq, event, _ in read_journal(run_dir / JOURNAL_FILE):
@@ -112,7 +112,7 @@ class _Chains:
             self.effects.setdefault(cause, []).append(seq)
 
     def because(self, seq: int) -> list[str]:
-        """``event 91 (ps:1 #2 joined)``, the event behind that one, and so on."""
+        """Return the causes: ``event 91 (ps:1 #2 joined)``, the event behind that one, and so on."""
         out = []
         while seq:
             out.append(f"event {seq} ({self._told[seq][1]})")

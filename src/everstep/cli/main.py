@@ -103,7 +103,7 @@ def run(config: Path | None, no_display: bool, command: tuple[str, ...], **flags
 @RUN_DIR
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def status(run_dir: Path, as_json: bool) -> None:
-    """Members, shards and throughput of a run."""
+    """Show members, shards and throughput of a run."""
     from everstep.cli.status import show_status
 
     show_status(run_dir, as_json)
@@ -114,7 +114,7 @@ def status(run_dir: Path, as_json: bool) -> None:
 @click.option("--once", is_flag=True, help="One picture, then end.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: everything that was seen, once.")
 def top(run_dir: Path, once: bool, as_json: bool) -> None:
-    """Who is slow, how much and why: a live table of workers and ps, slowest first."""
+    """Show who is slow, how much and why: a live table of workers and ps, slowest first."""
     from everstep.cli.top import top as show_top
 
     show_top(run_dir, once, as_json)
@@ -156,7 +156,7 @@ def chaos(
 @click.argument("member", required=False)
 @click.option("-f", "follow", is_flag=True, help="Go on as lines are written.")
 def logs(run_dir: Path, member: str | None, follow: bool) -> None:
-    """Logs of a run, or of one MEMBER (worker:0, ps:1, master, agent)."""
+    """Show the logs of a run, or of one MEMBER (worker:0, ps:1, master, agent)."""
     from everstep.cli.logs import show_logs
 
     show_logs(run_dir, member, follow)
@@ -187,7 +187,7 @@ def drain(run_dir: Path, target: str, deadline: str) -> None:
 @cli.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"{CHECKPOINT_VERBS} WHERE ...")
 def checkpoint(arguments: tuple[str, ...]) -> None:
-    """Checkpoints: take one now, list, show, verify, compact, export."""
+    """Take a checkpoint now; list, show, verify, compact or export checkpoints."""
     from everstep.cli.checkpoint import checkpoint as verbs
     from everstep.cli.checkpoint import with_verb
 
@@ -272,7 +272,7 @@ def note(run_dir: Path, text: str) -> None:
 @click.argument("member", required=False)
 @click.option("--event", type=int, help="Only what led to the event of this number, and what it led to.")
 def explain(run_dir: Path, member: str | None, event: int | None) -> None:
-    """The decisions of a run (about one MEMBER, such as worker:1) with their reasons."""
+    """Show the decisions of a run (about one MEMBER, such as worker:1) with their reasons."""
     from everstep.cli.explain import chain
     from everstep.cli.explain import explain as explain_run
 
@@ -291,7 +291,7 @@ def explain(run_dir: Path, member: str | None, event: int | None) -> None:
 @click.option("--as", "kind", default="", help="CLASS or CLASS@ZONE: reckon every machine as one of this kind.")
 @click.option("--out", type=click.Path(path_type=Path), help="Draw machines and money over time into this .svg file.")
 def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, out: Path | None) -> None:
-    """What a run has cost, what on-demand machines would have cost, and what one sample cost."""
+    """Show what a run has cost, what on-demand machines would have cost, and what one sample cost."""
     from everstep.cli.cost import show_cost
 
     need_run_dir(run_dir)
@@ -337,7 +337,7 @@ def audit(run_dir: Path, as_json: bool, witness: bool, model: Path | None) -> No
 @cli.command(add_help_option=False, hidden=True, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar=f"{CHECKPOINT_VERBS} WHERE ...")
 def ckpt(arguments: tuple[str, ...]) -> None:
-    """The old name of everstep checkpoint."""
+    """Do what everstep checkpoint does, under its old name."""
     from everstep.cli.checkpoint import checkpoint as verbs
 
     _renamed("everstep ckpt", "everstep checkpoint")
@@ -382,7 +382,7 @@ def advise(
     as_json: bool,
     **numbers: Any,
 ) -> None:
-    """Parity, replica or checkpoints: which costs least for these numbers, and where that turns."""
+    """Say which of parity, replica or checkpoints costs least for these numbers, and where that turns."""
     from everstep.cli.advise import advise as say
     from everstep.policies.advise import Case
     from everstep.units import seconds, size_bytes

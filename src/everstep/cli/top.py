@@ -112,7 +112,7 @@ def lines(view: JobView) -> list[str]:
 
 
 def headline(view: JobView) -> str:
-    """``mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: ...; readings dropped: 2 negative``."""
+    """Return ``mode ps, 2 of 3 workers, 1 ps, about 60 s left; drills: ...; readings dropped: 2 negative``."""
     assert view.speed is not None
     seen, speed = view.speed.seen, view.speed
     text = f"mode {view.mode}, {len(seen.workers)} of {view.members_wanted.get('worker', 0)} workers"

@@ -1,4 +1,4 @@
-"""The read model of a job in words: lines for a log, a picture for a terminal. Pure."""
+"""Puts the read model of a job into words: lines for a log, a picture for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def eta_s(view: JobView) -> float | None:
 
 
 def values_text(values: dict[str, float]) -> str:
-    """``auc 0.79  loss 0.4321``."""
+    """Return ``auc 0.79  loss 0.4321``."""
     return "  ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
 
 
 def failures_text(failures: dict[str, int]) -> str:
-    """``2 worker, 1 master``; "" if there were none."""
+    """Return ``2 worker, 1 master``; "" if there were none."""
     return ", ".join(f"{n} {role}" for role, n in sorted(failures.items()) if n)
 
 
@@ -73,21 +73,21 @@ def failures_text(failures: dict[str, int]) -> str:
 
 
 def head_text(view: JobView) -> str:
-    """``mode ps  training  0:07  1,000 samples  90 samples/s``: the job in one line, without its name."""
+    """Return ``mode ps  training  0:07  1,000 samples  90 samples/s``: the job in one line, without its name."""
     text = f"mode {view.mode}  {view.phase}  {clock(view.at - view.started_at)}  {count(view.samples_done)} samples"
     text += f"  {count(view.samples_per_s)} samples/s" if view.samples_per_s > 0 else ""
     return text + (f"  {view.consistency}" if view.consistency != "async" else "")
 
 
 def ending_text(view: JobView) -> str:
-    """``the job is failed, exit code 4: ...``."""
+    """Return ``the job is failed, exit code 4: ...``."""
     if view.exit_code is None:
         return f"the job is {view.phase}"
     return f"the job is {view.phase}, exit code {view.exit_code}" + (f": {view.error}" if view.error else "")
 
 
 def members_text(view: JobView) -> str:
-    """``worker 3/4  ps 2/2``: how many of those that have not left are alive."""
+    """Return ``worker 3/4  ps 2/2``: how many of those that have not left are alive."""
     parts = []
     for role in (Role.WORKER, Role.PS):
         there = [m for m in view.members if m.role is role and m.state is not ShownState.LEFT]
@@ -97,7 +97,7 @@ def members_text(view: JobView) -> str:
 
 
 def survived_text(view: JobView) -> str:
-    """``survived: 1 worker  3 batches retried, 2 shards returned``; "": nothing happened."""
+    """Return ``survived: 1 worker  3 batches retried, 2 shards returned``; "": nothing happened."""
     failures = failures_text(view.failures)
     if not failures and not view.batches_retried and not view.shards.returned:
         return ""
@@ -106,7 +106,7 @@ def survived_text(view: JobView) -> str:
 
 
 def current_epoch(view: JobView) -> int | None:
-    """Index in ``view.epochs`` of the one being trained: the first that is not done, else the last."""
+    """Return index in ``view.epochs`` of the one being trained: the first that is not done, else the last."""
     for index, epoch in enumerate(view.epochs):
         if epoch.done < epoch.shards:
             return index
@@ -114,7 +114,7 @@ def current_epoch(view: JobView) -> int | None:
 
 
 def epoch_text(epoch: EpochView) -> str:
-    """``train epoch 2/3``."""
+    """Return ``train epoch 2/3``."""
     return f"{epoch.dataset} epoch {epoch.epoch + 1}/{max(epoch.epochs, epoch.epoch + 1)}"
 
 
@@ -124,7 +124,7 @@ def epoch_share(epoch: EpochView) -> float:
 
 
 def shards_text(epoch: EpochView) -> str:
-    """``shards 4/10, 3 held, 3 to do``."""
+    """Return ``shards 4/10, 3 held, 3 to do``."""
     return f"shards {epoch.done}/{epoch.shards}, {epoch.doing} held, {epoch.todo} to do"
 
 
@@ -132,7 +132,7 @@ def shards_text(epoch: EpochView) -> str:
 
 
 def node_text(node: NodeView) -> str:
-    """``node1 on rack7: 2 workers, 1 ps, draining``."""
+    """Return ``node1 on rack7: 2 workers, 1 ps, draining``."""
     name = f"{node.node} on {node.host}" if node.host and node.host != node.node else str(node.node)
     parts = [f"{node.workers} workers"] if node.workers else []
     parts += [f"{node.ps} ps"] if node.ps else []
@@ -142,12 +142,12 @@ def node_text(node: NodeView) -> str:
 
 
 def placement_text(found: PlacementView) -> str:
-    """``placement 7: 64 partitions on 3 ps``."""
+    """Return ``placement 7: 64 partitions on 3 ps``."""
     return f"placement {found.version}: {found.partitions} partitions on {found.ps} ps"
 
 
 def protection_text(found: ProtectionView) -> str:
-    """``parity 4+1: 52 of 64 partitions protected, 12 not; 11 rebuilding; 3 moving; 2 mirrors being made``."""
+    """Return ``parity 4+1: 52 of 64 partitions protected, 12 not; 11 rebuilding; 3 moving; 2 mirrors being made``."""
     partitions = found.full + found.less + found.none
     if found.parity in ("", "0"):
         text = "parity off"
@@ -166,7 +166,7 @@ def protection_text(found: ProtectionView) -> str:
 
 
 def checkpoint_text(found: CheckpointView, at: float) -> str:
-    """``checkpoint 12 0:34 ago (incremental, 3.4 MiB in 0.2 s); writing 13: 20/64``."""
+    """Return ``checkpoint 12 0:34 ago (incremental, 3.4 MiB in 0.2 s); writing 13: 20/64``."""
     text = "no checkpoint yet"
     if found.newest:
         text = f"checkpoint {found.newest} {clock(at - found.at)} ago"
@@ -183,7 +183,7 @@ def checkpoint_text(found: CheckpointView, at: float) -> str:
 
 
 def group_text(found: GroupView) -> str:
-    """``group 5: 3 workers, step 1,204, 12.3 steps/s; 1 joining; paused: ...``."""
+    """Return ``group 5: 3 workers, step 1,204, 12.3 steps/s; 1 joining; paused: ...``."""
     text = f"group {found.generation}: {found.members} workers, step {count(found.step)}"
     text += f", {found.steps_per_s:.1f} steps/s" if found.steps_per_s > 0 else ""
     text += f", {found.logical_workers} logical workers" if found.logical_workers else ""
@@ -195,7 +195,7 @@ def group_text(found: GroupView) -> str:
 
 
 def plan_text(found: PlanView) -> str:
-    """``plan 3: scale to 5 workers: ...; 1 restarts by plans; the policy is off: ...``."""
+    """Return ``plan 3: scale to 5 workers: ...; 1 restarts by plans; the policy is off: ...``."""
     parts = [f"plan {found.version}: {found.last}"] if found.last else []
     parts += [f"{found.restarts} restarts by plans"] if found.restarts else []
     parts += [f"the policy is off: {found.disabled}"] if found.disabled else []

@@ -56,7 +56,7 @@ def make_key(*parts: int) -> int:
 
 
 def extend_key(key: int, *parts: int) -> int:
-    """``make_key(*before, *parts)``, where ``key`` is ``make_key(*before)``."""
+    """Return ``make_key(*before, *parts)``, where ``key`` is ``make_key(*before)``."""
     for part in parts:
         key = mix64((key + _GOLDEN) & _MASK64 ^ mix64((part + _GOLDEN) & _MASK64))
     return key

@@ -21,7 +21,7 @@ class AdjustBatch(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag
 
 
 class AdjustAccum(msgspec.Struct, frozen=True, kw_only=True, tag_field="do", tag="ADJUST_ACCUM"):
-    """Passes in which each worker computes its samples of one step: more passes, less memory, same gradient."""
+    """Says in how many passes each worker computes its samples of one step: more passes, less memory, same gradient."""
 
     accum: dict[Slot, int]
 

@@ -48,7 +48,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def log_plainly(pattern: str, level: int = logging.WARNING) -> None:
-    """Records of this process go to stderr, by ``pattern``."""
+    """Send the records of this process to stderr, by ``pattern``."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(pattern))
     logging.basicConfig(handlers=[handler], level=level)

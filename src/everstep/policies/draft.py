@@ -65,7 +65,7 @@ class Draft(msgspec.Struct, kw_only=True):
         return found
 
     def copies(self, bucket: BucketId) -> list[Mirror]:
-        """Mirrors of this bucket alone that have everything, at living ps."""
+        """Return the mirrors of this bucket alone that have everything, at living ps."""
         return [m for m in self.mirrors if m.members == (bucket,) and m.id in self.ready and m.at in self.living]
 
     def give(self, bucket: BucketId, slot: Slot, how: How, source: Slot = NOWHERE) -> None:

@@ -402,7 +402,7 @@ class Machine:
 
     @property
     def complete(self) -> list[int]:
-        """Mirrors that have everything."""
+        """Return the mirrors that have everything."""
         return sorted(m for m, held in self._mirrors.items() if held.complete)
 
     @property
@@ -1177,7 +1177,7 @@ class Machine:
     # ------------------------------------------------------------ levelling
 
     def _others(self, bucket: BucketId) -> list[tuple[int, PeerKey]]:
-        """Mirrors of it at other living ps."""
+        """Return the mirrors of it at other living ps."""
         assert self.placement is not None
         found = [(m.id, self._key(m.at)) for m in self.placement.mirrors_of(bucket)]
         return [(m, at) for m, at in found if at is not None and at != self.me]

@@ -87,7 +87,7 @@ def shared(
 def _divide(
     seen: Observations, state: SharedState, verdicts: Sequence[SlowVerdict], settings: Settings
 ) -> tuple[Plan | None, SharedState]:
-    """Shares by speed, where reacting has paid lately; equal ones else."""
+    """Divide by speed, where reacting has paid lately; equally else."""
     workers, total = seen.workers, seen.global_batch
     if len(verdicts) < len(workers) or not 2 <= len(workers) <= total or any(w.share <= 0 for w in workers):
         return None, msgspec.structs.replace(state, proposed={})  # somebody has no reading yet
