@@ -86,9 +86,10 @@ class GroupStalls(GroupPart):
         books.streak.blamed, books.streak.blamed_at = books.streak.blamed + 1, at
         if not 0 < limit <= books.streak.blamed:
             return ""
+        member, streak = seat.member, books.streak
         return (
-            f"workers were lost {books.streak.blamed} times in a row without getting beyond step "
-            f"{books.streak.furthest} (last: {seat.member.key}, {reason}); quarantine_after={limit}: see logs/worker-{seat.member.slot}.log"
+            f"workers were lost {streak.blamed} times in a row without getting beyond step {streak.furthest} (last: "
+            f"{member.key}, {reason}); quarantine_after={limit}: see logs/worker-{member.slot}.log"
         )
 
 
