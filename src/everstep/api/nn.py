@@ -1,4 +1,4 @@
-"""``es.nn``: embeddings whose rows live on the ps, with or without a vocabulary.
+"""Has ``es.nn``: embeddings whose rows live on the ps, with or without a vocabulary.
 
 ``Embedding(name, dim)`` and ``EmbeddingBag(name, dim)`` are also what ``job.sparse`` puts in the place of torch's
 modules. Modules of the same name share one table. Their ``weight`` has the rows of the batch in hand (``api/rows``).
@@ -26,7 +26,7 @@ Mode = Literal["sum", "mean"]  # of the kernels; torch's max is left to torch
 
 
 class Lookup:
-    """What one call of a module needs: the rows of this batch, and for each id the index of its row.
+    """Is what one call of a module needs: the rows of this batch, and for each id the index of its row.
 
     ``ids`` int64 [n]: what was looked up, whatever becomes of the tensor that it came from. ``table``: None for one
     outside of training, whose rows are only read."""
@@ -48,7 +48,8 @@ class Lookup:
         self.sum: GradientSum | None = None  # where its gradient goes
 
     def source(self, weight: Tensor) -> Tensor:
-        """What a module's output is computed from, for autograd: ``weight``, by way of the sum of all lookups."""
+        """Return what a module's output is computed from, for autograd: ``weight``, by way of the sum of all
+        lookups."""
         table = self.table
         if table is None or not torch.is_grad_enabled() or not table.learns:
             return weight
@@ -109,7 +110,7 @@ class Lookup:
 
 
 class RowSource(Protocol):
-    """Who has the rows: the job's tables."""
+    """Has the rows: the job's tables."""
 
     def lookup(self, table: str, ids: Tensor) -> Lookup: ...
 
@@ -127,7 +128,7 @@ class RowSource(Protocol):
 
 
 def _rows_of(grad: Tensor) -> NDArray[np.float32]:
-    """A gradient ``[n, dim]`` as an array whose rows are contiguous (they may be far apart)."""
+    """Return a gradient ``[n, dim]`` as an array whose rows are contiguous (they may be far apart)."""
     if grad.dtype != torch.float32:
         grad = grad.float()
     if grad.stride(-1) != 1 or grad.stride(0) < grad.shape[-1]:
@@ -137,7 +138,8 @@ def _rows_of(grad: Tensor) -> NDArray[np.float32]:
 
 
 class _SumOfLookups(torch.autograd.Function):
-    """Between a table's parameter and the lookups of a batch: they add to one array, and autograd sums up nothing."""
+    """Stands between a table's parameter and the lookups of a batch: they add to one array, and autograd sums up
+    nothing."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, found: GradientSum) -> Tensor:
@@ -151,7 +153,7 @@ class _SumOfLookups(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """One row per id."""
+    """Gathers one row per id."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, lookup: Lookup, shape: tuple[int, ...]) -> Tensor:
@@ -169,7 +171,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Bag(torch.autograd.Function):
-    """A weighted sum or mean of rows per bag. ``offsets``: int64 [bags + 1]."""
+    """Makes a weighted sum or mean of rows per bag. ``offsets``: int64 [bags + 1]."""
 
     @staticmethod
     def forward(
@@ -200,8 +202,8 @@ class _Bag(torch.autograd.Function):
 
 
 def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
-    """What a lookup of no ids gives. The gradient of the table is zero then, and not None: an optimizer that moves all
-    rows steps because of it."""
+    """Return what a lookup of no ids gives. The gradient of the table is zero then, and not None: an optimizer that
+    moves all rows steps because of it."""
     table = weight._table
     if not table.moves_all() or not table.source.in_batch:
         return torch.zeros(shape)
@@ -212,7 +214,7 @@ def _nothing(weight: TableParameter, shape: tuple[int, ...]) -> Tensor:
 
 
 class Options(NamedTuple):
-    """What a call says beside its ids; names as in ``torch.nn.functional``."""
+    """Holds what a call says beside its ids; names as in ``torch.nn.functional``."""
 
     padding_idx: int | None = None
     scale_grad_by_freq: bool = False
@@ -234,7 +236,7 @@ _PLAIN = Options()
 
 
 def _embedding(weight: TableParameter, source: RowSource, name: str, dim: int, ids: Tensor, options: Options) -> Tensor:
-    """``torch.nn.functional.embedding``."""
+    """Do as ``torch.nn.functional.embedding`` does."""
     if ids.numel() == 0:
         return _nothing(weight, (0, dim)).view((*ids.shape, dim))
     lookup = source.lookup(name, ids)
@@ -253,7 +255,7 @@ def _bag(
     weights: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """``torch.nn.functional.embedding_bag``. Raises ScriptError."""
+    """Do as ``torch.nn.functional.embedding_bag`` does. Raises ScriptError."""
     mode = options.mode
     if ids.dim() == 2:
         if offsets is not None:
@@ -300,8 +302,8 @@ def _bag(
 
 
 def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) -> Tensor:
-    """The largest of each column in each bag. Torch itself finds it, among the rows of the batch: which of equal ones
-    gets the gradient is torch's choice."""
+    """Return the largest of each column in each bag. Torch itself finds it, among the rows of the batch: which of equal
+    ones gets the gradient is torch's choice."""
     inverse = lookup.inverse[: bounds[-1]].astype(np.int64)
     lookup.inverse = np.arange(len(lookup.values), dtype=np.int32)
     rows: Tensor = _Gather.apply(lookup.source(weight), lookup, lookup.values.shape)  # type: ignore[no-untyped-call]
@@ -315,8 +317,8 @@ def _largest(weight: TableParameter, lookup: Lookup, bounds: NDArray[np.int64]) 
 
 
 def _hidden(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-    """``function``, where torch's compiler does not look inside. None: the script has not imported the compiler, which
-    would cost seconds."""
+    """Return ``function``, where torch's compiler does not look inside. None: the script has not imported the compiler,
+    which would cost seconds."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return None
     from torch._dynamo import disable
@@ -326,7 +328,7 @@ def _hidden(function: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
 
 
 class _Table(nn.Module):
-    """What both kinds of module have in common. ``vocabulary``: number of rows, None for any int64."""
+    """Has what both kinds of module have in common. ``vocabulary``: number of rows, None for any int64."""
 
     def __init__(
         self,
@@ -375,7 +377,7 @@ class _Table(nn.Module):
         return Options(self.padding_idx, self.scale_grad_by_freq, "sum", False, *norm)
 
     def _uncompiled(self) -> Callable[..., Tensor]:
-        """``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps."""
+        """Return ``_look_up`` where a compiler of the script's model does not look inside: rows come from the ps."""
         if self._quiet is None:
             self._quiet = _hidden(self._look_up)
         return self._look_up if self._quiet is None else self._quiet
@@ -423,7 +425,8 @@ class _Table(nn.Module):
 
 
 class Embedding(_Table):
-    """As ``torch.nn.Embedding``, rows on the ps. ``input``: int64 or int32 of any shape -> float32 ``[..., dim]``."""
+    """Is ``torch.nn.Embedding`` with its rows on the ps. ``input``: int64 or int32 of any shape -> float32 ``[...,
+    dim]``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self._uncompiled()(input)
@@ -434,7 +437,7 @@ class Embedding(_Table):
 
 
 class EmbeddingBag(_Table):
-    """As ``torch.nn.EmbeddingBag``, rows on the ps.
+    """Is ``torch.nn.EmbeddingBag`` with its rows on the ps.
 
     ``input``: int64 or int32 ``[bags, ids]``, or ``[n]`` with ``offsets`` -> float32 ``[bags, dim]``."""
 
@@ -489,7 +492,7 @@ def bags_by_frequency(what: str) -> ScriptError:
 
 
 def _bounds(name: str, offsets: Tensor, n: int, include_last: bool) -> NDArray[np.int64]:
-    """Offsets with the end of the last bag, int64 [bags + 1]. Raises ScriptError where they do not fit."""
+    """Return the offsets with the end of the last bag, int64 [bags + 1]. Raises ScriptError where they do not fit."""
     out: NDArray[np.int64] = offsets.to(torch.int64).numpy()
     if not include_last:
         out = np.append(out, n)
@@ -499,7 +502,7 @@ def _bounds(name: str, offsets: Tensor, n: int, include_last: bool) -> NDArray[n
 
 
 def _without_padding(lookup: Lookup, bounds: NDArray[np.int64], mode: str, weights: Tensor | None) -> Tensor:
-    """Weights float32 [n] that make a sum leave out the padding row (and a mean count without it)."""
+    """Return weights float32 [n] that make a sum leave out the padding row (and a mean count without it)."""
     keep = (lookup.inverse != lookup.padding_at).astype(np.float32)
     if mode == "mean":
         sums = np.add.reduceat(np.append(keep, 0.0), bounds[:-1]) * (np.diff(bounds) > 0)
@@ -566,7 +569,7 @@ def _torch_embedding(
 
 
 def _indexed(weight: Tensor, index: Any) -> Any:
-    """``weight[ids]``."""
+    """Do as ``weight[ids]`` does."""
     whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
     return _functional_embedding(index, weight) if whole else NotImplemented
 
@@ -577,13 +580,13 @@ def _selected(input: Tensor, dim: int, index: Tensor) -> Any:
 
 @contextmanager
 def _as_the_weight(weight: Tensor) -> Iterator[None]:
-    """What was detached brings no gradient."""
+    """Take what was detached as the weight: it brings no gradient."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and isinstance(weight, TableParameter)):
         yield
 
 
 def _within(source: RowSource, table: BatchTable, padding_idx: int | None) -> int | None:
-    """Torch counts a negative ``padding_idx`` from the end."""
+    """Return ``padding_idx`` from 0: torch counts a negative one from the end."""
     rows = source.vocabulary(table.name)
     if padding_idx is None or rows is None:
         return padding_idx
@@ -604,7 +607,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_rows(weight: TableParameter) -> Tensor:
-    """float32 [vocabulary, dim] of a complete table, by the way of lookups."""
+    """Return float32 [vocabulary, dim] of a complete table, by the way of lookups."""
     table = weight._table
     ids = np.arange(len(table.keys))
     lookup = Lookup(table, table.values, ids.astype(np.int32), ids)

@@ -1,4 +1,4 @@
-"""The rows of one table that the batch in hand has, as a parameter of the script's model.
+"""Shows the rows of one table that the batch in hand has as a parameter of the script's model.
 
 ``module.weight`` of a table is a real ``nn.Parameter`` of the shape ``[rows of the batch, dim]``. Clipping, scaling,
 hooks, penalties and ``requires_grad`` see it, and an optimizer may hold it. Its rows change with every batch.
@@ -92,14 +92,14 @@ ALL_ROWS: list[Callable[[Any], Tensor]] = []
 
 
 class TableParameter(nn.Parameter):
-    """``weight`` of a table. ``everstep_table``: the table's name. See the top of this file."""
+    """Is ``weight`` of a table. ``everstep_table``: the table's name. See the top of this file."""
 
     everstep_table: str
     _table: BatchTable
 
     @property
     def grad(self) -> Tensor | None:
-        """float32 [rows, dim]; of carried rows alone before this batch's first backward."""
+        """Return float32 [rows, dim]; of carried rows alone before this batch's first backward."""
         return self._table.look()
 
     @grad.setter
@@ -111,8 +111,8 @@ class TableParameter(nn.Parameter):
         self._table.set_grad(None)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As ``Tensor.register_hook``. Where rows came behind those of a lookup, its gradient is added by hand, and
-        autograd has none for the hook."""
+        """Do as ``Tensor.register_hook`` does. Where rows came behind those of a lookup, its gradient is added by hand,
+        and autograd has none for the hook."""
         return super().register_hook(_of_gradients(hook))  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -160,7 +160,7 @@ def _of_gradients(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor |
 
 
 def _by_lookups(args: Any) -> list[Any]:
-    """A weight whose rows were looked up before all were there gets its gradient by the way of lookups only: so hooks
+    """Give a weight whose rows were looked up before all were there its gradient by the way of lookups only: so hooks
     see one gradient."""
     out = []
     for a in args:
@@ -173,8 +173,8 @@ def _by_lookups(args: Any) -> list[Any]:
 
 
 def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``, where tables are asked for. Of a table whose rows came in several parts, autograd knows
-    the last part only: it goes by the nodes of all parts, and the lookups have added up the whole."""
+    """Do ``torch.autograd.grad``, where tables are asked for. Of a table whose rows came in several parts, autograd
+    knows the last part only: it goes by the nodes of all parts, and the lookups have added up the whole."""
     if isinstance(inputs, dict):
         found = _asked_gradients(outputs, list(inputs.values()), *args, **kwargs)
         return dict(zip(inputs, found, strict=True))
@@ -210,7 +210,7 @@ def _asked_gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _outside(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A function of torch on the weight of a table outside of a batch, or one that wants its shape."""
+    """Do a function of torch on the weight of a table outside of a batch, or one that wants its shape."""
     table = next(t for a in flat_arguments(args, kwargs) if (t := table_of(a)) is not None)
     if name.endswith("_") and not name.endswith("__"):
         if name not in _HARMLESS:
@@ -248,7 +248,7 @@ def _writes(name: str) -> bool:
 
 
 def _with_copies(func: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of all rows as they are now, where it is given the weight of a table: a copy, which is only read."""
+    """Do ``func`` of all rows as they are now, where it is given the weight of a table: a copy, which is only read."""
 
     def copied(a: Any) -> Any:
         if isinstance(a, list | tuple):
@@ -263,7 +263,8 @@ def _with_copies(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def asks_for_values(func: Any) -> bool:
-    """Whether a function of torch may read or write the values of a tensor, and not only its gradient or its shape."""
+    """Return whether a function of torch may read or write the values of a tensor, and not only its gradient or its
+    shape."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUELESS_ATTRIBUTES
@@ -271,7 +272,7 @@ def asks_for_values(func: Any) -> bool:
 
 
 def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a function of torch; those in lists, too."""
+    """Return the arguments of a function of torch; those in lists, too."""
     out: list[Any] = []
     for a in (*args, *kwargs.values()):
         out += a if isinstance(a, list | tuple) else [a]
@@ -279,12 +280,12 @@ def flat_arguments(args: Any, kwargs: Any) -> list[Any]:
 
 
 def is_table(p: object) -> bool:
-    """Whether a parameter is that of a table."""
+    """Return whether a parameter is that of a table."""
     return isinstance(p, TableParameter)
 
 
 def table_of(weight: object) -> BatchTable | None:
-    """The table whose weight it is, or what was detached of it."""
+    """Return the table whose weight it is, or what was detached of it."""
     if isinstance(weight, TableParameter):
         return weight._table
     return weight.everstep_table if isinstance(weight, _Detached | _NotHere) else None
@@ -305,7 +306,7 @@ def _refuse_whole(name: str, args: Any, kwargs: Any) -> None:
 
 
 def _word(func: Any) -> str:
-    """The name of a function of torch; of an attribute, ``data.__get__``."""
+    """Return the name of a function of torch; of an attribute, ``data.__get__``."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -313,7 +314,7 @@ def _word(func: Any) -> str:
 
 
 class _Detached(Tensor):
-    """``weight.detach()`` and ``weight.data`` in a batch: its rows. Ids are looked up in it as in the weight."""
+    """Is ``weight.detach()`` or ``weight.data`` in a batch: its rows. Ids are looked up in it as in the weight."""
 
     everstep_table: BatchTable
 
@@ -334,7 +335,7 @@ class _Detached(Tensor):
 
 
 def _renewed(args: Any) -> list[Any]:
-    """What was detached when the weight had fewer rows, as it is now."""
+    """Return what was detached when the weight had fewer rows, as it is now."""
     return [a.everstep_table.param.detach() if isinstance(a, _Detached) else a for a in args]
 
 
@@ -362,7 +363,7 @@ class _NotHere(Tensor):
 
 
 class Carried(NamedTuple):
-    """A gradient from before: ``keys`` int64 [n], ``grads`` float32 [n, dim]. ``lent``: a push under way reads it.
+    """Is a gradient from before: ``keys`` int64 [n], ``grads`` float32 [n, dim]. ``lent``: a push under way reads it.
 
     ``values`` float32 [n, dim]: the rows then; None: a step has changed them since."""
 
@@ -373,7 +374,7 @@ class Carried(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a step takes of a table. ``rows``: it lies there already, where it can be pushed from."""
+    """Is what a step takes of a table. ``rows``: it lies there already, where it can be pushed from."""
 
     keys: NDArray[np.int64]
     grads: NDArray[np.float32]
@@ -386,7 +387,7 @@ class GradientSum:
     __slots__ = ("_open", "_padding_at", "_table", "batch", "layout", "node")
 
     def __init__(self, table: BatchTable, padding_at: int) -> None:
-        """``padding_at``: the index of the row that gets no gradient; -1: there is none."""
+        """Take ``padding_at``: the index of the row that gets no gradient; -1: there is none."""
         self._table, self._padding_at = table, padding_at
         self.batch, self.layout = table.batch, table.layout
         self.node: Tensor | None = None  # of autograd; all lookups of the batch come by it
@@ -422,12 +423,13 @@ class GradientSum:
 
 
 class BatchTable:
-    """Behind a ``TableParameter``. ``keys`` int64 [u] and ``values`` float32 [u, dim]: what the parameter shows."""
+    """Holds what is behind a ``TableParameter``. ``keys`` int64 [u] and ``values`` float32 [u, dim]: what the parameter
+    shows."""
 
     def __init__(
         self, name: str, dim: int, padding: int | None, read: Callable[[NDArray[np.int64]], NDArray[np.float32]]
     ) -> None:
-        """``read``: values of rows as they are now, float32 [n, dim], by their keys."""
+        """Take ``read``: values of rows as they are now, float32 [n, dim], by their keys."""
         self.name, self.dim, self.padding, self._read = name, dim, padding, read
         self.source: Any = None  # who looks rows up (``api/nn.Source``)
         self.vocabulary: int | None = None  # rows of the whole table, whose keys are 0, 1, ...; None: it has no whole
@@ -504,7 +506,7 @@ class BatchTable:
     # ------------------------------------------------------------ the rows of a batch
 
     def show(self, rows: TableRows | None) -> None:
-        """From now on the rows of another batch; None: of none."""
+        """Show, from now on, the rows of another batch; None: of none."""
         self.stash()
         self.batch += 1
         self._rows = rows
@@ -520,7 +522,7 @@ class BatchTable:
             self._set(rows.keys, rows.values)
 
     def extend(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """More rows of the same batch, behind those that are there. ``keys``: none of them known."""
+        """Add more rows of the same batch, behind those that are there. ``keys``: none of them known."""
         if not len(keys):
             return
         grad, edited = self._grad(), self.changed()
@@ -535,11 +537,11 @@ class BatchTable:
             self._put_grad(grown)
 
     def fits(self, numbers: int) -> bool:
-        """Whether there is a whole of at most so many numbers."""
+        """Return whether there is a whole of at most so many numbers."""
         return self.vocabulary is not None and self.vocabulary * self.dim <= numbers
 
     def read_all(self) -> NDArray[np.float32]:
-        """All rows as they are now, float32 [vocabulary, dim]: a copy."""
+        """Return all rows as they are now, float32 [vocabulary, dim]: a copy."""
         assert self.vocabulary is not None
         if self.stale is not None:
             self.stale()
@@ -570,14 +572,14 @@ class BatchTable:
             self._put_grad(grad)
 
     def _placed(self, first: NDArray[np.float32], at: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Numbers of the rows that were there first, among those of all rows."""
+        """Return numbers of the rows that were there first, among those of all rows."""
         assert self.vocabulary is not None
         out = np.zeros((self.vocabulary, self.dim), np.float32)
         out[at[: len(first)]] = first
         return out
 
     def place(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each key stands, int64; -1: nowhere."""
+        """Return where each key stands, int64; -1: nowhere."""
         if self._sorted is None:
             order = np.argsort(self.keys, kind="stable")
             self._sorted = self.keys[order], order
@@ -589,7 +591,7 @@ class BatchTable:
         return np.where(known[at_most] == keys, order[at_most], -1)
 
     def renew(self, values: NDArray[np.float32]) -> None:
-        """The same rows, with newer values."""
+        """Show the same rows, with newer values."""
         np.copyto(self.values, values)
 
     def _set(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
@@ -615,7 +617,7 @@ class BatchTable:
             _GRAD.__set__(self.param, value)
 
     def sum(self, padding_at: int) -> GradientSum:
-        """Where lookups of these rows add their gradients."""
+        """Return where lookups of these rows add their gradients."""
         found = self._sums.get(padding_at)
         if found is None or found.batch != self.batch:
             found = self._sums[padding_at] = GradientSum(self, padding_at)
@@ -623,7 +625,7 @@ class BatchTable:
         return found
 
     def target(self, n_rows: int) -> NDArray[np.float32]:
-        """Where a backward pass may write the gradient of ``n_rows`` rows."""
+        """Return where a backward pass may write the gradient of ``n_rows`` rows."""
         rows = self._rows
         self.backwards += 1
         self._stepped = False
@@ -646,12 +648,12 @@ class BatchTable:
 
     @property
     def learns(self) -> bool:
-        """Whether autograd is to bring a gradient."""
+        """Return whether autograd is to bring a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.requires_grad
 
     def by_hand(self, task: int) -> NDArray[np.float32]:
-        """Where lookups of a backward pass add gradients, float32 [rows, dim], if rows came behind others."""
+        """Return where lookups of a backward pass add gradients, float32 [rows, dim], if rows came behind others."""
         found = self.summed.get(task)
         if found is None or len(found) < len(self.keys):
             whole = np.zeros((len(self.keys), self.dim), np.float32)
@@ -661,7 +663,7 @@ class BatchTable:
         return found
 
     def whole(self, task: int) -> NDArray[np.float32]:
-        """What lookups of a backward pass have added up, float32 [rows, dim]; it is gone from here."""
+        """Return what lookups of a backward pass have added up, float32 [rows, dim]; it is gone from here."""
         self.by_hand(task)
         return self.summed.pop(task)
 
@@ -696,13 +698,13 @@ class BatchTable:
         self._local = True
 
     def arrive(self, keys: NDArray[np.int64], grads: NDArray[np.float32]) -> None:
-        """A gradient from elsewhere, added to what is carried (mode allreduce: of all members). Keys may repeat."""
+        """Add a gradient from elsewhere to what is carried (mode allreduce: of all members). Keys may repeat."""
         self.backwards += 1
         self._stepped = False
         self._arrived.append((keys, grads))
 
     def _take_in(self) -> bool:
-        """What has arrived is carried. Whether anything had."""
+        """Carry what has arrived. Whether anything had."""
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return False
@@ -719,7 +721,7 @@ class BatchTable:
         return True
 
     def save(self) -> Any:
-        """The gradient from before this iteration, to go back to (mode allreduce)."""
+        """Return the gradient from before this iteration, to go back to (mode allreduce)."""
         return self._carried, list(self._arrived), self.drops, self._stepped
 
     def restore(self, saved: Any) -> None:
@@ -729,12 +731,12 @@ class BatchTable:
 
     @property
     def waits(self) -> bool:
-        """Whether a gradient is here that no step has taken."""
+        """Return whether a gradient is here that no step has taken."""
         return self.has_grad and not self._stepped
 
     def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Between two batches: what is carried, by ascending key, without rows that have nothing; None: nothing is. The
-        same on all members of a group."""
+        """Return, between two batches, what is carried, by ascending key, without rows that have nothing; None: nothing
+        is. The same on all members of a group."""
         self._take_in()
         if self._carried is None:
             return None
@@ -744,7 +746,7 @@ class BatchTable:
         return keys[order].copy(), grads[order].copy()
 
     def put_kept(self, keys: NDArray[np.int64], grads: NDArray[np.float32], waits: bool) -> None:
-        """What ``kept`` gave elsewhere. ``waits``: as there."""
+        """Put back what ``kept`` gave elsewhere. ``waits``: as there."""
         if len(keys) != len(grads) or grads.shape[1:] != (self.dim,):
             raise ValueError(
                 f"gradients {list(grads.shape)} of {len(keys)} rows of table {self.name!r}, dim {self.dim}"
@@ -753,7 +755,7 @@ class BatchTable:
         self._stepped = not waits
 
     def take_local(self) -> Gradient | None:
-        """What backward has brought here, without what is carried; it is gone from here."""
+        """Return what backward has brought here, without what is carried; it is gone from here."""
         for task in list(self._ending):  # whoever asks was to be called at the pass's end before this table
             self._add_whole(task)
         if self._collected and not self._local:
@@ -771,7 +773,7 @@ class BatchTable:
         return found
 
     def look(self) -> Tensor | None:
-        """The gradient for somebody who may keep or change it."""
+        """Return the gradient for somebody who may keep or change it."""
         if self.hidden:
             return None
         if self._take_in() and self.in_hand:
@@ -821,7 +823,7 @@ class BatchTable:
         self.set_grad(None)
 
     def _combine(self) -> None:
-        """What is carried and what has come: one gradient, of the rows of both."""
+        """Combine what is carried and what has come: one gradient, of the rows of both."""
         carried, now = self._carried, self._grad()
         if carried is None:
             return
@@ -851,7 +853,7 @@ class BatchTable:
         self._exposed = False
 
     def take(self) -> Gradient | None:
-        """The gradient for a step; it stays what the script sees. None: there is none."""
+        """Return the gradient for a step; it stays what the script sees. None: there is none."""
         found = self._take()
         if found is None or not self.moves_all() or self.vocabulary is None:
             return found
@@ -898,7 +900,8 @@ class BatchTable:
             self._digest = sum_bits(self.values, "float32")[0] if len(self.keys) else 0
 
     def changed(self) -> bool:
-        """Whether the script has changed values since ``seen``; if by assigning another tensor, it is taken in."""
+        """Return whether the script has changed values since ``seen``; if by assigning another tensor, it is taken
+        in."""
         if not self._used:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -910,7 +913,7 @@ class BatchTable:
 
 
 def _numbers(grads: Tensor) -> NDArray[np.float32]:
-    """float32 [n, dim], C order; a sparse gradient as a dense one."""
+    """Return float32 [n, dim], C order; a sparse gradient as a dense one."""
     if grads.is_sparse:
         grads = grads.to_dense()
     if grads.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""All tables of a script at work: declared at the ps, pulled for each batch, looked up by the modules."""
+"""Holds all tables of a script at work: declared at the ps, pulled for each batch, looked up by the modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Found = tuple[TableSpec, NDArray[np.int64], list[int]]
 
 
 class Known(NamedTuple):
-    """Where the ids of one view were found to stand. ``ids`` int64 [n]: what they were then."""
+    """Says where the ids of one view were found to stand. ``ids`` int64 [n]: what they were then."""
 
     rows: TableRows
     inverse: NDArray[np.int32]
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """One pull of a batch: what was wanted, and the rows that were added for it."""
+    """Is one pull of a batch: what was wanted, and the rows that were added for it."""
 
     wanted: list[tuple[str, list[Tensor]]]
     create: bool
@@ -53,8 +53,8 @@ class Fetched(NamedTuple):
 
 
 class PeekedRows(NamedTuple):
-    """Rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether what
-    was asked for is in them, bool [n]."""
+    """Holds rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether
+    what was asked for is in them, bool [n]."""
 
     keys: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -63,7 +63,7 @@ class PeekedRows(NamedTuple):
 
 
 class BatchItem:
-    """One batch and its rows. ``work`` is None for an evaluation."""
+    """Is one batch and its rows. ``work`` is None for an evaluation."""
 
     def __init__(self, work: RangeWork | None, batch: Any, rows: BatchRows) -> None:
         self.work = work
@@ -159,7 +159,7 @@ class TableSet:
                     table.tie(module, parameter)
 
     def _read_again(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Rows beside those of the batch, as they are now."""
+        """Read rows beside those of the batch, as they are now."""
         self.declare()
         info = self.infos[name]
         values = self.read(info.spec, keys)
@@ -169,18 +169,18 @@ class TableSet:
 
     @property
     def in_batch(self) -> bool:
-        """Whether a batch to train with is in hand."""
+        """Return whether a batch to train with is in hand."""
         return self.current is not None and self.current.create
 
     def parameter(self, table: str) -> TableParameter:
         return self.batches[table].param
 
     def vocabulary(self, table: str) -> int | None:
-        """How many rows a table has; None: any id."""
+        """Return how many rows a table has; None: any id."""
         return self.infos[table].spec.rows
 
     def set_optimizer(self, name: str, spec: OptimizerSpec) -> None:
-        """The optimizer of a table, from whoever holds its parameter. Raises ScriptError once it is in use."""
+        """Set the optimizer of a table, from whoever holds its parameter. Raises ScriptError once it is in use."""
         info = self.infos[name]
         if name in self._declared and info.spec.optimizer != spec:
             raise ScriptError(
@@ -367,7 +367,7 @@ class TableSet:
     # ------------------------------------------------------------ lookups (the modules)
 
     def lookup(self, table: str, ids: Tensor) -> Lookup:
-        """The rows for ``ids`` in the current batch, pulled now where they were not foreseen."""
+        """Return the rows for ``ids`` in the current batch, pulled now where they were not foreseen."""
         if ids.dtype not in (torch.int64, torch.int32) or ids.device.type != "cpu":
             raise ScriptError(
                 f"ids of table {table!r} must be int64 or int32 on the CPU, not {ids.dtype} on {ids.device}"
@@ -437,7 +437,7 @@ class TableSet:
                 self.put(self.infos[table].spec, ids[at], lookup.values[at], replace=True)
 
     def _on_demand(self, item: BatchItem, table: str, ids: NDArray[np.int64]) -> Lookup:
-        """Rows that were not foreseen, beside those that the batch has already."""
+        """Pull rows that were not foreseen, beside those that the batch has already."""
         spec, batch = self.infos[table].spec, self.batches[table]
         if not batch.in_hand:
             self._fetch(item, [(table, [torch.from_numpy(ids)])], create=True, dense=False)
@@ -459,7 +459,7 @@ class TableSet:
         return Lookup(batch, batch.values, inverse, ids, at)
 
     def _aside(self, table: str, ids: Tensor) -> Lookup:
-        """A lookup outside of training: read only, together with those that will follow on the same tensor."""
+        """Look up outside of training: read only, together with those that will follow on the same tensor."""
         self.declare()
         key, wanted_ids = (table, view_key(ids)), _flat([ids])
         for item in self._asides:
@@ -503,7 +503,7 @@ class TableSet:
             item.close()
 
     def renew(self) -> None:
-        """After a step inside a batch: parameters and the rows in hand as the ps has them now."""
+        """Show, after a step inside a batch, parameters and the rows in hand as the ps has them now."""
         self.refresh_dense()
         for name, table in self.batches.items():
             if len(table.keys):
@@ -523,7 +523,7 @@ class TableSet:
     # ------------------------------------------------------------ whole tables
 
     def read(self, spec: TableSpec, keys: NDArray[np.int64], *, create: bool = False) -> NDArray[np.float32]:
-        """The rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin.
+        """Read the rows of ``keys`` as they are now, float32 [n, dim]; those that do not exist as they would begin.
         ``create``: to be trained with."""
         out = np.empty((len(keys), spec.dim), np.float32)
         piece = max(1, _PIECE_BYTES // (4 * spec.dim))
@@ -535,7 +535,7 @@ class TableSet:
         return out
 
     def peek(self, spec: TableSpec, keys: NDArray[np.int64], of: ShardKey, until: int) -> PeekedRows:
-        """Rows with their optimizer state; ``done`` where they have all positions of ``of`` below ``until``."""
+        """Read rows with their optimizer state; ``done`` where they have all positions of ``of`` below ``until``."""
         width = spec.optimizer.state_floats(spec.dim)
         piece = max(1, _PIECE_BYTES // (4 * (spec.dim + width) + 9))
         found = [
@@ -545,7 +545,7 @@ class TableSet:
         return PeekedRows(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
     def _peek(self, table: TableId, keys: NDArray[np.int64], of: ShardKey, until: int) -> Ticket:
-        """Of every ps, also of those without any of the rows."""
+        """Ask every ps, also those without any of the rows."""
         while True:
             router = self.client.router
             routed, _, counts = router.route(table, keys)
@@ -574,7 +574,7 @@ class TableSet:
             item.close()
 
     def scan(self, spec: TableSpec) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """All rows that exist: keys int64 [n] ascending, values [n, dim], optimizer state [n, floats]."""
+        """Read all rows that exist: keys int64 [n] ascending, values [n, dim], optimizer state [n, floats]."""
         if self.all_since:
             self._peek(spec.id, np.empty(0, np.int64), self.since[0], 0)
         state = spec.optimizer.state_floats(spec.dim)
@@ -609,7 +609,7 @@ class TableSet:
         return all_keys, all_values, np.concatenate(states)[order]
 
     def export(self, table: str) -> dict[str, Tensor]:
-        """``weight`` of a whole vocabulary, or ``keys`` and ``weight`` of the rows that exist."""
+        """Return ``weight`` of a whole vocabulary, or ``keys`` and ``weight`` of the rows that exist."""
         if (freshen := self.batches[table].stale) is not None:
             freshen()
         self.declare()
@@ -658,6 +658,6 @@ def _peeked(ticket: Ticket, dim: int, width: int) -> PeekedRows:
 
 
 def _flat(views: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Ids of all views of one table, int64 [n], contiguous."""
+    """Return the ids of all views of one table, int64 [n], contiguous."""
     arrays = [ids.numpy().reshape(-1) for ids in views]
     return np.concatenate(arrays, dtype=np.int64)  # a copy: the script may write into its own
