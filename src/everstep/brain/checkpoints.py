@@ -101,8 +101,10 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     took_s: float
 
 
-class Checkpoints(msgspec.Struct):
-    """``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
+class CheckpointRecords(msgspec.Struct):
+    """What is known of the job's checkpoints.
+
+    ``numbers``: the last number used. ``begun_at``: of the last one begun. ``newest``: the newest one committed,
     also of the job that this one goes on from; ``committed``: it is this job's own. ``shown``: what displays say of it;
     ``taken``: this job's own that were not dropped.
 
@@ -142,8 +144,6 @@ class Checkpoints(msgspec.Struct):
         now = f"writing {self.writing.number}" if self.writing is not None else "idle"
         return f"<checkpoints {now}, newest {self.newest.checkpoint if self.newest is not None else 0}>"
 
-    # ------------------------------------------------------------ for whoever restores buckets
-
     def newest_image(self, bucket: BucketId) -> tuple[int, BucketImage] | None:
         """The checkpoint and the image that a bucket may fall back to; None: there is none. What the image lacks of the
         done shards (``Shards.lacking``) must then be reopened (``Shards.reopen_done``)."""
@@ -151,6 +151,38 @@ class Checkpoints(msgspec.Struct):
             return None
         found = next((image for image in self.newest.images if image.bucket == bucket), None)
         return (self.newest.checkpoint, found) if found is not None else None
+
+    @property
+    def aside_words(self) -> str:
+        """Why there is no going on."""
+        found = self.refused.get(self.aside, [])
+        return (
+            f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
+            f"go on from an older one: everstep resume --checkpoint N (everstep checkpoint ls shows them)"
+        )
+
+    @property
+    def limit_s(self) -> float:
+        """How long the one in progress may take."""
+        never = self.writing is not None and self.writing.reason is CheckpointReason.FINAL and not self.committed
+        return GIVE_UP_FINAL_S if never or self.stopping else GIVE_UP_S
+
+    def validate(self, job: JobState) -> None:
+        """Assert what must always hold."""
+        assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
+        if self.newest is not None and self.newest.replica is None:
+            assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
+        if self.writing is not None:
+            assert self.writing.number == self.numbers and self.writing.since < self.numbers
+            manifest = self.writing.manifest
+            whole = manifest is None or manifest.replica is not None or len(self.writing.images) == job.spec.buckets
+            assert whole, "a manifest that lacks images"
+
+
+class Checkpoints(CheckpointRecords):
+    """What happens to checkpoints: one is begun, taken part by part, committed or given up."""
+
+    # ------------------------------------------------------------ for whoever restores buckets
 
     def first_images(self, buckets: int) -> tuple[tuple[BucketId, int], ...]:
         """What the first placement of a resumed job has its ps load: every bucket."""
@@ -167,15 +199,6 @@ class Checkpoints(msgspec.Struct):
             return [Note(who, Decision("load failed", words, inputs, ("set it aside: another ps may load it",)))]
         self.aside = checkpoint
         return [Note("", Decision("set a checkpoint aside", self.aside_words, inputs))]
-
-    @property
-    def aside_words(self) -> str:
-        """Why there is no going on."""
-        found = self.refused.get(self.aside, [])
-        return (
-            f"checkpoint {self.aside} is set aside, it could not be loaded {len(found)} times: {'; '.join(found)}; "
-            f"go on from an older one: everstep resume --checkpoint N (everstep checkpoint ls shows them)"
-        )
 
     # ------------------------------------------------------------ shards that may be forgotten
 
@@ -385,12 +408,6 @@ class Checkpoints(msgspec.Struct):
         gone = DropCheckpoints((writing.number,))
         return [gone, Note("", Decision("checkpoint given up", words, inputs))]
 
-    @property
-    def limit_s(self) -> float:
-        """How long the one in progress may take."""
-        never = self.writing is not None and self.writing.reason is CheckpointReason.FINAL and not self.committed
-        return GIVE_UP_FINAL_S if never or self.stopping else GIVE_UP_S
-
     def late(self, at: float) -> list[InstructionType]:
         """Give up the one in progress if it has taken too long."""
         writing = self.writing
@@ -433,17 +450,6 @@ class Checkpoints(msgspec.Struct):
         inputs: Inputs = {"checkpoint": manifest.checkpoint, "samples": shards.samples_done, "job": manifest.job}
         words = f"checkpoint {manifest.checkpoint} of {url}: {shards.samples_done} samples are in all of its images"
         return [Note("", Decision("resume", words + by_word(job), inputs))]
-
-    def validate(self, job: JobState) -> None:
-        """Assert what must always hold."""
-        assert self.newest is None or self.newest.checkpoint <= self.numbers, "a checkpoint from the future"
-        if self.newest is not None and self.newest.replica is None:
-            assert [i.bucket for i in self.newest.images] == list(range(self.newest.buckets)), "images are missing"
-        if self.writing is not None:
-            assert self.writing.number == self.numbers and self.writing.since < self.numbers
-            manifest = self.writing.manifest
-            whole = manifest is None or manifest.replica is not None or len(self.writing.images) == job.spec.buckets
-            assert whole, "a manifest that lacks images"
 
 
 def by_word(job: JobState) -> str:

@@ -153,8 +153,10 @@ class Dataset(msgspec.Struct):
         return epoch.finished
 
 
-class Shards(msgspec.Struct):
-    """``taken_back``: the last lease of each shard that waits at the head of TODO. ``carried``: of those, given back by
+class ShardRecords(msgspec.Struct):
+    """What is known of shards, and what follows from it.
+
+    ``taken_back``: the last lease of each shard that waits at the head of TODO. ``carried``: of those, given back by
     a worker that had taken their samples into a later loop, for a step of that one. ``kills``: workers lost in a row
     while working on a shard without getting further than the one before (``kills_at``: how far). ``releasing``: done,
     release not ordered yet. ``came_back``: reopened after they were done, or taken back after they were counted as the
@@ -172,15 +174,8 @@ class Shards(msgspec.Struct):
     samples_done: int = 0
     returns: int = 0
 
-    # ------------------------------------------------------------ plans
-
     def find(self, name: str) -> Dataset | None:
         return next((d for d in self.datasets if d.plan.name == name), None)
-
-    def register(self, plan: ShardSchedule) -> Dataset:
-        dataset = Dataset(len(self.datasets), plan)
-        self.datasets.append(dataset)
-        return dataset
 
     @property
     def all_out(self) -> bool:
@@ -209,8 +204,6 @@ class Shards(msgspec.Struct):
         name = self.datasets[number].plan.name if number < len(self.datasets) else f"dataset {number}"
         return f"{name} e{epoch} #{index}"
 
-    # ------------------------------------------------------------ what is left
-
     def settled(self, dataset: Dataset, epoch: Epoch) -> bool:
         """Whether nothing of the epoch is left to compute: it is finished, or every worker that holds a shard of it has
         only to step with it."""
@@ -230,6 +223,78 @@ class Shards(msgspec.Struct):
             return True
         below = dataset.epochs[:until_epoch]
         return len(below) == until_epoch and all(self.settled(dataset, e) for e in below if not e.finished)
+
+    def can_adopt(self, lease: Lease) -> bool:
+        """Whether a lease that a worker tells of may be taken as granted though it is not in the books: its shard
+        is to do, nobody else's, and the lease is later than the last one known."""
+        number, epoch_number, index = split_key(lease.shard)
+        if number >= len(self.datasets) or lease.shard in self.leases:
+            return False
+        dataset = self.datasets[number]
+        if not dataset.has_work(epoch_number) or index >= dataset.plan.shards:
+            return False
+        epoch = dataset.epochs[epoch_number] if epoch_number < len(dataset.epochs) else None
+        if epoch is not None and index in epoch.quarantined:
+            return False
+        if epoch is not None and index < len(epoch.state) and epoch.state[index] != ShardState.TODO:
+            return False
+        return lease.no > self.taken_back.get(lease.shard, 0)
+
+    def lacking(self, images: Sequence[BucketImage]) -> dict[ShardKey, int]:
+        """Done shards that some of these images do not cover: how many of their positions the worst one lacks."""
+        lacking: dict[ShardKey, int] = {}
+        marks = [dict(image.watermarks) for image in images]
+        for key in self.releasing:
+            number, _, index = split_key(key)
+            start, stop = self.datasets[number].plan.bounds(index)
+            lack = max((stop - mark.get(key, start) for mark in marks), default=0)
+            if lack > 0:
+                lacking[key] = lack
+        return lacking
+
+    def validate(self) -> None:
+        """Assert what must always hold. Costs one pass over the open epochs."""
+        for dataset in self.datasets:
+            for epoch in dataset.epochs:
+                behind = epoch.number in dataset.reopened
+                assert epoch.finished or behind or epoch is dataset.epochs[-1], f"{epoch!r} is open behind a later one"
+                assert not (behind and epoch.finished), f"{epoch!r} is finished, yet among the reopened"
+                state = epoch.state
+                if epoch.finished and not state:
+                    assert not epoch.returned and not epoch.doing, f"{epoch!r} finished with work left"
+                    continue
+                assert len(state) <= epoch.shards
+                assert epoch.doing == state.count(ShardState.DOING), f"{epoch!r}: doing is wrong"
+                done = state.count(ShardState.DONE) + state.count(ShardState.RELEASED)
+                assert epoch.done == done, f"{epoch!r}: done is wrong"
+                todo = state.count(ShardState.TODO) - len(epoch.quarantined)
+                assert todo == len(epoch.returned) == len(set(epoch.returned)), f"{epoch!r}: head of TODO is wrong"
+                assert all(state[i] == ShardState.TODO for i in epoch.returned), f"{epoch!r}: returned but not TODO"
+                assert not set(epoch.returned) & set(epoch.quarantined), f"{epoch!r}: quarantined shard is in TODO"
+        assert all(self.state(k) is ShardState.DONE for k in self.releasing), "to be released but not DONE"
+        done = sum(e.state.count(ShardState.DONE) for d in self.datasets for e in d.epochs)
+        assert done == len(self.releasing), f"{done} shards DONE, {len(self.releasing)} to be released"
+        for key, held in self.leases.items():
+            assert held.shard == key
+            assert self.state(key) is ShardState.DOING, f"lease {held.no} on {self.name(key)} that is not DOING"
+        numbers = [held.no for held in self.leases.values()]
+        assert len(numbers) == len(set(numbers)), "one lease number on two shards"
+        doing = sum(e.doing for d in self.datasets for e in d.epochs)
+        assert doing == len(self.leases), f"{doing} shards DOING, {len(self.leases)} leases"
+        assert all(self.state(k) is ShardState.TODO for k in self.taken_back), "taken back but not TODO"
+
+
+class Shards(ShardRecords):
+    """What happens to shards: each method is one transition."""
+
+    # ------------------------------------------------------------ plans
+
+    def register(self, plan: ShardSchedule) -> Dataset:
+        dataset = Dataset(len(self.datasets), plan)
+        self.datasets.append(dataset)
+        return dataset
+
+    # ------------------------------------------------------------ what is left
 
     def tell_end(self, dataset: Dataset, until_epoch: int) -> None:
         """A worker is told that the data is at its end, and may go: what is pending must not be lost unnoticed."""
@@ -300,22 +365,6 @@ class Shards(msgspec.Struct):
             self.came_back.add(key)
         self.returns += 1
         return held
-
-    def can_adopt(self, lease: Lease) -> bool:
-        """Whether a lease that a worker tells of may be taken as granted though it is not in the books: its shard
-        is to do, nobody else's, and the lease is later than the last one known."""
-        number, epoch_number, index = split_key(lease.shard)
-        if number >= len(self.datasets) or lease.shard in self.leases:
-            return False
-        dataset = self.datasets[number]
-        if not dataset.has_work(epoch_number) or index >= dataset.plan.shards:
-            return False
-        epoch = dataset.epochs[epoch_number] if epoch_number < len(dataset.epochs) else None
-        if epoch is not None and index in epoch.quarantined:
-            return False
-        if epoch is not None and index < len(epoch.state) and epoch.state[index] != ShardState.TODO:
-            return False
-        return lease.no > self.taken_back.get(lease.shard, 0)
 
     def adopt(self, lease: Lease, worker: Slot, incarnation: Incarnation) -> HeldLease:
         """Grant what :meth:`can_adopt` allows. Shards skipped over join the head of TODO."""
@@ -459,18 +508,6 @@ class Shards(msgspec.Struct):
 
     # ------------------------------------------------------------ images
 
-    def lacking(self, images: Sequence[BucketImage]) -> dict[ShardKey, int]:
-        """Done shards that some of these images do not cover: how many of their positions the worst one lacks."""
-        lacking: dict[ShardKey, int] = {}
-        marks = [dict(image.watermarks) for image in images]
-        for key in self.releasing:
-            number, _, index = split_key(key)
-            start, stop = self.datasets[number].plan.bounds(index)
-            lack = max((stop - mark.get(key, start) for mark in marks), default=0)
-            if lack > 0:
-                lacking[key] = lack
-        return lacking
-
     def positions(self, images: Sequence[BucketImage]) -> tuple[DatasetPosition, ...]:
         """Which shards all of ``images`` have: the released ones, and the done ones up to whose end every watermark is.
         ``images``: of every bucket, each taken after the last release."""
@@ -541,37 +578,6 @@ class Shards(msgspec.Struct):
         return epoch
 
     # ------------------------------------------------------------ invariants
-
-    def validate(self) -> None:
-        """Assert what must always hold. Costs one pass over the open epochs."""
-        for dataset in self.datasets:
-            for epoch in dataset.epochs:
-                behind = epoch.number in dataset.reopened
-                assert epoch.finished or behind or epoch is dataset.epochs[-1], f"{epoch!r} is open behind a later one"
-                assert not (behind and epoch.finished), f"{epoch!r} is finished, yet among the reopened"
-                state = epoch.state
-                if epoch.finished and not state:
-                    assert not epoch.returned and not epoch.doing, f"{epoch!r} finished with work left"
-                    continue
-                assert len(state) <= epoch.shards
-                assert epoch.doing == state.count(ShardState.DOING), f"{epoch!r}: doing is wrong"
-                done = state.count(ShardState.DONE) + state.count(ShardState.RELEASED)
-                assert epoch.done == done, f"{epoch!r}: done is wrong"
-                todo = state.count(ShardState.TODO) - len(epoch.quarantined)
-                assert todo == len(epoch.returned) == len(set(epoch.returned)), f"{epoch!r}: head of TODO is wrong"
-                assert all(state[i] == ShardState.TODO for i in epoch.returned), f"{epoch!r}: returned but not TODO"
-                assert not set(epoch.returned) & set(epoch.quarantined), f"{epoch!r}: quarantined shard is in TODO"
-        assert all(self.state(k) is ShardState.DONE for k in self.releasing), "to be released but not DONE"
-        done = sum(e.state.count(ShardState.DONE) for d in self.datasets for e in d.epochs)
-        assert done == len(self.releasing), f"{done} shards DONE, {len(self.releasing)} to be released"
-        for key, held in self.leases.items():
-            assert held.shard == key
-            assert self.state(key) is ShardState.DOING, f"lease {held.no} on {self.name(key)} that is not DOING"
-        numbers = [held.no for held in self.leases.values()]
-        assert len(numbers) == len(set(numbers)), "one lease number on two shards"
-        doing = sum(e.doing for d in self.datasets for e in d.epochs)
-        assert doing == len(self.leases), f"{doing} shards DOING, {len(self.leases)} leases"
-        assert all(self.state(k) is ShardState.TODO for k in self.taken_back), "taken back but not TODO"
 
 
 def _ranges(epoch: Epoch, without: set[int]) -> tuple[tuple[int, int], ...]:
