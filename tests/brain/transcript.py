@@ -390,7 +390,7 @@ class Story:
                 aside = f" aside {list(epoch.quarantined)}" if epoch.quarantined else ""
                 counts = f"{epoch.todo} todo {epoch.doing} doing {epoch.done} done"
                 yield f"{dataset.plan.name} e{epoch.number}: {counts}{head}{aside}"
-        if brain.replicated:
+        if brain.takes(StepsCommitted):
             yield repr(brain.state.groups)
         if brain.checkpoints.numbers:
             waiting = ", ".join(brain.shards.name(key) for key in brain.shards.releasing)

@@ -135,10 +135,10 @@ class Brain:
     def groups(self) -> GroupFacts:
         return self.concerns.groups
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every worker has the whole model: a group instead of leases; ps only for tables."""
-        return self.concerns.training.ahead
+    def takes(self, kind: type) -> bool:
+        """Whether some concern of this job handles facts of this kind: whether its workers train by leases
+        (``ShardAsked``), or in a group (``StepsCommitted``)."""
+        return kind in self.concerns.handlers
 
     def doing(self) -> Iterator[HeldLease]:
         """Current leases, for a display."""

@@ -178,7 +178,7 @@ def _register(brain: Brain, who: Sender, r: PlanRegistered) -> str:
 
 
 def _ask_shard(brain: Brain, who: Sender, r: ShardAsked) -> str:
-    if brain.replicated:
+    if not brain.takes(ShardAsked):
         return "there are no leases in mode allreduce"
     return _datasets(brain, r.dataset) or _epochs(r.until_epoch)
 
@@ -234,7 +234,7 @@ def _marked(brain: Brain, key: ShardKey) -> str:
     """Check as ``_shard`` does, but for a watermark. In mode allreduce the tables count an epoch as one shard, from its
     first step on, which the master hears of later."""
     number, epoch, index = split_key(key)
-    if brain.replicated and number < len(brain.shards.datasets) and epoch < EPOCHS_MAX and index == 0:
+    if not brain.takes(ShardAsked) and number < len(brain.shards.datasets) and epoch < EPOCHS_MAX and index == 0:
         return ""
     return _shard(brain, key)
 
@@ -266,11 +266,11 @@ def _replica_written(brain: Brain, who: Sender, r: ReplicaWritten) -> str:
 
 
 def _grouped(brain: Brain) -> str:
-    return "" if brain.replicated else "there is no group in mode ps"
+    return "" if brain.takes(StepsCommitted) else "there is no group in mode ps"
 
 
 def _ask_group(brain: Brain, who: Sender, r: GroupAsked) -> str:
-    if not brain.replicated:
+    if not brain.takes(StepsCommitted):
         return ""  # (the brain's own answer says what to do)
     if r.batch_samples < 1:
         return "batch_samples must be at least 1"

@@ -18,7 +18,14 @@ import msgspec
 from everstep import __version__, faultpoints
 from everstep.brain.brain import Brain
 from everstep.brain.checkpoints import has_checkpoints, leaves_model, replica_start
-from everstep.brain.events import CheckpointAsked, CheckpointCommitted, FactType, JobResumed
+from everstep.brain.events import (
+    CheckpointAsked,
+    CheckpointCommitted,
+    FactType,
+    JobResumed,
+    ReplicaWritten,
+    StepsCommitted,
+)
 from everstep.brain.job import Phase
 from everstep.config.every import parse_every
 from everstep.config.spec import JobSpec
@@ -119,7 +126,7 @@ class CheckpointKeeper:
             readings = self._readings.of(MemberKey(Role.WORKER, member.slot), member.incarnation)
             if "batches" in readings:
                 self._batches[member.slot, member.incarnation] = int(readings["batches"])
-        if self._brain.replicated:
+        if self._brain.takes(StepsCommitted):
             if self._brain.state.groups.step <= replica_start(self._brain.checkpoints)[0].step:
                 return False  # the newest one has everything
             since = self._brain.state.groups.step - self._batches_then
@@ -136,7 +143,7 @@ class CheckpointKeeper:
         """Order snapshots from every ps that owns a partition without one."""
         brain, at = self._brain, self._now()
         writing, placement = brain.checkpoints.writing, brain.placement
-        if writing is not None and (writing.manifest or writing.draft) is None and brain.replicated:
+        if writing is not None and (writing.manifest or writing.draft) is None and brain.takes(ReplicaWritten):
             self._order_replica(writing.number, at)
             return
         if writing is None or placement is None or writing.manifest is not None:
@@ -178,7 +185,11 @@ class CheckpointKeeper:
     def hello(self, slot: Slot) -> None:
         """This ps said hello: what it may not have heard."""
         writing = self._brain.checkpoints.writing
-        if writing is not None and writing.manifest is None and (writing.draft or not self._brain.replicated):
+        if (
+            writing is not None
+            and writing.manifest is None
+            and (writing.draft or not self._brain.takes(ReplicaWritten))
+        ):
             self._send(slot, TakeImages(writing.number, writing.since, self._url))
 
     # ------------------------------------------------------------ the place

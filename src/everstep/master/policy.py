@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from everstep.brain.brain import Brain
-from everstep.brain.events import FactType, PlanMade, PolicyDisabled
+from everstep.brain.events import FactType, PlanMade, PolicyDisabled, StepsCommitted
 from everstep.brain.policy_control import as_plan, as_returned, line, portions, refuse, said
 from everstep.config.renamed import POLICIES as RENAMED_POLICIES
 from everstep.config.spec import JobSpec
@@ -193,7 +193,7 @@ def complete(seen: Observations, brain: Brain, window_s: float) -> Observations:
     """Add how steps are divided, who has which buckets, and what policies did so far."""
     control = brain.state.control
     total, batch, workers = 0, 0, seen.workers
-    if brain.replicated:
+    if brain.takes(StepsCommitted):
         total, batch, workers = _divided(brain, seen.workers)
     elif seen.consistency == "sync":
         total, batch, workers = _divided_ps(brain, seen.workers)

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from everstep.brain.events import StepsCommitted
 from everstep.brain.job import Phase
 from everstep.errors import ConfigError
 from everstep.ids import Incarnation, LeaseNo, ShardKey, Slot
@@ -319,7 +320,7 @@ def audit(run_dir: Path, progress: Callable[[str], None] | None = None) -> Audit
     # before it was written.
     with JournalReader(path) as journal:
         journal.advance()
-        if journal.facts.brain.replicated:
+        if journal.facts.brain.takes(StepsCommitted):
             step_logs = [read_step_log(p) for p in sorted((run_dir / "audit").glob("worker-*.log"))]
             journal.advance()
             facts = journal.facts

@@ -105,7 +105,7 @@ class JobFacts:
     @property
     def done(self) -> set[ShardKey]:
         """Shards that are done, and did not come back since."""
-        if self.brain.replicated:
+        if self.brain.takes(StepsCommitted):
             return {key for key in self._all_shards() if self._is_done(key)}
         return {key for key in self._said | self.resumed if self._is_done(key)}
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everstep.bounds import MALFORMED
+from everstep.brain.events import StepsCommitted
 from everstep.errors import ConfigError
 from everstep.ids import LeaseNo, ShardKey
 from everstep.model.group import Mark
@@ -147,7 +148,7 @@ def expectation(run_dir: Path, checkpoint: int = 0, runs: int = 0) -> Expectatio
         journal.advance()
         facts = journal.facts
     at = None if facts.done_well else facts.manifests.get(checkpoint)
-    made = _of_groups(facts, run_dir, at) if facts.brain.replicated else _of_servers(facts, run_dir, at)
+    made = _of_groups(facts, run_dir, at) if facts.brain.takes(StepsCommitted) else _of_servers(facts, run_dir, at)
     url = facts.brain.checkpoints.resumed_from
     if not url:
         return made
