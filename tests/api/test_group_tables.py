@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import everstep as es
-from everstep.api.group_tables import Stepped, in_intervals, pack, unpack
 from everstep.api.job import Job
+from everstep.api.row_entries import pack, unpack
 from everstep.errors import InternalError, ScriptError
 from everstep.ids import Incarnation, LeaseNo, Slot, TableId
 from everstep.model.shard import Token
@@ -22,6 +22,7 @@ from everstep.monitor.audit import audit
 from everstep.native.ledger import bitmap
 from everstep.net.messages import Push, Pushed
 from everstep.tables.step_pushes import Owed, table_shard
+from everstep.tables.stepped_rows import Stepped, in_intervals
 from everstep.testing.twin import bucket_of
 
 N, BATCH = 240, 30
@@ -256,13 +257,13 @@ def test_what_waits_is_a_part_of_the_state(join: Callable[..., Job]) -> None:
     for batch in job.steps(job.loader(data(), BATCH, epochs=1, shuffle=False)):
         if job.step == 3:
             packed, digest = state.snapshot(), state.quick_digest()
-            ranges = list(tables._held_back.ranges)
+            ranges = list(tables.carried.held_back.ranges)
             assert [(r.lo, r.hi, r.learnt) for r in ranges] == [(BATCH * 2, BATCH * 3, True)]
             model.table.weight.grad = None
-            tables._held_back.ranges.clear()
+            tables.carried.held_back.ranges.clear()
             assert state.quick_digest() != digest
             state.load(packed, "a copy")
-            assert tables._held_back.ranges == ranges and state.quick_digest() == digest
+            assert tables.carried.held_back.ranges == ranges and state.quick_digest() == digest
         loss_of(model, batch).backward()
         if job.step % 2:
             opt.step()

@@ -114,7 +114,8 @@ def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: Hybri
     until(lambda: "checkpoint committed: checkpoint 2 " in run.text(), why=run.story)
     os.kill(run.alive(Role.PS, 1).pid, KILL)
     until(lambda: "steps void" in run.text(), why=run.story)
-    until(lambda: "checkpoint committed: checkpoint 4 " in run.text(), why=run.story)
+    # (whichever number it has: the one that was under way when the ps was lost is never committed)
+    until(lambda: "checkpoint committed" in run.text().partition("steps void")[2], why=run.story)
     code, out = run.everstep("stop", str(run.run_dir))
     assert code == 0, out
     assert run.wait() == 0, run.story()

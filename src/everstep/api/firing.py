@@ -95,6 +95,18 @@ class TableFiring:
         self._given.append(optimizer)
         self.optimizers += 1
 
+    def check(self, scaled: bool) -> None:
+        """Raises ScriptError if a table has no optimizer that fires it; ``scaled``: a GradScaler is tracked, which
+        unscales only what an optimizer holds."""
+        free, optimizers = self.free, self.optimizers
+        if free and (scaled or optimizers > 1):
+            why = "a GradScaler is tracked, which unscales only what an optimizer holds"
+            several = f"there are {optimizers} optimizers, so no step() is its own"
+            raise ScriptError(
+                f"table {free[0]!r} is in no optimizer, and {why if scaled else several}: give its weight to the "
+                "optimizer that shall step it (model.parameters() has it after job.sparse)"
+            )
+
     def all_fired(self) -> list[HeldTable]:
         """Return the tables that steps of all optimizers fire."""
         return [held for optimizer in self._given for held in self.fired(optimizer)]

@@ -61,7 +61,8 @@ class GroupTrainer:
         session = Session(seat, self.state, ReplicaKeeper(self.state, seat))
         engine.session = LeadingSession(session, unit) if unit.size > 1 else session
         if spec.ps:
-            tables = engine.tables = session.tables = self.state.rows = GroupTables(seat, self.tables)
+            tables = engine.tables = session.tables = GroupTables(seat, self.tables)
+            self.state.rows = tables.carried
             tables.scale = engine.loss_scale
 
     # ------------------------------------------------------------ facts

@@ -28,6 +28,7 @@ from everstep.net.messages import Declared, Put, RowsPart, Scan, Scanned
 from everstep.tables.client import PsClient, Ticket
 from everstep.tables.prefetch import Predictor, ViewKey, view_key
 from everstep.tables.routing import BatchRows, TableRows, check_vocabulary
+from everstep.tables.stepped_rows import PeekedRows
 from everstep.tables.worker_protocol import RangeWork
 
 _PIECE_BYTES = 8 << 20  # of rows in one Put, Pull or Scan of a whole table
@@ -50,16 +51,6 @@ class Fetched(NamedTuple):
     create: bool
     dense: bool
     added: list[TableRows]
-
-
-class PeekedRows(NamedTuple):
-    """Holds rows that exist: keys int64 [n], values float32 [n, dim], optimizer state float32 [n, floats], and whether
-    what was asked for is in them, bool [n]."""
-
-    keys: NDArray[np.int64]
-    values: NDArray[np.float32]
-    states: NDArray[np.float32]
-    done: NDArray[np.bool_]
 
 
 class BatchItem:

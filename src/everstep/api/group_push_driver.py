@@ -1,0 +1,267 @@
+"""Drives a member's machine of step pushes: what the group owes the ps for committed steps. Mode allreduce.
+
+The links' threads bring answers, the control connection's brings maps, the script's thread waits. The machine is
+touched under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from everstep.allreduce.collective import CollectiveError
+from everstep.allreduce.step import Collective
+from everstep.api.seat import WorkerRuntime
+from everstep.api.tables import TableSet
+from everstep.errors import DeadlineError, EverstepError, InternalError
+from everstep.ids import LeaseNo, ShardKey, Slot
+from everstep.model.group import Group
+from everstep.model.placement import Placement
+from everstep.net.messages import Bad, DataAnswer, LeaseClosed, Moved, Opened, OpenShard, Push, Pushed, RowsPart
+from everstep.tables.client import PsClient, Ticket
+from everstep.tables.inputs import Inputs
+from everstep.tables.routing import BatchRows, HeldRows, Router, TableRows, parts_by_ps
+from everstep.tables.step_pushes import HELD_MAX, Action, Again, Open, Owed, Send, StepPushes, pusher_of
+from everstep.tables.stepped_rows import Stepped, in_intervals
+from everstep.tables.worker_protocol import watermarks_of
+
+GIVE_UP_S = 300.0
+"""So long a ps may take to have its buckets back, before the job is given up."""
+
+_TICK_S = 0.1
+_AGAIN_S = 0.05
+_GAP_S = 60.0  # a ps lacks what is before, and nobody pushes it
+_REST_S = 60.0  # for the rest of an accumulation, when the script is over
+
+
+class _StepSum(HeldRows):
+    """The gradients of one committed step, of all members. They are routed when this member has to push them."""
+
+    def __init__(self, content: list[Stepped], client: PsClient, infos: TableSet) -> None:
+        super().__init__()
+        self._content, self._client, self._tables = content, client, infos
+        self._version = -1
+        self._parts: list[list[RowsPart]] = []
+
+    def parts(self, router: Router) -> list[list[RowsPart]]:
+        """By position of the ps; routed anew by each newer map."""
+        if self._version != router.version:
+            merged = list(self._route(router))
+            rates = {found.table: found.rate for found in self._content}
+            self._parts = parts_by_ps(merged, len(router.slots), grads=True, rates=rates)
+            self._version = router.version
+        return self._parts
+
+    def _route(self, router: Router) -> Iterator[TableRows]:
+        specs = {info.spec.id: info.spec for info in self._tables.infos.values()}
+        batch = BatchRows(self._client.memory, router)
+        self.hold(batch)
+        for found in self._content:
+            routed, inverse, counts = router.route(found.table, found.keys)
+            (rows,) = batch.add([(specs[found.table], routed, counts)], values=False)
+            rows.grads[inverse] = found.grads
+            yield rows
+
+
+class GroupPushDriver:
+    """See the top of this file."""
+
+    def __init__(self, seat: WorkerRuntime, tables: TableSet) -> None:
+        self._seat, self._tables, self.client = seat, tables, seat.client
+        self.pushes = StepPushes(seat.slot, seat.incarnation)
+        self.failure: EverstepError | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._feed = Inputs(self._changed, self._do).feed  # gives the machine an input and does what it wants
+        self._sums: dict[tuple[int, int], _StepSum] = {}  # by step and position
+        self._gap_since = 0.0
+        self.client.on_wait = self._waits_for_rows
+
+    def __repr__(self) -> str:
+        return f"<GroupPushDriver {self.pushes}>"
+
+    # ------------------------------------------------------------ from other threads
+
+    def placed(self, placement: Placement) -> None:
+        owners = set(placement.owner)
+        servers = {p.slot: p.incarnation for p in placement.servers if p.slot in owners}
+        self._feed(lambda: self.pushes.placed(placement.route, servers))
+
+    def fail(self, error: EverstepError) -> None:
+        """Ends whatever waits."""
+        self.client.fail(error)
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _waits_for_rows(self) -> None:
+        """The script waits for rows for long: whoever should have pushed what is before them may be lost."""
+        self._feed(self.pushes.take_over)
+
+    # ------------------------------------------------------------ steps
+
+    def own(self, owed: Owed, content: list[Stepped]) -> None:
+        """``owed`` is to be pushed, once it is known that everybody has it."""
+        parts = in_intervals(owed, content if owed.learns else [])
+        with self._lock:
+            for part, found in parts:
+                self._sums[part.step, part.lo] = _StepSum(found, self.client, self._tables)
+                self.pushes.hold(part)
+
+    def committed(self, step: int, rank: int, size: int, version: int) -> None:
+        """Everybody in the group knows that ``step`` is committed: push this member's part of it. ``version``: of the
+        map that all members had when they exchanged its gradients; -1: they had different ones."""
+        router = self.client.router
+        mine = [ps for i, ps in enumerate(router.slots) if pusher_of(i, size) == rank]
+        route = version if router.version == version else -1
+        self._feed(lambda: self.pushes.committed(step, route, mine))
+
+    def progress(self, step: int) -> tuple[int, int]:
+        """The first step of which this member has not done its part (``step`` where there is none), and the map."""
+        with self._lock:
+            owes = self.pushes.owes_from
+            return step if owes is None else owes, self.client.router.version
+
+    def settled(self, before: int) -> None:
+        """Nobody owes anything of steps below ``before``. Raises InternalError where too many are held."""
+        with self._lock:
+            for owed in self.pushes.settled(before):
+                self._drop(owed)
+            if len(held := {owed.step for owed in self.pushes.held}) > HELD_MAX:
+                raise InternalError(f"{self.pushes!r}: {len(held)} steps are not settled")
+
+    def void(self) -> None:
+        """The state that all held steps led to is lost everywhere, or nobody needs it."""
+        with self._lock:
+            for owed in self.pushes.void():
+                self._drop(owed)
+
+    def flush(self, group: Group, collective: Collective) -> None:
+        self._feed(lambda: self.pushes.entered(group.lease))
+        self._wait(lambda: not self.pushes.owes, collective)
+
+    def push_rest(self, lease: LeaseNo = LeaseNo(0)) -> None:
+        """Behind a loop, where all members do the same: push what is owed. Returns when it is acknowledged."""
+        self._feed(lambda: self.pushes.entered(self.pushes.lease or lease))
+        limit = time.monotonic() + _REST_S
+        with self._changed:  # (stale: somebody in a later group is at the same end)
+            while self.pushes.owes and not self.pushes.stale and time.monotonic() < limit:
+                if self.failure is not None or self.client.failure is not None:
+                    return
+                self._changed.wait(_TICK_S)
+
+    def owes_nothing(self, collective: Collective) -> None:
+        """Wait until nothing is owed. Raises CollectiveError as ``flush`` does."""
+        self._wait(lambda: not self.pushes.owes, collective)
+
+    def open(self, shard: ShardKey, group: Group, collective: Collective) -> list[int]:
+        """Open ``shard`` everywhere under the group's lease; the watermarks of all buckets."""
+        while True:
+            router = self.client.router
+            request = OpenShard(shard, 0, group.lease, router.version)
+            ticket = self.client.everywhere(lambda i, ps, r=request: r, router)  # type: ignore[misc]
+            self._await(ticket, collective)
+            if ticket.moved:
+                continue
+            marks: list[int] = []
+            for ps, answer, _ in ticket.answers:
+                if isinstance(answer, LeaseClosed):
+                    raise CollectiveError(f"ps:{ps} has heard of a later generation than {group.generation}")
+                if not isinstance(answer, Opened):
+                    raise self._refused(ps, answer)
+                marks += watermarks_of(answer)[1]
+            if len(marks) == router.n_buckets:
+                return marks
+            time.sleep(_AGAIN_S)  # buckets are on their way
+
+    # ------------------------------------------------------------ the machine
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action)
+        elif isinstance(action, Open):
+            self._send_open(action)
+        else:
+            self._say_again(action)
+
+    def _send_open(self, action: Open) -> None:
+        router = self.client.router
+        if router.version != self.pushes.route:
+            return  # the machine is about to hear of a newer map, and will say this anew
+
+        def then(answer: DataAnswer, body: memoryview) -> None:
+            if isinstance(answer, Opened | LeaseClosed):
+                ok = isinstance(answer, Opened)
+                self._feed(lambda: self.pushes.opened(action.ps, action.shard, action.life, ok))
+            elif not isinstance(answer, Moved):  # what is owed is said anew by the newer map
+                self.fail(self._refused(action.ps, answer))
+
+        self.client.submit(action.ps, OpenShard(action.shard, 0, action.lease, router.version), then, router)
+
+    def _send(self, action: Send) -> None:
+        router, owed = self.client.router, action.owed
+        held = self._sums.get((owed.step, owed.lo))
+        if held is None or router.version != self.pushes.route:
+            return
+        parts = tuple(held.parts(router)[router.slots.index(action.ps)]) if owed.learns else ()
+        held.sent()
+
+        def then(answer: DataAnswer, body: memoryview) -> None:
+            with self._lock:
+                held.landed()
+            if isinstance(answer, Pushed):
+                if answer.nonfinite >= 0:
+                    self.fail(InternalError(f"ps:{action.ps} found NaN or Inf in step {owed.step}, which is committed"))
+                self._feed(lambda: self.pushes.pushed(action.ps, owed, action.life, answer))
+            elif not isinstance(answer, Moved):
+                self.fail(self._refused(action.ps, answer))
+
+        left_out = action.skipped and (owed.left_out or owed.learns)
+        message = Push(
+            router.version, action.token, parts, True, b"", action.skipped, left_out=left_out, more=action.more
+        )
+        self.client.submit(action.ps, message, then, router)
+
+    def _say_again(self, action: Again) -> None:
+        now = time.monotonic()
+        self._gap_since = self._gap_since or now if self.pushes.gaps > 1 else now
+        if now - self._gap_since > _GAP_S:
+            self.fail(InternalError(f"ps:{action.ps} lacks steps before those that it is sent, and nobody has them"))
+            return
+        self._seat.later(_AGAIN_S, lambda: self._feed(lambda: self.pushes.again(action.ps, action.life)))
+
+    def _refused(self, ps: Slot, answer: DataAnswer) -> EverstepError:
+        return InternalError(f"ps:{ps} refused: {answer.error if isinstance(answer, Bad) else repr(answer)}")
+
+    def _drop(self, owed: Owed) -> None:
+        held = self._sums.pop((owed.step, owed.lo), None)
+        if held is not None:
+            held.settle()
+
+    # ------------------------------------------------------------ waiting
+
+    def _wait(self, done: Callable[[], bool], collective: Collective) -> None:
+        """Raises CollectiveError where the group is broken, or a later one is out, before ``done``."""
+        limit = time.monotonic() + GIVE_UP_S
+        with self._changed:
+            while not done():
+                if (failure := self.failure or self.client.failure) is not None:
+                    raise failure
+                why = getattr(collective, "broken", "")
+                if why or self.pushes.stale:
+                    raise CollectiveError(f"the group is broken: {why or 'a later generation is at the ps'}")
+                if time.monotonic() > limit:
+                    raise DeadlineError(
+                        f"{self.pushes!r}: not acknowledged for {GIVE_UP_S:g} s: see the logs of the ps"
+                    )
+                self._changed.wait(_TICK_S)
+
+    def _await(self, ticket: Ticket, collective: Collective) -> None:
+        def landed() -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        ticket.then(landed)
+        self._wait(lambda: ticket.ready, collective)
+        ticket.wait()
