@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from everstep.api.renamed_job_names import RenamedJobNames
 from everstep.api.seat import WorkerRuntime
 from everstep.api.sparse import InitChoice, LifeCycle, Only, swap
 from everstep.api.trainer import Trainer, trainer_for
 from everstep.brain.events import Fenced, OnceAsked, Refused, Yes
-from everstep.config.renamed import renamed_line
 from everstep.config.spec import JobSpec
 from everstep.data.loader import Loader
 from everstep.errors import DeadlineError, EverstepError, FencedError, ScriptError
@@ -82,12 +81,7 @@ def join(
     return _job
 
 
-def _renamed(old: str, new: str) -> None:
-    """Say in one line, once for each place in the script, that a name of ``Job`` has changed."""
-    warnings.warn(renamed_line(old, new), FutureWarning, stacklevel=3)
-
-
-class Job:
+class Job(RenamedJobNames):
     """Is what a script touches. Made by ``join``."""
 
     def __init__(self, seat: WorkerRuntime, trainer: Callable[[WorkerRuntime], Trainer] = trainer_for) -> None:
@@ -133,19 +127,12 @@ class Job:
         not do it."""
         if not isinstance(key, str) or not key:
             raise ScriptError(f"job.once({key!r}): a key is a text, e.g. 'upload'")
-        first = self._ask_once(key, done=False)
+        self._engine.clock.touch()
+        first = _ask_once(self._seat, key, done=False)
         yield first
         if first:
-            self._ask_once(key, done=True)
-
-    def _ask_once(self, key: str, done: bool) -> bool:
-        self._engine.clock.touch()
-        answer = self._seat.call(OnceAsked(key, done), _MASTER_S)
-        if isinstance(answer, Refused):
-            raise ScriptError(answer.error)
-        if isinstance(answer, Fenced):
-            raise FencedError(answer.reason)
-        return isinstance(answer, Yes) and answer.yes
+            self._engine.clock.touch()
+            _ask_once(self._seat, key, done=True)
 
     @property
     def device(self) -> torch.device:
@@ -170,24 +157,6 @@ class Job:
         job.replicate and before the optimizer is made. It has one process if the job has no
         ``--processes-per-worker``. Raises ScriptError in mode ps."""
         return self._trainer.mesh()
-
-    @property
-    def shards(self) -> int:
-        """Is ``processes_per_worker`` under its old name, and says so."""
-        _renamed("job.shards", "job.processes_per_worker")
-        return self.processes_per_worker
-
-    @property
-    def shard(self) -> int:
-        """Is ``process_index`` under its old name, and says so."""
-        _renamed("job.shard", "job.process_index")
-        return self.process_index
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """Is ``device_mesh`` under its old name, and says so."""
-        _renamed("job.shard_mesh", "job.device_mesh")
-        return self.device_mesh
 
     def digest(self) -> str:
         """Return a digest of everything that is trained (parameters, buffers, optimizers, tracked objects), exactly:
@@ -297,7 +266,7 @@ class Job:
         ``state_dict`` and ``load_state_dict``. Mode allreduce: new workers get it, checkpoints have it, and a step that
         is done again finds it as it was. Mode ps: a scheduler that is stepped in the loop counts the job's steps,
         whichever worker does them; of others nothing."""
-        if self._in_loop():
+        if self._engine.in_loop:
             raise ScriptError("job.track inside of job.steps(): call it before the loop")
         self._trainer.track(objects)
 
@@ -324,15 +293,8 @@ class Job:
         loader = Loader(source, batch_size, epochs=epochs, **{"seed": self.seed, **options})
         # Alone, what a dataset draws comes from the script's own streams, as it does in plain PyTorch.
         loader.apart = not self._seat.embedded or self._seat.prefetch > 0 or self.spec.logical_workers > 0
-        hashed = getattr(loader.source, "hashed", ())  # (a source of the script's own need not have it)
-        if hashed and self.slot == 0:
-            names = ", ".join(map(repr, hashed))
-            print(
-                f"everstep: text of column {names} comes as int64 keys, a hash of each value: say dtypes={{...: "
-                "'hash'}} if "
-                "that is meant, or 'str' for a list of the text itself",
-                flush=True,
-            )
+        if self.slot == 0:
+            _tell_hashed(loader)
         return loader
 
     def steps(self, loader: Loader) -> Iterator[Any]:
@@ -354,14 +316,11 @@ class Job:
                 self._engine.values[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
             except (TypeError, ValueError, RuntimeError):
                 raise ScriptError(f"job.report({name}=...): not one number but {type(value).__name__}") from None
-        if not self._in_loop() and not self._engine.failure:  # outside of the loop no beat may follow
+        if not self._engine.in_loop and not self._engine.failure:  # outside of the loop no beat may follow
             try:
                 self._seat.call(messages.ValuesReported(dict(self._engine.values)), 30.0)
             except DeadlineError as error:  # not worth failing a finished training for
                 print(f"everstep: {', '.join(values)} could not be reported: {error}", file=sys.stderr, flush=True)
-
-    def _in_loop(self) -> bool:
-        return self._engine.in_loop
 
     def log(self, *words: Any) -> None:
         """Print a line, with the worker's name where there are several."""
@@ -388,14 +347,7 @@ class Job:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what ``state_dict`` returned, before the first batch."""
         self._trainer.check_load()
-        models = state["models"] if "models" in state else [state["model"]] if "model" in state else None
-        if models is None:
-            raise ScriptError(
-                f"job.load_state_dict: no key 'models' or 'model', as job.state_dict() has them, but {', '.join(state)}"
-            )
-        if len(models) != len(self._models):
-            raise ScriptError(f"the state is of {len(models)} models, this script has {len(self._models)}")
-        for model, values in zip(self._models, models, strict=True):
+        for model, values in zip(self._models, _models_of(state, len(self._models)), strict=True):
             model.load_state_dict(values)
         self._trainer.load_state_dict(state)
 
@@ -424,16 +376,57 @@ class Job:
         )
 
     def _at_exit(self) -> None:
-        failed = last_error()
-        mistake = None if failed else self.never_took_a_batch()
-        try:
-            self.close()
-        except EverstepError as error:
-            mistake = mistake or error  # type: ignore[assignment]
+        mistake = _leave(self)
         if mistake is not None and self._seat.embedded:
             print(f"everstep: {mistake}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(mistake.exit_code)
+
+
+def _leave(job: Job) -> EverstepError | None:
+    """Close ``job`` when its interpreter ends. Return what went wrong in that, or the script's mistake."""
+    mistake: EverstepError | None = None if last_error() else job.never_took_a_batch()
+    try:
+        job.close()
+    except EverstepError as error:
+        return mistake or error
+    return mistake
+
+
+def _ask_once(seat: WorkerRuntime, key: str, done: bool) -> bool:
+    """Ask the master whether this worker is the one that does ``key``, or tell it that this is done."""
+    answer = seat.call(OnceAsked(key, done), _MASTER_S)
+    if isinstance(answer, Refused):
+        raise ScriptError(answer.error)
+    if isinstance(answer, Fenced):
+        raise FencedError(answer.reason)
+    return isinstance(answer, Yes) and answer.yes
+
+
+def _tell_hashed(loader: Loader) -> None:
+    """Print which columns of text come as keys."""
+    hashed = getattr(loader.source, "hashed", ())  # (a source of the script's own need not have it)
+    if hashed:
+        names = ", ".join(map(repr, hashed))
+        print(
+            f"everstep: text of column {names} comes as int64 keys, a hash of each value: say dtypes={{...: "
+            "'hash'}} if "
+            "that is meant, or 'str' for a list of the text itself",
+            flush=True,
+        )
+
+
+def _models_of(state: dict[str, Any], count: int) -> list[Any]:
+    """Return the states of ``count`` models in ``state``. Raises ScriptError where it has others."""
+    models = state["models"] if "models" in state else [state["model"]] if "model" in state else None
+    if models is None:
+        raise ScriptError(
+            f"job.load_state_dict: no key 'models' or 'model', as job.state_dict() has them, but {', '.join(state)}"
+        )
+    if len(models) != count:
+        raise ScriptError(f"the state is of {len(models)} models, this script has {count}")
+    found: list[Any] = list(models)
+    return found
 
 
 def _keep_memory() -> None:
