@@ -44,6 +44,7 @@ class GroupAskers(GroupPart):
             ask.synced = known.synced
             ask.leaving = known.leaving if self.facts.member(seat) or seat.stopping else LeaveReason.STAYS
         books.asked[m.slot] = ask
+        books.passed.pop(m.slot, None)  # (the loop whose end it had was not the last one)
         return None
 
     def over_for(self, seat: SlotRecord, e: GroupAsked) -> bool:
