@@ -756,6 +756,7 @@ class Worker(Child):
         self.leaves_out = not scenario.mirrors and not scenario.ps_restarts
         self.kept: list[tuple[RangeWork, bool]] = []  # the script is through with it, and has not stepped; learnt
         self.queue: list[RangeWork] = []
+        self.opened_anew = False  # a shard, while work is in the queue
         self.depth = rng.randint(1, 2)
         self.busy = False
         self.leaving = False
@@ -859,6 +860,7 @@ class Worker(Child):
     ) -> None:
         self.stamps[ps] = self.kernel.now
         self.act(self.protocol.opened(ps, lease, incarnation, buckets, marks))
+        self.opened_anew = bool(self.queue)
         self.pump()
 
     def on_closed(self, ps: Slot, lease: LeaseNo) -> None:
@@ -896,7 +898,9 @@ class Worker(Child):
             self.act(protocol.more())
         gate = self.gate
         if gate is not None:
-            if gate.sync and queue and rng.random() < 0.05 and protocol.put_back(queue[-1]):
+            often = 0.6 if self.opened_anew else 0.05  # (its buckets may be others than when it was handed out)
+            if gate.sync and queue and rng.random() < often and protocol.put_back(queue[-1]):
+                self.opened_anew = False
                 queue.pop()  # it will be cut anew: shares are others now
                 protocol.set_batch_samples(rng.randint(*self.sim.scenario.batch))
                 self.later(0.01, self.pump)
