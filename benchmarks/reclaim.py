@@ -1,0 +1,141 @@
+"""Recorded reclaims on real processes: agents are killed as a cloud took its machines; with notice and without.
+
+Each job has one machine that stays (master, ps, a worker) and up to three that come and go as in a recording of AWS
+(``traces/spot/us-west-2c_v100_1.json.gz``), played 60 times as fast, with pauses cut to 15 s (quick: 12 s). Notices,
+starts and recovery take real seconds. A job trains until so many machines were taken back, then to its end.
+
+``exact``: share of jobs whose audit says that every sample counted exactly once. ``empty_s``: from a notice until no
+process runs on the node. ``goodput``: as ``everstep cost`` has it. It counts starts against machines that live for
+seconds, so it says how the two sides compare, not what a real job would have.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks._jobs import Job
+from benchmarks._measure import ROOT, Result, median, p95, say, spread
+from everstep.brain.events import CapacityChanged, Event, ProcessExited
+from everstep.cli.replay import JOURNAL_FILE
+from everstep.ids import NodeId
+from everstep.model.capacity import CapacityStep
+from everstep.monitor.audit import audit
+from everstep.monitor.spending import read_spending
+from everstep.storage.journal import read_journal
+
+TRACE = ROOT / "benchmarks" / "traces" / "spot" / "us-west-2c_v100_1.json.gz"
+LEAD_S = 5.0
+LIMIT_S = 900.0
+LOOK_S = 0.5
+SCRIPT = """
+import os, time
+import numpy as np, torch
+import everstep as es
+from torch import nn
+
+job = es.join()
+rng = np.random.default_rng(0)
+ids = rng.integers(0, 5000, (4000, 4))
+data = {{"ids": ids, "label": (ids.sum(1) % 2).astype(np.float32)}}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(5000, 16, mode="sum")
+        self.top = nn.Linear(16, 1)
+    def forward(self, b):
+        return self.top(self.bag(b["ids"])).squeeze(1)
+
+model = job.replicate(job.sparse(Net()))
+opt = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+for batch in job.steps(job.loader(data, batch_size=100, epochs={epochs})):
+    loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
+    opt.zero_grad(); loss.backward(); opt.step()
+    if not os.path.exists({hurry!r}):
+        time.sleep(0.3)
+"""
+MODES = {"ps": ["--ps", "2", "--parity", "1+1"], "hybrid": ["--mode", "allreduce", "--ps", "1"]}
+
+
+def _events(run_dir: Path) -> list[Event]:
+    return [event for _, event, _ in read_journal(run_dir / JOURNAL_FILE)]
+
+
+def _taken_back(run_dir: Path) -> int:
+    facts = (event.fact for event in _events(run_dir))
+    return sum(isinstance(fact, CapacityChanged) and fact.step is CapacityStep.TAKEN_BACK for fact in facts)
+
+
+def _empty_s(events: list[Event]) -> list[float]:
+    """Seconds from each notice until the last process of its node had ended, if it did before the machine went."""
+    warned: dict[NodeId, float] = {}
+    last: dict[NodeId, float] = {}
+    out = []
+    for event in events:
+        fact = event.fact
+        if isinstance(fact, CapacityChanged) and fact.step is CapacityStep.WARNED:
+            warned[fact.node] = event.at
+        elif isinstance(fact, CapacityChanged) and fact.node in warned:
+            since = warned.pop(fact.node)
+            if fact.node in last:
+                out.append(last.pop(fact.node) - since)
+        elif isinstance(fact, ProcessExited) and event.sender.node in warned:
+            last[event.sender.node] = event.at
+    return out
+
+
+def _job(home: Path, mode: str, lead_s: float, quiet_s: float, reclaims: int) -> tuple[int, bool, float, list[float]]:
+    """Reclaims, whether the audit says exactly once, goodput, and the times until nodes were empty."""
+    home.mkdir()
+    script, hurry = home / "train.py", home / "hurry"
+    script.write_text(SCRIPT.format(hurry=str(hurry), epochs=8 * reclaims))
+    played = ["--speed", "60", "--quiet", f"{quiet_s:g}s", "--lead", f"{lead_s:g}s", "--capacity-nodes", "3"]
+    flags = ["run", "--workers", "1", *MODES[mode], "--capacity", f"trace:{TRACE}", *played, "--no-display"]
+    job = Job(home, flags, [str(script)], LIMIT_S)
+    try:
+        job.wait_for(job.status)
+        job.wait_for(lambda: time.sleep(LOOK_S) or _taken_back(job.run_dir) >= reclaims)
+        before = read_spending(_events(job.run_dir)).goodput() or 0.0
+        hurry.touch()
+        job.finish()
+        report = audit(job.run_dir)
+        events = _events(job.run_dir)
+        return _taken_back(job.run_dir), report.ok and bool(report.finished), before, _empty_s(events)
+    finally:
+        job.close()
+
+
+def run(quick: bool) -> Result:
+    """Both modes, with notice and without."""
+    reclaims, quiet_s = (6, 12.0) if quick else (50, 15.0)
+    modes = ["ps"] if quick else list(MODES)
+    seen, exact, empty = 0, [], []
+    goodput: dict[str, list[float]] = {"notice": [], "none": []}
+    with tempfile.TemporaryDirectory(prefix="everstep-reclaim-") as folder:
+        for mode in modes:
+            for side, lead_s in (("notice", LEAD_S), ("none", 0.0)):
+                home = Path(folder) / f"{mode}-{side}"
+                found, ok, share, waits = _job(home, mode, lead_s, quiet_s, reclaims)
+                say(f"{mode}, {side}: {found} reclaims, exact {ok}, goodput {share:.3f}, empty after {waits}")
+                seen, empty = seen + found, [*empty, *waits]
+                exact.append(float(ok))
+                goodput[side].append(share)
+    figures = {
+        "reclaims": float(seen),
+        "exact": sum(exact) / len(exact),
+        "empty_s": p95(empty) if empty else 0.0,
+        "goodput_notice": median(goodput["notice"]),
+        "goodput_none": median(goodput["none"]),
+    }
+    return {
+        "figures": figures,
+        "aims": {"exact": "1.0", "empty_s": f"p95 < {LEAD_S:g}"},
+        "holds": {"exact": figures["exact"] == 1.0, "empty_s": figures["empty_s"] < LEAD_S},
+        "spread": {
+            "empty_s": spread(empty) if empty else (0.0, 0.0),
+            "goodput_notice": spread(goodput["notice"]),
+            "goodput_none": spread(goodput["none"]),
+        },
+    }
