@@ -99,6 +99,9 @@ class EndingConcern(Concern):
                 error = f"the result is lost: {what}, {MAX_RERUNS + 1} times; everstep resume goes on from here"
                 return [*out, self.fail(RESULT_LOST, error)]
             self.checkpoints.not_the_end()
+            for slot, seat in self.members.workers.items():
+                if slot < self.job.workers_wanted and not (seat.running or seat.drained):
+                    seat.waiting = True  # (lost at the end, and not started again: nothing was left to do)
         if not self.state.protection.gone:
             out += self.concerns.processes.fill(at)
         return out
