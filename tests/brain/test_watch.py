@@ -21,7 +21,7 @@ from everstep.brain.events import (
 )
 from everstep.brain.watch import TICK_S, HeartbeatWatch, WatchEvent
 from everstep.config.spec import JobSpec
-from everstep.ids import Incarnation, NodeId, Slot
+from everstep.ids import Incarnation, LeaseNo, NodeId, ShardKey, Slot
 from everstep.model.member import Address, MemberKey, Role
 from everstep.model.shard import ShardSchedule
 
@@ -313,3 +313,18 @@ def test_forget_stops_the_clock() -> None:
     watch.heard(W0, ONE, 0.0)
     watch.forget(W0, ONE)
     assert [e for n in range(60) for e in watch.tick(n * TICK_S)] == []
+
+
+def test_a_worker_that_waits_for_others_keeps_only_the_leases_that_it_tells_of() -> None:
+    """Of another one, the answer that granted it was lost."""
+    watch, told, unknown = HeartbeatWatch(SPEC), LeaseNo(1), LeaseNo(2)
+    watch.granted(told, ShardKey(0), 0, 0.0)
+    watch.granted(unknown, ShardKey(1), 0, 0.0)
+    events: list[WatchEvent] = []
+    for n in range(int(2.5 * SPEC.lease_s / TICK_S)):
+        at = n * TICK_S
+        watch.heard(W0, ONE, at, ((told, 0),))
+        watch.excuse(told, at)
+        watch.excuse(unknown, at)
+        events += watch.tick(at)
+    assert [event.lease for event in events if isinstance(event, LeaseExpired)] == [unknown]

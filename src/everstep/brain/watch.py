@@ -77,9 +77,13 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class _Progress(msgspec.Struct):
+    """What is known of a lease. ``at``: of its last progress; ``named``: when it began, or its worker last told of
+    it."""
+
     shard: ShardKey
     position: int
     at: float
+    named: float
 
 
 class HeartbeatWatch:
@@ -128,7 +132,10 @@ class HeartbeatWatch:
         moved = False
         for no, position in progress:
             known = self._leases.get(no)
-            if known is not None and position != known.position:
+            if known is None:
+                continue
+            known.named = max(known.named, at)
+            if position != known.position:
                 known.position, known.at = position, at
                 moved = True
         if moved:  # leases held ahead wait for their turn: a worker that gets on keeps them
@@ -188,15 +195,17 @@ class HeartbeatWatch:
 
     def granted(self, no: LeaseNo, shard: ShardKey, start: int, at: float) -> None:
         """A lease begins; its clock runs from ``at``."""
-        self._leases.setdefault(no, _Progress(shard, start, at))
+        self._leases.setdefault(no, _Progress(shard, start, at, at))
 
     def ended(self, no: LeaseNo) -> None:
         """A lease is over (done, returned, revoked)."""
         self._leases.pop(no, None)
 
     def excuse(self, no: LeaseNo, at: float) -> None:
-        """It makes no progress because its worker has to wait for others."""
-        if (known := self._leases.get(no)) is not None:
+        """It makes no progress because its worker has to wait for others. One that its worker does not tell of is not
+        excused: the answer that granted it was lost, and nobody would ever take it up."""
+        known = self._leases.get(no)
+        if known is not None and at - known.named < self.spec.lease_s:
             known.at = max(known.at, at)
 
     def waits(self, slot: Slot, at: float) -> None:
@@ -264,7 +273,7 @@ class HeartbeatWatch:
         for held in brain.leases.values():
             current.add(held.no)
             if held.no not in self._leases:
-                self._leases[held.no] = _Progress(held.shard, held.start, at)
+                self._leases[held.no] = _Progress(held.shard, held.start, at, at)
         if len(current) != len(self._leases):
             for no in [no for no in self._leases if no not in current]:
                 del self._leases[no]
@@ -333,4 +342,4 @@ class HeartbeatWatch:
         for ear in self._nodes.values():
             ear.at = later(ear.at)
         for lease in self._leases.values():
-            lease.at = later(lease.at)
+            lease.at, lease.named = later(lease.at), later(lease.named)
