@@ -44,7 +44,7 @@ class BatchReader:
         return self._read() if self._thread is None else self._from_thread()
 
     def taken(self) -> None:
-        """The script has taken a batch, or it was given up: one more may be pulled ahead."""
+        """The script has taken a batch: one more may be pulled ahead."""
         self._permits.release()
 
     def wanted(self, item: BatchItem) -> bool:
@@ -54,8 +54,7 @@ class BatchReader:
         with driver.lock:
             if driver.protocol.current(work):
                 return True
-            item.close()
-            self._permits.release()
+            self._give_up(item)
             driver.feed(lambda: driver.protocol.computed(work))
             return False
 
@@ -63,19 +62,14 @@ class BatchReader:
         """Sync: a step was cut off in front of this batch, which belongs to the next one. The batch is handed out
         again, so that it begins with that step, and its rows are pulled when the step before it is applied. Raises the
         failure."""
-        work, driver = item.work, self._driver
-        assert work is not None
-        with driver.lock:
-            while not driver.protocol.put_back(work):  # (its lease is being opened again)
-                driver.ending.check()
-                if driver.ending.stopping:
-                    break
-                if not driver.protocol.current(work):
-                    driver.feed(lambda: driver.protocol.computed(work))
-                    break
-                driver.changed.wait(0.2)
+        assert item.work is not None
+        self._waits.put_back(item.work)
+        self._give_up(item)
+
+    def _give_up(self, item: BatchItem) -> None:
+        """The script does not get this batch: one more may be pulled ahead."""
         item.close()
-        self._permits.release()
+        self.taken()
 
     def stop(self) -> None:
         """The loop is over: no work is taken any more."""

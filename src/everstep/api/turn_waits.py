@@ -114,6 +114,20 @@ class TurnWaits:
         protocol.set_batch_samples(wanted)
         return False
 
+    def put_back(self, work: RangeWork) -> None:
+        """Sync: ``work`` begins with the next step of the job, and is handed out again. Wait while its lease is being
+        opened. Raises the failure."""
+        driver = self._driver
+        with driver.lock:
+            while not driver.protocol.put_back(work):
+                self._ending.check()
+                if self._ending.stopping:
+                    return
+                if not driver.protocol.current(work):
+                    driver.feed(lambda: driver.protocol.computed(work))
+                    return
+                driver.changed.wait(_TICK_S)
+
     def behind_loop(self, work: RangeWork) -> None:
         """Sync: a step behind the loop belongs to the next step of the job, too. Wait until that may begin."""
         driver, gate = self._driver, self._admission.gate
