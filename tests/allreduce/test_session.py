@@ -227,6 +227,10 @@ class World:
             assert time.monotonic() < end, {s: (m.session, m.outcomes[-3:], m.ended) for s, m in self.members.items()}
             time.sleep(0.005)
 
+    def connected(self, group: Group, *members: Member) -> None:
+        """These are about to go over to ``group``. (On a slow machine they could be through with all steps before.)"""
+        self.wait(lambda: all(group.generation in m.session.machine._ready for m in members))
+
     def reached(self, step: int, *slots: int) -> None:
         self.wait(lambda: all(self.members[s].state.mark.step >= step for s in slots))
 
@@ -333,7 +337,7 @@ def test_a_newcomer_enters_at_a_vote_and_nothing_is_done_again(world: World) -> 
     world.publish(0, 1)
     world.reached(8, 0, 1)
     (c,) = world.start(2)
-    world.publish(0, 1, 2)
+    world.connected(world.publish(0, 1, 2), a, b)
     for m in (a, b):
         m.go.set()
     world.end(0, 1, 2)
@@ -351,7 +355,7 @@ def test_what_a_script_does_between_loops_is_not_done_again_by_who_copied_it(wor
     world.publish(0, 1)
     world.reached(a.hold_at, 0, 1)
     (c,) = world.start(2)
-    world.publish(0, 1, 2)
+    world.connected(world.publish(0, 1, 2), a, b)
     for m in (a, b):
         m.go.set()
     world.end(0, 1, 2)

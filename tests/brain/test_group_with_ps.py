@@ -26,6 +26,8 @@ from everstep.brain.events import (
     PublishPlacement,
     Reply,
     StartProcess,
+    StepsCommitted,
+    StopAsked,
     StopProcess,
     Welcome,
     by_ps,
@@ -33,7 +35,7 @@ from everstep.brain.events import (
 )
 from everstep.config.spec import JobSpec
 from everstep.ids import BucketId, Incarnation, NodeId, Slot
-from everstep.model.group import Mark
+from everstep.model.group import Committed, Group, Mark
 from everstep.model.image import BucketImage, Holdings, ImageFile, Manifest
 from everstep.model.member import Address, Role
 from everstep.model.reasons import Arrival, CheckpointReason, LeaveReason
@@ -217,3 +219,57 @@ def test_buckets_that_go_back_while_scripts_end_take_back_also_who_had_ended() -
     out = [*job.ask(0), *job.ask(1)]
     group = next(i for i in out if isinstance(i, PublishGroup)).group
     assert (group.begin, group.restore, group.size) == (Mark(3, 0, 0, 50), 1, 2)
+
+
+def stopping(job: Tables) -> Group:
+    """The group of a job that trained, and is asked to stop."""
+    job.commit(0, 2, 0, 0, 40)
+    out = job.say(Event(0.0, StopAsked("everstep stop", True)))
+    group = next(i for i in out if isinstance(i, PublishGroup)).group
+    assert group.hold and group.size == 2 and not job.brain.job.over
+    return group
+
+
+def test_a_job_that_stops_holds_its_group_so_that_its_last_checkpoint_is_of_one_step() -> None:
+    job = Tables()
+    group = stopping(job)
+    assert not job.brain.groups.at_rest, "members train on until they have changed over"
+    before = Committed(group.generation - 1, 3, 3, 0, 0, 40, 50)
+    job.say(Event(0.0, StepsCommitted((before,)), by_worker(Slot(0), Incarnation(1))))
+    assert not job.brain.groups.at_rest
+    job.say(Event(0.0, GroupSynced(group.generation), by_worker(Slot(1), Incarnation(1))))
+    assert job.brain.groups.at_rest
+    job.written(Mark(4, 0, 0, 50))
+    job.images(0, 50)
+    assert any(isinstance(i, CommitManifest) for i in job.images(1, 50))
+    out = job.say(Event(0.0, CheckpointCommitted(1)))
+    assert [i.exit_code for i in out if isinstance(i, FinishJob)] == [0]
+
+
+def test_a_loss_while_a_job_comes_to_rest_is_waited_for_in_the_next_group() -> None:
+    job = Tables(msgspec.structs.replace(SPEC, workers=2))
+    stopping(job)
+    group = next(i for i in job.kill(0) if isinstance(i, PublishGroup)).group
+    assert group.hold and group.size == 1 and not job.brain.groups.at_rest
+    job.hire(0)
+    job.ask(0)
+    out = job.say(Event(0.0, GroupSynced(group.generation), by_worker(Slot(0), Incarnation(2))))
+    assert not any(isinstance(i, PublishGroup) for i in out), "a newcomer is of no use any more"
+    job.say(Event(0.0, GroupSynced(group.generation), by_worker(Slot(1), Incarnation(1))))
+    assert job.brain.groups.at_rest
+
+
+def test_a_job_whose_data_ends_while_it_comes_to_rest_is_not_held() -> None:
+    job = Tables()
+    stopping(job)
+    job.commit(3, 5, 0, 40, 100)
+    out = job.commit(6, 11, 1, 0, 100)
+    assert next(i for i in out if isinstance(i, PublishGroup)).group.hold == ""
+    assert job.brain.groups.at_rest, "the last step is one moment for both"
+
+
+def test_without_tables_on_the_ps_a_job_trains_while_its_last_checkpoint_is_written() -> None:
+    job = Script()
+    job.commit(0, 2, 0, 0, 40)
+    out = job.say(Event(0.0, StopAsked("everstep stop", True)))
+    assert not any(isinstance(i, PublishGroup) for i in out) and job.brain.groups.at_rest

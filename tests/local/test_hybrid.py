@@ -10,8 +10,10 @@ import os
 import signal
 
 import pytest
+import torch
 from local_jobs import until
 from replica_jobs import EXAMPLES, KILL, ReplicaRun
+from safetensors.torch import load_file
 
 from everstep.model.member import Role
 from everstep.monitor.audit import audit
@@ -129,3 +131,18 @@ def test_it_goes_back_to_a_checkpoint_as_a_whole_and_goes_on_from_one(run: Hybri
     assert code == 0 and "counted right" in (run.folder / "on" / "logs" / "worker-0.log").read_text(), out
     report = audit(run.folder / "on")
     assert report.ok and report.finished, report.text()
+
+
+@pytest.mark.slow
+def test_the_model_of_a_job_that_is_stopped_is_of_one_step(run: HybridRun) -> None:
+    """Every sample that the dense part has had is in the tables, and no other: row r has gained 1.0 for each time."""
+    run.write(rows=1600, epochs=5000, pause_s=0.0)
+    run.train(2, "--strategy", "fixed", "--ps", "2")
+    run.trained(1000)
+    code, out = run.everstep("stop", str(run.run_dir))
+    assert code == 0, out
+    assert run.wait() == 0, run.story()
+    dense = torch.load(run.run_dir / "model" / "training.pt", weights_only=True)
+    counts = load_file(run.run_dir / "model" / "tables" / "counts.safetensors")["values"]
+    had = dense["epoch"] * run.rows + dense["position"]
+    assert had == dense["step"] * 200 and abs(float(counts.sum()) - had) < 0.5, (float(counts.sum()), had)

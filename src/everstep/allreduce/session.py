@@ -528,6 +528,13 @@ class Session:
                 continue
             if not group.hold:
                 return group, collective, rank
+            if self.tables is not None:
+                try:
+                    if self.tables.rest(group, collective, self.state.mark):
+                        self._settle(self.state.mark.step)
+                except CollectiveError:
+                    self._broken_collective(collective)
+                    continue
             with self._changed:  # (who is to leave may have the only state: it is let go as soon as it is not)
                 self._check()
                 if self.machine.entry is None and self.machine.whole:
@@ -968,7 +975,9 @@ class Session:
         now on, and need not wait for the group's first step."""
         with self._changed:
             group = self.machine.present
-            if group is None or not self._met or group.generation == self._said_met or group.size == 1:
+            if group is None or not self._met or group.generation == self._said_met:
+                return
+            if group.size == 1 and not group.hold:
                 return
             if self.commits.confirmed < self._met_at - 1:
                 return

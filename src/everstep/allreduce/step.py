@@ -144,6 +144,11 @@ class StepTables(Protocol):
         where the group broke meanwhile."""
         ...
 
+    def rest(self, group: Group, collective: Collective, mark: Mark) -> bool:
+        """The group is on hold, and every member calls this now and then: what it owes to the ps goes there. Whether
+        all ps have all steps before ``mark``, so that a checkpoint has the tables of its step."""
+        ...
+
     def flush(self, group: Group, collective: Collective) -> None:
         """Return when this member owes nothing to any ps. Raises CollectiveError as above."""
         ...

@@ -137,8 +137,12 @@ class GroupPushDriver:
             for owed in self.pushes.void():
                 self._drop(owed)
 
-    def flush(self, group: Group, collective: Collective) -> None:
+    def enter(self, group: Group) -> None:
+        """All that this member holds is committed, as the members of ``group`` know: push it."""
         self._feed(lambda: self.pushes.entered(group.lease))
+
+    def flush(self, group: Group, collective: Collective) -> None:
+        self.enter(group)
         self._wait(lambda: not self.pushes.owes, collective)
 
     def push_rest(self, lease: LeaseNo = LeaseNo(0)) -> None:

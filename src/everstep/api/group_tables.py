@@ -87,9 +87,7 @@ class GroupTables:
     # ------------------------------------------------------------ between two steps
 
     def survey(self, group: Group, collective: Collective, mark: Mark, cut: StepCut) -> int:
-        if self._origin != group.origin:
-            self._origin = group.origin
-            self._driver.void()
+        self._follow(group)
         self._show_since(table_shard(mark.dataset, mark.epoch), mark.position)
         where = collective, mark.dataset, cut.epoch
         if where == self._surveyed and cut.lo != self._stop:
@@ -118,11 +116,31 @@ class GroupTables:
             self.flush(group, collective)
         return self._stop
 
-    def _show_since(self, shard: ShardKey, position: int) -> None:
-        """Rows to train with are those with all steps before ``position``, as far as these are not held back."""
+    def _follow(self, group: Group) -> None:
+        """What is owed belongs to the line of states of ``group``; what belongs to another one is owed no more."""
+        if self._origin != group.origin:
+            self._origin = group.origin
+            self._driver.void()
+
+    def rest(self, group: Group, collective: Collective, mark: Mark) -> bool:
+        self._follow(group)
+        if self.pushed < mark.step:
+            self._driver.enter(group)
+            shard, position = self._consumed(table_shard(mark.dataset, mark.epoch), mark.position)
+            if position and min(self._driver.open(shard, group, collective)) < position:
+                return False
+            self.pushed = mark.step
+        return True
+
+    def _consumed(self, shard: ShardKey, position: int) -> tuple[ShardKey, int]:
+        """The first place whose gradients no step has consumed: ``position``, or where what is held back begins."""
         shards = self.carried.held_back.shards
         of = shards[0] if shards else shard
-        self.tables.since = (of, self.carried.held_back.begin(of, position))
+        return of, self.carried.held_back.begin(of, position)
+
+    def _show_since(self, shard: ShardKey, position: int) -> None:
+        """Rows to train with are those with all steps before ``position``, as far as these are not held back."""
+        self.tables.since = self._consumed(shard, position)
 
     def _cut_held_back(self, mark: Mark, lr_factor: float) -> None:
         """Some buckets have samples already whose gradients are carried: a line of states that is over has consumed

@@ -34,7 +34,7 @@ class GroupState(StrEnum):
     LOST = "lost"  # nobody has its state for certain; a new line begins, from a checkpoint or from nothing
     CHANGING = "changing"  # a generation was published, and its members have not met
     TRAINING = "training"
-    HELD = "on_hold"  # too few members to train
+    HELD = "on_hold"  # too few members to train, or the job stops
     DONE = "done"  # all steps are committed
 
 
@@ -65,7 +65,7 @@ SLOT_TRANSITIONS: Final[Mapping[SlotState, Mapping[SlotState, str]]] = {
 _CHANGES: Final = {
     G.LOST: "nobody is left who has the state",
     G.DONE: "the last step is committed",
-    G.HELD: "too few members are left",
+    G.HELD: "too few members are left, or the job stops",
 }
 _PUBLISHED: Final = "the next generation is published"
 

@@ -165,7 +165,10 @@ class CheckpointKeeper:
         return too_large(total) if self._limit and total > self._limit else ""
 
     def _order_replica(self, number: int, at: float) -> None:
-        """To the leader of the group: any member could, and this one has had the state for longest."""
+        """To the leader of the group: any member could, and this one has had the state for longest. While the group
+        comes to rest it is not ordered yet."""
+        if not self._brain.groups.at_rest:
+            return
         if self._asked != number:
             self._batches_then = self._brain.state.groups.step
         self._asked, self._asked_at = number, at

@@ -37,7 +37,7 @@ class Generations(GroupPart):
         members = group.members if group is not None else ()
         staying = [m for m in members if self.facts.living(m.slot, m.incarnation) is not None]
         lost = [m for m in members if self.facts.living(m.slot, m.incarnation) is None]
-        synced = [] if self.facts.void else self.facts.newcomers(True)
+        synced = [] if self.facts.void or self.facts.rests else self.facts.newcomers(True)
         held = group is not None and bool(group.hold)
         copies: list[GroupMember] = []
         if self.facts.data_done() and any(map(self.facts.has_the_end, members)):
@@ -69,6 +69,8 @@ class Generations(GroupPart):
             wanted = [m for m in staying if m is keeper or not self.facts.leaves(m)]
         wanted = admitted(wanted, synced, job.spec.logical_workers)
         hold = hold_words(len(wanted), job.spec.min_workers) if wanted else "every worker left"
+        if self.facts.rests:
+            hold = hold or "the job stops, and its last checkpoint is of one step"
         if wanted and self.facts.data_done():
             hold = ""  # nothing is left to wait for
         assert group is not None

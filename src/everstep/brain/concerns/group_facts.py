@@ -55,6 +55,19 @@ class GroupFacts:
         return self.checkpoints.writing is not None and self.checkpoints.writing.manifest is not None
 
     @property
+    def rests(self) -> bool:
+        """The job stops, and has tables on the ps: nobody trains on, so that these and the state of the group are of
+        one step in its last checkpoint."""
+        job = self.job
+        return bool(self.checkpoints.stopping) and job.spec.ps > 0 and job.settles and not self.data_done()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nobody trains that was to rest: every member is in a group on hold. (Or nobody is left who could.)"""
+        group = self.books.group
+        return not self.rests or group is None or (bool(group.hold) and self.books.confirmed >= group.generation)
+
+    @property
     def void(self) -> bool:
         """Whether buckets of its tables go back to what is older than the group's state, as soon as all who have that
         have ended: nobody may copy it."""
