@@ -174,6 +174,10 @@ def test_protection_in_words() -> None:
         "parity 4+2 eager: 40 of 64 partitions protected, 20 less, 4 not; 11 rebuilding; 3 moving; 2 mirrors being made"
     )
     assert protection_text(ProtectionView("0", "acked", none=64, moving=1)) == "parity off; 1 moving"
+    covered = protection_text(ProtectionView("2+1", "acked", full=64, machines=3))
+    assert covered.endswith("protected; any one of 3 machines but the master's may be lost")
+    text = protection_text(ProtectionView("2+1", "acked", full=64, machines=3, lost_with_machine=9, worst_machine="m2"))
+    assert text.endswith("protected; the loss of m2, one of 3 machines, would cost 9 of 64")
 
 
 def test_workers_that_wait_for_each_other_are_said() -> None:

@@ -86,7 +86,7 @@ def whole() -> JobView:
         failures={"worker": 1},
         reported={"loss": 0.25},
         placement=PlacementView(7, 64, 2),
-        protection=ProtectionView("2+1", "acked", 40, 20, 4, 3, 2, 1, 4096, 0.5, 12.0),
+        protection=ProtectionView("2+1", "acked", 40, 20, 4, 3, 2, 1, 4096, 0.5, 12.0, 3, 4, "m2"),
         checkpoint=CheckpointView(12, 99.0, True, 1 << 20, 0.4, 13, 20, 64, 1, 0),
         group=GroupView(5, 2, 1, 1204, 12.5, "fixed", "1 of 2 workers", 0, 6),
         plan=PlanView(2, "scale to 3 workers", 1, "it failed"),

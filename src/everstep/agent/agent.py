@@ -53,7 +53,7 @@ from everstep.ids import Incarnation, NodeId, Slot
 from everstep.model.capacity import Market
 from everstep.model.member import Role
 from everstep.model.notice import Certainty, Notice
-from everstep.monitor.process_readings import clean_hardware, hardware_class
+from everstep.monitor.process_readings import clean_hardware, hardware_class, machine_name
 from everstep.monitor.vitals import read_vitals
 from everstep.net.messages import (
     Answered,
@@ -154,6 +154,7 @@ class Agent:
         returns: int = 0,
         zone: str = "",
         market: Market | None = None,
+        machine: str = "",
     ) -> None:
         """Take ``notices``, who is asked whether this node goes away, and ``returns``, how often it was emptied, and
         stayed. ``returns``: how often it was emptied, and stayed."""
@@ -164,7 +165,7 @@ class Agent:
         self.worker_places = worker_places
         self.ps_places = ps_places
         self.hardware = clean_hardware(hardware) or hardware_class()
-        self.zone, self.market = zone, market
+        self.zone, self.market, self.machine = zone, market, machine or machine_name()
         self.client: ControlPort | None = None
         self.outcome: JobOutcome | None = None
         self._connect = connect
@@ -793,7 +794,8 @@ class Agent:
         with self._lock:
             running = tuple((r.role, r.slot, r.incarnation, r.pid) for r in self._running.values())
         places = self.worker_places, self.ps_places
-        return NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns, self.zone, self.market)
+        joined = NodeJoined(self.node, self.host, *places, running, self.hardware, self._returns)
+        return msgspec.structs.replace(joined, zone=self.zone, market=self.market, machine=self.machine)
 
     def beat(self) -> Beat:
         readings = {"load1": os.getloadavg()[0], "cores": float(os.cpu_count() or 1)}

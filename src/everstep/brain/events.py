@@ -59,6 +59,7 @@ class NodeJoined(Fact, frozen=True, tag="node_joined"):
     returns: Whole = 0  # how often it was emptied because it was to go away, and stayed
     zone: PlaceName = ""  # where its machine is, as prices name it
     market: Market | None = None  # whether the platform may take its machine back; None: nobody said
+    machine: PlaceName = ""  # nodes of one machine are lost together; "": it is the only one of its machine
 
 
 class NodeLost(Fact, frozen=True, tag="node_lost"):
@@ -331,6 +332,10 @@ class GroupDue(Fact, frozen=True, tag="group_due"):
     """The time is over that workers who are there already waited for the others (``Groups.due_at``)."""
 
 
+class NodesDue(Fact, frozen=True, tag="nodes_due"):
+    """The time is over in which the job waits for its first nodes (``JobState.nodes_due_at``)."""
+
+
 class HotBuckets(Fact, frozen=True, tag="hot_buckets"):
     """Buckets that should move from a ps that has too much to do. ``loads``: rows a second, by ps."""
 
@@ -425,6 +430,7 @@ Noticed = (
     | PlanMade
     | PolicyDisabled
     | GroupDue
+    | NodesDue
 )
 """Facts that the master finds out by itself."""
 

@@ -21,7 +21,8 @@ class Phase(StrEnum):
 
 class JobState(msgspec.Struct, kw_only=True):
     """``workers_wanted``, ``ps_wanted``: slots 0..n-1 should be filled. ``leases``: counter of this master's lease
-    numbers. ``settles``: see :class:`everstep.brain.events.MasterStarted`."""
+    numbers. ``settles``: see :class:`everstep.brain.events.MasterStarted`. ``gathered``: the job waits for no more
+    nodes before it begins (``nodes``); ``nodes_due_at``: until then it does, 0.0: none has joined."""
 
     spec: JobSpec = JobSpec()
     master_incarnation: Incarnation = Incarnation(0)
@@ -37,10 +38,16 @@ class JobState(msgspec.Struct, kw_only=True):
     master_failures: int = 0
     node_failures: int = 0
     settles: bool = False
+    gathered: bool = False
+    nodes_due_at: float = 0.0
 
     @property
     def over(self) -> bool:
         return self.exit_code is not None
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        return self.spec.nodes > 1 and not self.gathered
 
     def finish(self, phase: Phase, exit_code: int, error: str) -> FinishJob:
         """End the job; the first end stands."""

@@ -17,7 +17,8 @@ RUNNING = (MemberState.STARTING, MemberState.ALIVE, MemberState.SUSPECT)
 class Node(msgspec.Struct):
     """A machine with an agent. ``brought``: worker slots that this node added to the job when it joined.
     ``quiet_since``: when one of its processes was declared lost for its silence; until its agent has said anything the
-    whole node may be cut off, and nobody is started there. 0.0: it is heard."""
+    whole node may be cut off, and nobody is started there. 0.0: it is heard. ``machine``: that it stands on, "": one of
+    its own. ``zone``: "": nobody said. ``since``: when it joined, or came back."""
 
     node: NodeId
     host: str
@@ -28,6 +29,9 @@ class Node(msgspec.Struct):
     brought: int = 0
     quiet_since: float = 0.0
     returns: int = 0
+    machine: str = ""
+    zone: str = ""
+    since: float = 0.0
 
 
 class SlotRecord(msgspec.Struct):
@@ -107,9 +111,15 @@ class Members(msgspec.Struct):
         used = dict.fromkeys(places, 0)
         if any(places.values()):  # (else nobody asks: 1,000 members of one node would be counted each time)
             for seat in self.of(role).values():
-                if seat.running and places.get(seat.member.node):
-                    used[seat.member.node] += 1
-        return [NodeRoom(node, of, used[node]) for node, of in places.items()]
+                node = seat.member.node
+                if seat.running and (places.get(node) or (role is Role.PS and node in used)):
+                    used[node] += 1
+        return [NodeRoom(node, of, used[node], self.machine_of(node)) for node, of in places.items()]
+
+    def machine_of(self, node: NodeId) -> str:
+        """The machine on which a node stands: what is lost with it."""
+        known = self.nodes.get(node)
+        return (known.machine if known is not None else "") or node
 
     def fill(self, role: Role, slot: Slot, node: NodeId, at: float) -> SlotRecord:
         """Give the slot to a new process on ``node``: its incarnation is one more than the last."""
@@ -145,32 +155,36 @@ class Rooms:
     """Where processes of a role are started, counted once for all that one event starts: each further one costs
     little, however many nodes and members there are. What it chooses is what ``policies.node_selection`` says."""
 
-    def __init__(self, members: Members, role: Role) -> None:
-        self._members, self._role = members, role
+    def __init__(self, members: Members, role: Role, at_home: int = 0) -> None:
+        """``at_home``: so many ps have to be on the home node's machine before others get any."""
+        self._members, self._role, self._at_home = members, role, at_home
         self._rooms: dict[NodeId, NodeRoom] | None = None
         self._order: dict[NodeId, int] = {}
         self._counted: list[tuple[int, int, NodeId]] = []  # heap: most free places first; old entries are left in
         self._open: list[NodeId] = []  # the home node, and those that take any number
+        self._offers: list[NodeId] = []  # the home node, and those with counted places
 
     def choose(self, home: NodeId | None, avoid: NodeId | None) -> NodeId | None:
         """The node of the next process, None: it waits. ``home``: of its slot; ``avoid``: only if there is no other."""
-        rooms, worker = self._now(), self._role is Role.WORKER
-        node = None
+        rooms, node = self._now(), None
+        if self._role is Role.PS:
+            offers = [rooms[name] for name in self._offers]
+            if avoid is not None:
+                node = choose_ps_node((room for room in offers if room.node != avoid), self._at_home)
+            return node if node is not None else choose_ps_node(offers, self._at_home)
         if avoid is not None:  # (a home may be left for good reason)
-            others = [room for room in rooms.values() if room.node != avoid]
-            node = choose_worker_node(others, None) if worker else choose_ps_node(others)
-        if node is None and worker and home is not None:
+            node = choose_worker_node((room for room in rooms.values() if room.node != avoid), None)
+        if node is None and home is not None:
             return home if home in rooms and rooms[home].free else self._emptiest()
         if node is None:
-            of = (rooms[name] for name in self._open)
-            node = next((room.node for room in of if (room.free if worker else room.node == HOME_NODE)), None)
+            node = next((room.node for name in self._open if (room := rooms[name]).free), None)
         return node if node is not None else self._emptiest()
 
     def taken(self, node: NodeId) -> None:
         """A process was started on ``node``."""
         if self._rooms is not None and node in self._rooms:
             room = self._rooms[node]
-            self._rooms[node] = NodeRoom(room.node, room.places, room.used + 1)
+            self._rooms[node] = NodeRoom(room.node, room.places, room.used + 1, room.machine)
             self._offer(self._rooms[node])
 
     def _now(self) -> dict[NodeId, NodeRoom]:
@@ -180,6 +194,8 @@ class Rooms:
                 self._order[room.node] = number
                 if room.node == HOME_NODE or room.places == 0:
                     self._open.append(room.node)
+                if room.node == HOME_NODE or room.places > 0:
+                    self._offers.append(room.node)
                 self._offer(room)
         return self._rooms
 

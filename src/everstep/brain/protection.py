@@ -17,6 +17,7 @@ import msgspec
 from everstep.brain.placement import Acks
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.placement import Placement
+from everstep.policies.domains import PsSite
 from everstep.policies.draft import Pending
 from everstep.policies.stripes import StripeLayout
 
@@ -26,11 +27,12 @@ Inputs = dict[str, str | int | float | bool]
 class Protection(msgspec.Struct, kw_only=True):
     """What the brain knows of buckets and mirrors.
 
-    ``layout``: what the placement shall become, over the ps ``over``. ``mirrors``: the last mirror id used. ``ready``:
-    mirrors that have everything. ``torn``: mirrors that lack something for good, until the map names them no more.
-    ``missing``: buckets whose owner does not hold them yet. ``leaving``: slots that give
-    everything away and are not filled again, but for ``refill``: where another ps is started then. ``wave``: slots of
-    ps that were started together: they get something when all of them have joined, by one plan. ``maps``:
+    ``layout``: what the placement shall become, over the ps ``over``, which stand at ``sites``. ``uneven``: a node came
+    that offers places, and may get ps of others. ``mirrors``: the last mirror id used. ``ready``: mirrors that have
+    everything. ``torn``: mirrors that lack something for good, until the map names them no more. ``missing``: buckets
+    whose owner does not hold them yet. ``leaving``: slots that give everything away and are not filled again, but for
+    ``refill``: where another ps is started then. ``wave``: slots of ps that were started together: they get something
+    when all of them have joined, by one plan. ``maps``:
     acknowledgements that count, newest last, none by a map from before ``counts_from``. ``gone``: buckets of which
     nothing is left, and which begin empty again once the workers ``ending`` have ended: they have the tables' first
     rows no more, and must not see these buckets without them.
@@ -53,6 +55,8 @@ class Protection(msgspec.Struct, kw_only=True):
     lost: list[BucketId] = []
     stuck: list[BucketId] = []
     went_back: bool = False
+    sites: tuple[PsSite, ...] = ()
+    uneven: bool = False
 
     def __repr__(self) -> str:
         version = self.placement.version if self.placement is not None else 0

@@ -57,7 +57,7 @@ def make_fleet(
     if kind == "trace":
         quiet_s, lead_s = seconds(spec.capacity_quiet), seconds(spec.capacity_lead)
         source = TraceCapacity(Path(rest), spec.capacity_speed, quiet_s, lead_s)
-        agents = LocalAgents(run_dir, at, spec.capacity_workers)
+        agents = LocalAgents(run_dir, at, spec.capacity_workers, spec.capacity_ps)
         most = spec.capacity_nodes or source.most
     else:
         port = spec.bind.rpartition(":")[2]

@@ -43,16 +43,22 @@ def join_job(
     zone: str = "",
     market: str = "",
     life: int = 0,
+    ps: int | None = None,
+    machine: str = "",
 ) -> int:
     """Run this machine's agent until the job ends or the agent is stopped; return the exit code. ``notices``: as in
     ``--notices``; None: as the job says. ``zone``, ``market``: of this machine, "": not said. ``life``: so many
-    machines of this name came before."""
+    machines of this name came before. ``ps``: that this node takes. ``machine``: as which
+    this one counts, "": found out."""
     from everstep.cli.link import ask_address, connect_agent, own_host, write_remote_master
 
     if not 1 <= workers <= PLACES_MAX:
         raise ConfigError(f"--workers {workers}: must be from 1 to {PLACES_MAX:,}")
     sources_of(notices or "")
+    if ps is not None and not 0 <= ps <= PLACES_MAX:
+        raise ConfigError(f"--ps {ps}: must be from 0 to {PLACES_MAX:,}")
     check_zone(zone, f"--zone {zone!r}")
+    check_zone(machine, f"--machine {machine!r}")
     host, port = parse_host_port(master)
     secret = load_secret(secret_file)
     address = Address(NodeId("node0"), "", host, port)
@@ -88,11 +94,13 @@ def join_job(
                 keeps_master=False,
                 host=own_host(host, port),
                 worker_places=workers,
+                ps_places=ps or 0,
                 hardware=hardware,
                 notices=sources_of(spec.notices if notices is None else notices),
                 returns=returns,
                 zone=zone,
                 market=Market(market) if market else None,
+                machine=machine,
             )
             outcome = agent.run()
             if agent.emptied_for is None or not outcome.exit_code:

@@ -66,6 +66,9 @@ def cli() -> None:
 @click.option("--lead", "capacity_lead", help="Of a trace: notice before a machine goes, e.g. 30s (default: none).")
 @click.option("--capacity-nodes", type=int, help="Machines to hold at a time, at most (default: all of a trace).")
 @click.option("--capacity-workers", type=int, help="Workers of each machine of a trace (default 1).")
+@click.option("--capacity-ps", type=int, help="Ps of each machine of a trace (default 0: they stay here).")
+@click.option("--nodes", type=int, help="Start when so many nodes are there, this one included (default 1).")
+@click.option("--nodes-wait", "nodes_wait_s", help="... but after so long with what there is (default 300s).")
 @click.option("--zone", help="Where this machine is, as prices name it.")
 @click.option("--market", help="Of this machine: on_demand (default) or spot.")
 @click.option("--metrics", help="HOST:PORT for Prometheus, e.g. 127.0.0.1:9400 (default: none).")
@@ -415,9 +418,11 @@ def doctor() -> None:
 @click.option("--join", "master", required=True, metavar="HOST:PORT", help="The master's --bind address.")
 @click.option("--secret-file", type=click.Path(path_type=Path), required=True, help="Copy of RUN_DIR/secret.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Workers that this node takes.")
+@click.option("--ps", type=int, help="Ps that this node takes (default 0).")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and sockets here.")
 @click.option("--node", default="", help="Name of this node (default: its host name and a random end).")
 @click.option("--hardware", default="", help="Class of this machine (default: from its GPUs or processor).")
+@click.option("--machine", default="", help="Nodes of one machine are lost together (default: found out).")
 @click.option("--notices", help="Who says that this node goes (default: as the job says).")
 @click.option("--zone", default="", help="Where this machine is, as prices name it.")
 @click.option("--market", type=click.Choice(["on_demand", "spot"]), help="Of this machine (default: not said).")
@@ -426,9 +431,11 @@ def agent(
     master: str,
     secret_file: Path,
     workers: int,
+    ps: int | None,
     run_dir: Path | None,
     node: str,
     hardware: str,
+    machine: str,
     notices: str | None,
     zone: str,
     market: str | None,
@@ -437,7 +444,8 @@ def agent(
     """Give this machine to a running job; the script must exist here under the same path."""
     from everstep.cli.join import join_job
 
-    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, hardware, notices, zone, market or "", life))
+    of = hardware, notices, zone, market or "", life, ps, machine
+    raise SystemExit(join_job(master, secret_file, workers, run_dir, node, *of))
 
 
 def need_run_dir(run_dir: Path) -> None:

@@ -56,6 +56,8 @@ def run_job(config: Path | None, flags: Mapping[str, Any], live: bool) -> int:
     script = check_script(spec.script)
     if parse_capacity(spec.capacity).kind == "trace":
         spec = traced(spec)
+    if spec.nodes > 1 and not spec.bind:
+        spec = msgspec.structs.replace(spec, bind="0.0.0.0:0")
     check_policy_module(spec.policy, script.parent)
     name = spec.name if origins.get("name") != "default" else job_name(script)
     to = absolute(spec.checkpoint_to) if spec.checkpoint_to else ""

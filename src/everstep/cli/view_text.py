@@ -132,8 +132,10 @@ def shards_text(epoch: EpochView) -> str:
 
 
 def node_text(node: NodeView) -> str:
-    """Return ``node1 on rack7: 2 workers, 1 ps, draining``."""
+    """Return ``node1 on rack7 (m-1f2e, eu-1a): 2 workers, 1 ps, draining``."""
     name = f"{node.node} on {node.host}" if node.host and node.host != node.node else str(node.node)
+    stands = ", ".join(part for part in (node.machine, node.zone) if part and part != node.node)
+    name += f" ({stands})" if stands else ""
     parts = [f"{node.workers} workers"] if node.workers else []
     parts += [f"{node.ps} ps"] if node.ps else []
     parts += ["draining"] if node.draining else []
@@ -156,6 +158,11 @@ def protection_text(found: ProtectionView) -> str:
         text = f"{kind}: {found.full} of {partitions} partitions protected"
         text += f", {found.less} less" if found.less else ""
         text += f", {found.none} not" if found.none else ""
+    if found.machines > 1 and found.lost_with_machine:
+        text += f"; the loss of {found.worst_machine}, one of {found.machines} machines, would cost "
+        text += f"{found.lost_with_machine} of {partitions}"
+    elif found.machines > 1 and found.parity not in ("", "0"):
+        text += f"; any one of {found.machines} machines but the master's may be lost"
     if found.rebuilding:
         text += f"; {found.rebuilding} rebuilding"
     text += f"; {found.moving} moving" if found.moving else ""

@@ -55,6 +55,9 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "capacity_speed": (0.001, 1e6),
     "capacity_nodes": (0, MEMBERS_MAX),
     "capacity_workers": (1, PLACES_MAX),
+    "capacity_ps": (0, PLACES_MAX),
+    "nodes": (1, MEMBERS_MAX),
+    "nodes_wait_s": (0.0, 86_400.0),
     "ps": (0, MEMBERS_MAX),
     "min_workers": (1, MEMBERS_MAX),
     "logical_workers": (0, 100_000),
@@ -190,7 +193,7 @@ def _check_capacity(spec: JobSpec, at: Mapping[str, str]) -> None:
         except ConfigError as error:
             raise ConfigError(f"{where}: expected a span such as '30s' ({error})") from None
     defaults = JobSpec()
-    for field in ("capacity_speed", "capacity_quiet", "capacity_lead", "capacity_workers"):
+    for field in ("capacity_speed", "capacity_quiet", "capacity_lead", "capacity_workers", "capacity_ps"):
         if kind != "trace" and getattr(spec, field) != getattr(defaults, field):
             raise ConfigError(f"{field} = {getattr(spec, field)!r}{at[field]}: needs capacity: trace:FILE")
     check_zone(spec.zone, f"zone = {spec.zone!r}{at['zone']}")

@@ -42,6 +42,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     capacity_lead: str = "0s"  # trace: notice before a machine goes, as it passes here; 0s: gone without a word
     capacity_nodes: int = 0  # machines to hold at a time, at most; 0: all that a trace has
     capacity_workers: int = 1  # workers of each machine of a trace
+    capacity_ps: int = 0  # ps that each machine of a trace takes; 0: all stay on the first node
+    nodes: int = 1  # before so many nodes are there, this one included, nothing is started
+    nodes_wait_s: float = 300.0  # but for so long at most; then the job begins with what there is
     zone: str = ""  # of the first node's machine, as prices name it
     market: Literal["on_demand", "spot"] = "on_demand"  # of the first node's machine
     metrics: str = ""  # HOST:PORT of the Prometheus endpoint; empty: none; not this machine's own address: with a token

@@ -105,7 +105,7 @@ class Readings:
         self._steps: tuple[float, int] = (0.0, 0)
         self._steps_per_s = 0.0
         self._progress = Progress()
-        self._levels: tuple[tuple[int, int, int], dict[str, int]] | None = None
+        self._levels: tuple[tuple[int, int, int], dict[str, int], tuple[str, int]] | None = None
         self._recover()
 
     def __repr__(self) -> str:
@@ -197,6 +197,7 @@ class Readings:
             reported=self.values,
             of_member=self.of,
             levels=levels,
+            cover=self._levels[2] if levels is not None and self._levels is not None else None,
             done_share=self._progress.share,
             left_s=self._progress.left_s,
         )
@@ -209,7 +210,7 @@ class Readings:
             return None
         key = (placement.version, len(keeper.books.ready), len(keeper.books.missing))
         if self._levels is None or self._levels[0] != key:
-            self._levels = (key, keeper.levels())
+            self._levels = (key, keeper.levels(), keeper.lost_with_one_machine())
         self._progress.look(keeper.moving() + keeper.rebuilding() + keeper.building(), at)
         return self._levels[1]
 

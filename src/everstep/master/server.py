@@ -40,6 +40,7 @@ from everstep.brain.events import (
     MemberJoined,
     MemberSilent,
     NodeJoined,
+    NodesDue,
     Note,
     Ok,
     OrderImages,
@@ -644,6 +645,9 @@ class Master:
                 self._tell(fact)
             if 0 < self.brain.state.groups.timing.due_at <= at:
                 self._tell(GroupDue())
+            job = self.brain.job
+            if not job.gathered and 0 < job.nodes_due_at <= at:
+                self._tell(NodesDue())
             self.checkpoints.tick(at)
             self.confirmations.tick(at)
             self.hot.tick(at)

@@ -91,6 +91,8 @@ class NodeView(msgspec.Struct, frozen=True):
     - ``draining``: it takes no more processes [flag]
     - ``workers``: that run on it [processes]
     - ``ps``: that run on it [processes]
+    - ``machine``: that it stands on: nodes of one machine are lost together; "": one of its own [text]
+    - ``zone``: where that machine is; "": nobody said [text]
     """
 
     node: NodeId
@@ -99,6 +101,8 @@ class NodeView(msgspec.Struct, frozen=True):
     draining: bool = False
     workers: int = 0
     ps: int = 0
+    machine: str = ""
+    zone: str = ""
 
 
 class EpochView(msgspec.Struct, frozen=True):
@@ -168,6 +172,9 @@ class ProtectionView(msgspec.Struct, frozen=True):
     - ``unconfirmed_bytes``: changes that mirrors do not have yet [bytes]
     - ``done_share``: of what is rebuilding, moving and being built, since it began [share, 0 to 1]
     - ``left_s``: that the rest takes at this pace; -1: not known [seconds]
+    - ``machines``: that ps stand on [machines]
+    - ``lost_with_machine``: that would be lost now with one of these machines, the worst but the master's [partitions]
+    - ``worst_machine``: that one; "": no machine takes anything with it [text]
     """
 
     parity: str
@@ -181,6 +188,9 @@ class ProtectionView(msgspec.Struct, frozen=True):
     unconfirmed_bytes: int = 0
     done_share: float = 0.0
     left_s: float = -1.0
+    machines: int = 0
+    lost_with_machine: int = 0
+    worst_machine: str = ""
 
 
 class CheckpointView(msgspec.Struct, frozen=True):

@@ -205,6 +205,13 @@ METRICS: tuple[Metric, ...] = (
         formerly="everstep_protection_buckets",
     ),
     Metric(
+        "everstep_lost_with_machine_partitions",
+        "gauge",
+        (),
+        "Partitions that would be lost with the worst machine, the master's apart.",
+        "protection.lost_with_machine",
+    ),
+    Metric(
         "everstep_unconfirmed_bytes",
         "gauge",
         (),

@@ -80,6 +80,15 @@ def hardware_class(proc: Path = Path("/proc")) -> str:
     return clean_hardware(f"{model} x{os.cpu_count() or 1}") if model else ""
 
 
+def machine_name(proc: Path = Path("/proc")) -> str:
+    """Return a name that is the same in all pods and network namespaces of one machine, as long as it is up, and no
+    other machine has. "": unknown."""
+    with contextlib.suppress(OSError):
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        return f"m-{boot.replace('-', '')[:8]}" if boot else ""
+    return ""
+
+
 def clean_hardware(text: str) -> str:
     """Return one short printable line, whatever it was."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:HARDWARE_MAX]

@@ -44,7 +44,8 @@ def _nothing(key: MemberKey, incarnation: Incarnation) -> Mapping[str, float]:
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Is what the master knows beside its brain. ``of_member``: the newest readings of one process, {}: none.
-    ``levels``: partitions by the losses that they survive (full, less, none), where they were counted already.
+    ``levels``: partitions by the losses that they survive (full, less, none), where they were counted already;
+    ``cover``: the machine whose loss would cost most, and how many partitions, the same.
     ``samples_done``: -1: of shards that are done, only. Other fields: as in ``JobView``, ``GroupView`` and
     ``ProtectionView``."""
 
@@ -56,6 +57,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reported: dict[str, float] = {}
     of_member: Callable[[MemberKey, Incarnation], Mapping[str, float]] = _nothing
     levels: dict[str, int] | None = None
+    cover: tuple[str, int] | None = None
     done_share: float = 0.0
     left_s: float = -1.0
     hardware: Mapping[NodeId, str] = {}
@@ -155,6 +157,8 @@ def nodes_view(brain: Brain) -> Iterable[NodeView]:
             draining=n.draining,
             workers=running.get((n.node, Role.WORKER), 0),
             ps=running.get((n.node, Role.PS), 0),
+            machine=n.machine,
+            zone=n.zone,
         )
 
 
@@ -218,6 +222,7 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
     keeper, spec = brain.keeper, brain.job.spec
     levels = measured.levels if measured.levels is not None else keeper.levels()
     up = [seat.member for seat in brain.members.servers.values() if seat.running]
+    worst, lost = measured.cover if measured.cover is not None else keeper.lost_with_one_machine()
     return ProtectionView(
         parity=spec.parity,
         protect=spec.protect,
@@ -230,6 +235,9 @@ def protection_view(brain: Brain, measured: Measured) -> ProtectionView | None:
         unconfirmed_bytes=int(sum(measured.of_member(m.key, m.incarnation).get("unconfirmed_bytes", 0.0) for m in up)),
         done_share=round(measured.done_share, 3),
         left_s=round(measured.left_s, 1),
+        machines=len({brain.members.machine_of(m.node) for m in up}),
+        lost_with_machine=lost,
+        worst_machine=worst if lost else "",
     )
 
 

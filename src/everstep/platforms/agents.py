@@ -34,9 +34,9 @@ class LocalAgents:
 
     Call it from one thread, which lives as long as the agents shall: the kernel ends them with it."""
 
-    def __init__(self, run_dir: Path, at: Callable[[], str], workers: int) -> None:
-        """``at``: HOST:PORT of the master. ``workers``: that each agent takes."""
-        self._run_dir, self._at, self._workers = run_dir, at, workers
+    def __init__(self, run_dir: Path, at: Callable[[], str], workers: int, ps: int = 0) -> None:
+        """``at``: HOST:PORT of the master. ``workers``, ``ps``: that each agent takes. Each counts as a machine."""
+        self._run_dir, self._at, self._workers, self._ps = run_dir, at, workers, ps
         self._running: dict[NodeId, LocalProcess] = {}
         self._warned: set[NodeId] = set()
 
@@ -50,6 +50,7 @@ class LocalAgents:
         folder = self._run_dir / NODES
         argv = [sys.executable, "-P", "-m", "everstep.cli", "agent", "--join", self._at(), "--node", grant.node]
         argv += ["--secret-file", str(self._run_dir / "secret"), "--run-dir", str(folder / name)]
+        argv += ["--ps", str(self._ps), "--machine", grant.node]
         argv += ["--workers", str(self._workers), "--life", str(life), "--notices", f"file:{self._notice(grant.node)}"]
         if grant.offer.hardware:
             argv += ["--hardware", grant.offer.hardware]

@@ -107,6 +107,18 @@ def level_counts(draft: Draft) -> dict[str, int]:
     return counts
 
 
+def at_risk(draft: Draft, gone: set[Slot]) -> int:
+    """Return how many buckets would be lost if these ps were lost at once, now."""
+    if not draft.code.m:
+        return sum(slot in gone for slot in draft.owner)
+    lost, rows = 0, draft.rows()
+    for stripe in range(draft.stripes):
+        members = draft.members(stripe)
+        mirrors = [m for r in range(draft.code.m) for m in rows.get((stripe, r), []) if m.id in draft.ready]
+        lost += sum(not _survives(draft, members, mirrors, bucket, gone) for bucket in members)
+    return lost
+
+
 def _level(draft: Draft, members: tuple[BucketId, ...], mirrors: list[Mirror], bucket: BucketId) -> int:
     places = sorted({*(draft.owner[b] for b in members), *(m.at for m in mirrors)})
     level = 0

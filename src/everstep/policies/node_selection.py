@@ -9,15 +9,17 @@ import msgspec
 from everstep.ids import NodeId
 
 HOME_NODE = NodeId("node0")
-"""The node that started the job: it takes every ps, and as many workers as the job asks for."""
+"""The node that started the job: it takes as many workers and ps as the job asks for."""
 
 
 class NodeRoom(msgspec.Struct, frozen=True):
-    """Says what one living node can take. ``places`` 0: any number."""
+    """Says what one living node can take. ``places`` 0: any number of workers; no ps, but at the home node any number.
+    ``machine``: nodes of one machine are lost together."""
 
     node: NodeId
     places: int
     used: int
+    machine: str = ""
 
     @property
     def free(self) -> bool:
@@ -44,13 +46,18 @@ def choose_worker_node(rooms: Iterable[NodeRoom], home: NodeId | None) -> NodeId
     return best.node if best is not None else None
 
 
-def choose_ps_node(rooms: Iterable[NodeRoom]) -> NodeId | None:
-    """Return the node for one ps slot: the home node, else one that offers places for ps; None if it has to wait."""
-    offers: list[NodeRoom] = []
+def choose_ps_node(rooms: Iterable[NodeRoom], at_home: int = 0) -> NodeId | None:
+    """Return the node for one ps slot, None if it has to wait: on the machine with the fewest ps of those that offer
+    places; the home node's first, where several have as few. ``at_home``: that one gets so many before others do."""
+    rooms = list(rooms)
+    used: dict[str, int] = {}
     for room in rooms:
-        if room.node == HOME_NODE:
-            return room.node
-        if room.places > 0 and room.free:
-            offers.append(room)
-    best = max(offers, key=lambda room: room.places - room.used, default=None)
+        used[room.machine or room.node] = used.get(room.machine or room.node, 0) + room.used
+    offers = [room for room in rooms if room.node == HOME_NODE or (room.places > 0 and room.free)]
+    home = next((room for room in offers if room.node == HOME_NODE), None)
+    if home is not None and (len(offers) == 1 or used[home.machine or home.node] < at_home):
+        return home.node
+    best = min(
+        offers, key=lambda r: (used[r.machine or r.node], r.used, r.node != HOME_NODE, r.used - r.places), default=None
+    )
     return best.node if best is not None else None

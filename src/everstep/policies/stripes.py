@@ -4,11 +4,16 @@ mirror.
 Buckets ``[j*k, (j+1)*k)`` are stripe j (the last one may be shorter) for the life of a job; only their places change.
 A *unit* is a bucket of a stripe or one of its m mirrors. A layout is good if
 
-1. the units of a stripe are on different ps, so that losing m of them loses nothing, and
-2. no ps has more than its share of buckets, nor of mirrors: ``ceil(all / ps)``.
+1. the units of a stripe are on different ps, so that losing m of them loses nothing,
+2. no machine (nor zone) has more of them than its limit says (``policies/domains.py``), and
+3. no ps has more than its share of buckets, nor of mirrors: ``ceil(all / ps)``, as far as the limits leave that open.
 
 With fewer than k+m ps the first cannot hold everywhere; then as few units as possible share a ps. A layout is made
 out of the present one: what is well placed stays, so the cost of a change is near what it has to be.
+
+With k+m ps or more a unit always finds a place: places are a matroid (a ps takes one unit of a stripe, a machine and
+the zone around it as many as their limits say, and the limits leave room for all), so no order of placing units gets
+stuck.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import msgspec
 
 from everstep.config.parity import ParityCode
 from everstep.ids import BucketId, Slot
+from everstep.policies.domains import Limit
 
 NOWHERE = Slot(-1)
 
@@ -47,10 +53,29 @@ class StripeLayout(msgspec.Struct, frozen=True):
         """Return how many units are on a ps that has another one of their stripe."""
         return sum(len(at) - len(set(at)) for j in range(len(self.sites)) for at in [self.stripe(code, j)])
 
+    def crowded(self, code: ParityCode, limits: Sequence[Limit]) -> int:
+        """Return how many units are more than their machine or zone may have of one stripe."""
+        return sum(limit.beyond(self.stripe(code, j)) for limit in limits for j in range(len(self.sites)))
 
-def arrange(code: ParityCode, buckets: int, slots: Iterable[Slot], old: StripeLayout | None = None) -> StripeLayout:
-    """Return a good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone."""
-    work = _Work(code, buckets, sorted(set(slots)), old)
+
+def closed_slots(taken: Sequence[Slot], limits: Sequence[Limit]) -> set[Slot]:
+    """Return the ps that take no further unit of a stripe with units at ``taken``."""
+    closed = set(taken)
+    for limit in limits:
+        closed |= limit.full(taken)
+    return closed
+
+
+def arrange(
+    code: ParityCode,
+    buckets: int,
+    slots: Iterable[Slot],
+    old: StripeLayout | None = None,
+    limits: Sequence[Limit] = (),
+) -> StripeLayout:
+    """Return a good layout over ``slots`` (at least one), out of ``old``, whose units may be on ps that are gone.
+    ``limits``: of the machines and zones of these ps (``limits_of``)."""
+    work = _Work(code, buckets, sorted(set(slots)), old, limits)
     work.part()
     work.fill()
     work.balance()
@@ -60,8 +85,15 @@ def arrange(code: ParityCode, buckets: int, slots: Iterable[Slot], old: StripeLa
 class _Work:
     """Is the layout being changed. A unit is ``(stripe, i)``: its i-th bucket if i < k, else mirror row i - k."""
 
-    def __init__(self, code: ParityCode, buckets: int, slots: Sequence[Slot], old: StripeLayout | None) -> None:
-        self.code, self.buckets, self.slots = code, buckets, slots
+    def __init__(
+        self,
+        code: ParityCode,
+        buckets: int,
+        slots: Sequence[Slot],
+        old: StripeLayout | None,
+        limits: Sequence[Limit] = (),
+    ) -> None:
+        self.code, self.buckets, self.slots, self.limits = code, buckets, slots, limits
         known = set(slots)
         stripes = code.stripes(buckets)
         self.owner: list[Slot] = [NOWHERE] * buckets
@@ -105,7 +137,8 @@ class _Work:
             counts[new] += 1
 
     def part(self) -> None:
-        """Take its place from all but one of the units that share a ps, if there is a better one for them.
+        """Take its place from all but one of the units that share a ps, if there is a better one for them, and from
+        those that their machine or zone has too many of.
 
         A mirror of one bucket that sits with it was used up by its promotion and has to be made anyway; of a wider
         stripe the bucket goes: one bucket is copied instead of all members read.
@@ -114,15 +147,15 @@ class _Work:
             width = self._width(stripe)
             order = range(width + self.code.m) if width == 1 else [*range(width, width + self.code.m), *range(width)]
             units = self.units(stripe)
-            free = len(set(self.slots) - set(units))
-            seen: set[Slot] = set()
+            free = len(set(self.slots) - set(units)) if not self.limits else len(units)
+            seen: list[Slot] = []
             for unit in order:
                 slot = units[unit]
-                if slot in seen and free > 0:
+                if slot != NOWHERE and free > 0 and slot in closed_slots(seen, self.limits):
                     self._set(stripe, unit, NOWHERE)
                     free -= 1
                 elif slot != NOWHERE:
-                    seen.add(slot)
+                    seen.append(slot)
 
     def fill(self) -> None:
         """Find a place for every unit that has none: not beside another one of its stripe, where the load is least."""
@@ -136,7 +169,7 @@ class _Work:
                 if units[unit] != NOWHERE:
                     continue
                 mirror = unit >= width
-                slot = self._least(least[mirror], mirror, set(units))
+                slot = self._least(least[mirror], mirror, closed_slots(units, self.limits))
                 if slot is None:  # every ps has one already
                     slot = min(self.slots, key=lambda s: (units.count(s), *self._load(mirror, s)))
                 self._set(stripe, unit, slot)
@@ -151,8 +184,8 @@ class _Work:
         return self.data[slot], self.mirrors[slot], slot
 
     def _least(self, heap: list[tuple[int, int, Slot]], mirror: bool, beside: set[Slot]) -> Slot | None:
-        """Return the ps with the least load that has nothing of the stripe; ``heap`` has everybody's load, and older
-        ones."""
+        """Return the ps with the least load that may take something of the stripe; ``heap`` has everybody's load, and
+        older ones. ``beside``: those that may not."""
         aside: list[tuple[int, int, Slot]] = []
         found = None
         while heap and found is None:
@@ -199,11 +232,16 @@ class _Work:
                 continue
             width = self._width(stripe)
             unit = next((u for u in (range(width) if data else range(width, len(units))) if units[u] == source), None)
-            target = next((s for s in targets if s not in units), None)
+            beside = self._beside(units, unit) if unit is not None else set()
+            target = next((s for s in targets if s not in beside), None)
             if unit is not None and target is not None:
                 self._set(stripe, unit, target)
                 return True
         return False
+
+    def _beside(self, units: Sequence[Slot], unit: int) -> set[Slot]:
+        """Return the ps to which this unit of a stripe cannot move."""
+        return set(units) | closed_slots([*units[:unit], *units[unit + 1 :]], self.limits)
 
     def _chain(self, source: Slot, data: bool, counts: dict[Slot, int]) -> list[tuple[int, int, Slot]] | None:
         """Return the shortest chain of steps from ``source`` to a ps with two less, breadth first."""
@@ -242,10 +280,11 @@ class _Work:
             unit = next((u for u in kinds if units[u] == here), None)
             if unit is None:
                 continue
+            beside = self._beside(units, unit)
             for there in self.slots:
                 if there == here:
                     continue
-                if there not in units:
+                if there not in beside:
                     out.setdefault(there, [(stripe, unit, there)])
                 elif there not in swaps and other[there] > other[here]:
                     others = range(width, len(units)) if data else range(width)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from everstep.brain.brain_state import State
 from everstep.brain.checkpoints import has_checkpoints
 from everstep.config.parity import ParityCode, parse_code
 from everstep.ids import BucketId, Incarnation, Slot
 from everstep.model.member import Member
 from everstep.model.placement import MirrorKind, PsPlace
-from everstep.policies.draft import Draft, How, level_counts
+from everstep.policies.domains import Limit, PsSite, at_home, limits_of
+from everstep.policies.draft import Draft, How, at_risk, level_counts
 from everstep.policies.moves import under_way
-from everstep.policies.stripes import members_of
+from everstep.policies.node_selection import HOME_NODE
+from everstep.policies.stripes import closed_slots, members_of
 
 
 class BucketFacts:
@@ -30,6 +34,38 @@ class BucketFacts:
         """The ps that live, have said where they listen, and are not on their way out."""
         seats = self.members.servers.values()
         return [s.member for s in seats if s.running and not s.stopping and s.member.address is not None]
+
+    def sites(self, slots: Iterable[Slot]) -> tuple[PsSite, ...]:
+        """Where these ps stand."""
+        members, home = self.members, self.members.machine_of(HOME_NODE)
+        found = []
+        for slot in sorted(slots):
+            name = members.servers[slot].member.node
+            node, machine = members.nodes.get(name), members.machine_of(name)
+            found.append(PsSite(slot, machine, node.zone if node is not None else "", machine == home))
+        return tuple(found)
+
+    def limits(self) -> tuple[Limit, ...]:
+        """What the wanted layout keeps apart."""
+        return limits_of(self.code, self.books.sites)
+
+    def ps_at_home(self) -> int:
+        """How many ps the master's machine gets before others get any."""
+        offers = [n for n in self.members.nodes.values() if n.node == HOME_NODE or n.ps_places > 0]
+        machines = {self.members.machine_of(n.node) for n in offers if n.alive and not n.draining}
+        return at_home(self.code, len(machines))
+
+    def lost_with_one_machine(self) -> tuple[str, int]:
+        """Of all machines with ps but the master's the one whose loss now would cost most partitions, and how many."""
+        if self.books.placement is None:
+            return "", 0
+        together: dict[str, set[Slot]] = {}
+        for site in self.sites(m.slot for m in self.servers()):
+            if not site.home:
+                together.setdefault(site.machine, set()).add(site.slot)
+        draft = self.draft() if together else None
+        lost = {machine: at_risk(draft, slots) for machine, slots in together.items() if draft is not None}
+        return max(lost.items(), key=lambda item: (item[1], item[0]), default=("", 0))
 
     def loading(self, slot: Slot, placement: int = 0) -> list[tuple[BucketId, int]]:
         """Buckets that this ps is to load, and their checkpoints; ``placement``: by that one or earlier (0: any)."""
@@ -117,18 +153,32 @@ class BucketFacts:
         layout, code = self.books.layout, self.code
         if layout is None or slot not in self.books.over or not 0 <= bucket < len(layout.owner):
             return False
-        return slot not in (layout.stripe(code, bucket // code.k) if code.m else (layout.owner[bucket],))
+        if not code.m:
+            return slot != layout.owner[bucket]
+        stripe = bucket // code.k
+        return slot not in layout.stripe(code, stripe) and slot not in self._closed(stripe, bucket, self.limits())
+
+    def _closed(self, stripe: int, bucket: BucketId, limits: tuple[Limit, ...]) -> set[Slot]:
+        """Ps to which this bucket of the stripe cannot go, for the other units that they or their machines have."""
+        layout = self.books.layout
+        assert layout is not None
+        units = layout.stripe(self.code, stripe)
+        del units[bucket - stripe * self.code.k]
+        return closed_slots(units, limits)
 
     def closed_to(self, slot: Slot) -> tuple[BucketId, ...]:
-        """Buckets of others of which this ps has another unit of the stripe, or a mirror."""
+        """Buckets of others of which this ps has another unit of the stripe, or a mirror; or its machine too many."""
         layout, code = self.books.layout, self.code
         if layout is None or not code.m:
             return ()
         out: list[BucketId] = []
+        limits = self.limits()
         for stripe in range(len(layout.sites)):
-            if slot in layout.stripe(code, stripe):
+            here = slot in layout.stripe(code, stripe)
+            if here or limits:
                 members = members_of(code, stripe, len(layout.owner))
-                out += [b for b in members if layout.owner[b] != slot]
+                others = [b for b in members if layout.owner[b] != slot]
+                out += [b for b in others if here or slot in self._closed(stripe, b, limits)]
         return tuple(out)
 
     def unacknowledged(self, acks: tuple[tuple[Slot, Incarnation], ...], route: int = 0) -> str:

@@ -12,6 +12,7 @@ from everstep.ids import BucketId, Incarnation, ShardKey
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState
 from everstep.model.placement import Placement
+from everstep.policies.domains import layout_words
 from everstep.policies.draft import Draft, How, Pending
 from everstep.policies.moves import MoveSteps, advance, under_way
 from everstep.policies.recovery import Recovered, begin_again, recover
@@ -35,7 +36,8 @@ class BucketMaps(BucketPart):
         books, code, buckets = self.books, self.facts.code, self.job.spec.buckets
         places = places_of(self.facts.servers())
         slots = [p.slot for p in places]
-        layout = arrange(code, buckets, slots)
+        books.sites = self.facts.sites(slots)
+        layout = arrange(code, buckets, slots, limits=self.facts.limits())
         images = self.checkpoints.first_images(buckets)
         draft = Draft(
             code=code,
@@ -63,7 +65,15 @@ class BucketMaps(BucketPart):
         words = f"all {len(slots)} ps have joined; bucket b goes to ps b mod {len(slots)}"
         if code.m:
             words = f"all {len(slots)} ps have joined; {buckets} buckets in {code.stripes(buckets)} stripes of {code}"
-        return [PublishPlacement(placement, Decision("place buckets", words))]
+        return [PublishPlacement(placement, Decision("place buckets", words)), *self._say_cover()]
+
+    def _say_cover(self) -> list[InstructionType]:
+        """What the wanted layout covers, where other machines have ps, or nodes were waited for."""
+        sites = self.books.sites
+        if self.job.spec.nodes == 1 and all(site.home for site in sites):
+            return []
+        inputs: Inputs = {f"ps:{site.slot}": site.machine for site in sites}
+        return [Note("", Decision("spread", layout_words(self.facts.code, sites), inputs))]
 
     def settle(self, why: str = "", trusted: bool = False) -> list[InstructionType]:
         """Make the next placement out of what is known now; nothing if it would be the same.
@@ -105,7 +115,7 @@ class BucketMaps(BucketPart):
         out = self._losses(recovered) if recovered.buckets or cut_off else []
         steps = MoveSteps()
         if draft.living:
-            books.layout = self._layout(draft, recovered)
+            books.layout = self._layout(draft, recovered, out)
             steps = advance(draft, books.layout)
         self._publish(draft, recovered, steps, why, out)
         return out
@@ -131,18 +141,25 @@ class BucketMaps(BucketPart):
         self.books.maps.clear()
         self.books.counts_from = self.books.placement.version + 1
 
-    def _layout(self, draft: Draft, recovered: Recovered) -> StripeLayout:
-        """The wanted layout: the one before, unless ps came, left or died, or buckets went elsewhere."""
+    def _layout(self, draft: Draft, recovered: Recovered, out: list[InstructionType]) -> StripeLayout:
+        """The wanted layout: the one before, unless ps came, left or died, are elsewhere now, or buckets are."""
         books = self.books
         assert books.layout is not None
         staying = draft.living - set(books.leaving) - self.facts.early() or draft.living
-        if tuple(sorted(staying)) == books.over and not recovered.buckets:
+        sites = self.facts.sites(staying)
+        same = tuple(sorted(staying)) == books.over and sites == (books.sites or sites)  # (an older journal has none)
+        apart = {(s.machine, s.zone) for s in sites} != {(s.machine, s.zone) for s in books.sites or sites}
+        books.sites = sites
+        if same and not recovered.buckets:
             return books.layout
         owner = list(books.layout.owner)
         for bucket in recovered.buckets:
             owner[bucket] = draft.owner[bucket]
         books.over = tuple(sorted(staying))
-        return arrange(draft.code, len(owner), books.over, StripeLayout(tuple(owner), books.layout.sites))
+        if apart:
+            out += self._say_cover()
+        old = StripeLayout(tuple(owner), books.layout.sites)
+        return arrange(draft.code, len(owner), books.over, old, self.facts.limits())
 
     def _losses(self, recovered: Recovered) -> list[InstructionType]:
         """Reopen the done shards that some bucket may lack."""
@@ -259,3 +276,5 @@ class BucketMaps(BucketPart):
         assert layout is not None
         if len(books.over) >= code.width and not books.leaving:
             assert layout.shared(code) == 0, "units of a stripe share a ps in the wanted layout"
+            limits = self.facts.limits()
+            assert not limits or layout.crowded(code, limits) == 0, "too many units of a stripe share a machine"

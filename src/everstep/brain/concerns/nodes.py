@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from everstep.bounds import PLACES_MAX
 from everstep.brain.concerns.concern import OK, Concern, Handlers, Inputs, Out
 from everstep.brain.concerns.processes import STOP_GRACE_S
 from everstep.brain.events import (
@@ -13,6 +14,7 @@ from everstep.brain.events import (
     NodeHeard,
     NodeJoined,
     NodeLost,
+    NodesDue,
     Note,
     StartProcess,
     StopProcess,
@@ -35,6 +37,7 @@ class NodeConcern(Concern):
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
             NodeHeard: self.node_heard,
+            NodesDue: self._nodes_due,
             CapacityChanged: self._capacity_changed,
         }
 
@@ -55,21 +58,28 @@ class NodeConcern(Concern):
         out: Out = [OK]
         if node is None:
             node = members.nodes[e.node] = Node(e.node, e.host, e.worker_places, e.ps_places)
-            node.returns = e.returns
+            node.returns, node.since = e.returns, told.at
             if e.node != HOME_NODE and e.worker_places > 0 and not job.over:
                 node.brought = e.worker_places
                 for slot in range(job.workers_wanted, job.workers_wanted + e.worker_places):
                     members.homes[Slot(slot)] = e.node
                 job.workers_wanted += e.worker_places
             places = e.worker_places if e.worker_places else "any number of"
-            out.append(Note(e.node, Decision("node joined", f"it has {places} places for workers", {"host": e.host})))
+            words = f"it has {places} places for workers"
+            words += f", {e.ps_places if e.ps_places < PLACES_MAX else 'any number of'} for ps" if e.ps_places else ""
+            out.append(Note(e.node, Decision("node joined", words, {"host": e.host})))
         else:
             if e.returns > node.returns:
                 node.draining, node.returns = False, e.returns  # what it was to be emptied for is over
             if not node.alive:
                 out.append(Note(e.node, Decision("node back", "its agent said hello again", {"host": e.host})))
+                node.since = told.at
             node.host, node.worker_places, node.ps_places, node.alive = e.host, e.worker_places, e.ps_places, True
         node.quiet_since = 0.0
+        node.machine, node.zone = e.machine, e.zone
+        out += self._gather(told.at)
+        if e.node != HOME_NODE and e.ps_places > 0 and self.state.placement is not None:
+            self.state.protection.uneven = True
         runs: set[tuple[Role, Slot, Incarnation]] = set()
         for role, slot, incarnation, pid in e.running:
             seat = members.of(role).get(slot)
@@ -114,6 +124,30 @@ class NodeConcern(Concern):
                 if job.over:
                     return out
         return out + self.concerns.processes.fill(told.at)
+
+    def _gather(self, at: float) -> Out:
+        """A node has joined: whether the job waits for more before it begins."""
+        job, wanted = self.job, self.job.spec.nodes
+        if not job.waits_for_nodes:
+            return []
+        there = sum(node.alive for node in self.members.nodes.values())
+        if there >= wanted:
+            job.gathered = True
+            return [Note("", Decision("begin", f"{there} nodes have joined"))]
+        if job.nodes_due_at:
+            return []
+        job.nodes_due_at = at + job.spec.nodes_wait_s
+        words = f"for {wanted} nodes, {job.spec.nodes_wait_s:g} s at most; {there} is there"
+        return [Note("", Decision("wait", words, {"nodes": wanted, "nodes_wait_s": job.spec.nodes_wait_s}))]
+
+    def _nodes_due(self, e: NodesDue, told: Event) -> Out:
+        job = self.job
+        if not job.waits_for_nodes or job.over:
+            return []
+        job.gathered = True
+        there = sum(node.alive for node in self.members.nodes.values())
+        words = f"{there} of {job.spec.nodes} nodes have joined within {job.spec.nodes_wait_s:g} s: with what there is"
+        return [Note("", Decision("begin", words)), *self.concerns.processes.fill(told.at)]
 
     def _node_lost(self, e: NodeLost, told: Event) -> Out:
         node = self.members.nodes.get(e.node)

@@ -28,10 +28,10 @@ class ProcessConcern(Concern):
 
     def fill(self, at: float) -> Out:
         """Start a process in every slot that wants one and finds a place."""
-        if self.job.over:
+        if self.job.over or self.job.waits_for_nodes:
             return []
         out: Out = []
-        rooms = Rooms(self.members, Role.PS)
+        rooms = self.ps_rooms()
         for slot in map(Slot, range(self.job.ps_wanted)):
             seat = self.members.servers.get(slot)
             if (seat is None or seat.waiting) and slot not in self.state.protection.leaving:
@@ -42,6 +42,10 @@ class ProcessConcern(Concern):
             if seat is None or seat.waiting:
                 out += self.start(Role.WORKER, slot, at, Decision("start", "the job wants this worker"), rooms)
         return out
+
+    def ps_rooms(self) -> Rooms:
+        """What nodes can take of ps."""
+        return Rooms(self.members, Role.PS, self.concerns.placement.facts.ps_at_home())
 
     def start(
         self,
@@ -55,12 +59,13 @@ class ProcessConcern(Concern):
         """Start a new process in this slot, or let the slot wait for a node with a place. ``counted``: what nodes can
         take, where many slots are started at once. ``replaces``: a process that was lost; if its script failed, the new
         one comes a little later."""
-        if role is Role.WORKER and self.concerns.ending.rests:
+        if self.job.waits_for_nodes or (role is Role.WORKER and self.concerns.ending.rests):
             return []
         members = self.members
         home = members.homes.get(slot) if role is Role.WORKER else None
         seat = members.of(role).get(slot)
-        node = (counted or Rooms(members, role)).choose(home, seat.avoid if seat is not None else None)
+        rooms = counted or (self.ps_rooms() if role is Role.PS else Rooms(members, role))
+        node = rooms.choose(home, seat.avoid if seat is not None else None)
         quiet = node is not None and bool(members.nodes[node].quiet_since)
         if node is None or quiet:
             if seat is None or seat.waiting:

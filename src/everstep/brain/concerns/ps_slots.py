@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from everstep.brain.concerns.concern import Concern, Inputs, Out
-from everstep.brain.events import Note, StopProcess
-from everstep.brain.members import Rooms, SlotRecord, set_state
+from everstep.brain.events import Event, Note, StopProcess
+from everstep.brain.members import SlotRecord, set_state
 from everstep.ids import Slot
 from everstep.model.decision import Decision
 from everstep.model.member import MemberState, Role
+from everstep.policies.node_selection import HOME_NODE, choose_ps_node
 from everstep.policies.restarts import may_restart
 
 
@@ -75,6 +76,47 @@ class PsSlotConcern(Concern):
             books.refill.remove(slot)
             books.leaving[:] = [other for other in books.leaving if other != slot]
 
+    def settle(self, event: Event, out: Out) -> Out:
+        """A node has places for ps, and another machine has two more of them: one ps at a time goes there. It gives all
+        that it has to others first, so the job must have one ps more than a stripe has units."""
+        books, job = self.state.protection, self.job
+        if not books.uneven:
+            return []
+        facts = self.concerns.placement.facts
+        if job.over or not facts.code.m:
+            books.uneven = False
+            return []
+        if not facts.at_rest():
+            return []
+        servers = [m for m in facts.servers() if m.slot not in books.leaving]
+        used: dict[str, int] = {}
+        for member in servers:
+            machine = self.members.machine_of(member.node)
+            used[machine] = used.get(machine, 0) + 1
+        rooms = self.members.rooms(Role.PS)
+        target = choose_ps_node(rooms, facts.ps_at_home())
+        most = max(used, key=lambda machine: (used[machine], machine), default="")
+        least = self.members.machine_of(target) if target is not None else most
+        from_home = most == self.members.machine_of(HOME_NODE)
+        stays = from_home and used.get(most, 0) <= facts.ps_at_home()
+        if target is None or stays or used.get(most, 0) - used.get(least, 0) < 2:
+            books.uneven = False
+            return []
+        if event.at - self.members.nodes[target].since < job.spec.lost_after_s:
+            return []  # it may go again at once
+        member = max((m for m in servers if self.members.machine_of(m.node) == most), key=lambda m: m.slot)
+        inputs: Inputs = {"from": member.node, "to": target}
+        if len(servers) <= facts.code.width:
+            books.uneven = False
+            words = f"{target} has places for ps; none goes there, since {len(servers)} ps are what {facts.code} needs"
+            why = Decision("stay", f"{words}; everstep scale --ps {len(servers) + 1} starts one there", inputs)
+            return [Note("", why)]
+        words = f"{most} has {used[most]} ps and {least} {used.get(least, 0)}: it is emptied, and started on {target}"
+        books.leaving[:] = sorted({*books.leaving, member.slot})
+        books.refill[:] = sorted({*books.refill, member.slot})
+        out = [Note(str(member.key), Decision("spread", words, inputs))]
+        return out + self.concerns.placement.settle_map(f"{member.key} goes to {target}")
+
     def scale(self, count: int, at: float) -> Out:
         """The highest slots give everything away and end; new ones get their share when they have joined."""
         job, servers, leaving = self.job, self.members.servers, self.state.protection.leaving
@@ -92,7 +134,7 @@ class PsSlotConcern(Concern):
                     m, why = seat.member, Decision("stop", f"scaled in to {count} ps before it had joined")
                     out.append(StopProcess(m.node, m.role, m.slot, m.incarnation, 0.0, why))
         wave = []
-        rooms = Rooms(self.members, Role.PS)
+        rooms = self.concerns.processes.ps_rooms()
         for slot in map(Slot, range(count)):
             known = servers.get(slot)
             if known is None or not known.running:
@@ -100,4 +142,5 @@ class PsSlotConcern(Concern):
                 out += self.concerns.processes.start(Role.PS, slot, at, why, rooms)
                 wave.append(slot)
         self.state.protection.wave = wave
+        self.state.protection.uneven = any(n.ps_places > 0 and n.node != HOME_NODE for n in self.members.nodes.values())
         return out + self.concerns.placement.settle_map(f"scaled from {old} to {count} ps")
