@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
+from everstep.cli.svg import LEFT, WIDTH, axis, begin, text, x_of
 from everstep.model.capacity import Market
 from everstep.monitor.node_costs import HOUR_S, MachineSpan
 
 if TYPE_CHECKING:
     from everstep.cli.cost import CostReport
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP = 860, 430, 60, 20, 62
+HEIGHT, TOP = 430, 62
 _PANEL, _GAP = 130, 60
-_SPOT, _STAYS, _KNOWN, _UNKNOWN, _INK = "#2a7ab9", "#c98a1b", "#3c8d5a", "#b9b9b9", "#333333"
+_SPOT, _STAYS, _KNOWN, _UNKNOWN = "#2a7ab9", "#c98a1b", "#3c8d5a", "#b9b9b9"
 
 
 def picture(report: CostReport) -> str:
@@ -23,11 +23,9 @@ def picture(report: CostReport) -> str:
     length_s = max(report.length_s, *(m.end for m in report.machines), 1.0)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-            f'font-size="12" fill="{_INK}">',
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-            _text(LEFT, 22, _headline(report), 15),
-            _text(LEFT, 42, _second_line(report), 12),
+            *begin(HEIGHT),
+            text(LEFT, 22, _headline(report), 15),
+            text(LEFT, 42, _second_line(report), 12),
             *_machines(report.machines, length_s),
             *_hours(report, length_s),
             "</svg>",
@@ -55,7 +53,7 @@ def _machines(machines: Sequence[MachineSpan], length_s: float) -> list[str]:
     steps = {m: _steps([s for s in machines if s.market is m], length_s) for m in (Market.ON_DEMAND, Market.SPOT)}
     most = max([1, *(count for points in steps.values() for _, count in points)])
     base = TOP + _PANEL
-    out = [_text(LEFT, TOP + 6, "machines", 12), *_axis(base, length_s, f"{most}")]
+    out = [text(LEFT, TOP + 6, "machines", 12), *axis(base, _PANEL, length_s, f"{most}")]
     for market, colour in ((Market.ON_DEMAND, _STAYS), (Market.SPOT, _SPOT)):
         points = steps[market]
         if len(points) < 2:
@@ -63,10 +61,10 @@ def _machines(machines: Sequence[MachineSpan], length_s: float) -> list[str]:
         path = []
         for (t, count), (after, _) in itertools.pairwise(points):
             y = base - (_PANEL - 14) * count / most
-            path += [f"{_x(t, length_s):.1f},{y:.1f}", f"{_x(after, length_s):.1f},{y:.1f}"]
+            path += [f"{x_of(t, length_s):.1f},{y:.1f}", f"{x_of(after, length_s):.1f},{y:.1f}"]
         out.append(f'<polyline points="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-    out.append(_text(WIDTH - 210, TOP + 6, "on demand", 12, _STAYS))
-    out.append(_text(WIDTH - 120, TOP + 6, "spot", 12, _SPOT))
+    out.append(text(WIDTH - 210, TOP + 6, "on demand", 12, _STAYS))
+    out.append(text(WIDTH - 120, TOP + 6, "spot", 12, _SPOT))
     return out
 
 
@@ -86,10 +84,10 @@ def _hours(report: CostReport, length_s: float) -> list[str]:
     hours = report.costs.hours
     most = max([h.usd for h in hours], default=0.0)
     base = TOP + 2 * _PANEL + _GAP
-    out = [_text(LEFT, base - _PANEL + 6, "USD in each hour", 12), *_axis(base, length_s, f"{most:.3g}")]
+    out = [text(LEFT, base - _PANEL + 6, "USD in each hour", 12), *axis(base, _PANEL, length_s, f"{most:.3g}")]
     for n, hour in enumerate(hours):
-        x = _x(n * HOUR_S, length_s)
-        width = max(0.5, _x(min(length_s, (n + 1) * HOUR_S), length_s) - x - 0.5)
+        x = x_of(n * HOUR_S, length_s)
+        width = max(0.5, x_of(min(length_s, (n + 1) * HOUR_S), length_s) - x - 0.5)
         height = (_PANEL - 14) * hour.usd / most if most > 0 else 0.0
         out.append(
             f'<rect x="{x:.1f}" y="{base - height:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{_KNOWN}"/>'
@@ -97,25 +95,5 @@ def _hours(report: CostReport, length_s: float) -> list[str]:
         if not hour.complete:
             out.append(f'<rect x="{x:.1f}" y="{base + 1:.1f}" width="{width:.1f}" height="4" fill="{_UNKNOWN}"/>')
     if any(not h.complete for h in hours):
-        out.append(_text(WIDTH - 250, base - _PANEL + 6, "grey below: hours with unknown prices", 12))
+        out.append(text(WIDTH - 250, base - _PANEL + 6, "grey below: hours with unknown prices", 12))
     return out
-
-
-def _axis(base: float, length_s: float, most: str) -> list[str]:
-    end = f"{length_s / HOUR_S:.1f} h" if length_s >= HOUR_S else f"{length_s:.0f} s"
-    return [
-        f'<line x1="{LEFT}" y1="{base}" x2="{WIDTH - RIGHT}" y2="{base}" stroke="{_INK}"/>',
-        f'<line x1="{LEFT}" y1="{base}" x2="{LEFT}" y2="{base - _PANEL + 14}" stroke="{_INK}"/>',
-        _text(LEFT - 45, base - _PANEL + 20, most, 12),
-        _text(LEFT - 45, base, "0", 12),
-        _text(LEFT, base + 18, "0", 12),
-        _text(WIDTH - RIGHT - 50, base + 18, end, 12),
-    ]
-
-
-def _x(t: float, length_s: float) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * min(max(t, 0.0), length_s) / length_s
-
-
-def _text(x: float, y: float, text: str, size: int, colour: str = _INK) -> str:
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}">{escape(text)}</text>'

@@ -302,6 +302,40 @@ def cost(run_dir: Path, as_json: bool, prices: Path | None, at: str, kind: str, 
 
 
 @cli.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[JOB_YAML]...")
+@click.option("--capacity", help="The recorded cloud: trace:FILE.")
+@click.option("--nodes", type=int, default=0, help="Machines at a time, at most; more than the recording has: copies.")
+@click.option("--lead", "capacity_lead", help="Notice before a machine goes, e.g. 30s (default: none).")
+@click.option("--like", type=click.Path(path_type=Path), help="A run of this job: its times are used.")
+@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="A number of the job, e.g. samples_per_s=900.")
+@click.option("--samples", type=click.IntRange(0), default=0, help="Of one pass over the data (default: as --like).")
+@click.option("--epochs", type=click.IntRange(1), default=1, help="Passes over the data.")
+@click.option("--workers", type=int, help="Workers on the first machine, which stays.")
+@click.option("--ps", type=int, help="Parameter servers.")
+@click.option("--mode", help="ps or allreduce.")
+@click.option("--parity", help="K+M, as for everstep run.")
+@click.option("--checkpoint-every", help="As for everstep run.")
+@click.option("--compare", multiple=True, metavar="NAME=A,B", help="Try each of these values; again: all combinations.")
+@click.option("--seeds", type=int, default=1, help="Stories: the same cloud from so many moments (default 1).")
+@click.option("--limit", default="60d", help="Give up after so long (default 60d).")
+@click.option("--baselines", is_flag=True, help="Also what others would do with the same machines.")
+@click.option("--restart", default="60s", help="Of others: from a loss until all train again (default 60s).")
+@click.option("--as-played", is_flag=True, help="With capacity_speed and capacity_quiet of job.yaml.")
+@click.option("--prices", type=click.Path(path_type=Path), help="Prices by class, zone and time, as for everstep cost.")
+@click.option("--at", default="", help="The time in the prices at which the job begins.")
+@click.option("--as", "kind", default="", help="CLASS or CLASS@ZONE: what every machine is.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: every story.")
+@click.option("--out", type=click.Path(path_type=Path), help="Draw places, speed and money into this .svg file.")
+def simulate(files: tuple[Path, ...], as_json: bool, out: Path | None, **asked: Any) -> None:
+    """Show what a job would cost on machines that come and go, and when it would end."""
+    from everstep.cli.simulate import Request, show_simulation
+
+    names = ("capacity", "capacity_lead", "workers", "ps", "mode", "parity", "checkpoint_every")
+    flags = {name: value for name in names if (value := asked.pop(name)) is not None}
+    click.echo(show_simulation(Request(files, flags, **asked), as_json, out, lambda line: None))
+
+
+@cli.command()
 @RUN_DIR
 def replay(run_dir: Path) -> None:
     """Run the journal through the brain again; stops at the first difference."""

@@ -19,7 +19,7 @@ import hashlib
 import heapq
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from everstep.errors import UserError
@@ -219,9 +219,10 @@ class TraceMarket:
     def __init__(self, trace: Trace, timeline: Timeline, offer: Offer, lead_s: float = 0.0) -> None:
         self.trace, self.timeline, self._offer, self._lead_s = trace, timeline, offer, lead_s
         self._wanted = 0
-        self._refused: set[int] = set()
-        self._there: list[int] = []
+        self._there: dict[int, None] = {}  # those that the job may still get, in the order in which they came
         self._held: dict[int, NodeId] = {}
+        self._names: list[int] = []  # heap: numbers of names that were given and are free again
+        self._named = 0
         self._now = 0.0
         # (time, ends before begins, machine): the same moment may take machines and bring others
         self._due: list[tuple[float, int, int]] = []
@@ -234,7 +235,7 @@ class TraceMarket:
         heapq.heapify(self._due)
 
     def __repr__(self) -> str:
-        return f"<trace at {self._now:.1f} s: {len(self._there)} machines, {len(self._held)} held>"
+        return f"<trace at {self._now:.1f} s: {len(self._there)} machines to be had, {len(self._held)} held>"
 
     @property
     def held(self) -> frozenset[NodeId]:
@@ -248,8 +249,7 @@ class TraceMarket:
 
     def offers(self) -> tuple[Offer, ...]:
         """What could be had now, beyond what is held."""
-        free = len(self._free())
-        offer = self._offer
+        free, offer = len(self._there), self._offer
         return (Offer(offer.hardware, offer.zone, offer.market, offer.price, free),) if free else ()
 
     def request(self, count: int) -> None:
@@ -258,10 +258,8 @@ class TraceMarket:
 
     def release(self, node: NodeId) -> None:
         """The job gives a machine back, and does not want this one again."""
-        for n, name in list(self._held.items()):
-            if name == node:
-                del self._held[n]
-                self._refused.add(n)
+        for n in [n for n, name in self._held.items() if name == node]:
+            self._give_up(n)
 
     def until(self, now: float) -> list[CapacityNews]:
         """What happens up to ``now``, in order."""
@@ -270,12 +268,11 @@ class TraceMarket:
             at, kind, n = heapq.heappop(self._due)
             self._now = max(self._now, at)
             if kind == _BEGINS:
-                self._there.append(n)
+                self._there[n] = None
             elif kind == _ENDS:
-                if n in self._there:
-                    self._there.remove(n)
+                self._there.pop(n, None)
                 if n in self._held:
-                    out.append(Gone(self._held.pop(n), self._recorded()))
+                    out.append(Gone(self._give_up(n), self._recorded()))
             elif n in self._held:
                 end_s = self.trace.lives[n].end_s
                 in_s = self.timeline.played(end_s) - self._now if end_s is not None else None
@@ -288,29 +285,32 @@ class TraceMarket:
     def _recorded(self) -> float:
         return self.timeline.recorded(self._now)
 
-    def _free(self) -> list[int]:
-        return [n for n in self._there if n not in self._held and n not in self._refused]
-
     def _fill(self) -> list[CapacityNews]:
         out: list[CapacityNews] = []
-        for n in self._free()[: max(0, self._wanted - len(self._held))]:
-            self._held[n] = node = _lowest_free(self._held.values())
+        while self._there and len(self._held) < self._wanted:
+            n = next(iter(self._there))
+            del self._there[n]
+            self._held[n] = node = self._name()
             out.append(Grant(node, self._offer, self._recorded()))
             end_s = self.trace.lives[n].end_s
             if end_s is not None and self._lead_s > 0:
                 heapq.heappush(self._due, (max(self._now, self.timeline.played(end_s) - self._lead_s), _WARNS, n))
         return out
 
+    def _name(self) -> NodeId:
+        """The lowest name that is free."""
+        if self._names:
+            return NodeId(f"spot-{heapq.heappop(self._names)}")
+        self._named += 1
+        return NodeId(f"spot-{self._named}")
+
+    def _give_up(self, n: int) -> NodeId:
+        node = self._held.pop(n)
+        heapq.heappush(self._names, int(node.removeprefix("spot-")))
+        return node
+
 
 _ENDS, _BEGINS, _WARNS = 0, 1, 2
-
-
-def _lowest_free(taken: Iterable[NodeId]) -> NodeId:
-    held = set(taken)
-    n = 1
-    while f"spot-{n}" in held:
-        n += 1
-    return NodeId(f"spot-{n}")
 
 
 def price_class(stem: str) -> tuple[str, str]:
